@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="the smallest case with two rounds; nothing is kept")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.short:
+    if asked.on_timeout:
         asked.only, asked.rounds, asked.idle = ["62k/2"], 2, 5.0
     cases: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     for name in [] if asked.show else asked.only:
@@ -118,7 +118,7 @@ def main() -> None:
             except UnskewError as error:
                 print(json.dumps({"failed": str(error).splitlines()[0]}))
             return
-        if name in cases and not (asked.again or asked.short):
+        if name in cases and not (asked.again or asked.on_timeout):
             continue
         began = time.monotonic()
         one = in_a_process(size, int(sites), rounds, asked.idle)
@@ -128,7 +128,7 @@ def main() -> None:
             f"{one['idle_processor_share']:.1%} at idle, {one['run_megabytes']:.0f} MB, {one['all_megabytes']:.0f} MB in all"
         )
         print(f"{name}: {told}; the case took {took:.0f} s", flush=True)
-        if not asked.short:
+        if not asked.on_timeout:
             machine = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
             cases[name] = {**one, "took": took, "machine": machine}
             write_atomic(KEPT, json.dumps(cases, indent=1).encode())

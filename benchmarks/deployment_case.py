@@ -190,7 +190,7 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
             time.sleep(idle)
             share = (processor_seconds(groups) - taken) / (time.monotonic() - before)
             result = run(
-                config, Deployment(megabytes=4096.0), Path(scratch) / "run", [Follower()], lambda text: None, place
+                config, Deployment(max_message_mb=4096.0), Path(scratch) / "run", [Follower()], lambda text: None, place
             )
         finally:
             place.close()

@@ -28,7 +28,7 @@ from benchmarks.baselines import MEAN, STD, CnnA
 #   mean and std repeated to the length of an image                           5 %      3 %   a broadcast over the last
 #                                                                                            3 channels is 4x slower
 #   ReLU after the pooling instead of a relu() before it                      2 %      3 %   1 % if that is in place
-#   clients_per_group=5 (2: 14 % and 23 %, 10: 14 % and 39 %)                         19 %     37 %   fewer, larger kernels, and
+#   clients_per_group=5 (2: 14 % and 23 %, 10: 14 % and 39 %)            19 %     37 %   fewer, larger kernels, and
 #                                                                                            enough channels for a
 #                                                                                            vectorised pooling
 #

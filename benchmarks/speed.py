@@ -196,7 +196,7 @@ def clients(x: np.ndarray, y: np.ndarray, rounds: int) -> list[dict[str, Any]]:
 
 
 def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, Any]]:
-    """Rounds per second of every engine, from tiny to large work per client; ``clients_per_group``: workers train several at once."""
+    """Rounds per second of every engine, from tiny to large work per client, also with several clients per group."""
     small = np.ascontiguousarray(x[:, 8:16, 8:16, :1])
     cases = {
         "logistic, 8x8, 1 step of 32, cohort 10": (small, "logistic", 10, 1, 32),

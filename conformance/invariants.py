@@ -60,13 +60,13 @@ def fedprox_by_mu(run: Runner, rounds: int = 20) -> list[float]:
 
 def weights_name_the_objective(run: Runner, method: str, weights: str, participation: float = 1.0) -> float:
     """Clients of unequal sizes: the trajectory is the paper's with these weights."""
-    asked = case(method, rounds=3, steps=2, client_weighting=weights, participation=participation)
+    asked = case(method, rounds=3, steps=2, weights=weights, participation=participation)
     return deviation(run, replace(asked, make=unequal_sizes))
 
 
 def one_step_descends_the_objective(run: Runner, weights: str) -> float:
     """Clients of unequal sizes: one local step of FedAvg descends the objective that the weights name."""
-    asked = case("fedavg", rounds=3, steps=1, client_weighting=weights)
+    asked = case("fedavg", rounds=3, steps=1, weights=weights)
     path = descent(unequal_sizes(), 3, asked.lr, weights)
     models = run(replace(asked, make=unequal_sizes)).models
     return max(float(np.abs(a - b).max()) for a, b in zip(models, path, strict=True))
@@ -79,6 +79,6 @@ def unequal_steps(run: Runner, method: str) -> float:
 
 def fixed_point(run: Runner, method: str, weights: str, participation: float, rounds: int) -> dict[str, float]:
     """Where a method ends up with unequal sizes: how far from each of the two optima."""
-    asked = case(method, rounds=rounds, client_weighting=weights, participation=participation)
+    asked = case(method, rounds=rounds, weights=weights, participation=participation)
     last = run(replace(asked, make=unequal_sizes)).models[-1]
     return {name: distance(last, unequal_sizes(), name) for name in ("uniform", "samples")}

@@ -108,7 +108,7 @@ def main():
     new = given.out / "new.csv"
     rows = ["2,A1,59,32.1,101,157,93.2,38,4,4.86,87", "1,X9,48,,87,183,,70,3,,69"]
     new.write_text("\n".join(["sex,device,age,bmi,bp,s1,s2,s3,s4,s5,s6", *rows]) + "\n")
-    predictor = unskew.load(given.out / "progression" / "fedavg" / "seed-0")
+    predictor = unskew.load_predictor(given.out / "progression" / "fedavg" / "seed-0")
     print("\nTwo new patients:", [round(value) for value in predictor.predict_file(new)])
 
 

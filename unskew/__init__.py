@@ -36,14 +36,16 @@ _PLACES = {
     "compare": "unskew.comparison.compare",
     "diagnose": "unskew.diagnosis.diagnose",
     "export": "unskew.serving.export",
-    "load": "unskew.serving.load",
     "load_federation": "unskew.data.load",
+    "load_predictor": "unskew.serving.load",
     "method": "unskew.methods.registry",
     "report": "unskew.reporting.report",
     "resume": "unskew.runs.run",
     "run": "unskew.runs.run",
     "tune": "unskew.tuning.tune",
 }
+
+_FORMER = {"load": "load_predictor", "Normalisation": "Normalization", "Sync": "SyncRule"}
 
 __all__ = [
     "Batch",
@@ -67,8 +69,8 @@ __all__ = [
     "compare",
     "diagnose",
     "export",
-    "load",
     "load_federation",
+    "load_predictor",
     "method",
     "report",
     "resume",
@@ -93,14 +95,15 @@ if TYPE_CHECKING:
     from unskew.reporting.report import report
     from unskew.runs.run import resume, run
     from unskew.serving.export import export
-    from unskew.serving.load import load
+    from unskew.serving.load import load_predictor
     from unskew.tuning.tune import tune
 
 
 def __getattr__(name: str) -> Any:
     """Names are imported when first used: ``import unskew`` itself stays light."""
     if name not in _PLACES:
-        raise AttributeError(f"module 'unskew' has no attribute {name!r}")
+        hint = f"; it is called unskew.{_FORMER[name]}" if name in _FORMER else ""
+        raise AttributeError(f"module 'unskew' has no attribute {name!r}{hint}")
     value = getattr(importlib.import_module(_PLACES[name]), name)
     globals()[name] = value
     return value

@@ -68,7 +68,7 @@ def run(case: Case) -> Trace:
         **{"batch_size": max(problem.sizes), **budget},
         rounds=case.rounds,
         lr=case.lr,
-        weights=case.weights,
+        client_weighting=case.weights,
         participation=case.participation,
         precision="fp64",
         engine="inline",

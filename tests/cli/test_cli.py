@@ -74,12 +74,12 @@ def test_help_names_every_flag(capsys, command, flags):
 
 
 def test_fields_of_tables_and_of_the_loss_have_flags_and_the_help_has_sections(capsys):
-    said = "--categories a,b --dates d --missing mean --task regression --loss huber:2 --class-weights 1,5 --weights uniform"
+    said = "--categories a,b --dates d --missing mean --task regression --loss huber:2 --class-weights 1,5 --client-weighting uniform"
     words = f"--data table:t.csv --label y {said} --metrics auroc,f1 --early-stopping 3 --optimizer adam --lr-schedule cosine"
     with typer.main.get_command(app).commands["run"].make_context("run", words.split()) as context:
         config = experiment(config_values(None, context))
     assert (config.categories, config.dates, config.missing, config.task) == (("a", "b"), ("d",), "mean", "regression")
-    assert (config.loss, config.class_weights, config.weights) == ("huber:2", (1.0, 5.0), "uniform")
+    assert (config.loss, config.class_weights, config.client_weighting) == ("huber:2", (1.0, 5.0), "uniform")
     assert (config.metrics, config.early_stopping) == (("auroc", "f1"), 3)
     assert (config.optimizer, config.lr, config.lr_schedule) == ("adam", 0.001, "cosine")
     heads = [line for line in call(capsys, "run", "--help").out.splitlines() if line[:1].strip() and line.endswith(":")]
@@ -120,7 +120,7 @@ def test_every_flag_reaches_the_configuration(capsys):
         "--engine": "inline",
         "--device": "cpu",
         "--eval-every": 2,
-        "--network": "fixed:1",
+        "--delay": "fixed:1",
         "--target": 0.05,
     }
     sets = [
@@ -131,16 +131,16 @@ def test_every_flag_reaches_the_configuration(capsys):
         "--set",
         "holdout=0.2",
         "--set",
-        "clip=1",
+        "clip_grad_norm=1",
     ]
     outcome = call(capsys, "run", *(str(x) for pair in flags.items() for x in pair), *sets, "--out", "a/b", "--json")
     assert outcome.code == 0, outcome.err
     config = yaml.safe_load(Path("a/b/config.yaml").read_text())
-    fields = {flag: value for flag, value in flags.items() if flag != "--network"}
+    fields = {flag: value for flag, value in flags.items() if flag != "--delay"}
     assert {flag: config[flag[2:].replace("-", "_")] for flag in fields} == fields
     assert config["network"] == {"drop": 0.25, "delay": "fixed:1", "delay_per": "dispatch"}
     assert config["model_options"] == {"hidden": [8]}
-    assert (config["holdout"], config["clip"], config["local_epochs"]) == (0.2, 1.0, None)
+    assert (config["holdout"], config["clip_grad_norm"], config["local_epochs"]) == (0.2, 1.0, None)
     assert list(config) == list(Experiment.model_fields), "complete, and in order"
     printed = outcome.json()
     assert printed.pop("folder") == "a/b"
@@ -577,7 +577,7 @@ def test_a_tracker_that_is_not_installed(capsys, monkeypatch, tmp_path, tracker,
 
 @pytest.mark.slow
 def test_a_warning_names_its_run_among_several(capsys, tmp_path):
-    late = ["--network", "fixed:5", "--rounds", 2, "--clients", 3, "--partition", "iid", "--local-steps", 1]
+    late = ["--delay", "fixed:5", "--rounds", 2, "--clients", 3, "--partition", "iid", "--local-steps", 1]
     several = call(capsys, "compare", "fedavg", "fedprox", *late, "--out", tmp_path / "many")
     text = " ".join((several.out + several.err).split())
     assert "fedavg, seed 0: The model did not change in 2 rounds" in text

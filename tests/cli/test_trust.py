@@ -168,7 +168,7 @@ def test_a_run_folder_does_not_run_code(folder, capsys, what):
         assert outcome.code == (0 if command[0] == "report" else 2)
         assert command[0] in ("report", "predict") or "names code to import" in outcome.err
     with pytest.raises(ConfigError, match="names code to import"):
-        unskew.load(sent)
+        unskew.load_predictor(sent)
     assert not (folder / "imported").exists()
 
 

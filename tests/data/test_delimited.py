@@ -91,6 +91,6 @@ def test_a_model_is_trained_on_and_predicts_for_files_of_another_format(tmp_path
     run = call(capsys, "run", "--data", "table:semi.csv", *options, "--set", "csv.separator=;", "--out", "r", "--json")
     assert run.code == 0, run.err
     assert "semi.csv: read as ;-separated, decimal comma, latin-1" in run.err
-    assert unskew.load("r").inputs.csv.separator == ";"
+    assert unskew.load_predictor("r").inputs.csv.separator == ";"
     rows = np.array([[float(dose), float(age)] for _, dose, age, _ in ROWS], "float32")
-    assert unskew.load("r").predict_file("semi.csv") == unskew.load("r").predict(rows)
+    assert unskew.load_predictor("r").predict_file("semi.csv") == unskew.load_predictor("r").predict(rows)

@@ -31,7 +31,9 @@ def test_frames_are_matched_by_column_and_predictions_are_names(tmp_path):
     result = unskew.run(fed, out=tmp_path / "run", **TINY)
     assert set(result.predict(test[0].to_numpy(float))) <= {"healthy", "sick"}
     test[0].assign(extra=1)[["extra", "visits", "age", "smoker"]].to_csv(tmp_path / "new.csv", index=False)
-    assert unskew.load(tmp_path / "run").predict_file(tmp_path / "new.csv") == result.predict(test[0].to_numpy(float))
+    assert unskew.load_predictor(tmp_path / "run").predict_file(tmp_path / "new.csv") == result.predict(
+        test[0].to_numpy(float)
+    )
 
 
 def test_names_may_be_given_in_another_order_and_have_more_classes():

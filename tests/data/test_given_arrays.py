@@ -54,9 +54,9 @@ def test_a_client_has_its_own_rows_in_its_own_order(shape, dtype):
             assert torch.equal(found, x[rows].to(found.dtype))
             assert len(shape) == 1 or found.permute(0, 2, 3, 1).is_contiguous()
         assert torch.equal(torch.cat([client.y, client.y_test]), y[order])
-    clients_per_group = fed.clients.to(torch.device("cpu"))
-    assert torch.equal(clients_per_group.x, fed.clients.x)
-    assert torch.equal(clients_per_group[1].x_test, fed.clients[1].x_test)
+    moved = fed.clients.to(torch.device("cpu"))
+    assert torch.equal(moved.x, fed.clients.x)
+    assert torch.equal(moved[1].x_test, fed.clients[1].x_test)
     changed = replace(fed.clients[1], y=fed.clients[1].y + 1)
     assert torch.equal(changed.x_test, fed.clients[1].x_test)
 

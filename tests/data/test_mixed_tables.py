@@ -131,7 +131,7 @@ def test_tables_alone_have_categories():
 def test_new_rows_are_encoded_as_those_it_was_trained_on(table, tmp_path, capsys):
     options = {"data": f"table:{table}", **COLUMNS, "categories": "auto", "dates": "since", "missing": "indicator"}
     result = unskew.run(model="table-mlp", out=tmp_path / "run", **options, **TINY)
-    loaded, fed = unskew.load(tmp_path / "run"), load(table)
+    loaded, fed = unskew.load_predictor(tmp_path / "run"), load(table)
     assert loaded.inputs.encoders == fed.encoders
     new = tmp_path / "new.csv"
     new.write_text(

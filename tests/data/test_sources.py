@@ -478,10 +478,10 @@ def test_federation_lays_clients_out_as_slices():
     assert channels_last(clients[2].x)
     rows = torch.cat([torch.cat([c.x, c.x_test]) for c in clients]).flatten(1)
     labels = torch.cat([torch.cat([c.y, c.y_test]) for c in clients])
-    clients_per_group = torch.cat([rows, labels[:, None].to(rows.dtype)], 1)
+    joined = torch.cat([rows, labels[:, None].to(rows.dtype)], 1)
     original = torch.cat([source.train.x.flatten(1), source.train.y[:, None].to(rows.dtype)], 1)
     assert torch.equal(
-        torch.unique(clients_per_group, dim=0, return_counts=True)[1],
+        torch.unique(joined, dim=0, return_counts=True)[1],
         torch.unique(original, dim=0, return_counts=True)[1],
     )
     for client in clients:

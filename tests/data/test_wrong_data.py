@@ -144,7 +144,7 @@ def test_partition_functions_that_return_something_else(made):
         ({"clients": "3"}, "clients must be a whole number, not '3'"),
         ({"seed": 0.5}, "seed must be a whole number"),
         ({"max_train_samples": "9"}, "max_train_samples must be a whole number"),
-        ({"server_data": 1.5}, "server must be a whole number"),
+        ({"server_data": 1.5}, "server_data must be a whole number"),
         ({"name": 3}, "A data set is named by text"),
         ({"image": {}}, "image must be text, not {}"),
         ({"label": True}, "label must be text, not True"),

@@ -30,7 +30,7 @@ def _quickly(monkeypatch):
 
 
 def with_patience(**patience):
-    return Deployment(run="0123456789abcdef", gathering=0.5, patience=RoundPolicy(**patience))
+    return Deployment(run="0123456789abcdef", startup_timeout=0.5, round_policy=RoundPolicy(**patience))
 
 
 def trained(frame):
@@ -47,7 +47,7 @@ def test_an_update_that_never_arrived_is_forgotten_as_one_that_is_dropped(tmp_pa
     place.link.spoil = lambda client, asked, answer: (
         None if trained(asked) and (asked.config["round"], client) in gone else answer
     )
-    result, _ = deployed(tmp_path, place, with_patience(deadline=0.05, short="go"), **SCAFFOLD)
+    result, _ = deployed(tmp_path, place, with_patience(round_timeout=0.05, on_timeout="continue"), **SCAFFOLD)
     simulated = unskew.run(**values, network={"drop": 0.3})
     assert torch.equal(result.vector, simulated.vector)
     assert [row["updates"] for row in result.history] == [row["updates"] for row in simulated.history]
@@ -110,7 +110,7 @@ def test_a_message_that_a_supernode_lost_is_sent_again_and_trained_once(lost, tm
         return answer
 
     place.link.spoil = loses
-    result, _ = deployed(tmp_path, place, with_patience(deadline=120, short="stop"), **SCAFFOLD)
+    result, _ = deployed(tmp_path, place, with_patience(round_timeout=120, on_timeout="abort"), **SCAFFOLD)
     assert torch.equal(result.vector, unskew.run(**values).vector)
     assert [row["updates"] for row in result.history] == [3] * 4
     assert result.history[-1]["bytes_up"] == unskew.run(**values).history[-1]["bytes_up"]
@@ -140,7 +140,7 @@ def test_nonsense_is_refused_named_and_counted(spoilt, reason, tmp_path):
     told, place = Told(), LoopPlace(tmp_path, {**TINY, **SCAFFOLD, "rounds": 3})
     place.link.spoil = lambda client, asked, answer: spoilt(answer) if trained(asked) and client == 1 else answer
     options = {**SCAFFOLD, "rounds": 3}
-    result, _ = deployed(tmp_path, place, with_patience(faults=2), told, **options)
+    result, _ = deployed(tmp_path, place, with_patience(max_invalid_replies=2), told, **options)
     assert [row["updates"] for row in result.history] == [2, 2, 2]
     assert [row.get("sites_refused") for row in result.history] == [1, 2, 2]
     assert result.history[-1]["sites_excluded"] == 1
@@ -174,7 +174,7 @@ def test_a_site_with_an_invalid_report_is_not_admitted_and_the_run_continues_wit
         replace(answer, config={**answer.config, **said}) if client == 1 else answer
     )
     with pytest.raises(EngineError, match="Missing are the clients 1"):
-        deployed(tmp_path, place, replace(with_patience(), gathering=0.05), told)
+        deployed(tmp_path, place, replace(with_patience(), startup_timeout=0.05), told)
     assert reason in " ".join(told.warnings)
     result, _ = deployed(tmp_path / "q", place, replace(with_patience(), quorum=2), told, rounds=1)
     assert result.history[0]["updates"] == 2
@@ -189,7 +189,7 @@ def test_other_versions_are_reported_and_with_exact_rejected(name, tmp_path):
     deployed(tmp_path, place, told=told, rounds=1)
     assert f"site-1 has {name} 9.9 (here" in " ".join(told.warnings)
     with pytest.raises(EngineError, match="leave out --exact"):
-        deployed(tmp_path / "exact", place, replace(with_patience(), gathering=0.05, exact=True))
+        deployed(tmp_path / "exact", place, replace(with_patience(), startup_timeout=0.05, exact=True))
 
 
 def test_a_replayed_training_neither_removes_a_state_nor_is_trained(tmp_path):
@@ -246,7 +246,7 @@ def test_uploads_that_could_not_be_added_up_are_refused(tmp_path):
         return replace(answer, arrays={**answer.arrays, "upload/scaffold/change": Blob("float32", (1,), b"\0" * 4)})
 
     place.link.spoil = shorter
-    result, _ = deployed(tmp_path, place, with_patience(faults=9), told, **SCAFFOLD)
+    result, _ = deployed(tmp_path, place, with_patience(max_invalid_replies=9), told, **SCAFFOLD)
     assert all(row["updates"] == 2 for row in result.history)
     assert "differs from what other sites send" in told.warnings[0]
 
@@ -272,7 +272,7 @@ def test_an_update_far_above_the_others_is_left_out_and_named(tmp_path):
         return with_delta(answer, 1e4 * decode_tensor(answer.arrays["update/delta"]))
 
     place.link.spoil = grown
-    result, _ = deployed(tmp_path, place, with_patience(faults=2), told, **SCAFFOLD)
+    result, _ = deployed(tmp_path, place, with_patience(max_invalid_replies=2), told, **SCAFFOLD)
     assert [row["updates"] for row in result.history] == [2, 2, 2, 2]
     assert float(result.vector.norm()) < 10
     assert "site-1 (client 1): its update is left out, because delta has the norm" in told.warnings[0]
@@ -294,7 +294,7 @@ def test_too_few_updates_stop_the_run_if_that_is_asked_for(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, **SCAFFOLD})
     place.link.spoil = lambda client, asked, answer: None if trained(asked) and client else answer
     with pytest.raises(EngineError, match="1 of at least 2 updates came"):
-        deployed(tmp_path, place, with_patience(deadline=0.05, least=2, short="stop"), **SCAFFOLD)
+        deployed(tmp_path, place, with_patience(round_timeout=0.05, min_updates=2, on_timeout="abort"), **SCAFFOLD)
 
 
 def test_who_is_waited_for_is_told(tmp_path, monkeypatch):
@@ -396,7 +396,7 @@ def test_sites_that_do_not_come_are_named(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.link.sites = place.sites[:2]
     with pytest.raises(EngineError, match=r"2 of 3 sites are there\. Connected: .* Missing are the clients 2"):
-        deployed(tmp_path, place, Deployment(gathering=0.05))
+        deployed(tmp_path, place, Deployment(startup_timeout=0.05))
 
 
 @pytest.mark.parametrize(

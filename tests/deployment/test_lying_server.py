@@ -320,7 +320,9 @@ def test_a_site_that_lies_is_named_and_the_sum_is_opened_from_the_rest(kind, lie
     options = {"clients": 4, "rounds": 1, "eval_clients": 0}
     plain = LoopPlace(tmp_path / "plain", {**TINY, **options})
     plain.link.spoil = lost("train", {3} if updates == 3 else set())
-    expected, _ = deployed(tmp_path / "plain", plain, with_patience(deadline=0.05, short="go"), **options)
+    expected, _ = deployed(
+        tmp_path / "plain", plain, with_patience(round_timeout=0.05, on_timeout="continue"), **options
+    )
     close(result.vector, expected.vector)
 
 
@@ -362,7 +364,7 @@ def test_a_client_number_belongs_to_the_key_that_the_roster_names(tmp_path):
         replace(answer, config={**answer.config, "client": 0}) if client == 1 and asked.kind == "hello" else answer
     )
     with pytest.raises(EngineError, match="issing are the clients 1"):
-        deployed(tmp_path, place, replace(with_patience(), gathering=0.05), told, **FOUR)
+        deployed(tmp_path, place, replace(with_patience(), startup_timeout=0.05), told, **FOUR)
     assert "has not signed that with the key that the roster names" in " ".join(told.warnings)
 
 
@@ -383,7 +385,7 @@ def test_a_round_that_was_opened_before_the_server_was_killed_is_repeated_over_t
     with pytest.raises(Stop):
         run(experiment(values), with_patience(), tmp_path / "run", [StopAfter(9)], lambda text: None, place)
     place.link.spoil = lost("train", {2} if away else set())
-    with_patience(deadline=0.05, short="go").write(tmp_path / "run")
+    with_patience(round_timeout=0.05, on_timeout="continue").write(tmp_path / "run")
     result = resume(tmp_path / "run", [told], tell=lambda text: None, place=place)
     assert result.history[1]["updates"] == (0 if away else 4)
     if away:

@@ -106,11 +106,11 @@ def test_a_site_that_drops_out_is_survived(kind, tmp_path):
     """Its update is in the sum only if its masked numbers came before it left."""
     told, place = Told(), LoopPlace(tmp_path, {**TINY, **FOUR})
     place.link.spoil = lost(kind, {2})
-    result, _ = deployed(tmp_path, place, with_patience(deadline=0.05, short="go"), told, **FOUR)
+    result, _ = deployed(tmp_path, place, with_patience(round_timeout=0.05, on_timeout="continue"), told, **FOUR)
     without = LoopPlace(tmp_path / "w", {**TINY, "clients": 4, "rounds": 1, "eval_clients": 0})
     without.link.spoil = lost("train", set() if kind == "unmask" else {2})
     options = {"clients": 4, "rounds": 1, "eval_clients": 0}
-    expected, _ = deployed(tmp_path / "w", without, with_patience(deadline=0.05, short="go"), **options)
+    expected, _ = deployed(tmp_path / "w", without, with_patience(round_timeout=0.05, on_timeout="continue"), **options)
     assert result.history[0]["updates"] == (4 if kind == "unmask" else 3)
     outcome = "its update is in the sum" if kind == "unmask" else "continues without it"
     assert any("no answer from site-2 (client 2)" in text and outcome in text for text in told.warnings)
@@ -129,11 +129,11 @@ def test_a_site_that_is_restarted_has_dropped_out_and_sums_with_too_few_sites_st
     result, _ = deployed(tmp_path, place, **FOUR)
     assert result.history[0]["updates"] == 3
     gone, told = {1, 3}, Told()
-    result, _ = deployed(tmp_path / "two", place, with_patience(short="go"), told, **FOUR)
+    result, _ = deployed(tmp_path / "two", place, with_patience(on_timeout="continue"), told, **FOUR)
     assert result.history[0]["updates"] == 0
     assert "fewer than 3 of 4 sites are left, so the sum stays masked" in " ".join(told.warnings)
     with pytest.raises(EngineError, match="stays masked"):
-        deployed(tmp_path / "three", place, with_patience(short="stop"), **FOUR)
+        deployed(tmp_path / "three", place, with_patience(on_timeout="abort"), **FOUR)
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_plain_updates_and_numbers_that_are_not_finite_are_not_added(tmp_path):
         return answer
 
     place.link.spoil = odd
-    result, _ = deployed(tmp_path, place, with_patience(least=2, short="go"), told, **FOUR)
+    result, _ = deployed(tmp_path, place, with_patience(min_updates=2, on_timeout="continue"), told, **FOUR)
     assert result.history[0]["updates"] == 0  # two of four are too few
     values = {**FOUR, "clients": 5}
     place = LoopPlace(tmp_path / "five", {**TINY, **values})

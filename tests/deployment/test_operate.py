@@ -57,7 +57,7 @@ def test_waiting_reports_who_is_connected_who_is_missing_and_why(tmp_path, monke
     place.link.away = {2}
     place.link.spoil = failing(1)
     with pytest.raises(EngineError) as stopped:
-        run(experiment(TINY), Deployment(gathering=0.5), tmp_path / "run", [Told()], said.append, place)
+        run(experiment(TINY), Deployment(startup_timeout=0.5), tmp_path / "run", [Told()], said.append, place)
     text = str(stopped.value)
     assert "1 of 3 sites are there. Connected: site-0 (client 0). Missing are the clients 1, 2." in text
     assert (
@@ -79,7 +79,7 @@ def test_a_site_whose_messages_fail_is_asked_with_growing_pauses_and_not_for_eve
 
     place.link.spoil = noted
     with pytest.raises(EngineError, match="2 of 3 sites"):
-        run(experiment(TINY), Deployment(gathering=1.8), tmp_path / "run", [Told()], [].append, place)
+        run(experiment(TINY), Deployment(startup_timeout=1.8), tmp_path / "run", [Told()], [].append, place)
     assert len(times) == requests.FAILURES + 1
     waits = [b - a for a, b in pairwise(times)]
     assert all(wait >= 0.001 * 2**n for n, wait in enumerate(waits))
@@ -133,7 +133,7 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
         found["away"] = call(capsys, "deploy", "status", tmp_path / "run").out
         place.link.away = set()
 
-    run(experiment({**TINY, **SCAFFOLD}), with_patience(deadline=0.5, short="go"), tmp_path / "run",
+    run(experiment({**TINY, **SCAFFOLD}), with_patience(round_timeout=0.5, on_timeout="continue"), tmp_path / "run",
         [During(look), During(look_again, 2)], [].append, place)  # fmt: skip
     assert found["modes"] == [0o600, 0o700]
     assert (found["json"]["round"], found["json"]["phase"]) == (1, "train")

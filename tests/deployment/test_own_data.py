@@ -47,7 +47,7 @@ def test_sites_train_on_tables_of_their_own(tmp_path):
     """One of them lacks a class, so its own numbering differs from that of the server."""
     place, values = clinics(tmp_path, [{"names": ("none", "severe")}, {}, {"names": ("mild", "severe")}])
     result, _ = deployed(
-        tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"max_train_samples": None, **values}
+        tmp_path, place, Deployment(startup_timeout=0.5, own_data=True), **{"max_train_samples": None, **values}
     )
     assert result.summary["accuracy"] > 0.7
     assert [row["name"] for row in result.clients] == ["clinic-0", "clinic-1", "clinic-2"]
@@ -59,7 +59,9 @@ def test_sites_train_on_tables_of_their_own(tmp_path):
 def test_a_site_with_other_columns_is_refused(tmp_path):
     place, values = clinics(tmp_path, [{}, {"columns": ("age", "weight")}, {}])
     with pytest.raises(EngineError, match=r"clinic-1 has data with shape \(2,\), but the server's have \(4,\)"):
-        deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"max_train_samples": None, **values})
+        deployed(
+            tmp_path, place, Deployment(startup_timeout=0.5, own_data=True), **{"max_train_samples": None, **values}
+        )
 
 
 def test_a_site_with_a_class_that_the_server_does_not_know_is_refused(tmp_path):
@@ -67,4 +69,6 @@ def test_a_site_with_a_class_that_the_server_does_not_know_is_refused(tmp_path):
     own = tmp_path / "sites" / "1" / "own.csv"
     own.write_text(own.read_text().replace("severe", "fatal"))
     with pytest.raises(EngineError, match="clinic-1 has samples of the class 'fatal', which the server does not know"):
-        deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True), **{"max_train_samples": None, **values})
+        deployed(
+            tmp_path, place, Deployment(startup_timeout=0.5, own_data=True), **{"max_train_samples": None, **values}
+        )

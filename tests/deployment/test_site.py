@@ -42,7 +42,7 @@ MINE = {"name": "a", "client": 0}
         ({"name": "a"}, "client"),
         ({**MINE, "name": "../up"}, "name='../up' is not valid"),
         ({**MINE, "sokcet": "x"}, "There is no option 'sokcet'"),
-        ({**MINE, "limits": {"norm": -1}}, "norm=-1 is not valid"),
+        ({**MINE, "limits": {"max_norm": -1}}, "max_norm=-1 is not valid"),
         ({**MINE, "data": {"source": "digits", "lable": "y"}}, "There is no option 'data.lable'"),
         ({**MINE, "data": "all"}, "data='all' is not valid"),
         ({**MINE, "socket": "s" * 120}, "longer than 100 characters"),
@@ -293,12 +293,12 @@ def written_and_used(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ((), "Say where the sites are"),
-        (("--local", 2, "--superlink", "a:1"), "Say where the sites are"),
-        (("--superlink", "a:1"), "Say where the sites are"),
+        ((), "No sites given"),
+        (("--local", 2, "--superlink", "a:1"), "No sites given"),
+        (("--superlink", "a:1"), "No sites given"),
         (("--local", 2), "starts as many sites, but the experiment has 3 clients"),
-        (("--local", 3, "--short", "never"), "none of wait, go and stop"),
-        (("--local", 3, "--deadline", "-1"), "deadline=-1.0 is no number of seconds"),
+        (("--local", 3, "--on-timeout", "never"), "must be wait, continue or abort"),
+        (("--local", 3, "--round-timeout", "-1"), "round_timeout=-1.0 must be a number of seconds"),
         (("--local", 3, "--set", "network.drop=0.1"), "network.drop simulate"),
     ],
 )

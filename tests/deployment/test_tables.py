@@ -91,7 +91,7 @@ def wards(tmp_path, **asked):
 
 
 def own(tmp_path, place, values, told=None, **options):
-    return deployed(tmp_path, place, Deployment(gathering=0.5, own_data=True, **options), told, **values)
+    return deployed(tmp_path, place, Deployment(startup_timeout=0.5, own_data=True, **options), told, **values)
 
 
 def test_sites_with_tables_of_their_own_settle_columns_by_sums(tmp_path):

@@ -22,8 +22,10 @@ def _quickly(monkeypatch):
 
 
 def deployment(**options):
-    patience = RoundPolicy(**{k: options.pop(k) for k in ("least", "deadline", "short") if k in options})
-    return Deployment(run="0123456789abcdef", gathering=0.5, patience=patience, **options)
+    patience = RoundPolicy(
+        **{k: options.pop(k) for k in ("min_updates", "round_timeout", "on_timeout") if k in options}
+    )
+    return Deployment(run="0123456789abcdef", startup_timeout=0.5, round_policy=patience, **options)
 
 
 def two_rounds_late(place, slow=2):
@@ -59,7 +61,7 @@ def test_updates_are_taken_as_they_come_with_their_real_delay(method, tmp_path):
     values = {**TINY, **LATE, "method": method}
     place = LoopPlace(tmp_path, values)
     two_rounds_late(place)
-    result, _ = deployed(tmp_path, place, deployment(asynchronous=True, least=2), **{**LATE, "method": method})
+    result, _ = deployed(tmp_path, place, deployment(asynchronous=True, min_updates=2), **{**LATE, "method": method})
     trace = tmp_path / "trace.csv"
     trace.write_text("client,delay\n0,0\n1,0\n2,2\n")
     simulated = unskew.run(**values, network={"delay": f"trace:{trace}"})
@@ -84,7 +86,7 @@ def test_updates_are_taken_as_they_come_with_their_real_delay(method, tmp_path):
 )
 def test_methods_that_need_all_in_time_are_refused(options, method, why, tmp_path):
     place = LoopPlace(tmp_path, {**TINY, "model": "mlp"})
-    values = {"method": method, "model": "mlp", "weights": options.pop("weights", "auto")}
+    values = {"method": method, "model": "mlp", "client_weighting": options.pop("client_weighting", "auto")}
     with pytest.raises(ConfigError, match=why):
         deployed(tmp_path, place, deployment(**options), **values)
     assert place.link.sent == []
@@ -112,7 +114,7 @@ def test_a_round_waits_until_enough_sites_are_there(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.link.away = {1, 2}
     with pytest.raises(EngineError, match="1 of 2 sites are there"):
-        deployed(tmp_path, place, Deployment(gathering=0.05, quorum=2))
+        deployed(tmp_path, place, Deployment(startup_timeout=0.05, quorum=2))
 
 
 def test_updates_that_come_too_early_wait_in_files(tmp_path, monkeypatch):

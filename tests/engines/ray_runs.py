@@ -55,7 +55,9 @@ def test_whole_runs_as_tasks_of_the_cluster(nodes, tmp_path):
     options |= {"clients": 4, "checkpoint_every": 1}
     alone = unskew.compare(engine="inline", out=tmp_path / "alone", **options)
     killer = KillsOne(nodes[1])
-    there = unskew.compare(parallel=f"2@{nodes[0]}", out=tmp_path / "there", follow=lambda *run: [killer], **options)
+    there = unskew.compare(
+        parallel=f"2@{nodes[0]}", out=tmp_path / "there", callback_factory=lambda *run: [killer], **options
+    )
     assert killer.killed
     assert any("begun again" in text for text in killer.warned)
     for name, histories in alone.histories.items():

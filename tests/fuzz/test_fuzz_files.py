@@ -81,7 +81,7 @@ def test_tables(box, name, examples):
 
 WAYS = {
     "resume": lambda run: unskew.resume(run, federation=FED, rounds=2),
-    "diagnose": lambda run: unskew.diagnose(FED, run=run, curvature=False, samples=2, shares=[0.5]),
+    "diagnose": lambda run: unskew.diagnose(FED, run=run, curvature=False, samples=2, synthetic_fractions=[0.5]),
     "read": read_history,
     "branch": lambda run: unskew.run(
         FED, **{**TINY, "rounds": 2}, method="scaffold+fedavgm", network="fixed:1", start_from=str(run)

@@ -367,7 +367,7 @@ def test_damaged_files_of_a_deployed_run_are_a_sentence(here, capsys):
         Path("sent", name).unlink(missing_ok=True)
         Path("sent", name).write_bytes(DAMAGES[0])
         answered(capsys, "deploy", command, "sent", codes=(2,))
-    for text in (DAMAGES[0], b'{"patience": {}, "excluded": [], "address": 5}'):
+    for text in (DAMAGES[0], b'{"round_policy": {}, "excluded": [], "address": 5}'):
         Path("sent/deployment.json").write_bytes(text)
         with pytest.raises(CheckpointError, match=r"deployment\.json cannot be read"):
             Deployment.read(Path("sent"))

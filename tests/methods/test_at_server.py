@@ -135,7 +135,7 @@ def test_the_servers_statistics_are_the_models():
 @pytest.mark.parametrize("rule", [Center(), Tuned()])
 def test_without_data_of_its_task_a_rule_is_refused_before_anything_is_trained(rule):
     with pytest.raises(ConfigError, match="needs data at the server: give --server 1000"):
-        train(rule, blobs([9, 8], server_data=False))
+        train(rule, blobs([9, 8], server=False))
     with pytest.raises(ConfigError, match="another data set"):
         train(rule, with_server(in_domain=False))
     assert not SEEN
@@ -162,7 +162,7 @@ def test_the_command_line_takes_samples_for_the_server(capsys, tmp_path):
     told = ["run", "--data", "digits", "--clients", "3", "--model", "logistic", "--local-steps", "1", "--rounds", "1"]
     done = call(capsys, *told, "--server-data", "100", "--out", tmp_path / "a", "--engine", "inline")
     assert done.code == 0
-    assert "server: 100\n" in (tmp_path / "a" / "config.yaml").read_text()
+    assert "server_data: 100\n" in (tmp_path / "a" / "config.yaml").read_text()
     wrong = call(capsys, *told, "--server-data", "digitz", "--out", tmp_path / "b")
     assert wrong.code == 2
     assert "digitz" in wrong.err

@@ -124,7 +124,7 @@ def test_nothing_of_batchnorm_is_paid_for(one):
     for way in ("up", "down"):
         assert result.summary[f"bytes_{way}"] == ROUNDS * 2 * 8 * shared
         assert result.summary[f"buffer_bytes_{way}"] == 0
-    assert result.summary["weights"] == "uniform"
+    assert result.summary["client_weighting"] == "uniform"
 
 
 def test_a_model_without_batchnorm_is_that_of_fedavg_and_it_is_told():

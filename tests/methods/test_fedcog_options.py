@@ -303,7 +303,7 @@ def test_two_models_in_one_pass_equal_one_after_the_other(name, shape, known):
     v, b, x = spec.flatten(), spec.flatten_buffers(), torch.randn(5, *shape, dtype=torch.float64)
     w = v + 0.1 * torch.randn_like(v)
 
-    def clients_per_group(w, x):
+    def mapped_pair(w, x):
         first, second = model_pair.paired_logits(spec, (v, b), (w, b))(x)
         return (first.square() * second.exp()).sum(), (first, second)
 
@@ -311,10 +311,10 @@ def test_two_models_in_one_pass_equal_one_after_the_other(name, shape, known):
         first, second = (spec.forward(u, b, x).logits for u in (v, w))
         return (first.square() * second.exp()).sum(), (first, second)
 
-    found, expected = (torch.func.grad(f, argnums=1, has_aux=True)(w, x) for f in (clients_per_group, alone))
+    found, expected = (torch.func.grad(f, argnums=1, has_aux=True)(w, x) for f in (mapped_pair, alone))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     if known:
-        mapped = torch.func.vmap(torch.func.grad(clients_per_group, argnums=1, has_aux=True))(
+        mapped = torch.func.vmap(torch.func.grad(mapped_pair, argnums=1, has_aux=True))(
             w.expand(2, -1), x.expand(2, *x.shape)
         )
         torch.testing.assert_close(mapped[0][1], expected[0], rtol=1e-10, atol=1e-10)

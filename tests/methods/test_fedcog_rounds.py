@@ -135,5 +135,5 @@ def test_inputs_of_a_whole_cohort_are_learned_at_once():
     def learned(x):
         return minimize(x, lambda x, t: ((x - 1).square().sum(), x), 5, 0.1)[0]
 
-    clients_per_group = torch.func.vmap(learned)(start)
-    assert_close(clients_per_group, torch.stack([learned(x) for x in start]))
+    all_at_once = torch.func.vmap(learned)(start)
+    assert_close(all_at_once, torch.stack([learned(x) for x in start]))

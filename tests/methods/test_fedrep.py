@@ -115,7 +115,7 @@ def test_only_the_body_is_paid_for_to_the_byte():
         assert result.summary[f"bytes_{way}"] == 3 * 2 * 8 * (body + statistics)
         assert result.summary[f"buffer_bytes_{way}"] == 3 * 2 * 8 * statistics
     assert result.summary["parameters"] == body + 16 * 3 + 3
-    assert result.summary["weights"] == "uniform"
+    assert result.summary["client_weighting"] == "uniform"
 
 
 def test_without_head_steps_it_is_fedavg_with_a_frozen_head():

@@ -55,7 +55,7 @@ def test_reductions_to_fedavg(same):
 def test_scaffold_with_zero_variates_is_uniform_fedavg():
     A, b = problem()
     first = Quadratics(A, b, "scaffold").rounds(1)[0]
-    assert_close(first, Quadratics(A, b, "fedavg", client_weighting="uniform").rounds(1)[0], TRAINING)
+    assert_close(first, Quadratics(A, b, "fedavg", weights="uniform").rounds(1)[0], TRAINING)
 
 
 def scaffold_oracle(A, b, rounds, cohort, option):

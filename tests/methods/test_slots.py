@@ -113,9 +113,7 @@ def test_an_entry_is_averaged_over_the_clients_that_send_it(weights):
     A, b = problem(sizes=(6, 9, 4, 11))
     shares = np.array([len(a) for a in A] if weights == "samples" else [1.0] * 4)
     for chosen in ("", "fedbuff:buffer_size=4") if weights == "uniform" else ("",):
-        sim = Quadratics(
-            A, b, method(EvenOdd()) if not chosen else combined(EvenOdd(), chosen), client_weighting=weights
-        )
+        sim = Quadratics(A, b, method(EvenOdd()) if not chosen else combined(EvenOdd(), chosen), weights=weights)
         v = np.zeros(3)
         for x in sim.rounds(2):
             local = []

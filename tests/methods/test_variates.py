@@ -50,7 +50,7 @@ def test_feddyn_reaches_the_optimum():
 def test_the_servers_variate_is_the_mean_that_the_weights_name(chosen, own, mean, weights):
     """The mean over all clients, of whom some were absent: what rests only at the objective's optimum."""
     A, b = problem(sizes=(6, 18, 9, 27))
-    run = Quadratics(A, b, chosen, client_weighting=weights, participation=0.5)
+    run = Quadratics(A, b, chosen, weights=weights, participation=0.5)
     run.rounds(5)
     name, share = run.method.name, sizes(A) if weights == "samples" else np.full(4, 0.25)
     states = [state_at(run.server, k).rules.get(name, {}) for k in range(4)]

@@ -95,9 +95,7 @@ def test_the_command_shows_layers_sizes_and_the_split(capsys):
     assert "Several clients are trained as one network." in narrow
     listed = json.loads(call(capsys, "models", "--json").out)
     assert [row["name"] for row in listed] == list(MODELS)
-    assert [row["clients_per_group"] for row in listed] == [
-        not (entry.pretrained or entry.texts) for entry in MODELS.values()
-    ]
+    assert [row["groupable"] for row in listed] == [not (entry.pretrained or entry.texts) for entry in MODELS.values()]
 
 
 @pytest.mark.parametrize(

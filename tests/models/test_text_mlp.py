@@ -62,7 +62,7 @@ def test_a_table_with_a_text_column_is_trained_on_and_predicted_without_a_named_
     assert "model: text-mlp, the default for texts" in run.err
     assert run.json()["accuracy"] > 0.85
     (tmp_path / "new.csv").write_text("review\nlovely and so lovely\nawful film\n")
-    assert unskew.load(tmp_path / "run").predict_file(tmp_path / "new.csv") == ["5", "1"]
+    assert unskew.load_predictor(tmp_path / "run").predict_file(tmp_path / "new.csv") == ["5", "1"]
 
 
 def test_every_engine_gives_the_same_model_and_python_needs_no_name(reviews):

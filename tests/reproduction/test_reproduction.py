@@ -202,7 +202,7 @@ def test_the_search_and_fine_tuning_take_as_many_steps_where_their_costs_are_com
 def test_the_clients_of_fedals_weigh_alike():
     """At the paper's scale; at the others they are of one size."""
     for name in (name for name in preset_names() if name.startswith("fedals/table-")):
-        assert {cell.config.weights for cell in preset_cells(load_preset(name), "paper", 0, {})} == {"uniform"}
+        assert {cell.config.client_weighting for cell in preset_cells(load_preset(name), "paper", 0, {})} == {"uniform"}
 
 
 @pytest.mark.parametrize("scale", SCALES)

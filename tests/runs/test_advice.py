@@ -28,7 +28,7 @@ SMALL = {"model": "logistic", "curvature": False, "samples": 20, "rounds": 8, "l
 @pytest.fixture(scope="module")
 def report():
     fed = unskew.load_federation("digits", partition="classes:2", clients=5)
-    return unskew.diagnose(fed, **SMALL, shares=[0.25], engine="inline")
+    return unskew.diagnose(fed, **SMALL, synthetic_fractions=[0.25], engine="inline")
 
 
 def names(spellings):
@@ -193,7 +193,7 @@ def test_trying_ranks_by_the_objective(objective):
 WORDS = (
     "--data digits --clients 3 --model logistic --samples 20 --no-curvature --rounds 1 --local-steps 1 --batch-size 9"
 )
-LIMITS = "--traffic 1MB --secure-aggregation --server-data 100 --privacy epsilon=5 --set engine=inline"
+LIMITS = "--max-traffic 1MB --secure-aggregation --server-data 100 --privacy epsilon=5 --set engine=inline"
 
 
 def test_the_command_gives_advice_as_json(capsys, tmp_path, monkeypatch):
@@ -202,14 +202,14 @@ def test_the_command_gives_advice_as_json(capsys, tmp_path, monkeypatch):
     assert found["suggestions"][0]["sources"]
     assert found["command"].startswith("unskew compare fedavg ")
     assert "--local-steps 1" in found["command"]
-    assert call(capsys, "diagnose", "--traffic", "lots").code == 2
-    assert call(capsys, "diagnose", "--try", "0").code == 2
+    assert call(capsys, "diagnose", "--max-traffic", "lots").code == 2
+    assert call(capsys, "diagnose", "--validate-minutes", "0").code == 2
 
 
 @pytest.mark.slow
 def test_the_comparison_that_is_printed_can_be_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    outcome = call(capsys, "diagnose", *WORDS.split(), *LIMITS.split(), "--out", "x.png", "--try", "0.2")
+    outcome = call(capsys, "diagnose", *WORDS.split(), *LIMITS.split(), "--out", "x.png", "--validate-minutes", "0.2")
     assert outcome.code == 0, outcome.err
     assert "pieces of advice that were decided held" in outcome.out
     line = next(line for line in outcome.out.splitlines() if line.startswith("unskew compare"))

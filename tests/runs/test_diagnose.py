@@ -145,7 +145,7 @@ def test_the_loss_of_a_run_is_the_one_that_is_measured(tmp_path):
         assert twice[name] == near(4 * once[name], 1e-4)
     options = {"rounds": 1, "local_steps": 1, "engine": "inline", "class_weights": "balanced"}
     unskew.run(fed, model="logistic", out=tmp_path / "run", **options)
-    first = unskew.diagnose(fed, run=tmp_path / "run", curvature=False, shares=[0]).as_json()["models"][0]
+    first = unskew.diagnose(fed, run=tmp_path / "run", curvature=False, synthetic_fractions=[0]).as_json()["models"][0]
     again = unskew.diagnose(fed, class_weights="balanced", **same).as_json()["models"][0]
     assert first["zeta2"] == near(again["zeta2"], 1e-4)
     assert first["zeta2"] != near(once["zeta2"], 1e-4)
@@ -249,7 +249,7 @@ def test_a_run_is_looked_at_from_its_first_model_to_its_last(tmp_path):
     result = unskew.run(fed, model=model, out=folder, **options)
     with pytest.raises(ConfigError, match="leave it out"):
         unskew.diagnose(fed, run=folder, model="cnn")
-    report = unskew.diagnose(fed, run=folder, model=model, curvature=False, shares=[0.0, 1.0])
+    report = unskew.diagnose(fed, run=folder, model=model, curvature=False, synthetic_fractions=[0.0, 1.0])
     assert [p.place for p in report.places] == ["initial model", "after round 2", "after round 4", "final model"]
     assert report.places[2].metrics == report.places[3].metrics
     assert report.places[1].metrics != report.places[2].metrics
@@ -383,7 +383,7 @@ def test_the_command_prints_tables_draws_and_gives_json(capsys, tmp_path, monkey
 
     monkeypatch.chdir(tmp_path)
     args = ("--data", "digits", "--clients", "3", "--model", "logistic", "--samples", "40")
-    outcome = call(capsys, "diagnose", *args, "--p", "0,0.5", "--details", "--no-cost")
+    outcome = call(capsys, "diagnose", *args, "--synthetic-fraction", "0,0.5", "--details", "--no-cost")
     assert outcome.code == 0, outcome.err
     assert "dissimilarity" in outcome.out
     assert "× fedavg" not in outcome.out
@@ -445,8 +445,8 @@ def test_the_sentence_on_the_skew(partition, kind):
     ("args", "words"),
     [
         (["nowhere"], "neither a run folder"),
-        (["--p", "0,x"], "not a list of shares"),
-        (["--p", "2"], "between 0 and 1"),
+        (["--synthetic-fraction", "0,x"], "must be a list of fractions"),
+        (["--synthetic-fraction", "2"], "between 0 and 1"),
         (["--epsilon", "0"], "above 0"),
         (["--epsilon", "inf"], "and finite"),
         (["--mu", "1", "--no-curvature"], "measure curvature"),

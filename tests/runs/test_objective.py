@@ -197,7 +197,7 @@ def test_the_model_of_the_best_round_is_kept(fed, tmp_path):
     assert kept.summary["kept_auroc"] == then.summary["auroc"]
     assert kept.summary["auroc"] == last.summary["auroc"]
     assert kept.summary["client_auroc_mean"] == then.summary["client_auroc_mean"]
-    served = unskew.load(tmp_path / "run").predict_proba(fed.test[0])
+    served = unskew.load_predictor(tmp_path / "run").predict_proba(fed.test[0])
     assert np.array_equal(served, then.predictor().predict_proba(fed.test[0]))
 
 
@@ -260,7 +260,9 @@ def test_a_comparison_ranks_by_it(fed):
     assert "Test cost (lower is better)" in table.title
     assert any(str(column.header).startswith("rounds to") and "%" not in str(column.header) for column in table.columns)
     with pytest.raises(ConfigError, match="one objective"):
-        unskew.compare(fed, methods=["fedavg", "scaffold"], seeds=1, each={"fedavg": {"objective": "loss"}}, **options)
+        unskew.compare(
+            fed, methods=["fedavg", "scaffold"], seeds=1, overrides={"fedavg": {"objective": "loss"}}, **options
+        )
 
 
 def test_tuning_ranks_by_it(fed):
@@ -284,7 +286,7 @@ def test_functions_of_files_need_trust_and_travel_to_other_processes(fed, tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     config = tmp_path / "c.yaml"
     config.write_text(
-        "metrics: [my_metrics:share]\nobjective: share\ndata: digits\npartition: iid\nrounds: 1\nkeep_classes: 2\n"
+        "metrics: [my_metrics:share]\nobjective: share\ndata: digits\npartition: iid\nrounds: 1\nmax_classes: 2\n"
     )
     tiny = ("--clients", "2", "--model", "logistic", "--local-steps", "1", "--engine", "inline")
     code, _, err = call(capsys, "run", config, *tiny, "--out", tmp_path / "a")

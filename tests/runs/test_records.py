@@ -130,13 +130,13 @@ def test_images_of_unequal_clients_are_split_as_they_were_joined():
     clients = [(*images(2), *images(n)) for n in (3, 1, 6)]
     fed = unskew.Federation.from_arrays(clients, test=images(5), classes=3)
     judge, v, b = evaluator(fed, SmallBatchNorm())
-    clients_per_group = judge.evaluate_clients(v, b, most=1000, seed=0).accuracies
+    own = judge.evaluate_clients(v, b, most=1000, seed=0).accuracies
     module = SmallBatchNorm()
     spec = ModelSpec(module, fed.shape, 3)
     alone = spec.load(v, b)
     for k, (_, _, x, y) in enumerate(clients):
         right = (alone(torch.from_numpy(x)).argmax(1).numpy() == y).mean()
-        assert clients_per_group[k] == pytest.approx(right)
+        assert own[k] == pytest.approx(right)
 
 
 def test_last_and_best_round(tmp_path):
@@ -197,14 +197,14 @@ def test_statistics_averaged_local_or_reset(engine):
 def test_average_of_statistics_by_hand():
     fed = blobs([6, 9, 12])
     module = SmallBatchNorm(dropout=0.0)
-    clients_per_group = unskew.run(fed, model=module, rounds=1, lr=0.1, engine="inline", local_steps=1)
+    trained = unskew.run(fed, model=module, rounds=1, lr=0.1, engine="inline", local_steps=1)
     b, sizes = [], []
     for client in fed.clients:
         z = module.conv(client.x).permute(1, 0, 2, 3).flatten(1)
         b.append(torch.cat([0.1 * z.mean(1), 0.9 + 0.1 * z.var(1)]).detach())
         sizes.append(client.examples)
     expected = sum(n * each for n, each in zip(sizes, b, strict=True)) / sum(sizes)
-    assert_close(stats(clients_per_group), expected, FEW)
+    assert_close(stats(trained), expected, FEW)
 
 
 def test_clients_are_judged_with_their_own_statistics(tmp_path):
@@ -371,7 +371,7 @@ def test_a_comparison_says_where_its_methods_do_not_count_clients_alike(sizes, m
     for note in compared.notes():
         assert "fedavg, fedprox by samples, scaffold equally" in note
     assert len(compared.notes()) == told
-    named = {row["method"]: row["weights"] for row in compared.rows()}
+    named = {row["method"]: row["client_weighting"] for row in compared.rows()}
     assert named["fedavg"] == ("samples" if weights == "auto" else weights)
     assert named.get("scaffold", "uniform") == "uniform"
 

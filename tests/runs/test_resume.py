@@ -300,7 +300,7 @@ def test_a_worker_that_hangs_is_said(tmp_path):
     result = unskew.run(
         method=[Sleeper()], engine="processes", workers=1, stall_warning_seconds=0.3, callbacks=[watch], **given
     )
-    assert "No worker process has answered for 0.3 s" in text[0]
+    assert "No reply from any worker for 0.3 s" in text[0]
     assert torch.equal(result.vector, unskew.run(method="fedavg", engine="inline", **given).vector)
 
 

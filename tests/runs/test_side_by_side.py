@@ -137,7 +137,7 @@ def test_a_comparison_side_by_side_is_the_comparison(capsys, tmp_path, monkeypat
     again = call(capsys, "compare", *methods, *TINY, "--rounds", 4, "--out", "b", "--resume", "--parallel", "auto")
     assert again.code == 0, again.err
     assert all(len(metrics("b" / folder)) == 4 for folder in folders)
-    wrong = call(capsys, "compare", "fedavg", "fedals", *TINY, "--network", "fixed:1", "--out", "c", "--parallel", 2)
+    wrong = call(capsys, "compare", "fedavg", "fedals", *TINY, "--delay", "fixed:1", "--out", "c", "--parallel", 2)
     assert (wrong.code, Path("c").exists()) == (2, False)
 
 

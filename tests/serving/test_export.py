@@ -53,7 +53,7 @@ def about(kind, file):
 def test_a_file_gives_what_the_run_gives_to_raw_pixels(ditto, tmp_path, kind):
     done = unskew.export(ditto, kind, out=tmp_path / "out")
     x = unskew.load_federation("digits", clients=3).test[0][:7]
-    expected = unskew.load(ditto).predict_proba(x)
+    expected = unskew.load_predictor(ditto).predict_proba(x)
     assert x.dtype == torch.uint8
     assert np.allclose(ask(kind, done.file, x), expected, atol=TOLERANCE, rtol=0)
     assert done.apart <= TOLERANCE
@@ -73,7 +73,7 @@ def test_columns_of_a_table_go_in_as_they_are(tmp_path, capsys, kind):
     unskew.run(data=f"table:{tmp_path / 't.csv'}", rounds=1, engine="inline", out=tmp_path / "run", **options)
     found = call(capsys, "export", tmp_path / "run", "--format", kind, "--json").json()
     assert found["folder"] == str(tmp_path / "run" / f"export-{kind}")
-    expected = unskew.load(tmp_path / "run").predict_proba(x)
+    expected = unskew.load_predictor(tmp_path / "run").predict_proba(x)
     assert np.allclose(ask(kind, found["file"], torch.from_numpy(x)), expected, atol=TOLERANCE, rtol=0)
     known = about(kind, found["file"])
     assert json.loads(known["features"]) == ["a", "b"]
@@ -98,7 +98,7 @@ def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind
     columns = json.loads(known["columns"])
     assert [(one["name"], one["values"]) for one in columns] == [("age", []), ("kind", ["u", "v", "w"])]
     x = [[float(age or "nan"), columns[1]["values"].index(kind_) + 1] for age, kind_, _ in rows]
-    expected = unskew.load(tmp_path / "run").predict_file(tmp_path / "t.csv")
+    expected = unskew.load_predictor(tmp_path / "run").predict_file(tmp_path / "t.csv")
     assert known["outputs"] == "numbers"
     assert np.allclose(ask(kind, done.file, torch.tensor(x))[:, 0], expected, rtol=1e-5)
     text = (done.folder / "README.md").read_text()
@@ -141,12 +141,12 @@ def test_the_card_says_what_the_runs_say(tmp_path):
 
 def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, capsys):
     x, _ = unskew.load_federation("digits", clients=3).test
-    each = [unskew.load(ditto, client=k).predict_proba(x) for k in range(3)]
+    each = [unskew.load_predictor(ditto, client=k).predict_proba(x) for k in range(3)]
     assert not np.allclose(each[0], each[1])
-    assert not np.allclose(each[0], unskew.load(ditto).predict_proba(x))
+    assert not np.allclose(each[0], unskew.load_predictor(ditto).predict_proba(x))
     clients = unskew.load_federation("digits", clients=3).clients
     for k, line in enumerate(map(json.loads, (ditto / "clients.jsonl").read_text().splitlines())):
-        labels = unskew.load(ditto, client=k).predict(clients[k].x_test)
+        labels = unskew.load_predictor(ditto, client=k).predict(clients[k].x_test)
         right = [label == str(int(true)) for label, true in zip(labels, clients[k].y_test, strict=True)]
         assert np.mean(right) == pytest.approx(line["personal_accuracy"])
     Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
@@ -157,7 +157,7 @@ def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, ca
     assert np.allclose(ask("torchscript", found["file"], x), each[1], atol=TOLERANCE, rtol=0)
     assert "client 1" in (ditto / "export-torchscript-client-1" / "README.md").read_text()
     with pytest.raises(ConfigError, match="no client 3"):
-        unskew.load(ditto, client=3)
+        unskew.load_predictor(ditto, client=3)
 
 
 def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch):
@@ -165,31 +165,31 @@ def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch
     folder = unskew.run(out=tmp_path / "run", **same).folder
     clients = unskew.load_federation("digits", clients=3).clients
     for k, line in enumerate(map(json.loads, (folder / "clients.jsonl").read_text().splitlines())):
-        labels = unskew.load(folder, client=k).predict(clients[k].x_test)
+        labels = unskew.load_predictor(folder, client=k).predict(clients[k].x_test)
         right = [label == str(int(true)) for label, true in zip(labels, clients[k].y_test, strict=True)]
         assert np.mean(right) == pytest.approx(line["personal_accuracy"])
     found = call(capsys, "export", folder, "--format", "torchscript", "--client", "2", "--json").json()
     x = clients[0].x[:5]
-    own = unskew.load(folder, client=2).predict_proba(x)
+    own = unskew.load_predictor(folder, client=2).predict_proba(x)
     assert np.allclose(ask("torchscript", found["file"], x), own, atol=TOLERANCE, rtol=0)
-    assert not np.allclose(own, unskew.load(folder).predict_proba(x))
+    assert not np.allclose(own, unskew.load_predictor(folder).predict_proba(x))
     (folder / "personal" / "1.safetensors").write_bytes(b"{")
     with pytest.raises(CheckpointError, match="damaged"):
-        unskew.load(folder, client=1)
+        unskew.load_predictor(folder, client=1)
     monkeypatch.setattr("unskew.runs.personal_model_files.MOST", 10)
     with pytest.warns(UserWarning, match="are not kept"):
         unskew.run(out=tmp_path / "large", **same)
     with pytest.raises(ConfigError, match="keeps none of client 0"):
-        unskew.load(tmp_path / "large", client=0)
+        unskew.load_predictor(tmp_path / "large", client=0)
 
 
 def test_models_that_nobody_keeps_are_refused(ditto, tmp_path):
     unskew.run(model="logistic", method="fedavg", out=tmp_path / "fedavg", **{**TINY, "rounds": 1})
     with pytest.raises(ConfigError, match="no personal models"):
-        unskew.load(tmp_path / "fedavg", client=0)
+        unskew.load_predictor(tmp_path / "fedavg", client=0)
     shutil.copytree(ditto, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints", "export*"))
     with pytest.raises(CheckpointError, match="last checkpoint"):
-        unskew.load(tmp_path / "bare", client=0)
+        unskew.load_predictor(tmp_path / "bare", client=0)
     with pytest.raises(ConfigError, match="no format 'pickle'"):
         unskew.export(ditto, "pickle")
     with pytest.raises(ConfigError, match="is for texts"):
@@ -234,7 +234,9 @@ def test_every_registered_model_can_be_exported(tmp_path, name, kind):
     unskew.run(fed, model=name, model_options=small(name), **options)
     done = unskew.export(tmp_path / "run", kind)
     x = torch.from_numpy(images[:3])
-    assert np.allclose(ask(kind, done.file, x), unskew.load(tmp_path / "run").predict_proba(x), atol=TOLERANCE, rtol=0)
+    assert np.allclose(
+        ask(kind, done.file, x), unskew.load_predictor(tmp_path / "run").predict_proba(x), atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.slow
@@ -256,7 +258,7 @@ def test_models_of_texts_are_written_for_transformers(tmp_path, task):
     ids = words(["the cat sees a bird"], return_tensors="pt")["input_ids"]
     if task == "classification":
         assert net.config.id2label == {0: "no", 1: "yes"}
-        loaded = unskew.load(tmp_path / "run")
+        loaded = unskew.load_predictor(tmp_path / "run")
         with torch.no_grad():
             own = net(input_ids=ids).logits.softmax(-1).numpy()
         assert np.allclose(own, loaded.predict_proba(ids), atol=TOLERANCE)
@@ -265,7 +267,7 @@ def test_models_of_texts_are_written_for_transformers(tmp_path, task):
         assert np.allclose(ask("torchscript", exported.file, x), loaded.predict_proba(x), atol=TOLERANCE, rtol=0)
     else:
         with pytest.raises(ConfigError, match="unskew export"):
-            unskew.load(tmp_path / "run")
+            unskew.load_predictor(tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["torch", "onnx", "torchscript"])

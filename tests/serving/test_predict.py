@@ -42,7 +42,7 @@ def patients(tmp_path_factory):
 
 def test_a_loaded_model_says_of_the_test_set_what_the_run_said(digits):
     x, y = unskew.load_federation("digits", clients=3).test
-    loaded = unskew.load(digits.folder)
+    loaded = unskew.load_predictor(digits.folder)
     labels = loaded.predict(x)
     assert (
         np.mean([label == str(int(true)) for label, true in zip(labels, y, strict=True)]) == digits.summary["accuracy"]
@@ -56,7 +56,7 @@ def test_a_loaded_model_says_of_the_test_set_what_the_run_said(digits):
 
 def test_images_of_any_size_and_order_of_channels_are_brought_to_the_models(digits, tmp_path, capsys):
     x = unskew.load_federation("digits", clients=3).test[0][:3]
-    loaded = unskew.load(digits.folder)
+    loaded = unskew.load_predictor(digits.folder)
     first = loaded.predict_proba(x)
     assert np.array_equal(loaded.predict_proba(x.permute(0, 2, 3, 1).numpy()), first)
     colours = x.expand(-1, 3, -1, -1)
@@ -92,7 +92,7 @@ def test_rows_of_a_table_are_read_by_the_names_of_their_columns(patients, capsys
     else:
         written = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["label"] for line in written] == ["yes", "no"]
-    expected = unskew.load(patients / "run").predict_proba([[2.0, 1.5], [-2.0, -1.0]])
+    expected = unskew.load_predictor(patients / "run").predict_proba([[2.0, 1.5], [-2.0, -1.0]])
     assert [float(line["p(sick=yes)"]) for line in written] == pytest.approx(expected[:, 1].tolist(), abs=1e-6)
     assert [line["row"] for line in written] == (["0", "1"] if kind == "csv" else [0, 1])
 
@@ -119,30 +119,30 @@ def test_rows_that_do_not_fit_are_sentences(patients, capsys, tmp_path, name, te
 
 def test_inputs_that_do_not_fit_are_sentences(digits, patients):
     with pytest.raises(DataError, match="1 x 8 x 8"):
-        unskew.load(digits.folder).predict(np.zeros((2, 64), np.uint8))
+        unskew.load_predictor(digits.folder).predict(np.zeros((2, 64), np.uint8))
     with pytest.raises(DataError, match="uint8"):
         digits.predict(torch.zeros(2, 1, 8, 8))
     with pytest.raises(DataError, match="shape 2, not 3"):
-        unskew.load(patients / "run").predict([[1.0, 2.0, 3.0]])
+        unskew.load_predictor(patients / "run").predict([[1.0, 2.0, 3.0]])
     with pytest.raises(DataError):
-        unskew.load(patients / "run").predict([[1.0, float("nan")]])
+        unskew.load_predictor(patients / "run").predict([[1.0, float("nan")]])
     with pytest.raises(DataError, match="numbers"):
-        unskew.load(patients / "run").predict([["a", "b"]])
+        unskew.load_predictor(patients / "run").predict([["a", "b"]])
 
 
 def test_folders_without_a_usable_model_are_refused(digits, tmp_path):
     with pytest.raises(CheckpointError, match=r"not a run folder: config\.yaml is missing"):
-        unskew.load(tmp_path)
+        unskew.load_predictor(tmp_path)
     (tmp_path / "config.yaml").write_text((digits.folder / "config.yaml").read_text())
     with pytest.raises(CheckpointError, match="not finished"):
-        unskew.load(tmp_path)
+        unskew.load_predictor(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((digits.folder / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"no inputs\.json"):
-        unskew.load(tmp_path)
+        unskew.load_predictor(tmp_path)
     for text in ("{", "[]", '{"task": "classification"}'):
         (tmp_path / "inputs.json").write_text(text)
         with pytest.raises(CheckpointError, match="damaged"):
-            unskew.load(tmp_path)
+            unskew.load_predictor(tmp_path)
 
 
 def test_code_that_a_folder_names_is_not_run(digits, tmp_path):
@@ -151,7 +151,7 @@ def test_code_that_a_folder_names_is_not_run(digits, tmp_path):
     for name in ("model.safetensors", "inputs.json"):
         (tmp_path / name).write_bytes((digits.folder / name).read_bytes())
     with pytest.raises(ConfigError, match="trust"):
-        unskew.load(tmp_path)
+        unskew.load_predictor(tmp_path)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_no_matter_to_a_finished_model(digits, tmp_path):
@@ -160,14 +160,16 @@ def test_a_checkpoint_that_cannot_be_read_is_no_matter_to_a_finished_model(digit
     for manifest in folder.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{")
     x = unskew.load_federation("digits", clients=3).test[0][:3]
-    assert unskew.load(folder).predict(x) == digits.predict(x)
+    assert unskew.load_predictor(folder).predict(x) == digits.predict(x)
 
 
 def test_patients_are_ranked_kept_and_called_by_a_threshold(patients, tmp_path, capsys):
     table = tmp_path / "new.csv"
     table.write_text("patient_id,age,bmi\n" + "".join(f"P{k},{k - 2},0.5\n" for k in range(5)))
     run = [str(patients / "run"), str(table), "--keep", "patient_id"]
-    chance = unskew.load(patients / "run").predict_proba(np.array([[k - 2, 0.5] for k in range(5)], "float32"))[:, 1]
+    chance = unskew.load_predictor(patients / "run").predict_proba(
+        np.array([[k - 2, 0.5] for k in range(5)], "float32")
+    )[:, 1]
     cut = float(np.sort(chance)[1])
     out = tmp_path / "p.csv"
     shown = call(capsys, "predict", *run, "--out", str(out), "--threshold", str(cut)).out
@@ -208,7 +210,7 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
     arguments = ["evaluate", str(patients / "run"), str(tmp_path / "new.csv"), "--by", "site"]
     found = call(capsys, *arguments, "--out", str(out), "--json").json()
     assert [(row["group"], row["rows"]) for row in found] == [("all", 60), ("empty", 10), ("north", 25), ("south", 25)]
-    chance = unskew.load(patients / "run").predict_proba(x.astype("float32"))
+    chance = unskew.load_predictor(patients / "run").predict_proba(x.astype("float32"))
     for row in found:
         own = slice(None) if row["group"] == "all" else sites == row["group"]
         p, y = chance[own], sick[own]
@@ -219,7 +221,7 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
     with out.open() as file:
         assert [line["group"] for line in csv.DictReader(file)] == ["all", "empty", "north", "south"]
     assert "south" in call(capsys, *arguments).out
-    assert unskew.load(patients / "run").evaluate_file(tmp_path / "new.csv", by="site") == found
+    assert unskew.load_predictor(patients / "run").evaluate_file(tmp_path / "new.csv", by="site") == found
     for text, words in (("age,bmi\n1,2\n", "It has the labels"), ("age,bmi,sick\n1,2,dead\n", "has the class 'dead'")):
         (tmp_path / "bad.csv").write_text(text)
         failed = call(capsys, "evaluate", str(patients / "run"), str(tmp_path / "bad.csv"))
@@ -261,10 +263,10 @@ def test_numbers_and_several_labels_are_evaluated(tmp_path):
     options = {"model": "logistic", "lr": 0.2}
     unskew.run(label="cost", task="regression", out=tmp_path / "cost", **shared, **options)
     unskew.run(label="marks", label_separator="|", out=tmp_path / "marks", **shared, **options)
-    loaded = unskew.load(tmp_path / "cost")
+    loaded = unskew.load_predictor(tmp_path / "cost")
     (found,) = loaded.evaluate_file(tmp_path / "t.csv")
     assert found["r2"] == pytest.approx(r2_score(x @ [1, 2] + 100, loaded.predict(x.astype("float32"))), abs=1e-5)
-    loaded = unskew.load(tmp_path / "marks")
+    loaded = unskew.load_predictor(tmp_path / "marks")
     (found,) = loaded.evaluate_file(tmp_path / "t.csv")
     wanted = f1_score(x > 0, loaded.predict_proba(x.astype("float32")) > 0.5, average="micro")
     assert found["micro_f1"] == pytest.approx(wanted)

@@ -263,7 +263,7 @@ def test_methods_that_need_a_round_together_are_refused(method):
 
 def test_the_flag_of_the_command_line(capsys, tmp_path):
     args = ("run", "--model", "logistic", "--rounds", "3", "--clients", "4", "--partition", "iid", "--engine", "inline")
-    outcome = call(capsys, *args, "--network", "fixed:1", "--out", str(tmp_path / "a"))
+    outcome = call(capsys, *args, "--delay", "fixed:1", "--out", str(tmp_path / "a"))
     assert outcome.code == 0
     assert "delay: fixed:1" in (tmp_path / "a" / "config.yaml").read_text()
 

@@ -58,7 +58,7 @@ def branch(run):
 
 
 def diagnose(run):
-    return unskew.diagnose(blobs(SIZES), run=run, curvature=False, samples=3, shares=[0.5])
+    return unskew.diagnose(blobs(SIZES), run=run, curvature=False, samples=3, synthetic_fractions=[0.5])
 
 
 WAYS = [resume, branch, diagnose]

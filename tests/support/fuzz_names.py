@@ -109,7 +109,7 @@ def of_field(name):
             ("label", "features", "exclude", "image", "columns"), near("label", "kind", "x0", "x0,x1", "name")
         ),
         "optimizer": near("sgd", "adam", "adamw"),
-        "weights": near("auto", "samples", "uniform"),
+        "client_weighting": near("auto", "samples", "uniform"),
         "buffers": near("average", "local", "reset"),
         "precision": near("fp32", "fp64", "bf16"),
         "tokenizer": near("bytes", "."),

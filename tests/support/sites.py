@@ -137,7 +137,7 @@ def deployed(folder: Path, place: LoopPlace | None = None, deployment: Deploymen
     values = {**TINY, **options}
     place = place or LoopPlace(folder, values)
     result = run(
-        experiment(values), deployment or Deployment(run="0123456789abcdef", gathering=0.5), folder / "run",
+        experiment(values), deployment or Deployment(run="0123456789abcdef", startup_timeout=0.5), folder / "run",
         [told] if told else [], lambda text: None, place,
     )  # fmt: skip
     return result, place

@@ -149,14 +149,16 @@ def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
 
 def test_where_no_trial_is_better_that_is_said():
     spaces = {"lr": 1e-9, "local_steps": 1, "batch_size": 8, "fedprox.mu": one_of(0.1, 0.2)}
-    one = unskew.tune(digits(False), methods=["fedprox"], trials=2, seeds=1, space=spaces, **TINY).tuned["fedprox"]
+    one = unskew.tune(digits(False), methods=["fedprox"], trials=2, seeds=1, search_space=spaces, **TINY).tuned[
+        "fedprox"
+    ]
     assert "all 2 trials have the same value" in one.importance
     assert one.value == one.configured
 
 
 def test_a_trial_that_cannot_be_made_is_one_of_its_methods_trials():
     spaces = {"batch_size": one_of(8, 16), "fedprox.mu": 0.5, "optimizer": one_of("adam", "sgd"), "momentum": 0.5}
-    found = unskew.tune(digits(False), methods=["fedprox"], trials=4, seeds=1, space=spaces, **TINY)
+    found = unskew.tune(digits(False), methods=["fedprox"], trials=4, seeds=1, search_space=spaces, **TINY)
     states = [row["state"] for row in found.trials]
     assert states.count("failed") == [row["options"]["optimizer"] for row in found.trials].count("adam") > 0
     assert all("momentum belongs to sgd" in row["reason"] for row in found.trials if row["state"] == "failed")
@@ -220,7 +222,7 @@ def test_the_command_leaves_configurations_that_run_and_compare_take(tmp_path, c
 
 def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data(tmp_path):
     options = {"methods": ["fedavg", "fedprox"], "seeds": 1, "data": "digits", "clients": 3, **TINY}
-    found = unskew.compare(**options, each={"fedprox": {"lr": 1e-6}}, out=tmp_path / "c")
+    found = unskew.compare(**options, overrides={"fedprox": {"lr": 1e-6}}, out=tmp_path / "c")
     rows = {row["method"]: row for row in found.rows()}
     assert rows["fedprox"]["loss"] > rows["fedavg"]["loss"]
     (part,) = group_runs(read_runs([tmp_path / "c"])[0])[0]
@@ -235,7 +237,7 @@ def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data
         ({"fedprox": 3}, "mapping"),
     ):
         with pytest.raises(ConfigError, match=words):
-            unskew.compare(**options, each=each)
+            unskew.compare(**options, overrides=each)
 
 
 KILLED = (

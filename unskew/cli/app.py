@@ -193,8 +193,8 @@ def compare(
             references=references,
             budget_minutes=budget,
             on_estimate=lambda text: None if LOUDNESS.quiet else console.print(text, markup=False, highlight=False),
-            follow=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
-            each=each,
+            callback_factory=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
+            overrides=each,
             **values,
         )
     rows = result.rows()

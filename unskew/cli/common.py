@@ -120,8 +120,8 @@ def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]
     flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
     if flags.get("class_weights", "balanced") != "balanced":
         flags["class_weights"] = parse_numbers(flags["class_weights"])
-    if "network" in flags:
-        flags["network"] = {"delay": flags["network"]}
+    if "delay" in flags:
+        flags["network"] = {"delay": flags.pop("delay")}
     texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
     if any(texts.values()):
         flags["text"] = {field: value for field, value in texts.items() if value is not None}

@@ -125,10 +125,17 @@ def run(
     own_data: Annotated[
         bool, typer.Option("--own-data", help="The sites have data of their own, not parts of the experiment's.")
     ] = False,
-    gathering: Annotated[float, typer.Option("--gathering", help="Seconds in which all sites must be there.")] = 600.0,
-    deadline: Annotated[float | None, typer.Option("--deadline", help="Seconds that a round waits; none: all.")] = None,
-    least: Annotated[int, typer.Option("--least", min=1, help="Updates that a round needs.")] = 1,
-    short: Annotated[str, typer.Option("--short", help="With fewer by the deadline: wait, go or stop.")] = "wait",
+    startup_timeout: Annotated[
+        float, typer.Option("--startup-timeout", help="Seconds until which all sites must have connected.")
+    ] = 600.0,
+    round_timeout: Annotated[
+        float | None,
+        typer.Option("--round-timeout", help="Seconds to wait for updates in a round; without it, no limit."),
+    ] = None,
+    min_updates: Annotated[int, typer.Option("--min-updates", min=1, help="Updates that a round needs.")] = 1,
+    on_timeout: Annotated[
+        str, typer.Option("--on-timeout", help="With fewer updates after the timeout: wait, continue or abort.")
+    ] = "wait",
     asynchronous: Annotated[
         bool, typer.Option("--asynchronous", help="Take updates as they come, in later rounds, too.")
     ] = False,
@@ -136,11 +143,13 @@ def run(
         int | None,
         typer.Option("--quorum", min=1, help="Begin with so many sites; others may join and leave between rounds."),
     ] = None,
-    faults: Annotated[int, typer.Option("--faults", min=1, help="Unusable answers that exclude a site.")] = 3,
-    megabytes: Annotated[
-        float, typer.Option("--megabytes", help="Largest message that is taken from a site.")
+    max_invalid_replies: Annotated[
+        int, typer.Option("--max-invalid-replies", min=1, help="Exclude a site after this many invalid replies.")
+    ] = 3,
+    max_message_mb: Annotated[
+        float, typer.Option("--max-message-mb", help="Largest accepted message from a site, in MB.")
     ] = 2048.0,
-    norm: Annotated[float, typer.Option("--norm", help="Largest norm of a tensor that is taken from a site.")] = 1e6,
+    max_norm: Annotated[float, typer.Option("--max-norm", help="Largest accepted norm of a tensor from a site.")] = 1e6,
     exact: Annotated[
         bool, typer.Option("--exact", help="Reject sites with other versions or CPU instructions than the server's.")
     ] = False,
@@ -168,18 +177,18 @@ def run(
     from unskew.deployment.server.sites import RoundPolicy
 
     if (local is None) == (folder is None and superlink is None):
-        raise ConfigError("Say where the sites are, one of: --local N, or --folder FOLDER --superlink HOST:PORT.")
+        raise ConfigError("No sites given: use --local N, or --folder FOLDER with --superlink HOST:PORT.")
     deployment = Deployment(
         local=local,
         folder=None if folder is None else str(folder.absolute()),
         address=superlink,
         own_data=own_data,
-        gathering=gathering,
-        patience=RoundPolicy(deadline, least, short, faults),  # type: ignore[arg-type]
+        startup_timeout=startup_timeout,
+        round_policy=RoundPolicy(round_timeout, min_updates, on_timeout, max_invalid_replies),  # type: ignore[arg-type]
         asynchronous=asynchronous,
         quorum=quorum,
-        megabytes=megabytes,
-        norm=norm,
+        max_message_mb=max_message_mb,
+        max_norm=max_norm,
         exact=exact,
     )
     name = folder_name(f"{shorten_name(checked)}-{checked.method}-seed{checked.seed}-sites")

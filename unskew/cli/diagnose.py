@@ -41,7 +41,9 @@ def diagnose(
             help="Synthetic images: a parquet file, a folder of them, or a run that made some.",
         ),
     ] = None,
-    p: Annotated[str, typer.Option("--p", help="Shares of synthetic data to predict for.")] = "0,0.1,0.25,0.5,0.75,1",
+    synthetic_fraction: Annotated[
+        str, typer.Option("--synthetic-fraction", help="Fractions of synthetic data for the prediction.")
+    ] = "0,0.1,0.25,0.5,0.75,1",
     sample_clients: Annotated[int, typer.Option("--sample-clients", min=0, help="Look at so many; 0 for all.")] = 100,
     samples: Annotated[int, typer.Option("--samples", min=0, help="And at so many samples of each; 0 for all.")] = 1000,
     curvature: Annotated[
@@ -50,7 +52,8 @@ def diagnose(
     epsilon: Annotated[float | None, typer.Option("--epsilon", help="Accuracy for which rounds are predicted.")] = None,
     mu: Annotated[float | None, typer.Option("--mu", help="Strong convexity, if the loss has it.")] = None,
     traffic: Annotated[
-        str | None, typer.Option("--traffic", help="The run may send so much, up and down, over all clients: 100MB.")
+        str | None,
+        typer.Option("--max-traffic", help="Largest traffic of the run, up and down over all clients: 100MB."),
     ] = None,
     secure_aggregation: Annotated[
         bool, typer.Option("--secure-aggregation", help="The server may see sums of updates only.")
@@ -62,7 +65,12 @@ def diagnose(
         str | None, typer.Option("--privacy", help="What clients make and share keeps to this: epsilon=5.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option("--try", metavar="MINUTES", help="Try the advice for so long: successive halving.")
+        float | None,
+        typer.Option(
+            "--validate-minutes",
+            metavar="MINUTES",
+            help="Validate the advice for so many minutes by successive halving.",
+        ),
     ] = None,
     details: Annotated[
         bool, typer.Option("--details", help="Print all measured quantities and the bounds of theory.")
@@ -101,9 +109,11 @@ def diagnose(
     options: dict[str, Any] = config_values(config, context)
     file_values = None if config is None else load_yaml(config, None if trust_code else TRUST)
     try:
-        shares = [float(piece) for piece in p.split(",")]
+        shares = [float(piece) for piece in synthetic_fraction.split(",")]
     except ValueError:
-        raise ConfigError(f"--p {p!r} is not a list of shares such as 0,0.5,1.") from None
+        raise ConfigError(
+            f"--synthetic-fraction {synthetic_fraction!r} must be a list of fractions such as 0,0.5,1."
+        ) from None
     plot = out if out is not None or as_json else Path("diagnosis.png")
     if plot is not None:
         check_place(plot)
@@ -117,13 +127,13 @@ def diagnose(
             run=run,
             model=model_name,
             synthetic=images if images is not None else stored,
-            shares=shares,
+            synthetic_fractions=shares,
             sample_clients=sample_clients or None,
             samples=samples or None,
             curvature=curvature,
             epsilon=epsilon,
             mu=mu,
-            follow=tell,
+            progress=tell,
             **options,
         )
         advice = report.advice(

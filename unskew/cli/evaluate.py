@@ -41,10 +41,10 @@ def evaluate(
     from unskew.cli.progress import progress_while_waiting
     from unskew.serving.evaluation import evaluate_rows
     from unskew.serving.input_files import read_rows
-    from unskew.serving.load import load
+    from unskew.serving.load import load_predictor
 
     with progress_while_waiting("evaluate"):
-        predictor = load(run, client=client, trust_code=trust_code)
+        predictor = load_predictor(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
         found = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)
     for one in read.unknown:

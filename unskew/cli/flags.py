@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from unskew.config.renamed import OF_OTHERS
+from unskew.config.renamed import FORMER_FLAGS, OF_OTHERS
 
 FLAGS: dict[str, tuple[type, str]] = {
     "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH, npz:PATH, text:PATH."),
@@ -49,7 +49,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     "seed": (int, "Decides every random draw."),
     "engine": (str, "auto, inline, processes, vectorized or ray."),
     "device": (str, "auto, cpu, cuda, cuda:1."),
-    "network": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
+    "delay": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
     "eval_every": (int, "Evaluate every so many rounds."),
     "metrics": (str, "Further metrics: auroc,auprc,f1,balanced_accuracy,ece,recall,package.module:function."),
     "objective": (str, "Metric that judges runs: auto, accuracy, auroc, auprc, loss, r2, worst_client, ..."),
@@ -68,7 +68,7 @@ BUDGET = ("local_steps", "local_epochs", "batch_size")
 OBJECTIVE = ("loss", "class_weights")
 OPTIMIZER = ("optimizer", "lr", "lr_schedule", "momentum", "weight_decay")
 TRAINING = ("model", "rounds", "participation", *BUDGET, *OPTIMIZER, *OBJECTIVE, "client_weighting")
-MACHINE = ("engine", "device", "network")
+MACHINE = ("engine", "device", "delay")
 EVALUATION = ("eval_every", "metrics", "objective", "early_stopping", "keep", "target")
 PANELS = {
     "Data": (*DATA, *SERVER),
@@ -102,7 +102,7 @@ DEFAULTS = {
     "lr": "0.1",
     "lr_schedule": "constant",
     "loss": "auto",
-    "network": "none",
+    "delay": "none",
     "engine": "auto",
     "device": "auto",
     "eval_every": "1",
@@ -130,8 +130,11 @@ EXAMPLES = {
 
 
 def suggest_flag(flag: str) -> str | None:
-    """The flag that another library's flag stands for; None if it is not known."""
-    name, equals, value = OF_OTHERS.get(flag.lstrip("-").replace("-", "_"), "").partition("=")
+    """Return the flag for a former name or for another library's flag; None if it is not known."""
+    bare = flag.lstrip("-")
+    if bare in FORMER_FLAGS:
+        return f"--{FORMER_FLAGS[bare]}"
+    name, equals, value = OF_OTHERS.get(bare.replace("-", "_"), "").partition("=")
     if name not in FLAGS:
         return f"--set {name}=..." if name else None
     return f"--{name.replace('_', '-')}{' ' if equals else ''}{value}"

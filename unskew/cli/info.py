@@ -87,7 +87,7 @@ def models(
                 "name": m.name,
                 "description": m.description,
                 "reference": m.reference,
-                "together": not (m.pretrained or m.texts),
+                "groupable": not (m.pretrained or m.texts),
             }
             for m in MODELS.values()
         ]

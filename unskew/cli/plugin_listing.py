@@ -34,7 +34,7 @@ def plugin_models() -> list[dict[str, Any]]:
         except ConfigError as error:
             _warn(str(error))
             continue
-        rows.append({"name": name, "description": text, "reference": plugin.package, "together": None})
+        rows.append({"name": name, "description": text, "reference": plugin.package, "groupable": None})
     return rows
 
 

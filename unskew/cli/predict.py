@@ -49,10 +49,10 @@ def predict(
     from unskew.cli.progress import progress_while_waiting
     from unskew.data.spec import parse_names
     from unskew.serving.input_files import file_columns, read_rows
-    from unskew.serving.load import load
+    from unskew.serving.load import load_predictor
 
     with progress_while_waiting("predict"):
-        predictor = load(run, client=client, trust_code=trust_code)
+        predictor = load_predictor(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
         kept = file_columns(read, parse_names(keep or ""), rows)
         outputs = predictor.outputs(read.x)

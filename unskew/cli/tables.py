@@ -200,10 +200,10 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
 def models_table(models: Sequence[dict[str, Any]]) -> Table:
     """Build the table of ``unskew models``."""
     table = ReflowTable()
-    for name in ("model", "what it is", "together", "reference"):
+    for name in ("model", "what it is", "groupable", "reference"):
         table.add_column(name)
     for row in models:
-        clients_per_group = {True: "yes", False: "no", None: "-"}[row["together"]]
+        clients_per_group = {True: "yes", False: "no", None: "-"}[row["groupable"]]
         table.add_row(row["name"], row["description"], clients_per_group, row["reference"])
     return table
 

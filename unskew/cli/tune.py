@@ -45,7 +45,7 @@ FIELDS = (
     "seed",
     "engine",
     "device",
-    "network",
+    "delay",
     "eval_every",
     "metrics",
     "objective",
@@ -117,12 +117,12 @@ def tune(
             methods=methods,
             trials=trials,
             seeds=fresh,
-            space=spaces,
+            search_space=spaces,
             out=folder,
             resume=again,
             parallel=int(parallel) if parallel.isdecimal() and len(parallel) < 10 else parallel,
             pruning=pruning,
-            follow=follow,
+            callback_factory=follow,
             **values,
         )
     rows = result.comparison.rows()

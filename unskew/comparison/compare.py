@@ -238,8 +238,8 @@ def compare(
     target: float | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    follow: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
-    each: Mapping[str, Mapping[str, Any]] | None = None,
+    callback_factory: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
     parallel: int | str = 1,
     references: bool | None = None,
     budget_minutes: float | None = None,
@@ -256,8 +256,8 @@ def compare(
         target: Value of the objective for which rounds are counted; 90% of the best mean if None.
         out: Folder for all runs, figures and ``comparison.json``.
         resume: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
-        follow: Gives the callbacks of a run from its method, seed and configuration.
-        each: Fields that differ for a method, by how it is written, as ``{"fedavg": {"lr": 0.1}}``; none of the data.
+        callback_factory: Gives the callbacks of a run from its method, seed and configuration.
+        overrides: Fields that differ for a method, by how it is written, as ``{"fedavg": {"lr": 0.1}}``; none of the data.
         parallel: Runs at a time, in processes of their own; ``auto`` chooses by cores and the model's size. On a Ray cluster
             ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
         references: Whether the rows ``pooled`` (centralized training on the data of all clients) and ``local`` (each client
@@ -276,8 +276,10 @@ def compare(
         methods = [methods]
     if not isinstance(methods, Sequence):
         raise ConfigError(f"methods is a list such as ['fedavg', 'scaffold'], not {short_repr(methods)}.")
-    if follow is not None and not callable(follow):
-        raise ConfigError(f"follow is a function of a method, a seed and a configuration, not {short_repr(follow)}.")
+    if callback_factory is not None and not callable(callback_factory):
+        raise ConfigError(
+            f"follow is a function of a method, a seed and a configuration, not {short_repr(callback_factory)}."
+        )
     check_parallel(parallel)
     names = [method_expression(m) for m in methods]
     if all(map(is_reference, names)):
@@ -296,7 +298,7 @@ def compare(
     # Synthetic images that are given are for the methods that would make some.
     makers = {name for name, m in by_name.items() if any(rule.generates_data for rule in m.data)}
     others = {name: {"synthetic": None} for name in names if makers and name not in makers}
-    own = overrides_by_method(each, names)
+    own = overrides_by_method(overrides, names)
 
     def config_of(name: str, seed: int) -> Experiment:
         fields = {**values, **others.get(name, {}), **own[name], "seed": seed, "method": name}
@@ -321,7 +323,7 @@ def compare(
         return name, configs[name, seed], place, None if folder is None else folder / SYNTHETIC
 
     def followers(name: str, seed: int) -> Sequence[Callback]:
-        return list(follow(name, seed, configs[name, seed])) if follow else []
+        return list(callback_factory(name, seed, configs[name, seed])) if callback_factory else []
 
     with output_folder(folder, resume, begun):
         size, data = 0, data_of(which[0])

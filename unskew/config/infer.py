@@ -323,10 +323,11 @@ def _suspects(made: InferredConfig, table: Any, label: str, numbers: list[str]) 
         if 3 <= len(codes) <= CODES and not (codes % 1).any():
             coded.append(column)
         if known is not None and len(codes) > 1 and np.ptp(known[there]) > 0:
-            clients_per_group = abs(np.corrcoef(values[there], known[there])[0, 1])
-            if clients_per_group >= NEARLY:
+            correlation = abs(np.corrcoef(values[there], known[there])[0, 1])
+            if correlation >= NEARLY:
                 made.seen.append(
-                    f"{column} is nearly the label (correlation {clients_per_group:.2f}): exclude it if it is not known beforehand"
+                    f"{column} is nearly the label (correlation {correlation:.2f}): exclude it if it is not known "
+                    "beforehand"
                 )
     if coded:
         made.seen.append(

@@ -35,5 +35,47 @@ _NAMES = {
     "partition=dirichlet:ALPHA": "alpha dirichlet_alpha dir_alpha",
     "method=fedprox:mu=MU": "mu prox_mu proximal_mu",
 }
-OF_OTHERS = {other: ours for ours, others in _NAMES.items() for other in others.split()}
+OF_OTHERS = {other: ours for ours, others in _NAMES.items() for other in others.split()} | {
+    "again": "resume",
+    "each": "overrides",
+    "follow": "callback_factory",
+    "path": "data_path",
+    "shares": "synthetic_fractions",
+    "space": "search_space",
+}
 """By the name that another library gives to an option: ours, perhaps with a value."""
+
+FORMER_FLAGS = {
+    "network": "delay",
+    "gathering": "startup-timeout",
+    "deadline": "round-timeout",
+    "least": "min-updates",
+    "short": "on-timeout",
+    "faults": "max-invalid-replies",
+    "megabytes": "max-message-mb",
+    "norm": "max-norm",
+    "traffic": "max-traffic",
+    "p": "synthetic-fraction",
+    "try": "validate-minutes",
+}
+"""By a former flag that is not a field of the configuration: its present name."""
+
+FORMER_HOOKS = {
+    "refuses": "conflict_with",
+    "moves": "trainable_mask",
+    "sends": "transform_update",
+    "packed": "encode_upload",
+    "samples": "generated_samples",
+    "extras": "download",
+    "collect": "server_update",
+    "travels": "exchanged_slices",
+    "exchanged": "round_metrics",
+    "own": "local_slices",
+    "of_client": "for_client",
+    "contribute": "client_payload",
+    "deal": "server_payload",
+    "receive": "apply_payload",
+    "facts": "client_info",
+    "figures": "summary_metrics",
+}
+"""By the former name of a rule's hook or attribute: its present name."""

@@ -86,14 +86,15 @@ def load_federation(
         max_classes: Keep the samples of the first so many classes only.
         max_train_samples: Train on so many samples only, drawn uniformly by the seed; the test part stays whole.
         holdout: Share of each client's samples kept for its own evaluation.
-        server: A number: that many test samples move to the server and are no longer used for evaluation. A data set:
-            the server gets its training images, brought to the clients' size; they are out of domain. Grey
+        server_data: A number of test samples that move to the server and are no longer used for evaluation; or a data
+            set: the server gets its training images, brought to the clients' size; they are out of domain. Grey
             images, the server's or the clients', are repeated to three channels where the others have colours.
         server_data_path: Local files of the server's data set.
         text: Text columns of a data set of texts, one or a pair. Without a label the task is then ``language``.
         tokenizer: Of texts: a name at the hub, a folder, or ``bytes``.
         block: At most so many tokens a text.
-        reserve_test_samples: At least so many test samples are not used for evaluation, those that ``server=reserve_test_samples`` would take.
+        reserve_test_samples: At least this many test samples are not used for evaluation: those that ``server_data`` with
+            the same number would take.
 
         features: Columns of a table that are inputs, in this order; without them, all that hold numbers and neither are the
             label nor decide the partition.
@@ -112,7 +113,7 @@ def load_federation(
         ConfigError: Arguments do not fit together.
         DataError: The data cannot be used as asked.
 
-    >>> federation = load_federation("digits", partition="iid", clients=3, server=100)
+    >>> federation = load_federation("digits", partition="iid", clients=3, server_data=100)
     >>> federation.sizes.tolist(), len(federation.test[1])
     ([431, 431, 431], 260)
     """
@@ -190,7 +191,8 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     if spec.max_train_samples is not None:
         if not 1 <= spec.max_train_samples <= len(train):
             raise ConfigError(
-                f"max_train_samples={spec.max_train_samples} must be from 1 to the {len(train)} training samples of {spec.data}."
+                f"max_train_samples={spec.max_train_samples} must be from 1 to the {len(train)} training samples of "
+                f"{spec.data}."
             )
         train = train.rows(
             np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.max_train_samples])

@@ -43,13 +43,13 @@ def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) ->
         raise ConfigError(
             "server_data_path is given, but server does not name a data set to load from it."
             if server is None
-            else f"server={server} takes samples of the test set; leave out server_data_path."
+            else f"server_data={server} takes samples of the test set; leave out server_data_path."
         )
     if server is None:
         return None, test
     if not 1 <= server < len(test):
         raise DataError(
-            f"server={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
+            f"server_data={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
             f"use a number from 1 to {len(test) - 1}."
         )
     taken, left = (

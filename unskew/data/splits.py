@@ -130,8 +130,8 @@ def held_out_mask(
         DataError: If a client would have no rows to train on.
     """
     units = make_units(columns, split, rows, rng)
-    clients_per_group = [select_held_out_units(units, own, share) for own in clients]
-    held = np.isin(units.codes, np.concatenate(clients_per_group))
+    held_per_client = [select_held_out_units(units, own, share) for own in clients]
+    held = np.isin(units.codes, np.concatenate(held_per_client))
     for k, own in enumerate(clients):
         if held[own].all():
             raise DataError(

@@ -43,14 +43,14 @@ def diagnose(
     run: str | Path | None = None,
     model: ModelLike | None = None,
     synthetic: Synthetic | str | Path | None = None,
-    shares: Sequence[float] = MeasurementScope.shares,
+    synthetic_fractions: Sequence[float] = MeasurementScope.shares,
     sample_clients: int | None = MeasurementScope.clients,
     samples: int | None = MeasurementScope.samples,
     curvature: bool = True,
     iterations: int = MeasurementScope.iterations,
     epsilon: float | None = None,
     mu: float | None = None,
-    follow: Follow | None = None,
+    progress: Follow | None = None,
     **options: Any,
 ) -> DiagnosisReport:
     """Measure how far the clients of a federation disagree, at a model or along a run, and what theory says of it.
@@ -65,7 +65,7 @@ def diagnose(
             with the columns ``image`` and ``label``, a folder of them, or a run that made some; all clients share these.
             Without any, the run's own if it made some; else a sample of all clients' own data stands in: what perfect
             generators would give.
-        shares: Shares ``p`` of synthetic data to predict for, each from 0 to 1.
+        synthetic_fractions: Shares ``p`` of synthetic data to predict for, each from 0 to 1.
         sample_clients: At most so many clients, drawn by the seed, are looked at; None for all.
         samples: At most so many samples of each; None for all.
         curvature: Whether smoothness is measured; it is most of the work.
@@ -73,7 +73,7 @@ def diagnose(
         epsilon: Accuracy, of the squared gradient norm, for which rounds are predicted; a tenth of the present one if None.
         mu: Strong convexity, if the loss has it; ``epsilon`` is then in units of the loss, by default a tenth of the present
             ``||grad f||^2 / (2 mu)``, which bounds its distance from the minimum.
-        follow: A function of a text and two numbers, told what is being measured and how much of it is done.
+        progress: A function of a text and two numbers, told what is being measured and how much of it is done.
         options: Any field of ``unskew.Experiment``: the data, ``seed``, ``device``, and the budget that predictions are for.
 
     Returns:
@@ -86,16 +86,19 @@ def diagnose(
 
     >>> import unskew
     >>> fed = unskew.load_federation("digits", partition="iid", clients=3)
-    >>> report = unskew.diagnose(fed, model="logistic", samples=50, curvature=False, shares=[0, 1])
+    >>> report = unskew.diagnose(fed, model="logistic", samples=50, curvature=False, synthetic_fractions=[0, 1])
     >>> (place,) = report.places
     >>> before, after = place.shares
     >>> after.get("zeta2")
     0.0
     """
     check_federation(federation)
-    if follow is not None and not callable(follow):
-        raise ConfigError(f"follow is a function of a text and two numbers, not {short_repr(follow)}.")
-    shares = list_items(shares, ConfigError(f"shares is a list such as [0, 0.5, 1], not {short_repr(shares)}."))
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"follow is a function of a text and two numbers, not {short_repr(progress)}.")
+    synthetic_fractions = list_items(
+        synthetic_fractions,
+        ConfigError(f"shares is a list such as [0, 0.5, 1], not {short_repr(synthetic_fractions)}."),
+    )
     if run is not None:
         folder = find_run_folder(named_place(run))
         allowed = {"device", "data_path"}
@@ -120,7 +123,7 @@ def diagnose(
         MeasurementScope(
             clients=sample_clients,
             samples=samples,
-            shares=tuple(shares),
+            shares=tuple(synthetic_fractions),
             curvature=curvature,
             iterations=iterations,
             tau=float(np.average([config.training.steps(int(n), 0) for n in sizes], weights=times)),
@@ -133,7 +136,7 @@ def diagnose(
     ids = selected_clients(fed, scope)
     sets, source = synthetic_sets(synthetic, fed, scope, ids)
     places = [
-        measure(GradientProbe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, place, follow)
+        measure(GradientProbe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, place, progress)
         for place, v, b in models_to_measure(None if run is None else Path(run), spec)
     ]
     facts = {

@@ -122,7 +122,7 @@ class AdviceTrial:
         """Return a sentence on how much of the advice was confirmed."""
         decided = [t for t in self.tried if t.held is not None]
         if not decided:
-            return "The time was up before anything could be said; give --try more minutes."
+            return "The time was up before anything could be said; give --validate-minutes more."
         held = sum(bool(t.held) for t in decided)
         return (
             f"{held} of the {len(decided)} pieces of advice that were decided held, with one seed and at most "
@@ -180,7 +180,9 @@ def check_minutes(minutes: object) -> None:
         ConfigError: It is none.
     """
     if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
-        raise ConfigError(f"--try {short_repr(minutes, str)} is not valid: it is a number of minutes above 0.")
+        raise ConfigError(
+            f"--validate-minutes {short_repr(minutes, str)} is not valid: it is a number of minutes above 0."
+        )
 
 
 def train_to(

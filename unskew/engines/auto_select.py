@@ -41,7 +41,7 @@ class EngineChoice:
     Attributes:
         engine: Its name, not ``auto``.
         workers: Processes of the engine ``processes``.
-        together: Clients that are trained as one network.
+        clients_per_group: Clients that are trained as one network.
         decided: ``given`` by the user, by a ``rule``, or ``measured``.
         trial: Where it was measured: seconds of a round by each candidate, as predicted from its steps.
         asked: What the user asked for, for a run that is resumed.

@@ -16,7 +16,7 @@ class InlineEngine:
 
     Args:
         setup: The run.
-        together: How many clients are trained as one network.
+        clients_per_group: How many clients are trained as one network.
     """
 
     name = "inline"

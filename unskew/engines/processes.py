@@ -113,7 +113,7 @@ class ProcessesEngine:
     Args:
         setup: The run.
         workers: Number of processes; by default one per core this process may use.
-        together: How many clients a worker trains as one network.
+        clients_per_group: How many clients a worker trains as one network.
 
     Raises:
         EngineError: Processes cannot be forked here.
@@ -196,8 +196,8 @@ class ProcessesEngine:
             stopped = [pid for pid in pids if pid is not None and is_stopped(pid)]
             why = f" Stopped by a signal: {stopped}; kill -CONT lets them go on." if stopped else ""
             self.setup.warn(
-                f"No worker process has answered for {self.setup.stall_warning_seconds:g} s (stall_warning_seconds); waiting for {pids}.{why} "
-                "If they hang, kill them; the run can be resumed."
+                f"No reply from any worker for {self.setup.stall_warning_seconds:g} s (stall_warning_seconds); still waiting "
+                f"for PIDs {pids}.{why} If they are stuck, kill them and resume the run."
             )
             ready = wait(asked)
         return ready

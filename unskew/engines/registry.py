@@ -53,7 +53,7 @@ def make_engine(
         name: Which.
         setup: The run.
         workers: Processes of ``processes``, tasks at a time of ``ray``; None or 0: as many as there are cores.
-        together: Clients that are trained as one network.
+        clients_per_group: Clients that are trained as one network.
         cluster: Where that of ``ray`` is.
     """
     if name == "ray":

@@ -125,7 +125,7 @@ def measure(
     follow = follow or (lambda text, done, total: None)
     gradients, pool = GroupMoments(0, torch.zeros_like(probe.v)), GroupMoments(0, torch.zeros_like(probe.v))
     noise: list[tuple[float, float, float]] = []
-    clients_per_group = 0.0  # the scatter of real and synthetic gradients with each other
+    cross_scatter = 0.0  # the scatter of real and synthetic gradients with each other
     last: tuple[Pair, GroupMoments] | None = None
     for done, k in enumerate(ids):
         follow(f"gradients at the {place}", done, len(ids))
@@ -140,7 +140,7 @@ def measure(
             noise.append((mine.variance, theirs.variance, float((mine.mean - theirs.mean).square().sum())))
             apart = mine.mean - gradients.mean
             pool.add(1, theirs.mean)
-            clients_per_group += float(apart @ (theirs.mean - pool.mean))
+            cross_scatter += float(apart @ (theirs.mean - pool.mean))
         gradients.add(1, mine.mean)
     if not bool(torch.isfinite(gradients.mean).all()):
         raise DataError(
@@ -174,7 +174,7 @@ def measure(
         result.shares.append(
             {
                 "p": p,
-                "zeta2": (1 - p) ** 2 * zeta2 + p**2 * pool.variance + 2 * p * (1 - p) * clients_per_group / len(ids),
+                "zeta2": (1 - p) ** 2 * zeta2 + p**2 * pool.variance + 2 * p * (1 - p) * cross_scatter / len(ids),
                 "zeta2_bound": fedssyn_bounds.zeta2_bound(p, zeta2),
                 "sigma2": float(((1 - p) * sigma2 + p * sigma2_made + p * (1 - p) * distance).mean()),
                 "sigma2_bound": fedssyn_bounds.sigma2_bound(

@@ -180,12 +180,12 @@ class Dense(ServerRule):
     ) -> Tensor:
         """Compute the generator's objective for images ``x`` and labels ``y``."""
         outputs, distances = zip(*(statistics_distance(spec, v, b, x) for v, b in models), strict=True)
-        clients_per_group = torch.stack([output.logits for output in outputs]).mean(0)
-        loss = F.cross_entropy(clients_per_group, y) + self.lambda_bn * torch.stack(distances).mean()
+        ensemble = torch.stack([output.logits for output in outputs]).mean(0)
+        loss = F.cross_entropy(ensemble, y) + self.lambda_bn * torch.stack(distances).mean()
         if self.lambda_adv:
             alone = spec.forward(*student, x).logits
-            apart = (clients_per_group.argmax(1) != alone.argmax(1)).to(loss.dtype)
-            loss = loss - self.lambda_adv * (apart * divergence(clients_per_group, alone)).mean()
+            apart = (ensemble.argmax(1) != alone.argmax(1)).to(loss.dtype)
+            loss = loss - self.lambda_adv * (apart * divergence(ensemble, alone)).mean()
         return loss
 
 

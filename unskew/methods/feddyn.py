@@ -7,7 +7,8 @@ arXiv:2111.04263, Algorithm 1::
     server:  h <- h - (alpha/K) sum_S (theta_k - theta^t);   theta <- mean_S theta_k - h / alpha
 
 ``g_k = h = 0`` at first; ``K`` counts all clients, so ``h`` stays the mean of all ``g_k``. The average is uniform. The paper
-clips gradients at 10: set ``clip_grad_norm=10`` in the run. Fedssyn's code uses the norm in the quadratic term; this is its square.
+clips gradients at 10: set ``clip_grad_norm=10`` in the run. Fedssyn's code uses the norm in the quadratic term; this is
+its square.
 
 Where a part of the model is sent only every so many rounds (FedALS), ``theta^t`` of that part is what the client last
 received, and ``g_k`` of it is renewed when it is sent, so ``h`` stays the mean also if clients miss an average.

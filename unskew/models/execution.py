@@ -196,8 +196,8 @@ class FunctionalModel:
         shared = self._once.get(v, x, track)
         if shared is not None:
             return shared
-        if self.spec.clients_per_group is not None:
-            known = self.spec.clients_per_group.forward(v, self.b, x, train=True)
+        if self.spec.grouped_model is not None:
+            known = self.spec.grouped_model.forward(v, self.b, x, train=True)
             if known is not None:
                 if track and len(self.spec.buffer_names):
                     self.b = known[1]
@@ -223,7 +223,7 @@ class FunctionalModel:
                 loss = check_scalar_loss(loss_fn(v, batch))
                 return loss, (loss.detach(), self.b)
 
-            form = self.spec.clients_per_group
+            form = self.spec.grouped_model
             gradient, (self.loss, self.b) = (
                 torch.func.grad(value, has_aux=True)(v) if form is None else form.gradient(value, v)
             )

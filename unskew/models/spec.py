@@ -92,7 +92,7 @@ class ModelSpec:
         self.integers = input_dtype == torch.int64
         self.autocast, self.per_token = autocast, per_token
         self.blocks: str | None = getattr(module, "blocks", None)
-        self.clients_per_group: GroupedModel | None = None
+        self.grouped_model: GroupedModel | None = None
         self.intensities = bool(getattr(module, "intensities", False))
         if autocast:
             for module in self.module.modules():
@@ -228,8 +228,8 @@ class ModelSpec:
             x: Inputs.
             train: Training mode (batch statistics, dropout) or eval mode.
         """
-        if self.clients_per_group is not None and isinstance(b, Tensor):
-            known = self.clients_per_group.forward(v, b, x, train)
+        if self.grouped_model is not None and isinstance(b, Tensor):
+            known = self.grouped_model.forward(v, b, x, train)
             if known is not None:
                 return known[0]
         self.module.train(train)

@@ -28,7 +28,7 @@ class Result:
         folder: The run folder, or None.
         draw: Writes pictures of what the method did into a folder, for methods that have any.
         clients: One dictionary per client, as in ``clients.jsonl``.
-        predictor: Makes what predicts for new inputs, as ``unskew.load`` does for a run folder.
+        predictor: Makes what predicts for new inputs, as ``unskew.load_predictor`` does for a run folder.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Result:
             DataError: The inputs are of another shape or type.
         """
         if self.predictor is None:
-            raise ConfigError("This result does not know what its model expects; use unskew.load(FOLDER).")
+            raise ConfigError("This result does not know what its model expects; use unskew.load_predictor(FOLDER).")
         labels: list[Any] = self.predictor().predict(x)
         return labels
 

@@ -62,9 +62,7 @@ class EarlyStopping:
             return {}
         v, b, scored, name = server.evaluated, server.evaluated_b, self.evaluator.task.scored, self.objective.name
         others = name not in (scored, "loss", WORST)
-        scores = self.evaluator.evaluate_clients(
-            v, b, self.config.eval_clients, self.config.seed, clients_per_group=others
-        )
+        scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, pooled=others)
         worst = {WORST: float(scores.accuracies.min())} if self.worst else {}
         if not self.selects:
             return worst
@@ -72,7 +70,7 @@ class EarlyStopping:
         return {
             f"validation_{scored}": float(np.average(scores.accuracies, weights=sizes)),
             "validation_loss": float(np.average(scores.losses, weights=sizes)),
-            **({self.score: scores.clients_per_group[name]} if others else worst),
+            **({self.score: scores.pooled[name]} if others else worst),
         }
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
+from unskew.config.renamed import FORMER_HOOKS
 from unskew.data.federation import Federation
 from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflictError, unknown_name
@@ -131,6 +132,7 @@ def misspelled_hooks(rule: Rule) -> list[str]:
     told = []
     for name in sorted(own - set(hooks) - set(option_defaults(type(rule))) - set(dir(object))):
         near = [] if name.startswith("_") else difflib.get_close_matches(name, hooks, 1, 0.75)
+        near = [FORMER_HOOKS[name]] if FORMER_HOOKS.get(name) in hooks else near
         if near:
             told.append(f"{rule.name}: nothing calls or reads {type(rule).__name__}.{name}; did you mean {near[0]!r}?")
     return told

@@ -51,7 +51,7 @@ def export(
         out: The folder to write; in the run folder if None. It must be new or empty.
         client: The client whose own model it is; None: the global model.
         model: The model, if it was given in Python.
-        trust_code: See ``unskew.load``.
+        trust_code: See ``unskew.load_predictor``.
 
     Raises:
         ConfigError: There is no such format, the model cannot be written in it, or ``out`` is not empty.

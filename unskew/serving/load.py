@@ -73,7 +73,7 @@ class OpenedRun:
     module: nn.Module
 
 
-def load(
+def load_predictor(
     run: str | Path, *, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
 ) -> ServedModel:
     """The trained model of a run folder, ready for new inputs.

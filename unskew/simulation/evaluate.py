@@ -49,7 +49,7 @@ class ClientScores:
         ids: Which clients these are, ``[K']``.
         scored: Name of what ``accuracies`` holds.
         others: Further metrics of each client by name, ``[K']``; NaN where one is undefined.
-        together: Further metrics on the samples of all these clients together, by name.
+        pooled: Further metrics on the samples of all these clients together, by name.
     """
 
     accuracies: np.ndarray
@@ -58,7 +58,7 @@ class ClientScores:
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     scored: str = "accuracy"
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
-    clients_per_group: Mapping[str, float] = field(default_factory=dict)
+    pooled: Mapping[str, float] = field(default_factory=dict)
 
     def figures(
         self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()
@@ -203,7 +203,7 @@ class Evaluator:
         seed: int,
         own: Models | None = None,
         each: bool = False,
-        clients_per_group: bool = False,
+        pooled: bool = False,
     ) -> ClientScores:
         """The model on each client's own data.
 
@@ -218,7 +218,7 @@ class Evaluator:
             seed: Of the run.
             own: Gives the models and the statistics that serve the clients, where these differ between them.
             each: Whether to compute all metrics of each client, beyond the scored one and the loss.
-            together: Whether to compute all metrics on the held-out samples of these clients together.
+            pooled: Whether to compute all metrics on the held-out samples of these clients together.
         """
         if not most:
             return ClientScores(np.zeros(0), NOTHING)
@@ -238,24 +238,25 @@ class Evaluator:
             return ClientScores(accuracies, measured_on, losses, who, scored)
         # Logits of language models are as many as the vocabulary for every token: they are not kept.
         language = self.task.name == "language"
-        kept: list[Tensor] | None = [] if (each or clients_per_group) and not language else None
+        kept: list[Tensor] | None = [] if (each or pooled) and not language else None
         inputs = (c.x_test for c in held)  # one client's after another's, not all at once
         right, asked, summed, tally = self._samples(v, b, inputs, [c.y_test for c in held], single=True, kept=kept)
         sizes = [len(c.y_test) for c in held]
         parts = zip(*(torch.split(t, sizes) for t in (right, asked, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
-        others, pooled = {}, {}
+        others = {}
+        pooled_metrics: dict[str, float] = {}
         if each:
             logits = torch.split(torch.cat(kept), sizes) if kept is not None else [right] * len(held)
             trios = zip(held, logits, losses.tolist(), strict=True)
             others = metrics_by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
-        if clients_per_group:
-            pooled = self.task.measure(tally, float(summed.sum() / asked.sum().clamp_min(1)))
-            pooled.pop(scored, None)
+        if pooled:
+            pooled_metrics = self.task.measure(tally, float(summed.sum() / asked.sum().clamp_min(1)))
+            pooled_metrics.pop(scored, None)
             if kept is not None and self.metrics:
                 y = torch.cat([c.y_test.to(self.model.device) for c in held])
-                pooled |= self._of_all(kept, y, "what the clients hold out")
-        return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled)
+                pooled_metrics |= self._of_all(kept, y, "what the clients hold out")
+        return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
     def one(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
         """A client's own model on its own data; with ``each`` also the metrics beyond the scored one and the loss."""

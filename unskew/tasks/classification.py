@@ -68,9 +68,9 @@ class MultiLabel(Task):
     """Any number of labels per sample, ``y [B, L]`` of 0 and 1: binary cross-entropy and sigmoid for each label.
 
     A label is predicted where its probability is above 0.5. The figures are those of multi-label papers: precision, recall
-    and F1 per label, averaged over all ``L`` labels (``c_``; ``macro_f1`` is the mean of the labels' F1), over all decisions
-    together (``o_``), and F1 per sample, averaged over samples (``samples_f1``). A quotient without a denominator counts as 0, as
-    in scikit-learn.
+    and F1 per label, averaged over all ``L`` labels (``macro_``; ``macro_f1`` is the mean of the labels' F1), over all
+    decisions (``micro_``), and F1 per sample, averaged over samples (``samples_f1``). A quotient without a denominator counts
+    as 0, as in scikit-learn.
     """
 
     name: ClassVar[str] = "multilabel"

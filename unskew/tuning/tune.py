@@ -51,13 +51,13 @@ def tune(
     methods: Sequence[str],
     trials: int = 20,
     seeds: int | str | Sequence[int] = 3,
-    space: Mapping[str, object] | None = None,
+    search_space: Mapping[str, object] | None = None,
     model: ModelLike | Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     parallel: int | str = 1,
     pruning: bool = True,
-    follow: Follow = no_callbacks,
+    callback_factory: Follow = no_callbacks,
     **options: Any,
 ) -> TuningResult:
     """Tune several methods alike, and compare them with what was found on fresh seeds.
@@ -70,13 +70,13 @@ def tune(
         methods: Methods or sums as they are written. Options that are written are not tuned.
         trials: Of each method; the first is the configuration as it stands.
         seeds: Fresh seeds to compare on: a number takes those that follow the seed of the trials.
-        space: Spaces of options, as ``{"lr": "0.001:0.3:log", "fedprox.mu": [0.01, 0.1], "batch_size": 32}``.
+        search_space: Spaces of options, as ``{"lr": "0.001:0.3:log", "fedprox.mu": [0.01, 0.1], "batch_size": 32}``.
         model: See ``unskew.run``.
         out: Folder of the trials' database, the tuned configurations and the comparison.
         resume: Go on in an existing ``out``.
         parallel: Processes that make trials. On a Ray cluster ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
         pruning: Whether trials that are worse than most after as many rounds are ended early.
-        follow: Gives the callbacks of a run from its title.
+        callback_factory: Gives the callbacks of a run from its title.
         options: Fields of ``unskew.Experiment``; ``seed`` is that of the trials.
 
     Returns:
@@ -93,7 +93,7 @@ def tune(
     values = config_from_arguments(options, federation, model)
     config, folder = experiment(values), None if out is None else parse_path(out).absolute()
     fresh = fresh_seeds(seeds, config.seed)
-    given = user_spaces(space or {}, names, values)
+    given = user_spaces(search_space or {}, names, values)
     plan = TuningPlan(names, values, given, trials, pruning, folder, federation, model_object(model))
     away = isinstance(parallel, str)
     if away:
@@ -114,12 +114,12 @@ def tune(
             for _ in run_jobs(works, run_on_cluster(parallel, len(works), small=True), replace(plan)):
                 pass
         with _helpers(plan, 0 if isinstance(parallel, str) else parallel - 1):
-            finish_trials(plan, studies, follow)
+            finish_trials(plan, studies, callback_factory)
         tuned = {name: best_of_trials(plan, name, study, fresh[0]) for name, study in studies.items()}
         rows = [{**row, "objective": plan.objective.name} for study in studies.values() for row in study.rows()]
         if folder is not None:
             write_results(folder, tuned, rows)
-        comparison = _compared(plan, tuned, fresh, federation, model, follow, parallel if away else 1)
+        comparison = _compared(plan, tuned, fresh, federation, model, callback_factory, parallel if away else 1)
         if folder is not None:
             shutil.rmtree(folder / "trials", ignore_errors=True)
     return TuningResult(tuned, rows, comparison, folder)
@@ -284,13 +284,13 @@ def _compared(
         return compare(
             federation,
             methods=list(each),
-            each=each,
+            overrides=each,
             seeds=seeds,
             model=plan.values.get("model") if model is None else model,
             out=out,
             resume=out is not None,
             parallel=parallel,
             references=False,
-            follow=lambda name, seed, _: follow(f"{name}, seed {seed}"),
+            callback_factory=lambda name, seed, _: follow(f"{name}, seed {seed}"),
             **common,
         )

@@ -84,11 +84,11 @@ class MaskedEngine(FlowerEngine):
                 "secure aggregation adds up what all sites send. Give all clients of a round the same slices, or turn it off."
             )
         text, barred = "", set[int]()
-        round, patience = str(casts[0].round + 1), self.sites.patience
+        round, patience = str(casts[0].round + 1), self.sites.round_policy
         requests = {
             cast.client: encode_broadcast(cast, self.terms, "train", self._budget(cast.client)) for cast in casts
         }
-        least = max(patience.least, LEAST, len(casts) // 2 + 1)
+        least = max(patience.min_updates, LEAST, len(casts) // 2 + 1)
         tries = 0
         while tries < TRIES:
             self.shapes = None
@@ -108,12 +108,12 @@ class MaskedEngine(FlowerEngine):
                     "sites are missing. The sum of others stays masked, as the difference could be a single update"
                 )
             except UnmaskingError:
-                text = f"Round {round}: fewer than {summation.least} of {len(casts)} sites are left, so the sum stays masked"
+                text = f"Round {round}: fewer than {summation.min_sites} of {len(casts)} sites are left, so the sum stays masked"
             tries += 1
-            if patience.short == "go":
+            if patience.on_timeout == "continue":
                 self.sites.warn(f"{text}; the round goes on without any update.")
                 return OpenedSum()
-            if patience.short == "stop":
+            if patience.on_timeout == "abort":
                 break
             self.sites.warn(f"{text}; the round is begun again.")
         raise EngineError(f"{text}, and the run stops. Resume it when the sites are back.")

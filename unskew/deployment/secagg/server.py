@@ -159,7 +159,7 @@ class MaskedSum:
     """
 
     def __init__(self, sites: SiteManager, round: int, least: int, roster: Mapping[int, Any]):
-        self.sites, self.round, self.least, self.roster = sites, round, least, roster
+        self.sites, self.round, self.min_sites, self.roster = sites, round, least, roster
         self.session = secrets.token_hex(16)
         self.ready: dict[int, ReadySite] = {}
         self.shares: dict[int, DealtShares] = {}
@@ -189,11 +189,11 @@ class MaskedSum:
         what = {"unmask": "its update is in the sum, which the other sites open"}.get(
             kind, "the sum continues without it"
         )
-        found = self.sites.ask(frames, f"{self.round + 1} {kind}", expected, least=self.least, without=what)
+        found = self.sites.ask(frames, f"{self.round + 1} {kind}", expected, least=self.min_sites, without=what)
         return self._enough(dict(found))
 
     def _enough(self, found: dict[int, Any]) -> dict[int, Any]:
-        if len(found) < self.least:
+        if len(found) < self.min_sites:
             raise UnmaskingError
         return dict(sorted(found.items()))
 
@@ -210,10 +210,10 @@ class MaskedSum:
             Accused: If a site sent wrong shares.
         """
         asked = {k: replace(f, config={**f.config, "session": self.session}) for k, f in requests.items()}
-        trained = dict(sorted(self.sites.ask(asked, str(self.round + 1), take, least=self.least)))
+        trained = dict(sorted(self.sites.ask(asked, str(self.round + 1), take, least=self.min_sites)))
         unusable = tuple(k for k, one in trained.items() if not one.usable)
         self.ready = self._enough(self._as_before({k: one for k, one in trained.items() if one.usable}))
-        self.least = max(self.least, LEAST, threshold(len(self.ready)))
+        self.min_sites = max(self.min_sites, LEAST, threshold(len(self.ready)))
         parts = agree_on_parts([one.parts for one in self.ready.values()])
         self._share(parts)
         alive, total, error = self._masked(sum(part.size for part in parts))
@@ -234,7 +234,7 @@ class MaskedSum:
         before = claims[0][0]
         if not {*before} <= {*ready}:
             raise SumReopenedError(", ".join(map(self.sites.name, before)))
-        self.least = len(before)
+        self.min_sites = len(before)
         return {k: ready[k] for k in before}
 
     def _share(self, parts: Sequence[SumPart]) -> None:
@@ -316,9 +316,9 @@ class MaskedSum:
                 raise InvalidMessageError("it has signed another list of sites than the one that it was sent")
             return signature
 
-        least, self.least = self.least, min(self.least, threshold(len(self.ready)))
+        least, self.min_sites = self.min_sites, min(self.min_sites, threshold(len(self.ready)))
         found = self._ask("agree", "agreed", {k: {"alive": json.dumps([*alive])} for k in alive}, take)
-        self.least = least
+        self.min_sites = least
         return found
 
     def _opened(self, alive: Sequence[int], signatures: Mapping[int, str]) -> dict[int, int]:
@@ -348,7 +348,7 @@ class MaskedSum:
                 shares[k][places[client]] = share
             return True
 
-        self.least = min(self.least, needed)
+        self.min_sites = min(self.min_sites, needed)
         text_of_signatures = json.dumps({str(k): one for k, one in signatures.items()})
         self._ask("unmask", "opened", {k: {"signatures": text_of_signatures} for k in signatures}, take)
         if any(len(some) < needed for some in shares.values()):

@@ -32,13 +32,13 @@ class AsyncFlowerEngine(FlowerEngine):
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train, and return the updates in order of arrival."""
-        sites, patience = self.sites, self.sites.patience
+        sites, patience = self.sites, self.sites.round_policy
         for cast in casts:
             self.flying[cast.client] = cast
             self.talk.failures.pop(cast.client, None)
             self.talk.requests[cast.client] = encode_broadcast(cast, self.terms, "train", self._budget(cast.client))
         self.talk.round = str(casts[0].round + 1) if casts else self.talk.round
-        wait, done = RoundWait(sites, self.talk.round, patience.least, patience.deadline), 0
+        wait, done = RoundWait(sites, self.talk.round, patience.min_updates, patience.round_timeout), 0
         while self.talk.requests:
             for client in self.talk.requests.keys() & sites.barred:
                 self.talk.drop(client)
@@ -57,5 +57,5 @@ class AsyncFlowerEngine(FlowerEngine):
                 else:
                     done += 1
                     yield update
-            if done >= patience.least or wait.is_over(self.talk.requests, done, bool(answers)):
+            if done >= patience.min_updates or wait.is_over(self.talk.requests, done, bool(answers)):
                 return

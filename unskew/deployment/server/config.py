@@ -29,12 +29,12 @@ class Deployment:
         folder: Of the deployment, where there is one.
         address: Of its SuperLink.
         own_data: Whether the sites have data of their own.
-        gathering: Seconds in which all sites must be there.
-        patience: Of a round.
+        startup_timeout: Seconds until which all sites must have connected.
+        round_policy: Waiting time and required updates of a round.
         asynchronous: Whether updates are taken in as they come, in later rounds, too.
         quorum: Sites that must be there for the run, and for each round, to begin; None: all, and who leaves is waited for.
-        megabytes: Largest message.
-        norm: Largest norm of a tensor that is taken.
+        max_message_mb: Largest accepted message, in MB.
+        max_norm: Largest accepted norm of a tensor.
         exact: Whether sites with other versions or CPU instructions than the server's are rejected.
         excluded: Clients that the operator has excluded (``unskew deploy exclude``).
     """
@@ -44,12 +44,12 @@ class Deployment:
     folder: str | None = None
     address: str | None = None
     own_data: bool = False
-    gathering: float = 600.0
-    patience: RoundPolicy = field(default_factory=RoundPolicy)
+    startup_timeout: float = 600.0
+    round_policy: RoundPolicy = field(default_factory=RoundPolicy)
     asynchronous: bool = False
     quorum: int | None = None
-    megabytes: float = 2048.0
-    norm: float = 1e6
+    max_message_mb: float = 2048.0
+    max_norm: float = 1e6
     exact: bool = False
     excluded: tuple[int, ...] = ()
 
@@ -62,35 +62,38 @@ class Deployment:
         if self.local is not None:
             return LocalSuperLink(self.run, self.local, [config])
         if self.folder is None or self.address is None:
-            raise ConfigError(
-                "Say where the sites are: --local N starts them here, --folder and --superlink name others."
-            )
+            raise ConfigError("No sites given: --local N starts them here, --folder and --superlink name others.")
         return RemoteSuperLink(Path(self.folder), self.address)
 
     def check(self) -> None:
-        """Refuse numbers that make no sense.
+        """Validate the numbers.
 
         Raises:
-            ConfigError: There are some.
+            ConfigError: If a number is out of range.
         """
         if self.address is not None:
             try:
                 parse_address(self.address)
             except ValueError as error:
                 raise ConfigError(f"superlink={self.address} is no address: {error}.") from error
-        patience = self.patience
-        counts = {"local": self.local, "least": patience.least, "faults": patience.faults, "quorum": self.quorum}
+        policy = self.round_policy
+        counts = {
+            "local": self.local,
+            "min_updates": policy.min_updates,
+            "max_invalid_replies": policy.max_invalid_replies,
+            "quorum": self.quorum,
+        }
         for name, value in counts.items():
             if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be 1 at least.")
-        for name, seconds in (("deadline", patience.deadline), ("gathering", self.gathering)):
+                raise ConfigError(f"{name}={value} must be at least 1.")
+        for name, seconds in (("round_timeout", policy.round_timeout), ("startup_timeout", self.startup_timeout)):
             if seconds is not None and not 0 < seconds < 1e9:
-                raise ConfigError(f"{name}={seconds} is no number of seconds.")
-        for name, most in (("megabytes", self.megabytes), ("norm", self.norm)):
+                raise ConfigError(f"{name}={seconds} must be a number of seconds above 0.")
+        for name, most in (("max_message_mb", self.max_message_mb), ("max_norm", self.max_norm)):
             if not 0 < most < 1e12:
                 raise ConfigError(f"{name}={most} must be above 0.")
-        if patience.short not in ("wait", "go", "stop"):
-            raise ConfigError(f"short={patience.short!r} is none of wait, go and stop.")
+        if policy.on_timeout not in ("wait", "continue", "abort"):
+            raise ConfigError(f"on_timeout={policy.on_timeout!r} must be wait, continue or abort.")
 
     def write(self, folder: Path) -> None:
         """Keep it in a run folder."""
@@ -109,7 +112,10 @@ class Deployment:
         """
         try:
             values = read_json(folder / FILE)
-            changed = {"patience": RoundPolicy(**values["patience"]), "excluded": tuple(map(int, values["excluded"]))}
+            changed = {
+                "round_policy": RoundPolicy(**values["round_policy"]),
+                "excluded": tuple(map(int, values["excluded"])),
+            }
             one = Deployment(**{**values, **changed})
             one.check()
             return one

@@ -136,10 +136,10 @@ def _carried_out(
     within = ExitStack()
     try:
         tell(f"Waiting for {total} sites; unskew deploy status {folder} shows who is there.")
-        link = place.open(int(deployment.megabytes * 1e6), deployment.gathering)
-        reopen = partial(place.reopen, deployment.gathering)
+        link = place.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
+        reopen = partial(place.reopen, deployment.startup_timeout)
         sites = SiteManager(
-            link, reopen, deployment.run, about, deployment.patience, partial(notify_warning, callbacks)
+            link, reopen, deployment.run, about, deployment.round_policy, partial(notify_warning, callbacks)
         )
         sites.total, sites.barred = total, {*deployment.excluded}
         sites.audit = within.enter_context(closing(AuditLog(folder)))
@@ -151,15 +151,15 @@ def _carried_out(
                 f"{total} clients: the file that the sites' operators have exchanged (docs/deployment.md)."
             )
         door = SiteRegistry(
-            sites, total, deployment.gathering, report_validator(reference, spec), deployment.exact, tell, roster
+            sites, total, deployment.startup_timeout, report_validator(reference, spec), deployment.exact, tell, roster
         )
         frames = wait_for_sites(door, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree_on_data_and_model(
             config, deployment, method, drawn, reference, spec, frames, sites, total
         )
-        terms = WireContext(method, spec, config.buffers, deployment.norm, int(deployment.megabytes * 1e6))
+        terms = WireContext(method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6))
         prepared = run_data_rules(
-            method, PreparedData(federation, config.training), config.seed, sites, deployment.norm
+            method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm
         )
         session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
         session.connect(sites, terms, changed_budget(config, prepared), roster, deployment.asynchronous)

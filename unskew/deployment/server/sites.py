@@ -22,7 +22,7 @@ NODES = 0.5
 """Seconds between two looks at answers, and at which SuperNodes are connected."""
 SILENCE = 300.0
 """Seconds without an answer after which the user is told who is waited for."""
-Short = Literal["wait", "go", "stop"]
+OnTimeout = Literal["wait", "continue", "abort"]
 """What is done when fewer updates than needed have come by the deadline."""
 
 
@@ -31,16 +31,16 @@ class RoundPolicy:
     """Waiting time of a round and number of updates required.
 
     Attributes:
-        deadline: Seconds; None waits until all have answered.
-        least: Updates that a round needs.
-        short: What is done when fewer have come by the deadline: ``wait`` for them, ``go`` on without, or ``stop``.
-        faults: Messages that could not be used, after which a site is excluded.
+        round_timeout: Seconds to wait for updates; None waits until all sites have replied.
+        min_updates: Updates that a round needs.
+        on_timeout: What to do with fewer updates after the timeout: ``wait``, ``continue`` without them, or ``abort``.
+        max_invalid_replies: Invalid replies after which a site is excluded.
     """
 
-    deadline: float | None = None
-    least: int = 1
-    short: Short = "wait"
-    faults: int = 3
+    round_timeout: float | None = None
+    min_updates: int = 1
+    on_timeout: OnTimeout = "wait"
+    max_invalid_replies: int = 3
 
 
 @dataclass
@@ -90,7 +90,7 @@ class SiteManager:
     reconnect: Callable[[], None]
     run: str
     about: Mapping[str, Any]
-    patience: RoundPolicy
+    round_policy: RoundPolicy
     warn: Callable[[str], None]
     nodes: dict[int, int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -117,13 +117,15 @@ class SiteManager:
     @property
     def excluded(self) -> list[int]:
         """Clients that the operator has excluded, or whose messages could not be used too often."""
-        return sorted(self.barred | {k for k, count in self.faults.items() if count >= self.patience.faults})
+        return sorted(
+            self.barred | {k for k, count in self.faults.items() if count >= self.round_policy.max_invalid_replies}
+        )
 
     def fault(self, client: int, reason: str) -> None:
         """Count a message of a site that cannot be used; too many exclude it."""
         self.faults[client] = self.faults.get(client, 0) + 1
         self.counts["refused"] += 1
-        count, most = self.faults[client], self.patience.faults
+        count, most = self.faults[client], self.round_policy.max_invalid_replies
         what = "it is excluded from the run" if count == most else f"{count} of {most}, then it is excluded"
         self.warn(f"{self.name(client)}: {reason.rstrip('.')}; {what}.")
         self.log("rejected", client, reason=reason)
@@ -168,7 +170,7 @@ class SiteManager:
         found = [k for k in range(self.total) if which in (self.names.get(k), str(k))]
         if len(found) != 1:
             raise ConfigError(f"{which!r} names {len(found)} sites of this run; unskew deploy sites lists them.")
-        least = max(1, self.patience.least)
+        least = max(1, self.round_policy.min_updates)
         if self.total - len({*self.excluded, found[0]}) < least:
             raise ConfigError(
                 f"A round needs {least} sites, so {self.name(found[0])} cannot be excluded; stop the run."
@@ -228,11 +230,11 @@ class SiteManager:
         Raises:
             EngineError: Too few have answered, and the run is to stop then.
         """
-        deadline = None if strict else self.patience.deadline
+        deadline = None if strict else self.round_policy.round_timeout
         wanted = {k: frame for k, frame in requests.items() if k not in self.excluded}
         talk = PendingRequests(self, round, take, deadline or 86400.0, wanted)
         self.phase = next((frame.kind for frame in wanted.values()), self.phase)
-        wait, done = RoundWait(self, round, max(self.patience.least, least), deadline), 0
+        wait, done = RoundWait(self, round, max(self.round_policy.min_updates, least), deadline), 0
         while talk.requests:
             answers = talk.step()
             for client, made in answers:
@@ -286,7 +288,7 @@ class RoundWait:
     """
 
     def __init__(self, sites: SiteManager, round: str, least: int, deadline: float | None):
-        self.sites, self.round, self.least, self.deadline = sites, round, least, deadline
+        self.sites, self.round, self.min_updates, self.deadline = sites, round, least, deadline
         self.began = self.heard = time.monotonic()
         self.told = False
 
@@ -305,12 +307,12 @@ class RoundWait:
         if not left:
             return True
         if self.deadline is not None and now > self.began + self.deadline:
-            if done >= self.least or sites.patience.short == "go":
+            if done >= self.min_updates or sites.round_policy.on_timeout == "continue":
                 return True
-            came = f"Round {self.round}: {done} of at least {self.least} updates came"
-            if sites.patience.short == "stop":
+            came = f"Round {self.round}: {done} of at least {self.min_updates} updates came"
+            if sites.round_policy.on_timeout == "abort":
                 raise EngineError(
-                    f"{came} within {self.deadline:g} s, so the run stops (short: stop). Resume it when the sites are back."
+                    f"{came} within {self.deadline:g} s, so the run stops (on_timeout: abort). Resume it when the sites are back."
                 )
             if not self.told:
                 self.told = True
@@ -321,6 +323,6 @@ class RoundWait:
             self.heard = now
             names = "; ".join(f"{sites.name(client)}, {sites.contact(client).describe()}" for client in left[:10])
             silent = f"Round {self.round}: no answer for {SILENCE:g} s"
-            sites.warn(f"{silent}. Waiting for {names}. --deadline limits the waiting.")
+            sites.warn(f"{silent}. Waiting for {names}. Set --round-timeout to limit the wait.")
         time.sleep(POLL)
         return False

@@ -41,9 +41,9 @@ def parse_address(value: str) -> str:
 class SiteLimits(Section):
     """Limits on what a site accepts from a server and sends to it."""
 
-    megabytes: Positive = 2048.0
+    max_message_mb: Positive = 2048.0
     """Size of one message."""
-    norm: Positive = 1e6
+    max_norm: Positive = 1e6
     """Euclidean norm of a tensor that is received."""
     seconds: Positive = 3600.0
     """Time of one local training."""

@@ -238,7 +238,7 @@ class SiteProcess:
 
     def _serve_one(self, connection: socket.socket) -> None:
         try:
-            asked = receive(connection, int(self.config.limits.megabytes * 1e6), HEADER_SECONDS)
+            asked = receive(connection, int(self.config.limits.max_message_mb * 1e6), HEADER_SECONDS)
         except FrameError as error:
             answer = Frame("refused", {"reason": str(error)})
         except OSError as error:

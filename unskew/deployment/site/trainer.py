@@ -67,7 +67,7 @@ class SiteTrainer:
         self.spec = initial_spec(config, federation, None, self.method).to(self.device)
         federation = match_model_input_range(federation, self.spec)
         self.original, self.total = federation, holding.total
-        self.terms = WireContext(self.method, self.spec, config.buffers, site.limits.norm, int(site.limits.megabytes * 1e6))
+        self.terms = WireContext(self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6))
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
         self._replied: tuple[str, Frame] | None = None

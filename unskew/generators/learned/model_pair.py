@@ -54,7 +54,7 @@ def paired_logits(
         second: Those of the other.
     """
     layers = (
-        sequential_layers(spec) if spec.clients_per_group is None else None
+        sequential_layers(spec) if spec.grouped_model is None else None
     )  # several clients as one network have their own way
     if layers is None:
         return lambda x: [spec.forward(v, b, x).logits for v, b in (first, second)]

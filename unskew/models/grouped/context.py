@@ -145,10 +145,10 @@ def grouped_form(spec: ModelSpec) -> GroupedModel | None:
 @contextmanager
 def use_grouped(spec: ModelSpec, form: GroupedModel | None) -> Iterator[None]:
     """Context manager in which mapped passes of ``spec`` run as one grouped network; no effect if ``form`` is None."""
-    spec.clients_per_group = form
+    spec.grouped_model = form
     try:
         yield
     finally:
-        spec.clients_per_group = None
+        spec.grouped_model = None
         if spec.stream is not None:  # a key of a mapping that failed must not outlive it
             spec.stream.start(None)

@@ -103,12 +103,12 @@ class MappedPass:
         return not (mapped[0] or mapped[1] or self.twin.train) and mapped[2]
 
     def _one_batch(self, k: int, given: PassInputs, x: Tensor) -> Outputs:
-        form, self.spec.clients_per_group = self.spec.clients_per_group, None
+        form, self.spec.grouped_model = self.spec.grouped_model, None
         try:
             with torch.set_grad_enabled(self.grad):
                 logits, features = self.spec.forward(given.v, given.b, x.flatten(0, 1))
         finally:
-            self.spec.clients_per_group = form
+            self.spec.grouped_model = form
         b = given.b.expand(k, *given.b.shape)
         return torch.unflatten(logits, 0, (k, -1)), torch.unflatten(features, 0, (k, -1)), b
 
