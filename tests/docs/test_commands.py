@@ -98,7 +98,7 @@ def test_a_command_that_is_shown_is_valid(line, checkout):
 
 def test_the_help_gives_defaults_an_example_and_the_whole_text(capsys):
     values = experiment({}).model_dump(mode="json")
-    values |= {"network": values["network"]["delay"], "text": None, "tokenizer": None}
+    values |= {"delay": values["network"]["delay"], "text": None, "tokenizer": None}
     usual = {name: values[name] for name in FLAGS if values[name] not in (None, "", [], False)}
     assert {name: type(value)(DEFAULTS[name]) for name, value in usual.items()} == usual
     assert set(DEFAULTS) <= {*usual, "momentum", "weight_decay", "seed"}

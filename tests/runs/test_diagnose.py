@@ -137,7 +137,7 @@ def test_with_strong_convexity_the_accuracy_is_one_of_the_loss():
 
 def test_the_loss_of_a_run_is_the_one_that_is_measured(tmp_path):
     """Weights of two double every gradient; a run knows its own, and so does what it predicts numbers with."""
-    fed, same = blobs([8, 6]), {"model": "logistic", "curvature": False, "shares": [0]}
+    fed, same = blobs([8, 6]), {"model": "logistic", "curvature": False, "synthetic_fractions": [0]}
     once, twice = (
         unskew.diagnose(fed, class_weights=weights, **same).as_json()["models"][0] for weights in (None, [2.0] * 3)
     )
@@ -305,7 +305,7 @@ def test_real_and_added_data_are_told_apart_along_a_run():
 def test_given_synthetic_data_are_checked_and_used():
     fed = blobs([9, 12, 7])
     x, y = np.zeros((5, 2, 6, 6), "float32"), np.array([0, 1, 2, 0, 1])
-    options = {"model": SmallBatchNorm(), "curvature": False, "shares": [0.5]}
+    options = {"model": SmallBatchNorm(), "curvature": False, "synthetic_fractions": [0.5]}
     one = unskew.diagnose(fed, synthetic=(x, y), **options)
     per_client = unskew.diagnose(fed, synthetic=[(x, y)] * 3, **options)
     as_federation = unskew.diagnose(
@@ -350,7 +350,7 @@ def test_kept_images_are_used(tmp_path, capsys, monkeypatch):
     fed = unskew.load_federation("digits", partition="iid", clients=3)
     x, y = fed.clients[0].x[:9, 0].numpy(), fed.clients[0].y[:9].numpy()
     write_images(tmp_path / "run" / "synthetic" / "data" / "train-0.parquet", x, y)
-    options = {"model": "logistic", "curvature": False, "shares": [0.5]}
+    options = {"model": "logistic", "curvature": False, "synthetic_fractions": [0.5]}
     given = unskew.diagnose(fed, synthetic=(x, y), **options).places[0]
     for place in ("run", "run/synthetic", "run/synthetic/data/train-0.parquet"):
         found = unskew.diagnose(fed, synthetic=place, **options)

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 
 from unskew.config.experiment import Experiment
-from unskew.config.renamed import OF_OTHERS
+from unskew.config.renamed import FORMER_FIELDS, OF_OTHERS
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.errors import ConfigError, plain_message, short_repr, unknown_name
 from unskew.filesystem import read_file
@@ -180,6 +180,11 @@ def load_yaml(path: Path, remedy: str | None = TRUST) -> dict[str, Any]:
         if path.suffix.lower() in (*TABLES, ".npz"):
             hint = f" For data, take unskew init {path}, or --data {path}."
         raise ConfigError(f"{path} must hold a mapping of options, not a {type(values).__name__}.{hint}")
+    if path.name == "config.yaml" and values.keys() >= FORMER_FIELDS:  # a run folder's file names every field
+        raise ConfigError(
+            f"{path} was written by an earlier version of unskew, whose run folders this version does not read: repeat the "
+            "run, or use that version."
+        )
     return values
 
 

@@ -45,6 +45,9 @@ OF_OTHERS = {other: ours for ours, others in _NAMES.items() for other in others.
 }
 """By the name that another library gives to an option: ours, perhaps with a value."""
 
+FORMER_FIELDS = {"keep_samples", "patience", "server", "together", "weights"}
+"""Former fields that every run folder of an earlier version has in its ``config.yaml``."""
+
 FORMER_FLAGS = {
     "network": "delay",
     "gathering": "startup-timeout",

@@ -29,7 +29,7 @@ from unskew.simulation.client_store import ClientStore
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 
-FORMAT = 5
+FORMAT = 6
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
 CLIENTS, CACHE, FLYING = "client", "cached", "flying"

@@ -25,7 +25,7 @@ from unskew.tasks.classification import Classification
 from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Of the messages between server and sites; both must have the same."""
 
 
