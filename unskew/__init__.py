@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from unskew.version import __version__ as __version__
 
 _PLACES = {
     "Batch": "unskew.models.execution",

@@ -198,7 +198,7 @@ def version(
         raise ConfigError("--quiet and --verbose contradict each other; give one of them.")
     LOUDNESS.quiet, LOUDNESS.verbose = quiet, verbose
     if show:
-        from unskew import __version__
+        from unskew.version import __version__
 
         print(f"unskew {__version__}")
         raise typer.Exit

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unskew.errors import CheckpointError
 from unskew.filesystem import append_text, disk_errors, open_to_append, parse_json, write_atomic
 from unskew.tasks.primary_metric import MetricInfo, metric_info, primary_metric_name
+from unskew.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -279,8 +280,6 @@ def write_about(folder: Path, device: torch.device, class_names: Sequence[str]) 
     """Write ``about.json``: with what the run is made, and what its classes are called."""
     import numpy
     import torch
-
-    from unskew import __version__
 
     versions = {"unskew": __version__, "python": platform.python_version()}
     versions |= {"torch": str(torch.__version__), "numpy": numpy.__version__}

@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from unskew.errors import ConfigError
+from unskew.version import __version__
 
 MISSING = "A report's figures need plotly. Install it with: pip install 'unskew[report]'."
 
@@ -77,7 +78,6 @@ def page(title: str, body: str, data: object) -> str:
     Raises:
         ConfigError: The library that draws the figures is not installed.
     """
-    from unskew import __version__
 
     library, style = escape_script(plotly_script()), page_file("report.css")
     own = escape_script(page_file("tables.js") + page_file("report.js"))

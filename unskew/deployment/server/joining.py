@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import unskew
 from unskew.deployment.flower.grid_bridge import LinkClosedError
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.data_exchange import MOST
@@ -21,6 +20,7 @@ from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 from unskew.errors import ConfigError, EngineError
+from unskew.version import __version__
 
 if TYPE_CHECKING:
     from unskew.deployment.server.sites import SiteManager
@@ -38,7 +38,7 @@ AGAIN = 30.0
 def software_versions() -> dict[str, str]:
     """Return what the bits of a result depend on: the versions of unskew and PyTorch, and the CPU's vector instructions."""
     return {
-        "unskew": unskew.__version__,
+        "unskew": __version__,
         "torch": torch.__version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }

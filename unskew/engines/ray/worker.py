@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew import __version__
 from unskew.data.federation import ClientData, Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import DataSpec
@@ -33,6 +32,7 @@ from unskew.filesystem import file_lock
 from unskew.models.grouped.context import grouped_form
 from unskew.protocol.client_state_files import load_client_state, store_client_state
 from unskew.protocol.messages import Broadcast
+from unskew.version import __version__
 
 KEPT = 24 * 3600
 """Seconds after which a node forgets the data of a run that ended without a word."""
