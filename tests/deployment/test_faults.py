@@ -10,7 +10,6 @@ from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
 from unskew.config.loader import experiment
-from unskew.deployment.server import requests
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import resume, run
@@ -26,7 +25,7 @@ SCAFFOLD = {"method": "scaffold", "rounds": 4, "eval_clients": 0}
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(sites_module, "POLL", 0.01)
-    monkeypatch.setattr(requests, "PAUSE", 0.01)
+    monkeypatch.setattr(sites_module, "PAUSE", 0.01)
 
 
 def with_patience(**patience):
@@ -81,9 +80,9 @@ class Trainings:
 @pytest.mark.parametrize("lost", ["offline", "silent", "late"])
 def test_a_message_that_a_supernode_lost_is_sent_again_and_trained_once(lost, tmp_path, monkeypatch):
     """A SuperNode that dies with a message never gets it again from Flower; without a deadline the run waited forever."""
-    monkeypatch.setattr(requests, "SELDOM", 0.0)
+    monkeypatch.setattr(sites_module, "SELDOM", 0.0)
     monkeypatch.setattr(sites_module, "NODES", 0.0)
-    monkeypatch.setattr(requests, "NO_REPLY", 1e9 if lost == "offline" else 0.05)
+    monkeypatch.setattr(sites_module, "NO_REPLY", 1e9 if lost == "offline" else 0.05)
     values = {**TINY, **SCAFFOLD}
     place, first, looks = LoopPlace(tmp_path, values), {}, []
     trainings = Trainings(place)

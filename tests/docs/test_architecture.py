@@ -1,6 +1,7 @@
-"""The picture of the package is true, and contributors are shown what is there."""
+"""The picture of the package is true, no import is circular, and contributors are shown what is there."""
 
 import ast
+import graphlib
 import re
 
 from support.pages import DOCS, ROOT, fences, first_names, section
@@ -51,3 +52,43 @@ def test_the_picture_of_the_package_is_true():
         assert imports[room] <= below[room], f"docs/concepts.md draws no arrow for an import of {room}"
     modules = {path.stem for path in (ROOT / "unskew").glob("*.py")} - {"__init__", "__main__"}
     assert set(re.search(r'root\["(.*?)"\]', picture)[1].split(", ")) == modules
+
+
+def imported_modules():
+    """Every module of the repository's packages and what it imports, also inside functions and for types only."""
+    packages = ("unskew", "benchmarks", "conformance")
+    paths = {}
+    for package in packages:
+        for path in (ROOT / package).rglob("*.py"):
+            paths[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    imports = {}
+    for module, path in paths.items():
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in packages:
+                names |= {
+                    f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in paths else node.module for a in node.names
+                }
+            elif isinstance(node, ast.Import):
+                names |= {a.name for a in node.names}
+        imports[module] = names & set(paths) - {module}
+    return imports
+
+
+def test_no_import_is_circular_and_there_are_few_layers():
+    """Neither between modules nor between packages, also not one hidden in a function or behind ``TYPE_CHECKING``."""
+    modules = imported_modules()
+    list(graphlib.TopologicalSorter(modules).static_order())  # raises CycleError
+    packages = {}
+    for module, names in modules.items():
+        own = ".".join(module.split(".")[:2])
+        packages.setdefault(own, set()).update({".".join(name.split(".")[:2]) for name in names} - {own})
+    packages.pop("unskew")  # names of the public API
+    for module in [name for name in packages if name.startswith(("benchmarks.", "conformance."))]:
+        packages.setdefault(module.split(".")[0], set()).update(packages.pop(module))
+    for module, names in packages.items():
+        packages[module] = {n.split(".")[0] if not n.startswith("unskew.") else n for n in names} - {module, "unskew"}
+    depth = {}
+    for package in graphlib.TopologicalSorter(packages).static_order():
+        depth[package] = 1 + max((depth[name] for name in packages.get(package, ())), default=0)
+    assert max(depth.values()) <= 15, sorted(depth.items(), key=lambda item: item[1])

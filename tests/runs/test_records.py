@@ -16,7 +16,8 @@ from support.tolerance import FEW, assert_close, near
 import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import partition_table, summary_table
-from unskew.comparison.compare import Comparison, folder_name, mean_std
+from unskew.comparison.compare import Comparison, folder_name
+from unskew.comparison.summary_statistics import mean_std
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.plots import curves

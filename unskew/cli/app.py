@@ -36,6 +36,7 @@ from unskew.cli.common import (
     resume_command,
     set_default_model,
     shorten_name,
+    show,
     unused_path,
 )
 from unskew.cli.deploy import deploy
@@ -53,7 +54,7 @@ from unskew.errors import ConfigError, UnskewError, short_repr
 from unskew.filesystem import check_run, parse_path
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 app = typer.Typer(
     help="Federated learning for skewed data: run, compare and resume methods that add up.",
@@ -272,22 +273,6 @@ for command in app.registered_commands:
     name = command.name or command.callback.__name__  # type: ignore[union-attr]
     command.epilog = f"Example: {EXAMPLES[name]}"
 app.add_typer(deploy, name="deploy")
-
-
-def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
-    """The end of a run: its figures, and its summary as a table or JSON."""
-    from unskew.cli.tables import summary_table
-
-    result.plot(folder / "convergence.png")
-    result.draw(folder)
-    if as_json:
-        print_json({**result.summary, "folder": str(folder)})
-        return
-    console.print(summary_table(result.summary))
-    if LOUDNESS.quiet:
-        return
-    text = f"Everything is in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _refuse(text: str) -> None:

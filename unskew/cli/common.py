@@ -254,3 +254,21 @@ def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
     finally:
         for one, former in before.items():
             signal.signal(one, former)
+
+
+def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
+    """The end of a run: its figures, and its summary as a table or JSON."""
+    from unskew.cli.tables import summary_table
+
+    result.plot(folder / "convergence.png")
+    result.draw(folder)
+    if as_json:
+        print_json({**result.summary, "folder": str(folder)})
+        return
+    console.print(summary_table(result.summary))
+    from unskew.cli.verbosity import LOUDNESS
+
+    if LOUDNESS.quiet:
+        return
+    text = f"Everything is in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

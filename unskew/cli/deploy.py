@@ -169,7 +169,7 @@ def run(
     if rounds is not None:
         values["rounds"] = rounds
     checked = experiment(values)
-    from unskew.cli.app import show
+    from unskew.cli.common import show
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
     from unskew.deployment.server.config import Deployment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,7 @@ from unskew.comparison.references import (
     without_global_model,
 )
 from unskew.comparison.single_run import Given, last, run_or_resume
+from unskew.comparison.summary_statistics import averaged_keys, is_metric, mean_std
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
@@ -39,53 +39,13 @@ from unskew.runs.preparation import SYNTHETIC, check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
-from unskew.tasks.metrics import METRICS
 from unskew.tasks.primary_metric import (
-    RECALL,
-    WORST,
     MetricInfo,
-    client_metric_name,
     objective_metric,
-    primary_metric_name,
 )
-from unskew.tasks.registry import TASKS
 
 if TYPE_CHECKING:
     import pandas as pd
-
-Spread = tuple[float, float]
-FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {
-    "best_loss"
-}
-
-
-def is_metric(name: str) -> bool:
-    """Return whether a key of a summary is a metric of the task or a requested metric."""
-    return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS, WORST})
-
-
-OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
-
-
-def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
-    """Figures of a summary whose mean and standard deviation over seeds (``_std`` after the name) are in a row."""
-    scored, objective = primary_metric_name(summary), objective_metric(summary).name
-    judging = dict.fromkeys([scored, client_metric_name(objective, scored)])
-    over_clients = (
-        f"{whose}_{name}_{what}" for name in judging for whose in ("client", "personal") for what in OVER_CLIENTS
-    )
-    judged = (name for one in dict.fromkeys([scored, objective]) for name in (one, f"best_{one}"))
-    kept = (name for name in (f"kept_{one}" for one in (scored, objective)) if name in summary)
-    return tuple(dict.fromkeys([*judged, "loss", *over_clients, *summary.get("own_metrics", ()), *kept]))
-
-
-def mean_std(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation (0 for a single value).
-
-    >>> mean_std([1.0, 3.0])
-    (2.0, 1.4142135623730951)
-    """
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:

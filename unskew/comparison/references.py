@@ -89,7 +89,7 @@ def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()
     Returns:
         A copy, in which figures of the global model are None.
     """
-    from unskew.comparison.compare import is_metric
+    from unskew.comparison.summary_statistics import is_metric
 
     own = {key.removeprefix(OF_CLIENTS): value for key, value in row.items() if key.startswith(OF_CLIENTS)}
     whose = "" if "client" in row else "client_"

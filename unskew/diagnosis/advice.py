@@ -24,7 +24,7 @@ from unskew.runs.cost import duration, estimate
 from unskew.runs.validation import check_method
 
 if TYPE_CHECKING:
-    from unskew.diagnosis.report import DiagnosisReport
+    from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 
 MOST = 3
 """Methods that the printed comparison tests, beside FedAvg."""
@@ -179,16 +179,28 @@ class Advice:
         return "\n".join([*lines, *self.notes, self.command()])
 
 
-def advise(report: DiagnosisReport, limits: AdviceLimits) -> Advice:
+def advise(
+    setting: AdviceContext,
+    labels: Figures,
+    place: HeterogeneityMeasurement,
+    facts: dict[str, Any],
+    limits: AdviceLimits,
+) -> Advice:
     """Derive advice from a diagnosis, under limits.
+
+    Args:
+        setting: Data, model and configuration that were diagnosed.
+        labels: Label skew metrics.
+        place: Measurement at the first model.
+        facts: Facts on data and model, as in the report.
+        limits: User's limits.
 
     Raises:
         DataError: The limits do not fit the data.
     """
-    assert report.setting is not None
-    setting = report.setting.under(limits)
+    setting = setting.under(limits)
     # The first model of a run is the one that training begins with, which is what is decided upon.
-    situation = SkewFeatures.of(setting, report.labels, report.places[0], report.facts)
+    situation = SkewFeatures.of(setting, labels, place, facts)
     rounds = setting.config.rounds
     if limits.traffic is not None:
         before, each = estimate_traffic(setting, method("fedavg"))

@@ -64,7 +64,9 @@ class DiagnosisReport:
         from unskew.diagnosis.advice import advise
         from unskew.diagnosis.features import AdviceLimits
 
-        return advise(self, AdviceLimits.read(traffic, secure_aggregation, server_data, privacy))
+        assert self.setting is not None
+        limits = AdviceLimits.read(traffic, secure_aggregation, server_data, privacy)
+        return advise(self.setting, self.labels, self.places[0], self.facts, limits)
 
     def summary(self) -> str:
         """Return a sentence on the skew: of labels, or without labels of the clients' gradients at the first model.

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,17 @@ from unskew.errors import ConfigError
 from unskew.models.body_head import find_head, last_layer, split_parts
 from unskew.models.keyed_dropout import restore_dropout, use_keyed_dropout
 
-if TYPE_CHECKING:
-    from unskew.models.grouped.context import GroupedModel
+T = TypeVar("T")
+
+
+class GroupedForm(Protocol):
+    """Form of a model in which several clients run as one grouped network (``unskew.models.grouped``)."""
+
+    def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
+        """Run a mapped pass; None if the grouped network cannot run it."""
+
+    def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
+        """Return the gradient of the first output of ``value`` at ``v``, and the second output."""
 
 
 class ModelOutput(NamedTuple):
@@ -92,7 +101,7 @@ class ModelSpec:
         self.integers = input_dtype == torch.int64
         self.autocast, self.per_token = autocast, per_token
         self.blocks: str | None = getattr(module, "blocks", None)
-        self.grouped_model: GroupedModel | None = None
+        self.grouped_model: GroupedForm | None = None
         self.intensities = bool(getattr(module, "intensities", False))
         if autocast:
             for module in self.module.modules():

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import averaged_keys, is_metric
 from unskew.comparison.references import is_local, without_global_model
+from unskew.comparison.summary_statistics import averaged_keys, is_metric
 from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import parse_json, read_file, read_json

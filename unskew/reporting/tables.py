@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unskew.comparison.compare import mean_std
 from unskew.comparison.intervals import interval95
 from unskew.comparison.references import is_local, is_reference
+from unskew.comparison.summary_statistics import mean_std
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unskew.comparison.compare import mean_std
 from unskew.comparison.cost_to_target import traffic_saving
 from unskew.comparison.intervals import interval95
+from unskew.comparison.summary_statistics import mean_std
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
 from unskew.records.recorder import first_reaching

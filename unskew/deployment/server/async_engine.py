@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unskew.deployment.server.engine import FlowerEngine, tensor_norms
-from unskew.deployment.server.requests import PendingRequests
-from unskew.deployment.server.sites import RoundWait
+from unskew.deployment.server.sites import PendingRequests, RoundWait
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import encode_broadcast
 from unskew.protocol.messages import Broadcast, Update

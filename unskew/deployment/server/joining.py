@@ -14,7 +14,7 @@ import torch
 from unskew.deployment.flower.grid_bridge import LinkClosedError
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.data_exchange import MOST
-from unskew.deployment.server.requests import FAILURES, retry_delay
+from unskew.deployment.server.sites import FAILURES, retry_delay
 from unskew.deployment.site.config import NAME
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import read_integer, read_number, read_text

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from unskew.comparison.compare import mean_std
+from unskew.comparison.summary_statistics import mean_std
 from unskew.data.readers.tables import Source
 from unskew.data.sources.registry import load_source
 from unskew.errors import DataError

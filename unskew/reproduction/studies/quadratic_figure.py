@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from unskew.comparison.compare import mean_std
+from unskew.comparison.summary_statistics import mean_std
 from unskew.plots.figure import new_figure, save_figure
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.studies.quadratic import (
