@@ -239,6 +239,10 @@ def parse_path(path: str | Path) -> Path:
         raise ConfigError(f"A file or a folder is named by text or a Path, not by {short_repr(path)}.")
     if "\0" in str(path):
         raise ConfigError(f"{str(path)!r} names no file or folder: it holds the character 0.")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{str(path)!r} names no file or folder: it is not valid Unicode.") from error
     if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
         raise ConfigError(f"{path} is an address; unskew reads and writes local files, so give a path on this machine.")
     if isinstance(path, str) and not path.strip():

@@ -66,6 +66,7 @@ OPTIONS = [
     ("--model torch:zeros", "'torch:zeros' is no model: it must be a torch.nn.Module"),
     ("--delay fixed:1e99", "The delay 'fixed:1e99' is longer than any run"),
     ("--out=", "'' names no file or folder"),
+    ("--out=\ud800", "it is not valid Unicode"),
     ("--method unskew.protocol.rules.Context", "is not a method"),
     ("--method fedavgm+fedadam", "both fill the slot 'server'"),
     ("--method fedprox:mu=0.1+fedprox:mu=0.2", "twice"),

@@ -74,7 +74,8 @@ def test_help_names_every_flag(capsys, command, flags):
 
 
 def test_fields_of_tables_and_of_the_loss_have_flags_and_the_help_has_sections(capsys):
-    said = "--categories a,b --dates d --missing mean --task regression --loss huber:2 --class-weights 1,5 --client-weighting uniform"
+    said = "--categories a,b --dates d --missing mean --task regression --loss huber:2 --class-weights 1,5"
+    said += " --client-weighting uniform"
     words = f"--data table:t.csv --label y {said} --metrics auroc,f1 --early-stopping 3 --optimizer adam --lr-schedule cosine"
     with typer.main.get_command(app).commands["run"].make_context("run", words.split()) as context:
         config = experiment(config_values(None, context))

@@ -31,6 +31,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"seed": -(10**5000)}, "seed has more than 63 bits"),
         ({"task": 10**5000}, "no task 'an object of type int that cannot be written out'"),
         ({"name": 3}, "name must be text, not 3"),
+        ({"server_in_domain": torch.zeros(2)}, "server_in_domain must be True or False"),
         ({"holdout": 10**400}, "holdout must be a share"),
         ({"normalise": 10**5000}, "an object of type int that cannot be written out"),
         ({"client_names": Path("x")}, "client_names must be a list of texts"),

@@ -14,7 +14,7 @@ import yaml
 from support import ray_nodes
 from support.federations import SmallBatchNorm, blobs
 from support.ray_nodes import STORE, TOKEN, Node, cluster
-from test_engines import EARLY, METHODS, SUMS
+from test_engines import ALL_METHODS, EARLY, SUMS
 
 import unskew
 from unskew.engines.ray import cluster as ray_cluster
@@ -48,7 +48,7 @@ def train(method, engine, address=None, ray=None, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", [*METHODS, *SUMS])
+@pytest.mark.parametrize("method", [*ALL_METHODS, *SUMS])
 def test_every_kind_of_message_gives_the_same_bits_on_two_nodes(nodes, method):
     alone, there = train(method, "inline"), train(method, "ray", nodes[0])
     assert torch.equal(alone.vector, there.vector)

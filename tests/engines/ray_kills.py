@@ -75,7 +75,7 @@ class Kills(Callback):
 def is_worker(pid):
     """A node's own helpers are no workers: it dies with them."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"ray::train_part", b"ray::IDLE"))
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith((b"ray::train_group", b"ray::IDLE"))
     except OSError:
         return False
 

@@ -41,7 +41,7 @@ class KillsOne(Callback):
     def round(self, row):
         for pid in [] if self.killed else [pid for node in self.nodes for pid in node.pids()]:
             name = Path(f"/proc/{pid}/cmdline")
-            if name.exists() and name.read_bytes().startswith(b"ray::carried_out"):
+            if name.exists() and name.read_bytes().startswith(b"ray::run_remote_job"):
                 os.kill(pid, signal.SIGKILL)
                 self.killed.append(pid)
                 return

@@ -213,7 +213,7 @@ def test_the_comparison_that_is_printed_can_be_run(capsys, tmp_path, monkeypatch
     assert outcome.code == 0, outcome.err
     assert "pieces of advice that were decided held" in outcome.out
     line = next(line for line in outcome.out.splitlines() if line.startswith("unskew compare"))
-    assert "--server 100" in line
+    assert "--server-data 100" in line
     compared = call(capsys, *shlex.split(line)[1:], "--seeds", "0", "--out", "compared", "--json")
     assert compared.code == 0, compared.err
     assert [row["method"] for row in compared.json()["rows"]] == shlex.split(line)[2:6]

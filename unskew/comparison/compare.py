@@ -238,7 +238,7 @@ def compare(
         raise ConfigError(f"methods is a list such as ['fedavg', 'scaffold'], not {short_repr(methods)}.")
     if callback_factory is not None and not callable(callback_factory):
         raise ConfigError(
-            f"follow is a function of a method, a seed and a configuration, not {short_repr(callback_factory)}."
+            f"callback_factory is a function of a method, a seed and a configuration, not {short_repr(callback_factory)}."
         )
     check_parallel(parallel)
     names = [method_expression(m) for m in methods]

@@ -225,6 +225,8 @@ class Federation:
             raise DataError(unknown_name("task", task if isinstance(task, str) else short_repr(task), TASKS))
         if not isinstance(name, str):
             raise DataError(f"name must be text, not {short_repr(name)}.")
+        if not isinstance(server_in_domain, bool | np.bool_):
+            raise DataError(f"server_in_domain must be True or False, not {short_repr(server_in_domain)}.")
         check_client_list(clients)
         names = validate_client_names(client_names, len(clients))
         check_integer(seed, "seed")

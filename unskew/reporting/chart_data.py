@@ -133,7 +133,7 @@ def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list
 
 def method_metric_titles() -> dict[str, str]:
     """Return the titles of the metrics of registered methods."""
-    return {one.name: one.title for kind in map(rule_class, METHODS) for one in getattr(kind, "figures", ())}
+    return {one.name: one.title for kind in map(rule_class, METHODS) for one in getattr(kind, "summary_metrics", ())}
 
 
 def diagnostic_charts(part: RunGroup) -> dict[str, Any]:

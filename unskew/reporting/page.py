@@ -78,7 +78,6 @@ def page(title: str, body: str, data: object) -> str:
     Raises:
         ConfigError: The library that draws the figures is not installed.
     """
-
     library, style = escape_script(plotly_script()), page_file("report.css")
     own = escape_script(page_file("tables.js") + page_file("report.js"))
     # The library makes an empty style element that it fills by calls, and empties attributes: the empty text is allowed.

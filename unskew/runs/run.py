@@ -208,8 +208,8 @@ def resume(
         trust_code: Whether a model or a method of one's own that the folder's ``config.yaml`` names may be imported, which
             runs its code.
         changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``stall_warning_seconds``,
-            ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples`` or ``base_run``, and for where the data lie:
-            ``data_path``, or ``data`` with another path.
+            ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples`` or ``base_run``, and for where the
+            data lie: ``data_path``, or ``data`` with another path.
 
     Raises:
         CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.

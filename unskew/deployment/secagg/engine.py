@@ -108,7 +108,8 @@ class MaskedEngine(FlowerEngine):
                     "sites are missing. The sum of others stays masked, as the difference could be a single update"
                 )
             except UnmaskingError:
-                text = f"Round {round}: fewer than {summation.min_sites} of {len(casts)} sites are left, so the sum stays masked"
+                text = f"Round {round}: fewer than {summation.min_sites} of {len(casts)} sites are left, "
+                text += "so the sum stays masked"
             tries += 1
             if patience.on_timeout == "continue":
                 self.sites.warn(f"{text}; the round goes on without any update.")

@@ -140,7 +140,7 @@ def _one(
     """One data rule; its own ``run_data_rules`` runs, with messages in the place of what happens at clients."""
     after: dict[int, ClientData] = {}
 
-    def contribute(prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
+    def client_payload(prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         clients = prepared.federation.clients
         mean = max(1, sum(len(c.y) + len(c.y_test) for c in clients) // len(clients))
         asked = {
@@ -154,7 +154,7 @@ def _one(
         digest = "-".join(made for _, _, made in found.values())
         return ClientPayloads(sent, _about([about for _, about, _ in found.values()]), digest)
 
-    def deal(sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
+    def server_payload(sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         dealt = type(rule).server_payload(rule, sent, facts, seed)
         common = encode_record("common", dealt.common)
         messages = {
@@ -165,12 +165,12 @@ def _one(
         after.update(request_all(sites, messages, "shares", lambda k, frame: remote_client(k, frame, federation)))
         return dealt
 
-    def receive(client: ClientData, share: Tensors) -> ClientData:
+    def apply_payload(client: ClientData, share: Tensors) -> ClientData:
         return after[client.id]
 
     over_sites = copy.copy(rule)
-    for name, step in (("contribute", contribute), ("deal", deal), ("receive", receive)):
-        object.__setattr__(over_sites, name, step)  # rules are frozen: this one is a copy
+    for step in (client_payload, server_payload, apply_payload):
+        object.__setattr__(over_sites, step.__name__, step)  # rules are frozen: this one is a copy
     return over_sites.prepare(prepared, seed)
 
 

@@ -322,7 +322,8 @@ class RoundWait:
             came = f"Round {self.round}: {done} of at least {self.min_updates} updates came"
             if sites.round_policy.on_timeout == "abort":
                 raise EngineError(
-                    f"{came} within {self.deadline:g} s, so the run stops (on_timeout: abort). Resume it when the sites are back."
+                    f"{came} within {self.deadline:g} s, so the run stops (on_timeout: abort). "
+                    "Resume it when the sites are back."
                 )
             if not self.told:
                 self.told = True

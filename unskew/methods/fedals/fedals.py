@@ -72,7 +72,7 @@ class FedALS(SyncRule):
     # Periods that the paper studies, without 1, which is FedAvg, and 100, which short runs never reach.
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": one_of(5, 10, 25, 50)}
     needs = ("optimizer", "mean_model")
-    figures: ClassVar[tuple[MetricSpec, ...]] = FIGURES
+    summary_metrics: ClassVar[tuple[MetricSpec, ...]] = FIGURES
 
     alpha: Period = 10
     split: Annotated[int, Field(ge=-1)] = -1
