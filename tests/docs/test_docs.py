@@ -19,8 +19,10 @@ from unskew.data.partition.parsing import OPTIONS, PARTITIONS
 from unskew.data.sources.registry import SOURCES
 from unskew.models.registry import MODELS, build_model
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("methods/*.md"))]
 COMMAND_LINE = (DOCS / "command-line.md").read_text()
+CONFIGURATION = (DOCS / "configuration.md").read_text()
+RUN_FOLDER = (DOCS / "run-folder.md").read_text()
 COMMANDS = commands().commands
 SNIPPET = '--8<-- "examples/'  # a file that is included; test_examples runs it
 
@@ -56,7 +58,7 @@ def test_every_option_of_a_command_is_described_and_no_other(name):
 
 
 def test_every_field_of_the_configuration_is_described_with_its_default():
-    rows = table(COMMAND_LINE.split("<!-- fields -->")[1])
+    rows = table(CONFIGURATION.split("<!-- fields -->")[1])
     described = {row[0].strip("`"): row[1].strip("`") for row in rows}
     sections = {"network": NetworkConfig, "text": TextConfig, "csv": CsvConfig, "ray": RayConfig}
     fields = {name: info.default for name, info in Experiment.model_fields.items() if name not in sections}
@@ -78,9 +80,9 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
     options = {"model": "logistic", "rounds": 2, "local_steps": 1, "clients": 4, "target": 0.5, "engine": "inline"}
     result = unskew.run(**options, early_stopping=2, keep="best", out=folder)
     result.plot(folder / "convergence.png")
-    assert set(first_names(section(COMMAND_LINE, "summary.json"))) == set(result.summary)
-    assert set(first_names(section(COMMAND_LINE, "metrics.jsonl"))) == set(result.history[-1])
-    described = {name.rstrip("/") for name in first_names(section(COMMAND_LINE, "The run folder"))}
+    assert set(first_names(section(RUN_FOLDER, "summary.json"))) == set(result.summary)
+    assert set(first_names(section(RUN_FOLDER, "metrics.jsonl"))) == set(result.history[-1])
+    described = {name.rstrip("/") for name in first_names(RUN_FOLDER.split("\n## ")[0])}
     assert {path.name for path in folder.iterdir()} <= described
     assert described - {path.name for path in folder.iterdir()} <= {
         "cache",

@@ -12,12 +12,13 @@ from unskew.generators.latent import LatentGenerator
 from unskew.methods.registry import METHODS, describe_all, method, rule_class
 from unskew.protocol import requirements, rules
 
-PAGE = (DOCS / "methods.md").read_text()
+PAGE = "\n".join(page.read_text() for page in sorted((DOCS / "methods").glob("*.md")))
+WRITING = (DOCS / "methods" / "writing-a-method.md").read_text()
 CONCEPTS = (DOCS / "concepts.md").read_text()
 
 
 def test_the_tables_of_methods_list_the_catalogue():
-    for page in (ROOT / "README.md", DOCS / "methods.md"):
+    for page in (ROOT / "README.md", DOCS / "methods" / "index.md"):
         rows = table(page.read_text().split("<!-- methods -->")[1])
         listed = [(re.search("`(.*?)`", row[0])[1], *row[1:]) for row in rows]
         assert listed == [(m["name"], ", ".join(m["slots"]), m["summary"], m["paper"]) for m in describe_all()], (
@@ -26,7 +27,7 @@ def test_the_tables_of_methods_list_the_catalogue():
 
 
 def test_the_table_of_slots_names_every_method():
-    rows = table(section(CONCEPTS, "A method is a sum"))
+    rows = table(section(CONCEPTS, "A method is a composition"))
     named = {row[0].strip("`"): re.findall("`(.*?)`", row[2]) for row in rows}
     assert list(named) == ["data", "client", "sync", "server"]
     assert named == {slot: [m["name"] for m in describe_all() if slot in m["slots"]] for slot in named}
@@ -50,13 +51,12 @@ def test_methods_that_refuse_a_task_are_named(title, task):
 def test_the_hooks_of_the_protocol_are_described_and_no_others():
     classes = (rules.Rule, rules.DataRule, rules.WithServerHalf, rules.ClientRule, rules.SyncRule, rules.ServerRule)
     hooks = {name for cls in classes for name, kind in vars(cls).items() if name[0] != "_" and callable(kind)}
-    writing = section(PAGE, "Write one")
-    listed = [re.match(r"`(\w+)\((.*)\)`", row[1]).groups() for row in table(writing)]
+    listed = [re.match(r"`(\w+)\((.*)\)`", row[1]).groups() for row in table(WRITING)]
     assert {name for name, _ in listed} == hooks
     for name, parameters in listed:
         kind = next(vars(cls)[name] for cls in reversed(classes) if name in vars(cls))
         assert parameters.split(", ") == list(inspect.signature(kind).parameters)[1:] or not parameters, name
-    assert first_names(writing.split("tuple of words:")[1]) == list(requirements.NEEDS)
+    assert first_names(WRITING.split("tuple of words:")[1]) == list(requirements.NEEDS)
 
 
 def part_of(name, label):
@@ -73,7 +73,7 @@ def shown(default):
 def listed_options(text):
     """Names and defaults in a list of options, after those of the section that the text refers to."""
     options = {}
-    if other := re.search(r"options are those of \[.*?\]\(#(.*?)\)", text):
+    if other := re.search(r"options are those of \[.*?\]\(.*?#(.*?)\)", text):
         title = next(t for t in re.findall("^## (.*)$", PAGE, re.M) if t.lower().replace(" ", "-") == other[1])
         options = listed_options(part_of(title, "Options") if title in METHODS else section(PAGE, title))
     return options | dict(re.findall(r"^- `(\w+)` = `?([^`:]*?)`?: ", text, re.M))
