@@ -1,0 +1,28 @@
+"""The purposes from which random draws are seeded never change: a changed word changes the numbers of every run."""
+
+import ast
+
+from support.pages import ROOT
+
+PURPOSES = """
+augment; batches; client's generator; cohort; delay; diagnosed clients; diagnosed images; diagnosed samples; drop;
+evaluated clients; exemplars; export; feddm client; fedgen client; generator; generator epoch; generator noise;
+generator sample; generator step; generator subset; holdout; initial model; keep_samples; key; logistic noise;
+logistic shuffle; logistic split; power iteration; quadratic order; quadratic problem; quadratic shuffle; server;
+synthetic shuffle; tune {self.number}; vhl client; virtual set; vmap
+"""
+FUNCTIONS = {"derive", "generator", "numpy_generator", "purpose_generator"}
+
+
+def called(node):
+    return node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+
+
+def test_the_purposes_of_random_draws_are_frozen():
+    used = set()
+    for path in (ROOT / "unskew").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and called(node) in FUNCTIONS and len(node.args) > 1:
+                used.add(ast.unparse(node.args[1]).removeprefix("f").strip("'\""))
+    frozen = {name.strip() for name in PURPOSES.replace("\n", " ").split(";")}
+    assert used - {"purpose"} == frozen  # "purpose" is the parameter that seeding.py itself passes on
