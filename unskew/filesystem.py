@@ -153,8 +153,8 @@ def check_plain(folder: Path) -> None:
     Raises:
         ConfigError: If there is one, at any depth.
     """
-    for place, folders, names in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders, *names)):
+    for directory, folders, names in os.walk(folder):
+        for path in (Path(directory, name) for name in (*folders, *names)):
             try:
                 mode = path.lstat().st_mode
             except FileNotFoundError:  # another process has removed it by now
@@ -324,13 +324,13 @@ def folder_lock(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: Another process, or another thread of this one, is working there, or a link or the like lies in it.
     """
-    place = folder.resolve()
+    resolved = folder.resolve()
     busy = ConfigError(
         f"Another process is working in {folder}, or another thread of this one; wait for it, or stop it first."
     )
-    if place in _ours:
+    if resolved in _ours:
         raise busy
-    _ours.add(place)
+    _ours.add(resolved)
     try:
         handle = _lock(folder / ".lock", busy)
         try:
@@ -343,7 +343,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
             if handle is not None:
                 os.close(handle)
     finally:
-        _ours.discard(place)
+        _ours.discard(resolved)
 
 
 def _lock(path: Path, busy: ConfigError) -> int | None:

@@ -100,10 +100,10 @@ def parse_options(text: str, separator: str, where: str, example: str, flags: Co
     {'a': '1', 'b': 'true'}
     """
     options: dict[str, str] = {}
-    for piece in filter(None, (piece.strip() for piece in text.split(separator))):
-        key, equals, value = (part.strip() for part in piece.partition("="))
+    for option in filter(None, (option.strip() for option in text.split(separator))):
+        key, equals, value = (part.strip() for part in option.partition("="))
         if not equals and key not in flags:
-            raise ConfigError(f"{piece!r} in {where} is not an option; write {example}.")
+            raise ConfigError(f"{option!r} in {where} is not an option; write {example}.")
         if key in options:
             raise ConfigError(f"{where} gives {key} twice.")
         options[key] = value if equals else "true"
@@ -124,8 +124,8 @@ def parse_seed_list(text: str) -> list[int]:
     """
     wrong = ConfigError(f"seeds={text!r} is not a list of seeds; write 0,1,2 or 0..2: each once, at most {MOST_SEEDS}.")
     seeds: list[int] = []
-    for piece in text.split(","):
-        first, dots, last = piece.partition("..")
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
         try:
             low, high = int(first), int(last if dots else first)
         except ValueError:
@@ -180,16 +180,16 @@ def all_finite(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: One is not.
     """
-    places = [(str(key), value) for key, value in values.items()]
-    while places:
-        name, value = places.pop()
+    entries = [(str(key), value) for key, value in values.items()]
+    while entries:
+        name, value = entries.pop()
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}: {value} is no number to build with")
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
             raise ValueError(f"{name}: names must be text, and in a file in quotes where they would be something else")
         if isinstance(value, dict | list | tuple):
             inner = value.items() if isinstance(value, dict) else enumerate(value)
-            places += [(f"{name}.{key}", entry) for key, entry in inner]
+            entries += [(f"{name}.{key}", entry) for key, entry in inner]
     return values
 
 

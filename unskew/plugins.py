@@ -76,14 +76,14 @@ def list_plugins(group: str) -> dict[str, Plugin]:
 @functools.lru_cache(maxsize=8)
 def _plugins(group: str, path: tuple[str, ...], here: str) -> dict[str, Plugin]:
     """``path`` is where packages are looked for. What lies in the folder one works in is not installed, and left out."""
-    found: dict[str, Plugin] = {}
+    found_plugins: dict[str, Plugin] = {}
     for entry in importlib.metadata.entry_points(group=group):
         dist = entry.dist
         if dist is not None and Path(str(dist.locate_file(""))).resolve() == Path(here).resolve():
             continue
         package = "an unnamed package" if dist is None else f"{dist.name} {dist.version}"
-        found.setdefault(entry.name.lower(), Plugin(group, entry.name.lower(), package, entry))
-    return found
+        found_plugins.setdefault(entry.name.lower(), Plugin(group, entry.name.lower(), package, entry))
+    return found_plugins
 
 
 def find_plugin(group: str, kind: str, name: str, existing: Iterable[str]) -> Plugin:

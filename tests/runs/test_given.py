@@ -72,7 +72,10 @@ HUGE = 10**5000
         (lambda fed: unskew.method("fedprox", mu=-HUGE), "fedprox:mu=an object of type int"),
         (lambda fed: unskew.method(HUGE, mu=1), "not to an object of type int"),
         (lambda fed: unskew.compare(fed, methods=5, **BUDGET), "methods is a list such as"),
-        (lambda fed: unskew.compare(fed, methods="fedavg", callback_factory="me", **BUDGET), "callback_factory is a function"),
+        (
+            lambda fed: unskew.compare(fed, methods="fedavg", callback_factory="me", **BUDGET),
+            "callback_factory is a function",
+        ),
         (
             lambda fed: unskew.compare(fed, methods="fedavg", seeds=None, **BUDGET),
             "seeds is a number of seeds, or a list",

@@ -49,17 +49,21 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         "Methods worth comparing with fedavg (ranked by evidence; the ranking itself is weak, see docs/advice.md)",
         style="italic",
     )
-    has_costs = any(one.seconds is not None for one in advice.suggestions)
-    for number, one in enumerate(advice.suggestions, 1):
-        sent = "" if one.megabytes is None else f"; {one.megabytes:.3g} MB in all"
-        time = f", about {duration(one.seconds)} ({one.cost:.2g} × fedavg)" if one.seconds is not None else ""
-        if has_costs and one.seconds is None:
+    has_costs = any(suggestion.seconds is not None for suggestion in advice.suggestions)
+    for number, suggestion in enumerate(advice.suggestions, 1):
+        sent = "" if suggestion.megabytes is None else f"; {suggestion.megabytes:.3g} MB in all"
+        time = (
+            f", about {duration(suggestion.seconds)} ({suggestion.cost:.2g} × fedavg)"
+            if suggestion.seconds is not None
+            else ""
+        )
+        if has_costs and suggestion.seconds is None:
             time = ", time not estimated"
-        say(f"{number}. {one.method}{time}", style="bold")
-        for text in (*one.reasons, *one.cautions):
+        say(f"{number}. {suggestion.method}{time}", style="bold")
+        for text in (*suggestion.reasons, *suggestion.cautions):
             say(text, 3)
-        doubt = "; caveat above" if one.rank < one.evidence else ""
-        say(f"[{EVIDENCE[one.evidence]}{doubt}: {'; '.join(dict.fromkeys(one.sources))}{sent}]", 3, "dim")
+        doubt = "; caveat above" if suggestion.rank < suggestion.evidence else ""
+        say(f"[{EVIDENCE[suggestion.evidence]}{doubt}: {'; '.join(dict.fromkeys(suggestion.sources))}{sent}]", 3, "dim")
     if advice.excluded:
         say("Does not fit", style="italic")
         for left in advice.excluded:
@@ -90,8 +94,8 @@ def print_trial(console: Console, trial: AdviceTrial) -> None:
     table = Table(title="The advice, tried", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("method", "rounds", f"test {trial.figure}", "fedavg's", "advice"):
         table.add_column(name, justify="left" if name in ("method", "advice") else "right", overflow="fold")
-    for one in trial.tried:
-        figures = ("-" if value is None else f"{value:.4f}" for value in (one.accuracy, one.baseline))
-        table.add_row(one.method, str(one.rounds), *figures, VERDICTS[one.held])
+    for tried in trial.tried:
+        figures = ("-" if value is None else f"{value:.4f}" for value in (tried.accuracy, tried.baseline))
+        table.add_row(tried.method, str(tried.rounds), *figures, VERDICTS[tried.held])
     console.print(table)
     console.print(trial.verdict(), markup=False, highlight=False)

@@ -203,8 +203,8 @@ def compare(
     others = [row for row in rows if row["reference"]]
     of_methods = {name: result.histories[name] for name in result.ranked}
     if as_json:
-        found = [] if target is None else target_costs(of_methods, target, result.objective)
-        costs_of = [asdict(one) for one in found]
+        target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
+        costs_of = [asdict(cost) for cost in target_rows]
         print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
         report_after_runs(console, [folder])
         return

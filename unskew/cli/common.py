@@ -92,8 +92,8 @@ def load_config(arguments: dict[str, Any]) -> dict[str, Any]:
         if each and "trials" not in arguments:  # a tuning makes its methods' configurations itself
             continue
         if isinstance(value, list):
-            files += [Path(one) for one in value if is_config_file(one)]
-            arguments[name] = [one for one in value if not is_config_file(one)]
+            files += [Path(item) for item in value if is_config_file(item)]
+            arguments[name] = [item for item in value if not is_config_file(item)]
         elif value is not None and is_config_file(str(value)):
             files.append(Path(value))
             arguments[name] = None
@@ -128,8 +128,8 @@ def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]
     for assignment in context.params.get("sets") or []:
         set_field(flags, assignment)
     # One budget replaces the other.
-    for mine, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
-        if flags.get(mine) is not None and other not in flags:
+    for given_field, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
+        if flags.get(given_field) is not None and other not in flags:
             values.pop(other, None)
     for name, value in flags.items():
         both = isinstance(value, dict) and isinstance(values.get(name), dict)
@@ -144,7 +144,7 @@ def parse_numbers(text: str) -> list[float]:
         ConfigError: They are no numbers.
     """
     try:
-        return [float(piece) for piece in text.split(",")]
+        return [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"--class-weights {text!r} is neither balanced nor numbers such as 1,5.") from None
 
@@ -233,17 +233,19 @@ def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
         raise KeyboardInterrupt
 
     ending = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
-    handlers = {one: signal.getsignal(one) for one in ending}
-    before = {one: former for one, former in handlers.items() if former is not signal.SIG_IGN}  # as by nohup
-    for one in before:
-        signal.signal(one, end)
+    handlers = {signal_number: signal.getsignal(signal_number) for signal_number in ending}
+    before = {
+        signal_number: former for signal_number, former in handlers.items() if former is not signal.SIG_IGN
+    }  # as by nohup
+    for signal_number in before:
+        signal.signal(signal_number, end)
     try:
         yield
     except KeyboardInterrupt as stop:
         from unskew.simulation.round_loop import RunInterrupted
 
         number = stop.number if isinstance(stop, RunInterrupted) else ended[0] if ended else signal.SIGINT
-        if not any(found.is_file() for found in folder.rglob("*")):  # as where a run has not begun
+        if not any(path.is_file() for path in folder.rglob("*")):  # as where a run has not begun
             text = "Stopped; nothing was written."
         elif isinstance(stop, RunInterrupted):
             text = f"Stopped; the run is saved. Go on with: {again}"
@@ -252,8 +254,8 @@ def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
         print(text, file=sys.stderr)
         raise typer.Exit(128 + number) from stop
     finally:
-        for one, former in before.items():
-            signal.signal(one, former)
+        for signal_number, former in before.items():
+            signal.signal(signal_number, former)
 
 
 def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:

@@ -55,10 +55,10 @@ class MethodExpressionCell:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = [""]
-        for piece in split_expression(self.text):
-            if lines[-1] and len(lines[-1] + piece) > options.max_width:
+        for part in split_expression(self.text):
+            if lines[-1] and len(lines[-1] + part) > options.max_width:
                 lines.append("")
-            lines[-1] += piece
+            lines[-1] += part
         yield Text("\n".join(lines), no_wrap=True)
 
 
@@ -70,7 +70,7 @@ class MethodRows(Table):
         names = ["method", *methods]
         self.most, self.least = (
             max(map(len, names)),
-            max(len(piece) for name in names for piece in split_expression(name)),
+            max(len(part) for name in names for part in split_expression(name)),
         )
         self.add_column("method")
         for name in columns:
@@ -202,13 +202,17 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
 
 def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """The table of ``unskew compare`` for the ``metrics`` that were asked for; None without any."""
-    asked = secondary_metrics(rows[0])
-    if not asked:
+    metrics = secondary_metrics(rows[0])
+    if not metrics:
         return None
-    title = f"Test set{' in %' if all(one.percent for one in asked) else ''}, last round, {mean_std_text(rows[0])}"
-    table = MethodRows(title, map(method_title, rows), *(one.title for one in asked))
+    title = (
+        f"Test set{' in %' if all(metric.percent for metric in metrics) else ''}, last round, {mean_std_text(rows[0])}"
+    )
+    table = MethodRows(title, map(method_title, rows), *(metric.title for metric in metrics))
     for row in rows:
-        table.add_row(MethodExpressionCell(method_title(row)), *(value_cell(row, one, one.name) for one in asked))
+        table.add_row(
+            MethodExpressionCell(method_title(row)), *(value_cell(row, metric, metric.name) for metric in metrics)
+        )
     return table
 
 

@@ -79,14 +79,14 @@ def check(
 
     findings = list(findings_of(file))
     if as_json:
-        print_json([asdict(one) for one in findings])
+        print_json([asdict(finding) for finding in findings])
     else:
         table = Table("what", "", "found", title=f"{file}")
         words = {True: "ok", False: "WRONG", None: ""}
-        for one in findings:
-            table.add_row(one.what, words[one.ok], Text(one.text))
+        for finding in findings:
+            table.add_row(finding.what, words[finding.ok], Text(finding.text))
         console_for().print(table)
-    if any(one.ok is False for one in findings):
+    if any(finding.ok is False for finding in findings):
         raise typer.Exit(2)
 
 

@@ -109,7 +109,7 @@ def diagnose(
     options: dict[str, Any] = config_values(config, context)
     file_values = None if config is None else load_yaml(config, None if trust_code else TRUST)
     try:
-        shares = [float(piece) for piece in synthetic_fraction.split(",")]
+        shares = [float(part) for part in synthetic_fraction.split(",")]
     except ValueError:
         raise ConfigError(
             f"--synthetic-fraction {synthetic_fraction!r} must be a list of fractions such as 0,0.5,1."
@@ -144,11 +144,11 @@ def diagnose(
     command = advice.command(COMPARED, config, file_values)
     # What was measured is printed first: the figure may fail all the same, on a disk that is full by now.
     if as_json:
-        found = {"summary": report.summary(), **report.as_json(), "advice": {**advice.as_json(), "command": command}}
+        output = {"summary": report.summary(), **report.as_json(), "advice": {**advice.as_json(), "command": command}}
         if minutes is not None:
             with follower(console) as follow:
-                found["trial"] = validate_advice(advice, minutes, follow).as_json()
-        print_json(found)
+                output["trial"] = validate_advice(advice, minutes, follow).as_json()
+        print_json(output)
         if plot is not None:
             report.plot(plot)
         return

@@ -46,21 +46,21 @@ def evaluate(
     with progress_while_waiting("evaluate"):
         predictor = load_predictor(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
-        found = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)
-    for one in read.unknown:
-        print(f"unskew: {one}", file=sys.stderr)
-    write_rows(found, out)
+        scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)
+    for unknown in read.unknown:
+        print(f"unskew: {unknown}", file=sys.stderr)
+    write_rows(scores, out)
     if as_json:
-        print_json(found)
+        print_json(scores)
         return
     from rich.text import Text
 
     table = ReflowTable()
-    for name in found[0]:
+    for name in scores[0]:
         table.add_column(
             Text(by or "rows of" if name == "group" else name), justify="left" if name == "group" else "right"
         )
-    for row in found:
+    for row in scores:
         cells = ("-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
         table.add_row(*(Text(escape_controls(cell)) for cell in cells))
     console_for().print(table)

@@ -156,13 +156,13 @@ class Sections(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the help of all options; those of a configuration with their defaults."""
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}
-        for one in self.get_params(ctx):
-            record = one.get_help_record(ctx)
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
             if record is not None:
-                default = DEFAULTS.get(str(one.name)) if getattr(one, "rich_help_panel", None) else None
+                default = DEFAULTS.get(str(param.name)) if getattr(param, "rich_help_panel", None) else None
                 record = record[0], f"{record[1]} [default: {default}]" if default else record[1]
-                own = "Arguments" if one.param_type_name == "argument" else "Options"
-                panels[getattr(one, "rich_help_panel", None) or own].append(record)
+                own = "Arguments" if param.param_type_name == "argument" else "Options"
+                panels[getattr(param, "rich_help_panel", None) or own].append(record)
         for title, records in panels.items():
             if records:
                 with formatter.section(title):

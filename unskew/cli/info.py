@@ -42,9 +42,9 @@ def described() -> list[dict[str, Any]]:
     stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in sources]
     key = hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]
     cache = user_cache()
-    kept = cache / f"methods-{key}.json"
+    cache_file = cache / f"methods-{key}.json"
     try:
-        rows: list[dict[str, Any]] = json.loads(kept.read_bytes())
+        rows: list[dict[str, Any]] = json.loads(cache_file.read_bytes())
         return rows
     except (OSError, ValueError):
         from unskew.methods.registry import describe_all
@@ -54,7 +54,7 @@ def described() -> list[dict[str, Any]]:
         cache.mkdir(parents=True, exist_ok=True)
         for former in cache.glob("methods-*.json"):
             former.unlink()
-        write_atomic(kept, json.dumps(rows).encode())
+        write_atomic(cache_file, json.dumps(rows).encode())
     return rows
 
 

@@ -40,10 +40,10 @@ def init(
     from unskew.config.infer import infer_config
 
     with progress_while_waiting("init"):
-        made = infer_config(data, label)
-    write_atomic(out, made.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
+        inferred = infer_config(data, label)
+    write_atomic(out, inferred.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
     console = console_for()
-    for line in made.seen:
+    for line in inferred.seen:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     name = shlex.quote(str(out))
     console.print(f"{out} is written. Look at it; then, for example:", markup=False, highlight=False, soft_wrap=True)

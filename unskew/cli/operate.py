@@ -33,36 +33,39 @@ def _age(seconds: float | None) -> str:
 
 def status(folder: RunFolder, as_json: AsJson = False) -> None:
     """Show the round of a running deployed run, who is connected, who is missing since when, and the last warning."""
-    found = _status(folder)
+    status_report = _status(folder)
     if as_json:
-        print_json(found)
+        print_json(status_report)
         return
-    names = {one["client"]: f"{one['site']} (client {one['client']})".strip() for one in found["sites"]}
+    names = {site["client"]: f"{site['site']} (client {site['client']})".strip() for site in status_report["sites"]}
     lists = {
-        what: ", ".join(names[one["client"]] for one in found["sites"] if one[what])
+        what: ", ".join(names[site["client"]] for site in status_report["sites"] if site[what])
         for what in ("connected", "awaited")
     }
-    _line(f"round         {found['round']}, {found['phase']}" + (found["stopping"] and f", stops {found['stopping']}"))
+    _line(
+        f"round         {status_report['round']}, {status_report['phase']}"
+        + (status_report["stopping"] and f", stops {status_report['stopping']}")
+    )
     _line(f"connected     {lists['connected'] or 'none'}")
-    for one in [one for one in found["sites"] if not one["connected"]]:
-        reason = f"; last failure: {one['error']}" if one["error"] else ""
-        _line(f"missing       {names[one['client']]}, since {_age(one['since'])}{reason}")
+    for site in [site for site in status_report["sites"] if not site["connected"]]:
+        reason = f"; last failure: {site['error']}" if site["error"] else ""
+        _line(f"missing       {names[site['client']]}, since {_age(site['since'])}{reason}")
     _line(f"awaited       {lists['awaited'] or 'none'}")
-    _line(f"last warning  {found['last_warning'] or 'none'}")
+    _line(f"last warning  {status_report['last_warning'] or 'none'}")
 
 
 def sites(folder: RunFolder, as_json: AsJson = False) -> None:
     """Show each site of a running deployed run: key, version, last contact, rounds answered, faults."""
     from rich.table import Table
 
-    found = _status(folder)["sites"]
+    site_reports = _status(folder)["sites"]
     if as_json:
-        print_json(found)
+        print_json(site_reports)
         return
     table = Table("client", "site", "key", "unskew", "connected", "last answer", "rounds", "faults", "excluded")
-    for one in found:
-        words = [str(one["client"]), one["site"], one["key"], one["version"], "yes" if one["connected"] else "no"]
-        table.add_row(*words, _age(one["seen"]), str(one["answered"]), str(one["faults"]), "yes" * one["excluded"])
+    for site in site_reports:
+        words = [str(site["client"]), site["site"], site["key"], site["version"], "yes" if site["connected"] else "no"]
+        table.add_row(*words, _age(site["seen"]), str(site["answered"]), str(site["faults"]), "yes" * site["excluded"])
     console_for().print(table)
 
 

@@ -54,26 +54,26 @@ def predict(
     with progress_while_waiting("predict"):
         predictor = load_predictor(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
-        kept = file_columns(read, parse_names(keep or ""), rows)
+        kept_columns = file_columns(read, parse_names(keep or ""), rows)
         outputs = predictor.outputs(read.x)
-    for one in read.unknown:
-        print(f"unskew: {one}", file=sys.stderr)
+    for unknown in read.unknown:
+        print(f"unskew: {unknown}", file=sys.stderr)
     numbers = predictor.numbers
     titles = predictor.class_names if numbers else probability_names(predictor.inputs.label, predictor.class_names)
     labels = predictor.labels(outputs, threshold)
     strange: dict[int | str, list[str]] = {}
-    for one in read.unknown:
-        for row in one.rows:
-            strange.setdefault(row, []).append(one.column)
+    for unknown in read.unknown:
+        for row in unknown.rows:
+            strange.setdefault(row, []).append(unknown.column)
     lines: list[dict[str, Any]] = [
         {
             "row": name,
-            **{column: values[place] for column, values in kept.items()},
-            **({} if numbers else {"label": labels[place]}),
-            **{title: float(f"{value:.6g}") for title, value in zip(titles, outputs[place], strict=True)},
+            **{column: values[index] for column, values in kept_columns.items()},
+            **({} if numbers else {"label": labels[index]}),
+            **{title: float(f"{value:.6g}") for title, value in zip(titles, outputs[index], strict=True)},
             **({"unknown": strange.get(name, [])} if strange else {}),
         }
-        for place, name in enumerate(read.names)
+        for index, name in enumerate(read.names)
     ]
     write_rows(lines, out)
     if as_json:
@@ -87,10 +87,10 @@ def predict(
     binary = not numbers and not several and len(titles) == 2
     last = titles if numbers else titles[1:] if binary else [] if several else ["probability"]
     table = Table(header_style="bold")
-    for title in ("row", *kept, *([] if numbers else ["label"]), *last):
+    for title in ("row", *kept_columns, *([] if numbers else ["label"]), *last):
         table.add_column(Text(escape_controls(title)))
     for line, values in list(zip(lines, outputs, strict=True))[:SHOWN]:
-        cells = [str(line[name]) for name in ("row", *kept)]
+        cells = [str(line[name]) for name in ("row", *kept_columns)]
         if not numbers:
             cells.append((", ".join(line["label"]) if several else str(line["label"])) or "-")
         shown = [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[title]:.4g}" for title in last]

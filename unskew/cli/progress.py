@@ -157,9 +157,9 @@ class ProgressLine(Callback):
         self.progress.update(self.line, completed=row["round"])
         if LOUDNESS.verbose:
             usual = ("accuracy", "r2", "loss")
-            own = dict.fromkeys([*(f"validation_{one}" if self.held_out else one for one in usual), name])
+            own = dict.fromkeys([*(f"validation_{metric}" if self.held_out else metric for metric in usual), name])
             names = (*own, "train_loss") if self.global_model else ("train_loss",)
-            figures = (f"{one} {row[one]:.4f}" for one in names if row.get(one) is not None)
+            figures = (f"{metric} {row[metric]:.4f}" for metric in names if row.get(metric) is not None)
             text = f"{self.title}: round {row['round']}, {', '.join(figures)}, {row['seconds']:.1f} s"
             self.progress.console.print(text, markup=False, highlight=False)
 

@@ -49,11 +49,11 @@ def report(
 @contextmanager
 def broken_sections(console: Console) -> Iterator[None]:
     """Print the warnings that writing a report gives, a line each."""
-    with warnings.catch_warnings(record=True) as given:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         yield
-    for one in given:
-        console.print(f"Warning: {one.message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    for warning in caught:
+        console.print(f"Warning: {warning.message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_report_path(console: Console, file: Path) -> None:

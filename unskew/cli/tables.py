@@ -49,7 +49,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     )
     loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
     judge, scored = objective_metric(summary), primary_metric_name(summary)
-    kept = summary.get(f"kept_{judge.name}")
+    kept_score = summary.get(f"kept_{judge.name}")
     errors = "".join(f", {name.upper()} {format_number(summary[name])}" for name in ("mae", "rmse") if name in summary)
     lines = [
         (f"test {judge.title}, last round", f"{value_text(judge, summary[judge.name])}  (loss {loss}{errors})"),
@@ -58,8 +58,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
             f"{value_text(judge, summary[f'best_{judge.name}'])}  (round {summary['best_round']})",
         ),
         *(
-            [(f"test {judge.title}, kept model", f"{value_text(judge, kept)}  (round {summary['kept_round']})")]
-            if kept is not None
+            [(f"test {judge.title}, kept model", f"{value_text(judge, kept_score)}  (round {summary['kept_round']})")]
+            if kept_score is not None
             else []
         ),
         *(
@@ -95,8 +95,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
             (when, ", ".join(f"{title} {format_percent(summary[best + name])}%" for title, name in F1.items()))
             for when, best in (("test F1, last round", ""), ("test F1, best of each", "best_"))
         ]
-    if asked := secondary_metrics(summary):
-        figures = ", ".join(f"{one.title} {value_text(one, summary[one.name])}" for one in asked)
+    if metrics := secondary_metrics(summary):
+        figures = ", ".join(f"{metric.title} {value_text(metric, summary[metric.name])}" for metric in metrics)
         lines.insert(2, ("test set, last round", figures))
     if summary.get("target") is not None:
         reached = summary["rounds_to_target"]

@@ -127,11 +127,11 @@ def tune(
         )
     rows = result.comparison.rows()
     if as_json:
-        found = {name: one.as_json() for name, one in result.tuned.items()}
+        tuned_methods = {name: tuned.as_json() for name, tuned in result.tuned.items()}
         print_json(
             {
                 "folder": str(folder),
-                "tuned": found,
+                "tuned": tuned_methods,
                 "trials": result.trials,
                 "rows": rows,
                 "notes": result.comparison.notes(),
@@ -146,9 +146,9 @@ def tune(
             console.print(f"{note}\n", markup=False)
         for table in filter(None, tables):
             console.print(table)
-        for name, one in result.tuned.items():
-            if isinstance(one.importance, str):
-                console.print(f"Importance of the options of {name}: {one.importance}.", markup=False, soft_wrap=True)
+        for name, tuned in result.tuned.items():
+            if isinstance(tuned.importance, str):
+                console.print(f"Importance of the options of {name}: {tuned.importance}.", markup=False, soft_wrap=True)
         seconds = time.perf_counter() - started
         text = f"The tuned configurations are in {folder}/tuned, all trials in {folder}/trials.csv. {seconds:.0f} s."
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -169,34 +169,34 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
     from unskew.provenance import TRUST
 
     remedy = None if trust_code else TRUST
-    found: dict[str, Any] = {}
+    spaces: dict[str, Any] = {}
     for text in texts:
-        key, equals, value = (piece.strip() for piece in text.partition("="))
+        key, equals, value = (part.strip() for part in text.partition("="))
         if not equals and not is_config_file(text):
             raise ConfigError(
                 f"--space {text!r} is no space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
             )
-        for name, one in ({key: value} if equals else load_yaml(Path(text), remedy)).items():
-            if name in found:
+        for name, space in ({key: value} if equals else load_yaml(Path(text), remedy)).items():
+            if name in spaces:
                 raise ConfigError(f"--space gives {name} twice.")
-            found[str(name)] = one
-    return found
+            spaces[str(name)] = space
+    return spaces
 
 
 def tuned_table(result: TuningResult) -> Table:
     """Build the table of the tuned options of each method."""
     from unskew.cli.comparison_tables import MethodRows
 
-    figures = {one.judged_by for one in result.tuned.values()}
+    figures = {tuned.judged_by for tuned in result.tuned.values()}
     title = f"Tuned on {', '.join(sorted(figures))}"
     table = MethodRows(
         title, list(result.tuned), "as configured", "tuned", "finished", "ended early", "failed", "options"
     )
     table.columns[-1].justify = "left"
-    for name, one in result.tuned.items():
-        options = "\n".join(f"{key}={value}" for key, value in one.options.items())
-        first = "-" if one.configured is None else f"{one.configured:.4f}"
-        table.add_row(name, first, f"{one.value:.4f}", *map(str, one.trials.values()), options)
+    for name, tuned in result.tuned.items():
+        options = "\n".join(f"{key}={value}" for key, value in tuned.options.items())
+        first = "-" if tuned.configured is None else f"{tuned.configured:.4f}"
+        table.add_row(name, first, f"{tuned.value:.4f}", *map(str, tuned.trials.values()), options)
     return table
 
 
@@ -204,7 +204,7 @@ def importance_table(result: TuningResult) -> Table | None:
     """Build the table of option importances, for the methods for which they are known."""
     from unskew.cli.comparison_tables import MethodRows
 
-    known = {name: one.importance for name, one in result.tuned.items() if isinstance(one.importance, dict)}
+    known = {name: tuned.importance for name, tuned in result.tuned.items() if isinstance(tuned.importance, dict)}
     if not known:
         return None
     table = MethodRows("Hyperparameter importance (%)", list(known), "option", "importance")

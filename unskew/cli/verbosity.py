@@ -50,4 +50,4 @@ def normalize_global_flags(words: list[str]) -> list[str]:
     """
     end = words.index("--") if "--" in words else len(words)
     flags = [word for word in words[:end] if word in FLAGS]
-    return [*flags, *(word for place, word in enumerate(words) if place >= end or word not in FLAGS)]
+    return [*flags, *(word for index, word in enumerate(words) if index >= end or word not in FLAGS)]

@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
 def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
     """Explain that methods weight clients of different sizes differently; None if all use one weighting."""
-    by_samples, alike = ([name for name, one in weights.items() if one == which] for which in ("samples", "uniform"))
+    by_samples, alike = (
+        [name for name, weighting in weights.items() if weighting == which] for which in ("samples", "uniform")
+    )
     if not (by_samples and alike):
         return None
     return (
@@ -98,20 +100,20 @@ class Comparison:
         Different numbers of rounds, different weighting of clients, diverged runs.
         """
         rounds = {name: summaries[0]["rounds"] for name, summaries in self.ranked.items()}
-        told = list(self.left_out)
+        notes = list(self.left_out)
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
-            told.append(f"The methods were trained for different numbers of rounds: {each}.")
+            notes.append(f"The methods were trained for different numbers of rounds: {each}.")
         uneven = weighting_mismatch_note(
             {name: summaries[0].get("client_weighting") for name, summaries in self.ranked.items()}
         )
         if self.unequal and uneven:
-            told.append(uneven)
+            notes.append(uneven)
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
         if lost:
             which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
-            told.append(f"Diverged, so the figures say nothing about the method: {which}. Try a smaller lr.")
-        return told
+            notes.append(f"Diverged, so the figures say nothing about the method: {which}. Try a smaller lr.")
+        return notes
 
     def rows(self) -> list[dict[str, Any]]:
         """One dictionary per method: means and standard deviations over seeds, as in the printed tables.
@@ -273,14 +275,14 @@ def compare(
         """Return whether a run was started or shared data were generated."""
         return folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
 
-    given: Given = (federation, own_model, by_name)
+    shared_inputs: Given = (federation, own_model, by_name)
 
     def data_of(seed: int) -> Federation:
         return federation or last.of(configs[names[0], seed])
 
     def arguments(name: str, seed: int) -> tuple[str, Experiment, Path | None, Path | None]:
-        place = None if folder is None else folder / folder_name(name) / f"seed-{seed}"
-        return name, configs[name, seed], place, None if folder is None else folder / SYNTHETIC
+        folder_path = None if folder is None else folder / folder_name(name) / f"seed-{seed}"
+        return name, configs[name, seed], folder_path, None if folder is None else folder / SYNTHETIC
 
     def followers(name: str, seed: int) -> Sequence[Callback]:
         return list(callback_factory(name, seed, configs[name, seed])) if callback_factory else []
@@ -304,7 +306,7 @@ def compare(
             plot_clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
         at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
-            finished_ones = {one for one in configs if is_finished(arguments(*one)[2], configs[one])}
+            finished_ones = {config for config in configs if is_finished(arguments(*config)[2], configs[config])}
             left = {name: [seed for seed in which if (name, seed) not in finished_ones] for name in names}
             todo = {name: (configs[name, which[0]], by_name[name], len(todo)) for name, todo in left.items() if todo}
             known = None
@@ -314,19 +316,19 @@ def compare(
                 check_within(known, budget_minutes)
             if on_estimate is not None and known is not None:
                 on_estimate(str(known))
-        works = [Job(one, run_or_resume, arguments(*one), partial(followers, *one)) for one in configs]
-        finished = dict(run_jobs(works, at_once, given)) if run_in_pool(at_once) else {}
+        works = [Job(config, run_or_resume, arguments(*config), partial(followers, *config)) for config in configs]
+        finished = dict(run_jobs(works, at_once, shared_inputs)) if run_in_pool(at_once) else {}
         for seed in which:
             for name in names:
                 run = finished.get((name, seed))
                 if run is None:
-                    run = run_or_resume(given, *arguments(name, seed), followers(name, seed))
+                    run = run_or_resume(shared_inputs, *arguments(name, seed), followers(name, seed))
                 history, summary = run
                 if is_local(name):
-                    asked = summary.get("own_metrics", ())
+                    own_metrics = summary.get("own_metrics", ())
                     history, summary = (
-                        [without_global_model(row, asked) for row in history],
-                        without_global_model(summary, asked),
+                        [without_global_model(row, own_metrics) for row in history],
+                        without_global_model(summary, own_metrics),
                     )
                 result.histories.setdefault(name, []).append(history)
                 result.summaries.setdefault(name, []).append(summary)

@@ -95,7 +95,7 @@ def without_data_rules(spelling: str) -> str:
     >>> without_data_rules("fedssyn:n_syn=50+scaffold"), without_data_rules("fedssyn"), without_data_rules("scaffold")
     ('scaffold', 'fedavg', 'scaffold')
     """
-    rest = [piece for piece in spelling.split("+") if not _only_data(piece.split(":")[0].strip())]
+    rest = [part for part in spelling.split("+") if not _only_data(part.split(":")[0].strip())]
     return "+".join(rest) or "fedavg"
 
 

@@ -18,16 +18,18 @@ def overrides_by_method(each: Any, names: Sequence[str]) -> dict[str, dict[str, 
     Raises:
         ConfigError: There are some of a method that is not compared, or of what a comparison decides.
     """
-    if not isinstance(each, Mapping | None) or not all(isinstance(one, Mapping) for one in (each or {}).values()):
+    if not isinstance(each, Mapping | None) or not all(
+        isinstance(override, Mapping) for override in (each or {}).values()
+    ):
         raise ConfigError(f"each is a mapping such as {{'fedavg': {{'lr': 0.1}}}}, not {short_repr(each)}.")
-    found = {name: dict(fields) for name, fields in (each or {}).items()}
-    for name, fields in found.items():
+    by_method = {name: dict(fields) for name, fields in (each or {}).items()}
+    for name, fields in by_method.items():
         if name not in names:
             raise ConfigError(unknown_name("method in this comparison", str(name), names))
         wrong = next((key for key in ("method", "seed", "target") if key in fields), None)
         if wrong is not None:
             raise ConfigError(f"each[{name!r}] holds {wrong}, which is the comparison's own; leave it out.")
-    return {name: found.get(name, {}) for name in names}
+    return {name: by_method.get(name, {}) for name in names}
 
 
 def check_same_data(configs: Iterable[Experiment]) -> None:

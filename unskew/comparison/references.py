@@ -61,7 +61,7 @@ def applicable_references(
     """
     if config.start_from is not None:
         return {}, ["pooled and local are left out: the runs continue another one (start_from)."]
-    found: dict[str, Method] = {}
+    applicable: dict[str, Method] = {}
     notes = []
     share = "" if config.participation == 1 else f":participation={config.participation:g}"
     for spelling in (f"pooled{share}", "local"):
@@ -73,8 +73,8 @@ def applicable_references(
         except UnskewError as error:
             notes.append(f"{spelling} is left out: {error}")
         else:
-            found[spelling] = chosen
-    return found, notes
+            applicable[spelling] = chosen
+    return applicable, notes
 
 
 def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()) -> dict[str, Any]:
@@ -93,10 +93,10 @@ def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()
 
     own = {key.removeprefix(OF_CLIENTS): value for key, value in row.items() if key.startswith(OF_CLIENTS)}
     whose = "" if "client" in row else "client_"
-    found = {key: value for key, value in row.items() if not key.startswith(OF_CLIENTS)}
+    metrics = {key: value for key, value in row.items() if not key.startswith(OF_CLIENTS)}
     scored = primary_metric_name(row)
     bare = ("loss", "best_round", "best_last_5", scored, *own_metrics)
-    for key in found:
+    for key in metrics:
         if is_metric(key.removeprefix("best_")) or key.removeprefix("best_") in bare or key in bare:
-            found[key] = None
-    return {**found, **{whose + key: value for key, value in own.items()}}
+            metrics[key] = None
+    return {**metrics, **{whose + key: value for key, value in own.items()}}

@@ -31,9 +31,9 @@ def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
     over_clients = (
         f"{whose}_{name}_{what}" for name in judging for whose in ("client", "personal") for what in OVER_CLIENTS
     )
-    judged = (name for one in dict.fromkeys([scored, objective]) for name in (one, f"best_{one}"))
-    kept = (name for name in (f"kept_{one}" for one in (scored, objective)) if name in summary)
-    return tuple(dict.fromkeys([*judged, "loss", *over_clients, *summary.get("own_metrics", ()), *kept]))
+    judged = (name for key in dict.fromkeys([scored, objective]) for name in (key, f"best_{key}"))
+    kept_keys = (name for name in (f"kept_{key}" for key in (scored, objective)) if name in summary)
+    return tuple(dict.fromkeys([*judged, "loss", *over_clients, *summary.get("own_metrics", ()), *kept_keys]))
 
 
 def mean_std(values: Sequence[float]) -> Spread:

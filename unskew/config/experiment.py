@@ -198,7 +198,7 @@ class Experiment(Section):
 
     @pydantic.field_serializer("metrics", "objective")
     def _paths(self, value: Any) -> Any:
-        return [metric_reference(one) for one in value] if isinstance(value, tuple) else metric_reference(value)
+        return [metric_reference(path) for path in value] if isinstance(value, tuple) else metric_reference(value)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -258,7 +258,7 @@ class Experiment(Section):
 
     def _check_metrics(self) -> None:
         """Validate the names of metrics, and the target in the unit of the objective."""
-        own = [metric_name(one) for one in self.metrics if is_custom_metric(one)]
+        own = [metric_name(metric) for metric in self.metrics if is_custom_metric(metric)]
         if len(set(own)) < len(own):
             raise ValueError(f"two metrics are called {max(own, key=own.count)!r}; rename one of them")
         name = metric_name(self.objective)
@@ -295,8 +295,8 @@ class Experiment(Section):
     @property
     def training(self) -> Training:
         """The client's budget and optimizer."""
-        told = [field.name for field in dataclasses.fields(Training) if field.name in type(self).model_fields]
-        return Training(**{name: getattr(self, name) for name in told})
+        names = [field.name for field in dataclasses.fields(Training) if field.name in type(self).model_fields]
+        return Training(**{name: getattr(self, name) for name in names})
 
     @property
     def data_spec(self) -> DataSpec:

@@ -93,31 +93,31 @@ def infer_config(data: str | None, label: str | None = None, seed: int = 0) -> I
         ConfigError: There is no such data, or its label cannot be guessed.
         DataError: The data cannot be used.
     """
-    made = InferredConfig()
+    inferred = InferredConfig()
     data = data if data is None else data.removeprefix("table:")
     path = Path(data).expanduser() if data else Path("digits")
     if data is not None and path.exists():
-        _look(made, path, data, label)
+        _look(inferred, path, data, label)
     elif data is None or data.partition(":")[0] in SOURCES:
-        made.set("data", data or "digits", "a data source that unskew knows")
-        _images(made)
+        inferred.set("data", data or "digits", "a data source that unskew knows")
+        _images(inferred)
     else:
         raise ConfigError(
             f"There is no file or folder {data}, and as a name: {unknown_name('data set', data, SOURCES)}"
         )
-    if label is not None and "label" not in made.values:
+    if label is not None and "label" not in inferred.values:
         raise ConfigError(f"--label names a column of a table, but {data or 'digits'} is none.")
-    _budget(made)
-    fed = federation_of(experiment(made.values).data_spec, seed)  # it runs as it is, or says why not
+    _budget(inferred)
+    fed = federation_of(experiment(inferred.values).data_spec, seed)  # it runs as it is, or says why not
     sizes, names = fed.sizes, fed.label_distribution()[1]
     classes = f", of {len(names)} classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
-    made.seen.append(
+    inferred.seen.append(
         f"{len(fed.clients)} clients hold {_from_to(int(sizes.min()), int(sizes.max()))} training samples each"
         f"{classes if fed.objective.labelled else ''}"
     )
     if fed.task == "classification":
-        _imbalance(made, fed)
-    return made
+        _imbalance(inferred, fed)
+    return inferred
 
 
 def _imbalance(made: InferredConfig, fed: Federation) -> None:
@@ -184,16 +184,16 @@ def _arrays(made: InferredConfig, path: Path) -> None:
     """Fields for a file of arrays."""
     from unskew.data.sources.npz import load_arrays
 
-    found = load_arrays(path)
-    n = len(found["y"])
-    made.seen.append(f"x {found['x'].shape}, y {found['y'].shape}")
-    owner = next((k for k in found if re.fullmatch(OWNERS + r"(_?id)?", k, re.I) and len(found[k]) == n), None)
+    arrays = load_arrays(path)
+    n = len(arrays["y"])
+    made.seen.append(f"x {arrays['x'].shape}, y {arrays['y'].shape}")
+    owner = next((k for k in arrays if re.fullmatch(OWNERS + r"(_?id)?", k, re.I) and len(arrays[k]) == n), None)
     if owner is not None:
         made.set("partition", f"natural:{owner}", f"a client for each value of {owner}")
     else:
         made.set("partition", "dirichlet:0.3,min=2", "label skew; the file has no array that names clients")
         made.set("clients", max(2, min(10, n // 20)))
-    made.set("model", "cnn" if found["x"].ndim > 2 else "mlp", "unskew models lists others")
+    made.set("model", "cnn" if arrays["x"].ndim > 2 else "mlp", "unskew models lists others")
 
 
 def _table(made: InferredConfig, path: Path, data: str, label: str | None) -> None:

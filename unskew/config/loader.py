@@ -37,14 +37,17 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
     except pydantic.ValidationError as error:
         errors = error.errors()
         # Of what a field may be, the kind that the value came nearest to: the one that was looked into the deepest.
-        first = max((one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]), key=lambda one: len(one["loc"]))
+        first = max(
+            (detail for detail in errors if detail["loc"][:1] == errors[0]["loc"][:1]),
+            key=lambda detail: len(detail["loc"]),
+        )
         fields = {
             *Experiment.model_fields,
             *NetworkConfig.model_fields,
             *TextConfig.model_fields,
             *CsvConfig.model_fields,
         }
-        where = ".".join(str(piece) for piece in first["loc"] if piece in fields)
+        where = ".".join(str(part) for part in first["loc"] if part in fields)
         reason = plain_message(first["msg"])
         if where == "device":
             from unskew.engines.registry import available_devices

@@ -20,8 +20,8 @@ def absolute_if_exists(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        whole = Path(path).expanduser()
-        return str(whole.absolute()) if whole.exists() else path
+        full_path = Path(path).expanduser()
+        return str(full_path.absolute()) if full_path.exists() else path
     except (OSError, RuntimeError):  # the name is too long for any file, or of nobody's home
         return path
 
@@ -38,7 +38,7 @@ def absolute_source_name(name: Any) -> Any:
 
 def with_absolute_paths(config: Experiment) -> Experiment:
     """The same run, with absolute paths to all that is there."""
-    places = {
+    paths = {
         name: absolute_if_exists(getattr(config, name))
         for name in ("data_path", "server_data_path", "synthetic", "start_from")
     }
@@ -52,7 +52,7 @@ def with_absolute_paths(config: Experiment) -> Experiment:
         tokenizer = absolute_if_exists(tokenizer)
     text = config.text.model_copy(update={"tokenizer": tokenizer})
     network = config.network.model_copy(update={"delay": absolute_source_name(config.network.delay)})
-    return config.model_copy(update={**places, **names, "text": text, "network": network})
+    return config.model_copy(update={**paths, **names, "text": text, "network": network})
 
 
 def without_data_locations(values: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class TextConfig(Section):
     @pydantic.field_validator("columns", mode="before")
     @classmethod
     def _columns_as_text(cls, value: Any) -> Any:
-        return tuple(piece.strip() for piece in value.split(",")) if isinstance(value, str) else value
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
 
 class CsvConfig(Section):

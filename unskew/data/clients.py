@@ -159,8 +159,8 @@ class _LazyClient(ClientData):
 
     @property
     def x_test(self) -> Tensor:
-        made: Tensor | None = self.__dict__["held_out"]
-        return self._rows(len(self.y), len(self.y) + len(self.y_test)) if made is None else made
+        held_out_part: Tensor | None = self.__dict__["held_out"]
+        return self._rows(len(self.y), len(self.y) + len(self.y_test)) if held_out_part is None else held_out_part
 
     def _rows(self, start: int, stop: int) -> Tensor:
         rows: Rows = self.__dict__["rows"]

@@ -242,11 +242,11 @@ class Federation:
                 everyone[len(clients)],
                 (*everyone, None)[len(clients) + 1],
             )
-        given, ys, splits = read_clients(clients, task, holdout, int(seed))
+        readers, ys, splits = read_clients(clients, task, holdout, int(seed))
         pairs = {"the test set": validate_pair(*unpack_pair(test, "test"), "the test set", task)}
         if server is not None:
             pairs["the server"] = validate_pair(*unpack_pair(server, "server"), "the server", task)
-        firsts = [parts[0] for parts in given.parts]
+        firsts = [parts[0] for parts in readers.parts]
         shape = tuple(firsts[0].shape[1:])
         named = [(f"client {k}", x) for k, x in enumerate(firsts)]
         for who, inputs in [*named, *((w, x) for w, (x, _) in pairs.items())]:
@@ -261,32 +261,34 @@ class Federation:
             check_differ(in_domain, task)
         else:
             check_integer(classes, "classes", least=2 if task == "classification" else 1)
-        for who, pair in [*((who, given.told(k, ys[k])) for k, (who, _) in enumerate(named)), *pairs.items()]:
+        for who, pair in [*((who, readers.told(k, ys[k])) for k, (who, _) in enumerate(named)), *pairs.items()]:
             own = server_in_domain or who != "the server"
             check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])
         offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
         y_all, begins = torch.cat(ys), offsets[:-1] + np.array(splits)
-        fingerprint, trained_for, told = compute_fingerprint(y_all.numpy(), offsets), None, None
+        fingerprint, trained_for, stats_traffic = compute_fingerprint(y_all.numpy(), offsets), None, None
         if task == "regression":
             targets, spans = y_all.numpy(), list(zip(offsets[:-1], begins, strict=True))
-            trained_for, told = fit_target_scaling(lambda: (targets[start:stop] for start, stop in spans), class_names)
+            trained_for, stats_traffic = fit_target_scaling(
+                lambda: (targets[start:stop] for start, stop in spans), class_names
+            )
             y_all, pairs = (
                 trained_for.standardise(y_all),
                 {w: (x, trained_for.standardise(y)) for w, (x, y) in pairs.items()},
             )
         return Federation(
-            clients=DrawnClients(given, given.like, y_all, offsets, begins, given.mapped),
+            clients=DrawnClients(readers, readers.like, y_all, offsets, begins, readers.mapped),
             test=pairs["the test set"],
             server=ServerData(*pairs["the server"], server_in_domain) if server is not None else None,
             task=task,
             classes=classes,
-            normalisation=fit_normalization(normalise, given.like, given.all()),
+            normalisation=fit_normalization(normalise, readers.like, readers.all()),
             class_names=validate_class_names(class_names, 0 if task == "language" else classes),
             client_names=names,
             name=name,
             fingerprint=fingerprint,
             trained_for=trained_for,
-            stats_traffic=told,
+            stats_traffic=stats_traffic,
             columns=dict.fromkeys(columns, INPUT),
         )
 

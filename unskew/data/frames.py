@@ -35,17 +35,19 @@ def frames_to_arrays(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]
     def array_of(x: Any) -> object:
         if not is_frame(x):
             return x
-        found = {str(name): name for name in x.columns}
-        if sorted(found) != sorted(names):
-            raise DataError(f"The data frames have different columns: {', '.join(names)}, and {', '.join(found)}.")
+        columns = {str(name): name for name in x.columns}
+        if sorted(columns) != sorted(names):
+            raise DataError(f"The data frames have different columns: {', '.join(names)}, and {', '.join(columns)}.")
         for name in names:
-            if not np.issubdtype(np.asarray(x[found[name]]).dtype, np.number) and x[found[name]].dtype != bool:
+            if not np.issubdtype(np.asarray(x[columns[name]]).dtype, np.number) and x[columns[name]].dtype != bool:
                 raise DataError(
                     f"The column {name!r} is not numeric; encode or drop it, or use table: with categories."
                 )
-        return x[[found[name] for name in names]].to_numpy(dtype=np.float64)
+        return x[[columns[name] for name in names]].to_numpy(dtype=np.float64)
 
-    return [tuple(array_of(one) if k % 2 == 0 else one for k, one in enumerate(pair)) for pair in pairs], tuple(names)
+    return [tuple(array_of(table) if k % 2 == 0 else table for k, table in enumerate(pair)) for pair in pairs], tuple(
+        names
+    )
 
 
 def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tuple[list[Pair], Sequence[str]]:
@@ -69,11 +71,11 @@ def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tup
         return list(pairs), class_names
     if not all(text):
         raise DataError("Some labels are text and some are not; give all of them as text, or all as class indices.")
-    found = sorted({str(value) for y in labels if y is not None for value in y})
-    names = list(class_names) if isinstance(class_names, list | tuple) and class_names else found
-    strange = [name for name in found if name not in names]
+    label_values = sorted({str(value) for y in labels if y is not None for value in y})
+    names = list(class_names) if isinstance(class_names, list | tuple) and class_names else label_values
+    strange = [name for name in label_values if name not in names]
     if strange:
         raise DataError(f"The label {strange[0]!r} is not in class_names: {', '.join(names[:20])}.")
-    places = {name: number for number, name in enumerate(names)}
-    encoded = iter(np.array([places[str(value)] for value in y]) for y in labels if y is not None)
-    return [tuple(next(encoded) if k % 2 else one for k, one in enumerate(pair)) for pair in pairs], names
+    index_of = {name: number for number, name in enumerate(names)}
+    encoded = iter(np.array([index_of[str(value)] for value in y]) for y in labels if y is not None)
+    return [tuple(next(encoded) if k % 2 else table for k, table in enumerate(pair)) for pair in pairs], names

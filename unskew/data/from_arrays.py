@@ -100,14 +100,14 @@ class InputLocator:
         """
         x, *test = self.parts[k]
         if not test:
-            pieces = [read_rows(x, holdout_order(len(x), self.seed, k)[start:stop])]
+            chunks = [read_rows(x, holdout_order(len(x), self.seed, k)[start:stop])]
         else:
             cuts = (slice(start, min(stop, len(x))), slice(max(0, start - len(x)), max(0, stop - len(x))))
-            pieces = [part[cut] for part, cut in zip((x, *test), cuts, strict=True) if cut.start < cut.stop]
+            chunks = [part[cut] for part, cut in zip((x, *test), cuts, strict=True) if cut.start < cut.stop]
         if self.mapped:
-            check_finite(pieces, f"client {k}")
-        found = [to_model_layout(mask_padding(piece, self.task).to(self.dtype)) for piece in pieces or [x[:0]]]
-        return found[0] if len(found) == 1 else concatenate_inputs(found)
+            check_finite(chunks, f"client {k}")
+        tensors = [to_model_layout(mask_padding(chunk, self.task).to(self.dtype)) for chunk in chunks or [x[:0]]]
+        return tensors[0] if len(tensors) == 1 else concatenate_inputs(tensors)
 
 
 def read_clients(

@@ -135,9 +135,9 @@ def load_federation(
         check_integer(server_data, "server_data")
     said: dict[str, Any] = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
     said["split_by"] = split_by
-    places = {"data_path": data_path, "server_data_path": server_data_path}
-    for field, text_or_path in (said | places).items():
-        if not isinstance(text_or_path, str | None) and not (field in places and isinstance(text_or_path, Path)):
+    paths = {"data_path": data_path, "server_data_path": server_data_path}
+    for field, text_or_path in (said | paths).items():
+        if not isinstance(text_or_path, str | None) and not (field in paths and isinstance(text_or_path, Path)):
             raise ConfigError(f"{field} must be text, not {short_repr(text_or_path)}.")
     if label_separator == "":
         raise ConfigError("label_separator must be a text of one character at least, such as '|'.")
@@ -176,8 +176,8 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         ConfigError: Fields do not fit together.
         DataError: The data cannot be used as asked.
     """
-    whole = load_partitioned(spec, seed)
-    return whole.federation(whole.known())
+    partitioned = load_partitioned(spec, seed)
+    return partitioned.federation(partitioned.known())
 
 
 def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
@@ -205,14 +205,14 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
     rng = purpose_generator(seed, "holdout")
     keys = rng.random(len(owner))
-    held = np.zeros(len(owner), bool)
+    held_out = np.zeros(len(owner), bool)
     splits = parts.offsets[:-1] + np.array([num_training_samples(int(n), spec.holdout) for n in parts.sizes])
     split = parse_split(spec.split_by) if spec.split_by is not None else Split()
     if split.group is not None or split.time is not None:
         own = [parts.indices(k) for k in range(parts.clients)]
-        held = held_out_mask(train.columns, split, own, spec.holdout, len(train), rng)[parts.order]
-        splits = parts.offsets[1:] - np.bincount(owner, held, parts.clients).astype(np.int64)
-    shuffled = parts.order[np.lexsort((keys, held, owner))]
+        held_out = held_out_mask(train.columns, split, own, spec.holdout, len(train), rng)[parts.order]
+        splits = parts.offsets[1:] - np.bincount(owner, held_out, parts.clients).astype(np.int64)
+    shuffled = parts.order[np.lexsort((keys, held_out, owner))]
     if labels is not None and labels.ndim == 1:
         absent = np.setdiff1d(test.y.numpy(), labels[parts.order])
         if len(absent):

@@ -41,15 +41,15 @@ class MmapLocation:
 
 def mapped_array(values: object) -> np.memmap | None:
     """The mapped file that an array is, or is a part of; it is remembered for ``locate_tensor``."""
-    found: np.memmap | None = None
+    mapped: np.memmap | None = None
     while isinstance(values, np.ndarray):
         if isinstance(values, np.memmap) and values.filename is not None:
-            found = values
+            mapped = values
         values = values.base
-    if found is not None:
-        address = found.__array_interface__["data"][0]
-        _known[address] = weakref.ref(found, lambda _: _known.pop(address, None))
-    return found
+    if mapped is not None:
+        address = mapped.__array_interface__["data"][0]
+        _known[address] = weakref.ref(mapped, lambda _: _known.pop(address, None))
+    return mapped
 
 
 def locate_tensor(x: Tensor) -> MmapLocation | None:
@@ -58,9 +58,13 @@ def locate_tensor(x: Tensor) -> MmapLocation | None:
         return None
     extent = x.element_size() * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)))
     for address, reference in list(_known.items()):
-        whole = reference()
-        if whole is not None and address <= x.data_ptr() and x.data_ptr() + extent <= address + whole.nbytes:
-            path, offset = str(whole.filename), int(whole.offset) + x.data_ptr() - address
+        base_tensor = reference()
+        if (
+            base_tensor is not None
+            and address <= x.data_ptr()
+            and x.data_ptr() + extent <= address + base_tensor.nbytes
+        ):
+            path, offset = str(base_tensor.filename), int(base_tensor.offset) + x.data_ptr() - address
             try:
                 size = os.stat(path).st_size
             except OSError:
@@ -77,7 +81,7 @@ def open_tensor(piece: MmapLocation) -> Tensor:
     """
     try:
         there = os.stat(piece.path).st_size
-        whole = np.memmap(piece.path, np.uint8, "r")
+        mapped_file = np.memmap(piece.path, np.uint8, "r")
     except (OSError, ValueError) as error:
         raise DataError(
             f"{os.uname().nodename} does not see {piece.path}, which the data are mapped from: {error}. Put it where all "
@@ -88,9 +92,9 @@ def open_tensor(piece: MmapLocation) -> Tensor:
             f"{piece.path} has {there:,} bytes at {os.uname().nodename}, but {piece.bytes:,} at the server: give all nodes "
             "the same file."
         )
-    mapped_array(whole)
+    mapped_array(mapped_file)
     count = 1 + sum((n - 1) * step for n, step in zip(piece.shape, piece.strides, strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it may not be written to, and nobody does
-        line = torch.frombuffer(whole, dtype=piece.dtype, count=count, offset=piece.offset)
+        line = torch.frombuffer(mapped_file, dtype=piece.dtype, count=count, offset=piece.offset)
     return line.as_strided(piece.shape, piece.strides)

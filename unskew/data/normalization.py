@@ -46,7 +46,7 @@ class Normalization:
         if x.dtype == torch.uint8:
             # A histogram says all about bytes and is several times faster than arithmetic on a float copy.
             counts = torch.zeros(channels, 256, dtype=torch.int64)
-            for part in (piece for array in (x, *further) for piece in torch.split(array, ROWS)):
+            for part in (chunk for array in (x, *further) for chunk in torch.split(array, ROWS)):
                 total += part.numel() // channels
                 for channel in range(channels):
                     counts[channel] += torch.bincount(part[:, channel].flatten(), minlength=256)

@@ -66,9 +66,9 @@ class PartitionedSource:
     def client(self, k: int) -> tuple[SampleTable, SampleTable]:
         """Return a client's training and held-out samples as they were read."""
         start, split, stop = int(self.parts.offsets[k]), int(self.splits[k]), int(self.parts.offsets[k + 1])
-        first, held = (self.rows[a:b] for a, b in ((start, split), (split, stop)))
+        first, held_out = (self.rows[a:b] for a, b in ((start, split), (split, stop)))
         x, y = self.train.x, self.train.y
-        return SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held), y[held], {})
+        return SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held_out), y[held_out], {})
 
     def _each(self, values: np.ndarray) -> Iterator[np.ndarray]:
         """Split one value per row into the clients' training parts."""
@@ -156,5 +156,5 @@ def rows_per_value(
     names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)
     if len(names) > 100:  # numbers rather than kinds
         return None
-    held = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]
-    return np.stack(held), tuple(names.tolist())
+    counts = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]
+    return np.stack(counts), tuple(names.tolist())

@@ -31,15 +31,15 @@ def with_local_files(spec: DataSpec) -> DataSpec:
         ConfigError: What reads such a URL is not installed.
         DataError: Nothing is there, or it cannot be reached.
     """
-    found: dict[str, Any] = {}
+    local_values: dict[str, Any] = {}
     for name in ("data", "data_path", "server_data", "server_data_path"):
         value = getattr(spec, name)
         if isinstance(value, str) and SCHEME in value:
             prefix, _, rest = value.partition(":")
             url = rest if SCHEME in rest else value
-            place = fetch(url)
-            found[name] = f"{prefix}:{place}" if url is rest else str(place)
-    return replace(spec, **found) if found else spec
+            local_file = fetch(url)
+            local_values[name] = f"{prefix}:{local_file}" if url is rest else str(local_file)
+    return replace(spec, **local_values) if local_values else spec
 
 
 def fetch(url: str) -> Path:
@@ -58,13 +58,15 @@ def fetch(url: str) -> Path:
         if "file" in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):
             return Path(path)
         files = system.find(path, detail=True)
-        whole = path.rstrip("/")
-        if list(files) == [whole] and Path(whole).stem == "train":  # the test.csv beside a train.csv belongs to it
-            beside = f"{whole.rpartition('/')[0]}/test{Path(whole).suffix}"
+        stripped = path.rstrip("/")
+        if (
+            list(files) == [stripped] and Path(stripped).stem == "train"
+        ):  # the test.csv beside a train.csv belongs to it
+            beside = f"{stripped.rpartition('/')[0]}/test{Path(stripped).suffix}"
             files |= system.find(beside, detail=True) if system.exists(beside) else {}
         if not files:
             raise DataError(f"There is no file or folder {url}.")
-        return _kept(url, system, whole, files)
+        return _kept(url, system, stripped, files)
     except (ImportError, ValueError) as error:  # fsspec says which package reads the scheme, or that none does
         raise ConfigError(f"Data at {url!r} cannot be read: {error}") from error
     except DataError:
@@ -82,7 +84,7 @@ def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) ->
     base = user_cache() / "data"
     # A single file stays in a folder of the same name, by which a table is called.
     folder, top = base / key, Path(Path(path).parent.name if path in files else "")
-    place = folder / top / Path(path).name
+    cached_path = folder / top / Path(path).name
     make_folder(base)
     with file_lock(base / f".{key}.lock", math.inf):
         if not folder.exists():
@@ -98,4 +100,4 @@ def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) ->
                 make_folder(target.parent)
                 system.get_file(name, str(target))
             os.replace(fresh, folder)
-    return place
+    return cached_path

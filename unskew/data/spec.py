@@ -187,7 +187,7 @@ def parse_names(value: object) -> tuple[str, ...]:
     (('age', 'income'), ('a,b',))
     """
     if isinstance(value, str):
-        return tuple(piece.strip() for piece in value.split(",") if piece.strip())
+        return tuple(part.strip() for part in value.split(",") if part.strip())
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{short_repr(value)} is no list of names; write text such as 'age,income', or a list of it.")
     return tuple(value)

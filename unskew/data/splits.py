@@ -87,16 +87,16 @@ def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, sh
             raise DataError(
                 f"The column {split.given!r} of split_by has the value {other[0]!r}; write train or test in each row."
             )
-        held = values == "test"
+        held_out = values == "test"
     else:
         units = make_units(columns, split, rows, np.random.default_rng(seed))
-        held = np.isin(units.codes, select_held_out_units(units, np.arange(rows), share))
-    if not held.any() or held.all():
+        held_out = np.isin(units.codes, select_held_out_units(units, np.arange(rows), share))
+    if not held_out.any() or held_out.all():
         raise DataError(
-            f"split_by leaves no rows to {'train' if held.any() else 'test'} on; the column "
+            f"split_by leaves no rows to {'train' if held_out.any() else 'test'} on; the column "
             f"{split.given or split.group or split.time!r} needs two values at least."
         )
-    return np.asarray(held)
+    return np.asarray(held_out)
 
 
 def check_no_shared_groups(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], split: Split) -> None:
@@ -131,11 +131,11 @@ def held_out_mask(
     """
     units = make_units(columns, split, rows, rng)
     held_per_client = [select_held_out_units(units, own, share) for own in clients]
-    held = np.isin(units.codes, np.concatenate(held_per_client))
+    held_out = np.isin(units.codes, np.concatenate(held_per_client))
     for k, own in enumerate(clients):
-        if held[own].all():
+        if held_out[own].all():
             raise DataError(
                 f"Client {k} would hold out all of its rows, because other clients hold out the same values of "
                 f"{split.group}. Use holdout=0, or a partition that keeps these values together."
             )
-    return np.asarray(held)
+    return np.asarray(held_out)

@@ -22,8 +22,8 @@ def fit_target_scaling(
     """
     first = [counts_and_sums(part) for part in clients()]
     names = names or [str(t) for t in range(len(first[0][0]))]
-    found = global_moments(first, lambda mean: (sums_of_squares(part, mean) for part in clients()), names)
-    return task_with_moments(found), target_scaling_bytes(len(first), len(names))
+    moments = global_moments(first, lambda mean: (sums_of_squares(part, mean) for part in clients()), names)
+    return task_with_moments(moments), target_scaling_bytes(len(first), len(names))
 
 
 def task_with_moments(found: ColumnMoments) -> Regression:

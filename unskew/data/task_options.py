@@ -38,16 +38,16 @@ def apply_task_options(federation: Federation, loss: str, class_weights: str | S
         raise ConfigError(
             f"class_weights need one class per sample; the task of {federation.name} is {federation.task}."
         )
-    told = federation.stats_traffic
+    traffic = federation.stats_traffic
     if isinstance(class_weights, str):
         weights = balanced_class_weights(federation.class_counts().sum(0))
         counts = np.full((len(federation.clients), 2), NUMBER * federation.classes, np.int64)
-        told = counts if told is None else told + counts
+        traffic = counts if traffic is None else traffic + counts
     else:
         weights = tuple(class_weights)
         if len(weights) != federation.classes:
             raise ConfigError(f"class_weights has {len(weights)} weights, but there are {federation.classes} classes.")
-    return replace(federation, trained_for=Classification(weights), stats_traffic=told)
+    return replace(federation, trained_for=Classification(weights), stats_traffic=traffic)
 
 
 def huber_delta(text: str, loss: str) -> float:

@@ -77,7 +77,7 @@ def special_kind(values: object) -> str | None:
         "on the device meta, without values": values.is_meta,
         "8-bit floating point": values.is_floating_point() and values.element_size() == 1,
     }
-    return next((kind for kind, found in kinds.items() if found), None)
+    return next((kind for kind, description in kinds.items() if description), None)
 
 
 def tensor_from_numpy(values: object) -> Tensor:

@@ -104,22 +104,26 @@ class Advice:
         setting = self.setting
         config = setting.config.model_copy(update={"rounds": self.rounds})
         estimated = [
-            one.method for one in self.suggestions if not any(rule.generates_data for rule in method(one.method).data)
+            suggestion.method
+            for suggestion in self.suggestions
+            if not any(rule.generates_data for rule in method(suggestion.method).data)
         ]
         names = ["fedavg", *estimated]
         runs = {name: (config.model_copy(update={"method": name}), method(name), 1) for name in names}
-        found = estimate(runs, setting.federation, setting.model, worth=0.0)
-        if found is None or "fedavg" not in found.seconds:
+        costs = estimate(runs, setting.federation, setting.model, worth=0.0)
+        if costs is None or "fedavg" not in costs.seconds:
             return self
         suggestions = [
-            replace(one, seconds=found.seconds[one.method], cost=found.ratio(one.method))
-            if one.method in found.seconds
-            else one
-            for one in self.suggestions
+            replace(suggestion, seconds=costs.seconds[suggestion.method], cost=costs.ratio(suggestion.method))
+            if suggestion.method in costs.seconds
+            else suggestion
+            for suggestion in self.suggestions
         ]
-        suggestions.sort(key=lambda one: (-one.rank, math.inf if one.seconds is None else one.seconds))
-        text = f"Estimated time of FedAvg: {duration(found.seconds['fedavg'])}."
-        return replace(self, suggestions=suggestions, notes=[*self.notes, " ".join([text, *found.notes])])
+        suggestions.sort(
+            key=lambda suggestion: (-suggestion.rank, math.inf if suggestion.seconds is None else suggestion.seconds)
+        )
+        text = f"Estimated time of FedAvg: {duration(costs.seconds['fedavg'])}."
+        return replace(self, suggestions=suggestions, notes=[*self.notes, " ".join([text, *costs.notes])])
 
     def options(self, file: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the fields of the comparison that are not the defaults.
@@ -163,8 +167,8 @@ class Advice:
     def as_json(self) -> dict[str, Any]:
         """All of it as plain values."""
         return {
-            "suggestions": [asdict(one) for one in self.suggestions],
-            "excluded": [asdict(one) for one in self.excluded],
+            "suggestions": [asdict(entry) for entry in self.suggestions],
+            "excluded": [asdict(entry) for entry in self.excluded],
             "notes": self.notes,
             "methods": self.methods,
             "command": self.command(),
@@ -173,9 +177,9 @@ class Advice:
     def __str__(self) -> str:
         """The advice as text."""
         lines = []
-        for number, one in enumerate(self.suggestions, 1):
-            lines += [f"{number}. {one.method}", *(f"   {text}" for text in (*one.reasons, *one.cautions))]
-        lines += [f"not {one.method}: {one.reason}" for one in self.excluded]
+        for number, entry in enumerate(self.suggestions, 1):
+            lines += [f"{number}. {entry.method}", *(f"   {text}" for text in (*entry.reasons, *entry.cautions))]
+        lines += [f"not {entry.method}: {entry.reason}" for entry in self.excluded]
         return "\n".join([*lines, *self.notes, self.command()])
 
 
@@ -210,12 +214,12 @@ def advise(
             # What is proposed for a number of rounds is proposed for those that there can be.
             situation = replace(situation, rounds=rounds)
             setting = replace(setting, config=setting.config.model_copy(update={"rounds": rounds}))
-    found = [evaluate_suggestion(rule, situation, setting, limits) for rule in RULES if rule.when(situation)]
-    excluded = [one for one in found if isinstance(one, Excluded)]
-    suggestions = [one for one in found if isinstance(one, Suggestion)]
-    suggestions.sort(key=lambda one: -one.rank)  # stable: those of the same rank stay in their order
-    told = [*budget_notes(situation, limits, rounds), *notes(situation, limits, bool(suggestions))]
-    return Advice(suggestions, excluded, told, rounds, setting, situation)
+    evaluated = [evaluate_suggestion(rule, situation, setting, limits) for rule in RULES if rule.when(situation)]
+    excluded = [suggestion for suggestion in evaluated if isinstance(suggestion, Excluded)]
+    suggestions = [suggestion for suggestion in evaluated if isinstance(suggestion, Suggestion)]
+    suggestions.sort(key=lambda suggestion: -suggestion.rank)  # stable: those of the same rank stay in their order
+    notes_list = [*budget_notes(situation, limits, rounds), *notes(situation, limits, bool(suggestions))]
+    return Advice(suggestions, excluded, notes_list, rounds, setting, situation)
 
 
 def evaluate_suggestion(
@@ -228,7 +232,7 @@ def evaluate_suggestion(
         _, warnings = check_method(setting.config, setting.federation, setting.model, chosen)
     except UnskewError as error:
         return Excluded(spelling, str(error))
-    if limits.epsilon is not None and any(made.generates_data for made in chosen.data):
+    if limits.epsilon is not None and any(data_rule.generates_data for data_rule in chosen.data):
         return Excluded(
             spelling,
             f"What clients make would have to be private at epsilon = {limits.epsilon:g}, and private generators took more "

@@ -135,9 +135,9 @@ def diagnose(
     )
     ids = selected_clients(fed, scope)
     sets, source = synthetic_sets(synthetic, fed, scope, ids)
-    places = [
-        measure(GradientProbe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, place, progress)
-        for place, v, b in models_to_measure(None if run is None else Path(run), spec)
+    measured = [
+        measure(GradientProbe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, label, progress)
+        for label, v, b in models_to_measure(None if run is None else Path(run), spec)
     ]
     facts = {
         "data": fed.name,
@@ -152,7 +152,7 @@ def diagnose(
     labels = label_skew_metrics(fed, ids)
     labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids)
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
-    return DiagnosisReport(facts, labels, places, setting)
+    return DiagnosisReport(facts, labels, measured, setting)
 
 
 def validate_scope(scope: MeasurementScope) -> MeasurementScope:

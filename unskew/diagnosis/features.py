@@ -57,9 +57,9 @@ class AdviceLimits:
             raise ConfigError(f"server_data={server_data} is not valid: it must be at least 1.")
         budget = None
         if traffic is not None:
-            found = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kKMGT]?B)?", str(traffic).strip())
+            match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kKMGT]?B)?", str(traffic).strip())
             try:
-                budget = float(found[1]) * UNITS[found[2] or "B"] if found else 0.0
+                budget = float(match[1]) * UNITS[match[2] or "B"] if match else 0.0
             except ValueError:
                 budget = 0.0
             if not 0 < budget < math.inf:

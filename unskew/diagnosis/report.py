@@ -96,8 +96,12 @@ class DiagnosisReport:
             **self.facts,
             **self.labels,
             "models": [
-                {"model": place.place, **_plain(place.metrics), "shares": [_plain(row) for row in place.shares]}
-                for place in self.places
+                {
+                    "model": location.place,
+                    **_plain(location.metrics),
+                    "shares": [_plain(row) for row in location.shares],
+                }
+                for location in self.places
             ],
         }
 
@@ -110,14 +114,14 @@ class DiagnosisReport:
         Raises:
             ConfigError: The ending is not one of a figure.
         """
-        names = [n for n in PANELS if any(row[n] is not None for place in self.places for row in place.shares)]
+        names = [n for n in PANELS if any(row[n] is not None for location in self.places for row in location.shares)]
         figure, axes = new_figure(4.2 * max(1, len(names)), 3.6, max(1, len(names)), 1)
         for name, axis in zip(names, axes[0], strict=False):
-            for number, place in enumerate(self.places):
-                p = [row["p"] for row in place.shares]
+            for number, location in enumerate(self.places):
+                p = [row["p"] for row in location.shares]
                 color = f"C{number % 10}"
-                axis.plot(p, [_number(row[name]) for row in place.shares], "o-", color=color, label=place.place)
-                bounds = [_number(row[f"{name}_bound"]) for row in place.shares]
+                axis.plot(p, [_number(row[name]) for row in location.shares], "o-", color=color, label=location.place)
+                bounds = [_number(row[f"{name}_bound"]) for row in location.shares]
                 axis.plot(p, bounds, "--", color=color, alpha=0.7)
             axis.set_xlabel("share p of synthetic data")
             axis.set_title(PANELS[name], fontsize=9)

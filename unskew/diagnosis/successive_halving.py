@@ -123,9 +123,9 @@ class AdviceTrial:
         decided = [t for t in self.tried if t.held is not None]
         if not decided:
             return "The time was up before anything could be said; give --validate-minutes more."
-        held = sum(bool(t.held) for t in decided)
+        num_held = sum(bool(t.held) for t in decided)
         return (
-            f"{held} of the {len(decided)} pieces of advice that were decided held, with one seed and at most "
+            f"{num_held} of the {len(decided)} pieces of advice that were decided held, with one seed and at most "
             f"{max(t.rounds for t in decided)} rounds: unskew compare with several seeds and all rounds says more. "
             f"{self.spent:.1f} of {self.minutes:g} minutes were used."
         )
@@ -145,7 +145,7 @@ def validate_advice(
         ConfigError: ``minutes`` is no time, or there is nothing to try.
     """
     check_minutes(minutes)
-    advised = [one.method for one in advice.suggestions[:CANDIDATES] if one.method != BASELINE]
+    advised = [suggestion.method for suggestion in advice.suggestions[:CANDIDATES] if suggestion.method != BASELINE]
     if not advised:
         raise ConfigError("There is no method to try: no rule speaks for any that fits.")
     began = time.monotonic()
@@ -153,23 +153,23 @@ def validate_advice(
     alive, last = list(advised), advice.rounds
     rungs = max(1, math.ceil(math.log2(len(advised) + 1)))
     plan = sorted({max(1, last // 2 ** (rungs - 1 - step)) for step in range(rungs)} | {last})
-    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in (BASELINE, *advised)}
+    results: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in (BASELINE, *advised)}
     reached: list[tuple[int, int]] = []
-    with tempfile.TemporaryDirectory(prefix="unskew-try-") as place:
+    with tempfile.TemporaryDirectory(prefix="unskew-try-") as scratch:
         try:
             for rounds in plan:
                 for name in (BASELINE, *alive):
                     deadline.check()
-                    found[name][rounds] = train_to(advice, name, rounds, Path(place), deadline, follow)
+                    results[name][rounds] = train_to(advice, name, rounds, Path(scratch), deadline, follow)
                 reached.append((len(alive), rounds))
-                alive.sort(key=lambda name: -holdout_score(found[name][rounds]))
+                alive.sort(key=lambda name: -holdout_score(results[name][rounds]))
                 alive = alive[: math.ceil(len(alive) / 2)]
         except TimeBudgetExceededError:
             pass
-    summaries = [summary for runs in found.values() for summary in runs.values()]
+    summaries = [summary for runs in results.values() for summary in runs.values()]
     figure = objective_metric(summaries[0]).name if summaries else "loss"
     figure = figure if all(summary.get(figure) is not None for summary in summaries) else "loss"
-    tried = [final_outcome(name, found[name], found[BASELINE], figure) for name in advised]
+    tried = [final_outcome(name, results[name], results[BASELINE], figure) for name in advised]
     return AdviceTrial(tried, reached, float(minutes), (time.monotonic() - began) / 60, figure)
 
 
@@ -231,12 +231,18 @@ def final_outcome(
     rounds = max((r for r in runs if r in baseline), default=0)
     if not rounds:
         return TriedMethod(name, 0, None, None, None, None, 0.0)
-    mine, theirs = runs[rounds].get(figure), baseline[rounds].get(figure)
-    held = None
+    own_score, baseline_score = runs[rounds].get(figure), baseline[rounds].get(figure)
+    holds = None
     # A loss that is not finite is worse than any; a method that did nothing yet has FedAvg's own figure.
-    if theirs is not None and mine != theirs:
+    if baseline_score is not None and own_score != baseline_score:
         rank = metric_info(figure, runs[rounds].get("own_metrics")).rank
-        held = mine is not None and rank(mine) > rank(theirs)
+        holds = own_score is not None and rank(own_score) > rank(baseline_score)
     return TriedMethod(
-        name, rounds, mine, theirs, holdout_score(runs[rounds]), held, float(runs[rounds].get("seconds") or 0.0)
+        name,
+        rounds,
+        own_score,
+        baseline_score,
+        holdout_score(runs[rounds]),
+        holds,
+        float(runs[rounds].get("seconds") or 0.0),
     )

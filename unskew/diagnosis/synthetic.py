@@ -69,14 +69,14 @@ def image_files(path: Path) -> list[Path]:
         path.exists()
     except OSError:  # the name is too long for any file
         return []
-    places = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
+    folders = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
     if (path / "summary.json").is_file():
         try:
             used = read_json(path / "summary.json").get("synthetic")
-            places += [Path(used), Path(used) / "data"] if used else []
+            folders += [Path(used), Path(used) / "data"] if used else []
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path / 'summary.json'} is damaged; remove it and resume the run.") from error
-    files = [[place] if place.is_file() else sorted(place.glob("*.parquet")) for place in places]
+    files = [[folder] if folder.is_file() else sorted(folder.glob("*.parquet")) for folder in folders]
     return next(filter(None, files), [])
 
 

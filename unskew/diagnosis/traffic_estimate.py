@@ -54,8 +54,10 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
     first, last = (row["bytes_up"] + row["bytes_down"] for row in (result.history[0], result.history[-1]))
     each = (last - first) / (ROUNDS - 1) / len(few) * max(1, round(config.participation * len(fed.clients)))
     inputs = x[:1].numel() * x.element_size() + 1
-    made = sum((getattr(rule, "n_syn", None) or float(fed.sizes.mean())) for rule in method.data if rule.generates_data)
-    return 2 * made * inputs * len(fed.clients), each
+    num_images = sum(
+        (getattr(rule, "n_syn", None) or float(fed.sizes.mean())) for rule in method.data if rule.generates_data
+    )
+    return 2 * num_images * inputs * len(fed.clients), each
 
 
 def shrink_client(client: ClientData, number: int) -> ClientData:

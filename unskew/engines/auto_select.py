@@ -106,9 +106,9 @@ def choose_engine(
         return EngineChoice("ray", asked.workers or 0, clients_per_group, "given", asked=asked.identity)
     if asked.engine == "vectorized" and asked.clients_per_group != "auto":
         raise ConfigError("vectorized maps all clients of a round anyway; together is for inline and processes.")
-    kept = _kept(folder) if resume else None
-    if kept is not None and kept.asked == asked.identity and _possible(kept):
-        return kept
+    kept_choice = _kept(folder) if resume else None
+    if kept_choice is not None and kept_choice.asked == asked.identity and _possible(kept_choice):
+        return kept_choice
     if setup.device.type != "cpu":
         if asked.clients_per_group not in ("auto", 1):
             raise ConfigError("Clients are trained together on a CPU only; on another device take engine=vectorized.")
@@ -146,7 +146,7 @@ def _possible(choice: EngineChoice) -> bool:
 
 def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, cohort: int, rounds: int) -> EngineChoice:
     """The fastest by a trial; ``plain`` where the run is too short for one."""
-    steps, whole = _work(setup)
+    steps, full_share = _work(setup)
     if rounds * cohort * steps < FEWEST_STEPS:
         return plain
     began = time.perf_counter()
@@ -160,7 +160,7 @@ def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, co
     if left() < SHORTEST:
         return plain
     form, groups = None, [1]
-    if asked.clients_per_group != 1 and (isinstance(asked.clients_per_group, int) or whole > MOSTLY):
+    if asked.clients_per_group != 1 and (isinstance(asked.clients_per_group, int) or full_share > MOSTLY):
         form = grouped_unchecked(setup.spec)
         groups = (
             [plain.clients_per_group]
@@ -170,13 +170,13 @@ def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, co
     if form is None:
         groups = [1]
     few = max(1, min(FEW, round(steps), int(left() / (8 * max(groups) * alone))))
-    found: dict[EngineCandidate, float] = {}
+    timings: dict[EngineCandidate, float] = {}
 
     def predict(engine: str, workers: int, seconds: dict[int, float]) -> None:
         for k, taken in seconds.items():
             # A batch of another size is a step of its own, at the pace of one client.
-            step = taken / few if k == 1 else whole * taken / few + (1 - whole) * k * alone
-            found[EngineCandidate(engine, workers, k)] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
+            step = taken / few if k == 1 else full_share * taken / few + (1 - full_share) * k * alone
+            timings[EngineCandidate(engine, workers, k)] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
 
     if plain.engine == "processes":
         share = 0.75 if asked.engine == "auto" else 1.0
@@ -186,26 +186,26 @@ def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, co
             timing.time_in_processes(setup, form, groups, few, plain.workers, share * left()),
         )
         half = plain.workers // 2
-        if asked.workers is None and half > 1 and found:
+        if asked.workers is None and half > 1 and timings:
             # Where cores share their units, or wait for the same memory, fewer workers can be as fast, or faster.
-            best = min(found, key=lambda one: found[one]).clients_per_group
+            best = min(timings, key=lambda one: timings[one]).clients_per_group
             predict("processes", half, timing.time_in_processes(setup, form, [best], few, half, left() / 2))
     # With all threads a round takes the time of one thread divided by their number, at best.
-    hopeless = min(found.values(), default=math.inf) < cohort * steps * alone / num_cores()
+    hopeless = min(timings.values(), default=math.inf) < cohort * steps * alone / num_cores()
     if plain.engine == "inline" or (asked.engine == "auto" and not hopeless):
         for k in groups if plain.engine == "inline" else groups[:1]:
             if left() > 2 * k * few * alone:
                 predict("inline", 1, {k: timing.median_seconds(timing.steps_workload(setup, form, k, few), left() / 2)})
-    return _fastest(plain, found)
+    return _fastest(plain, timings)
 
 
 def _fastest(plain: EngineChoice, found: dict[EngineCandidate, float]) -> EngineChoice:
     first = EngineCandidate(plain.engine, plain.workers if plain.engine == "processes" else 1, plain.clients_per_group)
     if first not in found:  # no time for what is to be beaten
         return plain
-    best = min(found, key=lambda one: found[one])
+    best = min(found, key=lambda name: found[name])
     chosen = best if found[best] < MARGIN * found[first] else first
-    table = {one.said(plain.workers): round(seconds, 6) for one, seconds in found.items()}
+    table = {name.said(plain.workers): round(seconds, 6) for name, seconds in found.items()}
     return EngineChoice(chosen.engine, chosen.workers, chosen.clients_per_group, "measured", table, plain.asked)
 
 
@@ -215,9 +215,9 @@ def _work(setup: EngineConfig) -> tuple[float, float]:
     sizes = {k: clients[k].examples for k in range(0, len(clients), math.ceil(len(clients) / timing.SAMPLED))}
     cuts = [training.cuts(size) for size in sizes.values() if size]
     count = [training.steps(size, client) for client, size in sizes.items() if size]
-    whole = [sum(c.stop - c.start == training.batch_size for c in cut) / max(1, len(cut)) for cut in cuts]
+    full_shares = [sum(c.stop - c.start == training.batch_size for c in cut) / max(1, len(cut)) for cut in cuts]
     total = max(1, sum(count))
-    return total / max(1, len(count)), sum(w * c for w, c in zip(whole, count, strict=True)) / total
+    return total / max(1, len(count)), sum(w * c for w, c in zip(full_shares, count, strict=True)) / total
 
 
 def _groups(setup: EngineConfig, cohort: int, workers: int) -> list[int]:

@@ -29,13 +29,13 @@ class InlineEngine:
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
         if self.group is None:
-            for cast in casts:
-                yield self.trainer.train(cast)
+            for broadcast in casts:
+                yield self.trainer.train(broadcast)
             return
         done: dict[int, Update] = {}
         for part in schedule_groups(casts, steps_per_client(self.setup, casts), self.clients_per_group):
-            done.update(zip(part, self.group.train([casts[place] for place in part]), strict=True))
-        yield from (done[place] for place in range(len(casts)))
+            done.update(zip(part, self.group.train([casts[index] for index in part]), strict=True))
+        yield from (done[index] for index in range(len(casts)))
 
     def close(self) -> None:
         """Nothing to free."""

@@ -64,10 +64,12 @@ def combined_trainable_mask(
 
 def rule_generated_samples(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
     """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing."""
-    found = [
-        made for rule, carry in zip(rules, carries, strict=True) if (made := rule.generated_samples(carry)) is not None
+    generated = [
+        samples
+        for rule, carry in zip(rules, carries, strict=True)
+        if (samples := rule.generated_samples(carry)) is not None
     ]
-    return {"x": found[-1][0], "y": found[-1][1]} if found else {}
+    return {"x": generated[-1][0], "y": generated[-1][1]} if generated else {}
 
 
 class LocalTrainer:
@@ -100,15 +102,15 @@ class LocalTrainer:
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[cast.client]
         plan = BatchPlan(training, client.examples, setup.seed, cast.round, cast.client).to(client.y.device)
-        given = self.inputs.of(cast, plan, self.full_gradient(cast))
-        ctxs = self.inputs.contexts(given, self.model, cast.round)
-        v_start, key = given["v_global"], given["key"]
+        inputs = self.inputs.of(cast, plan, self.full_gradient(cast))
+        ctxs = self.inputs.contexts(inputs, self.model, cast.round)
+        v_start, key = inputs["v_global"], inputs["key"]
         pairs = list(zip(setup.rules, ctxs, strict=True))
-        self.model.start(given["b_global"])
+        self.model.start(inputs["b_global"])
         began = time.perf_counter()
         carries = [rule.begin(ctx) for rule, ctx in pairs]
         ready = time.perf_counter()
-        made = rule_generated_samples(setup.rules, carries) if cast.show else {}
+        samples = rule_generated_samples(setup.rules, carries) if cast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             loss_fn = wrapped_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
@@ -135,7 +137,7 @@ class LocalTrainer:
             v, moments = optimizers.optimizer_step(now, v, g, moments, step, moves)
             total += self.model.loss
 
-        ctxs = self.inputs.contexts(given, self.model, cast.round, ended=True)
+        ctxs = self.inputs.contexts(inputs, self.model, cast.round, ended=True)
         written, delta = apply_end_hooks(setup.rules, ctxs, carries, v, local_update(cast, v_start, v))
         metrics = {
             "loss": float(total) / max(1, len(plan.batches)),
@@ -143,4 +145,4 @@ class LocalTrainer:
             "setup_seconds": ready - began,
             "train_seconds": time.perf_counter() - ready,
         }
-        return pack_update(setup, cast, delta, v, self.model.b.clone(), written, metrics, made, moments)
+        return pack_update(setup, cast, delta, v, self.model.b.clone(), written, metrics, samples, moments)

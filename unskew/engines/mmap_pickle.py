@@ -27,8 +27,8 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors as arrays, which are then written apart."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is Tensor and (piece := locate_tensor(value)) is not None:
-            return open_tensor, (piece,)
+        if type(value) is Tensor and (location := locate_tensor(value)) is not None:
+            return open_tensor, (location,)
         if (
             type(value) is Tensor
             and value.device.type == "cpu"
@@ -45,19 +45,19 @@ def dump_mmap(value: Any, path: Path) -> None:
     Raises:
         pickle.PicklingError: It, or a part of it, cannot be found by its name in another process.
     """
-    places: list[tuple[int, int]] = []
+    locations: list[tuple[int, int]] = []
     with create_file(path) as file:
 
         def apart(buffer: pickle.PickleBuffer) -> None:
             file.seek(-(-file.tell() // _ALIGN) * _ALIGN)
             raw = buffer.raw()
-            places.append((file.tell(), raw.nbytes))
+            locations.append((file.tell(), raw.nbytes))
             file.write(raw)
 
         body = io.BytesIO()
         _Pickler(body, protocol=5, buffer_callback=apart).dump(value)
         start = file.tell()
-        pickle.dump((body.getvalue(), places), file)
+        pickle.dump((body.getvalue(), locations), file)
         file.write(start.to_bytes(8, "little"))
 
 
@@ -73,7 +73,7 @@ def load_mmap(path: Path) -> Any:
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     start = int.from_bytes(memory[-8:], "little")
-    body, places = pickle.loads(memory[start:-8])  # nosec B301
-    whole = memoryview(memory)
-    buffers = [whole[at : at + size] for at, size in places]
+    body, locations = pickle.loads(memory[start:-8])  # nosec B301
+    buffer = memoryview(memory)
+    buffers = [buffer[at : at + size] for at, size in locations]
     return pickle.loads(body, buffers=buffers)  # nosec B301

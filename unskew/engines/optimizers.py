@@ -37,9 +37,9 @@ def optimizer_step(
         raise ConfigError(f"A gradient must be a tensor of the model's shape {tuple(v.shape)}, not {what}.")
     if moves is None:
         return update_all(training, v, g, state, t)
-    before, kept = v.clone(), {name: tensor.clone() for name, tensor in state.items()}
+    before, frozen = v.clone(), {name: tensor.clone() for name, tensor in state.items()}
     v, state = update_all(training, v, torch.where(moves, g, 0.0), state, t)
-    return torch.where(moves, v, before), {name: torch.where(moves, state[name], kept[name]) for name in state}
+    return torch.where(moves, v, before), {name: torch.where(moves, state[name], frozen[name]) for name in state}
 
 
 def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:

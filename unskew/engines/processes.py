@@ -55,8 +55,8 @@ def _work(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     exit_with_parent(signal.SIGKILL)
-    for theirs in inherited:
-        theirs.close()  # while a worker holds the parent's ends, no other worker would notice the parent's death
+    for other_end in inherited:
+        other_end.close()  # while a worker holds the parent's ends, no other worker would notice the parent's death
     torch.set_num_threads(1)
     keep_freed_memory()
     single = LocalTrainer(setup)
@@ -72,8 +72,8 @@ def _work(
         if fresh:
             outbox.clear()
         try:
-            casts = [update_from_dict(Broadcast, one) for one in inbox.unpack(packed)]
-            updates = trainer.train(casts)
+            broadcasts = [update_from_dict(Broadcast, fields) for fields in inbox.unpack(packed)]
+            updates = trainer.train(broadcasts)
             pipe.send((True, [outbox.pack(update_to_dict(update)) for update in updates]))
         except (BrokenPipeError, ConnectionResetError):
             return  # the parent is gone
@@ -141,12 +141,12 @@ class ProcessesEngine:
         self.processes: list[BaseProcess] = []
         context = multiprocessing.get_context("fork")
         for outbox in self.outboxes:
-            ours, theirs = context.Pipe()
+            ours, child_end = context.Pipe()
             self.pipes.append(ours)
-            args = (setup, form, self.inbox, outbox, theirs, tuple(self.pipes))
+            args = (setup, form, self.inbox, outbox, child_end, tuple(self.pipes))
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             self.processes.append(process)
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
@@ -160,16 +160,16 @@ class ProcessesEngine:
         for _ in range(AHEAD if self.clients_per_group == 1 else 1):
             for pipe in self.pipes:
                 self._send(pipe, waiting, busy, casts, fresh)
-        for place in range(len(casts)):
-            while place not in done:
+        for index in range(len(casts)):
+            while index not in done:
                 for ready in self._wait_for_replies([p for p in self.pipes if busy[p]]):
                     pipe = cast(Connection, ready)
                     packed, part = self._receive(pipe), busy[pipe].popleft()
                     self._send(pipe, waiting, busy, casts, fresh)  # first, so that the worker need not wait
                     outbox = self.outboxes[self.pipes.index(pipe)]
-                    updates = (update_from_dict(Update, outbox.unpack(one, copy=True)) for one in packed)
+                    updates = (update_from_dict(Update, outbox.unpack(message, copy=True)) for message in packed)
                     done.update(zip(part, updates, strict=True))
-            yield done.pop(place)
+            yield done.pop(index)
 
     def _send(
         self,
@@ -183,7 +183,7 @@ class ProcessesEngine:
         if waiting:
             part = waiting.popleft()
             busy[pipe].append(part)
-            packed = [self.inbox.pack(update_to_dict(casts[place])) for place in part]
+            packed = [self.inbox.pack(update_to_dict(casts[index])) for index in part]
             with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
                 pipe.send((pipe in fresh, packed))
             fresh.discard(pipe)

@@ -17,8 +17,8 @@ from unskew.errors import ConfigError
 def available_devices() -> list[str]:
     """Return the values of ``device`` that are available on this machine."""
     several = {"cuda": torch.cuda, "xpu": torch.xpu}
-    found = [f"{kind}:{i}" for kind, module in several.items() for i in range(module.device_count())]
-    return ["auto", "cpu", *found, *(["mps"] if torch.backends.mps.is_available() else [])]
+    devices = [f"{kind}:{i}" for kind, module in several.items() for i in range(module.device_count())]
+    return ["auto", "cpu", *devices, *(["mps"] if torch.backends.mps.is_available() else [])]
 
 
 def pick_device(name: str) -> torch.device:
@@ -60,8 +60,8 @@ def make_engine(
         from unskew.engines.ray.cluster import ClusterConfig
         from unskew.engines.ray.engine import RayEngine
 
-        told = {key: value for key, value in (cluster or {}).items() if value is not None and key != "state"}
-        return RayEngine(setup, workers or None, ClusterConfig(**told), clients_per_group)
+        settings = {key: value for key, value in (cluster or {}).items() if value is not None and key != "state"}
+        return RayEngine(setup, workers or None, ClusterConfig(**settings), clients_per_group)
     if name == "processes":
         return ProcessesEngine(setup, workers, clients_per_group)
     return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup, clients_per_group)

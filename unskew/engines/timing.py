@@ -114,15 +114,15 @@ def time_in_processes(
             there.close()
             pipes.append(here)
             processes.append(process)
-        found: dict[int, float] = {}
+        timings: dict[int, float] = {}
         try:
             for k in groups:
                 answers = []
                 for pipe in pipes:
                     if not pipe.poll(max(0.0, until - time.perf_counter())):
-                        return found
+                        return timings
                     answers.append(pipe.recv())
-                found[k] = max(answers)
+                timings[k] = max(answers)
         except EOFError:  # a worker failed: nothing is learnt of the rest
             pass
         finally:
@@ -131,4 +131,4 @@ def time_in_processes(
                 process.join()
             for pipe in pipes:
                 pipe.close()
-    return found
+    return timings

@@ -26,14 +26,14 @@ class VectorizedEngine:
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
-        for place, cast in enumerate(casts):
-            groups[client_kind(cast)].append(place)
+        for index, broadcast in enumerate(casts):
+            groups[client_kind(broadcast)].append(index)
         done: dict[int, Update] = {}
-        for places in groups.values():
-            for first in range(0, len(places), WIDTH):
-                part = places[first : first + WIDTH]
+        for group in groups.values():
+            for first in range(0, len(group), WIDTH):
+                part = group[first : first + WIDTH]
                 done.update(zip(part, self.trainer.mapped([casts[p] for p in part]), strict=True))
-        return (done[place] for place in range(len(casts)))
+        return (done[index] for index in range(len(casts)))
 
     def close(self) -> None:
         """Nothing to free."""

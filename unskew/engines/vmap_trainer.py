@@ -78,7 +78,7 @@ def client_kind(cast: Broadcast) -> Hashable:
 def steps_per_client(setup: EngineConfig, casts: Sequence[Broadcast]) -> list[int]:
     """Local steps of each client."""
     clients, steps = setup.federation.clients, setup.training.steps
-    return [steps(clients[one.client].examples, one.client) for one in casts]
+    return [steps(clients[broadcast.client].examples, broadcast.client) for broadcast in casts]
 
 
 def schedule_groups(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
@@ -92,19 +92,19 @@ def schedule_groups(casts: Sequence[Broadcast], steps: Sequence[int], most: int)
         steps: Local steps of each.
         most: Largest number of clients in a part.
     """
-    order = sorted(range(len(casts)), key=lambda place: -steps[place])
+    order = sorted(range(len(casts)), key=lambda index: -steps[index])
     if most == 1:
-        return [[place] for place in order]
+        return [[index] for index in order]
     limit = most * sum(steps) / max(1, len(steps))
     parts: list[list[int]] = []
     open_parts: dict[Hashable, list[int]] = {}
-    for place in order:
-        key = client_kind(casts[place])
+    for index in order:
+        key = client_kind(casts[index])
         part = open_parts.get(key)
-        if part is None or len(part) == most or sum(steps[p] for p in part) + steps[place] > limit:
+        if part is None or len(part) == most or sum(steps[p] for p in part) + steps[index] > limit:
             part = open_parts[key] = []
             parts.append(part)
-        part.append(place)
+        part.append(index)
     return parts
 
 
@@ -142,7 +142,7 @@ class GroupTrainer:
                 raise
             except Exception:  # what is wrong without the mapping is raised below
                 pass
-        return [self.single.train(cast) for cast in casts]
+        return [self.single.train(broadcast) for broadcast in casts]
 
     def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
         return torch.func.vmap(function, in_dims=dims, randomness="different")(*args)
@@ -154,14 +154,15 @@ class GroupTrainer:
 
     def _mapped(self, casts: Sequence[Broadcast]) -> list[Update]:
         setup, training, device, round = self.setup, self.setup.training, self.setup.device, casts[0].round
-        clients = [setup.federation.clients[cast.client] for cast in casts]
+        clients = [setup.federation.clients[broadcast.client] for broadcast in casts]
         plans = [
-            BatchPlan(training, client.examples, setup.seed, round, cast.client).to(client.y.device)
-            for client, cast in zip(clients, casts, strict=True)
+            BatchPlan(training, client.examples, setup.seed, round, broadcast.client).to(client.y.device)
+            for client, broadcast in zip(clients, casts, strict=True)
         ]
         inputs = self.single.inputs
         singly = [
-            inputs.of(cast, plan, self.single.full_gradient(cast)) for cast, plan in zip(casts, plans, strict=True)
+            inputs.of(broadcast, plan, self.single.full_gradient(broadcast))
+            for broadcast, plan in zip(casts, plans, strict=True)
         ]
         starts = [own["v_global"] for own in singly]
         given, dims = stack_trees(singly)
@@ -196,7 +197,7 @@ class GroupTrainer:
 
         b = torch.stack([own["b_global"] for own in singly])
         v = torch.stack(starts)
-        moments = [inputs.optimizer_state(cast, start) for cast, start in zip(casts, starts, strict=True)]
+        moments = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(casts, starts, strict=True)]
         state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
         keys = torch.stack([own["key"] for own in singly])
         counts = torch.stack([own["steps"] for own in singly])
@@ -206,9 +207,9 @@ class GroupTrainer:
             began = self._now()
             carries = self._map(begin, (dims, 0), given, b)
             ready = self._now()
-            made = [
-                rule_generated_samples(setup.rules, select_rows(carries, k)) if cast.show else {}
-                for k, cast in enumerate(casts)
+            samples = [
+                rule_generated_samples(setup.rules, select_rows(carries, k)) if broadcast.show else {}
+                for k, broadcast in enumerate(casts)
             ]
             numbers = torch.arange(max(len(plan.batches) for plan in plans), device=device)
             for t, at in enumerate(numbers):
@@ -230,7 +231,7 @@ class GroupTrainer:
                         replace_rows(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
                     )
                     total = replace_rows(total, index, select_rows(total, index) + new[4])
-            deltas = torch.stack([local_update(cast, starts[k], v[k]) for k, cast in enumerate(casts)])
+            deltas = torch.stack([local_update(broadcast, starts[k], v[k]) for k, broadcast in enumerate(casts)])
             written, deltas = self._map(end, (dims, 0, 0, 0, 0), given, b, carries, v, deltas)
         losses = (total / counts.clamp_min(1)).tolist()
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
@@ -238,11 +239,11 @@ class GroupTrainer:
         spent = {"setup_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
         return [
             pack_update(
-                setup, cast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
+                setup, broadcast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
                 {"loss": losses[k], "steps": float(len(plans[k].batches)), **spent},
-                made[k], {name: own(t[k]) for name, t in state.items()},
+                samples[k], {name: own(t[k]) for name, t in state.items()},
             )
-            for k, cast in enumerate(casts)
+            for k, broadcast in enumerate(casts)
         ]  # fmt: skip
 
     def _now(self) -> float:

@@ -137,23 +137,23 @@ class _Work:
         for number, k in enumerate(recipe.sharing):
             finished = None if folder is None else folder / "work" / f"client-{k}.safetensors"
             if finished is not None and finished.is_file():
-                held = load_tensors(finished.read_bytes())
-                parts.append((held["x"].permute(0, 3, 1, 2), held["y"]))
-                if "epsilon" in held:
-                    epsilons[k] = float(held["epsilon"])
-                before += float(held["seconds"])
+                tensors = load_tensors(finished.read_bytes())
+                parts.append((tensors["x"].permute(0, 3, 1, 2), tensors["y"]))
+                if "epsilon" in tensors:
+                    epsilons[k] = float(tensors["epsilon"])
+                before += float(tensors["seconds"])
                 self.report(f"client {k}: its images are there already", number + 1, len(recipe.sharing))
                 continue
             started = time.perf_counter()
             x, y, spent = self.client_images(self.federation.clients[k], number)
             parts.append((x, y))
-            held = {"x": x.permute(0, 2, 3, 1).contiguous(), "y": y}
-            held["seconds"] = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            tensors = {"x": x.permute(0, 2, 3, 1).contiguous(), "y": y}
+            tensors["seconds"] = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
             if spent is not None:
                 epsilons[k] = spent
-                held["epsilon"] = torch.tensor(spent, dtype=torch.float64)
+                tensors["epsilon"] = torch.tensor(spent, dtype=torch.float64)
             if finished is not None and folder is not None:
-                write_atomic(finished, save_tensors(held))
+                write_atomic(finished, save_tensors(tensors))
                 shutil.rmtree(folder / "work" / f"generator-{k}", ignore_errors=True)
         source = torch.repeat_interleave(torch.tensor(list(recipe.sharing)), torch.tensor([len(y) for _, y in parts]))
         about = {
@@ -221,8 +221,8 @@ def append_log(path: Path, line: Figures) -> None:
     rows = text.splitlines(keepends=True)
     last = json.loads(rows[-1]) if rows and rows[-1].endswith("\n") else {}
     if rows and (not last or (last["client"] == line["client"] and last["epoch"] >= line["epoch"])):
-        whole = [row for row in rows if row.endswith("\n")]
-        earlier = [row for row in whole if _earlier(json.loads(row), line)]
+        complete_rows = [row for row in rows if row.endswith("\n")]
+        earlier = [row for row in complete_rows if _earlier(json.loads(row), line)]
         write_atomic(path, "".join(earlier).encode())
     append_text(path, json.dumps(line) + "\n")
 
@@ -242,10 +242,10 @@ def draw_picture(folder: Path, images: SyntheticSet, federation: Federation) -> 
     from unskew.plots.image_grid import save_images_by_class
 
     for k in images.makers[:DRAWN]:
-        mine = images.source == k
-        classes, y = images.y[mine].unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        own_rows = images.source == k
+        classes, y = images.y[own_rows].unique(return_inverse=True)  # type: ignore[no-untyped-call]
         names = [federation.class_names[c] if federation.class_names else str(c) for c in classes.tolist()]
         title = f"{federation.client_label(k)}: {len(y)} synthetic images"
         save_images_by_class(
-            images.x[mine].numpy() / 255, y.numpy(), len(classes), names, folder / f"client-{k}.png", title
+            images.x[own_rows].numpy() / 255, y.numpy(), len(classes), names, folder / f"client-{k}.png", title
         )

@@ -84,5 +84,5 @@ def normalize_expression(spec: str, epochs: int | None = None) -> tuple[str, int
 
 def _parts(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options."""
-    name, _, rest = (piece.strip() for piece in spec.partition(";"))
+    name, _, rest = (part.strip() for part in spec.partition(";"))
     return name, parse_options(rest, ";", f"generator={spec!r}", f"{name};option=value")

@@ -106,7 +106,7 @@ def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence
         "client": {"dtype": "int64", "_type": "Value"},
     }
     image = pa.array(
-        [{"bytes": png(one), "path": f"{number}.png"} for number, one in enumerate(pixels)],
+        [{"bytes": png(pixel_image), "path": f"{number}.png"} for number, pixel_image in enumerate(pixels)],
         pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
     )
     table = pa.table({"image": image, "label": images.y.numpy(), "client": images.source.numpy()})

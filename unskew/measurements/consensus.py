@@ -28,6 +28,6 @@ class Consensus(Diagnostic):
         models = torch.stack(self.models())
         squares = (models - models.mean(0)).square().mean(0)
         return {
-            f"consensus/{group.name}": float(torch.stack([squares[piece].sum() for piece in group.slices]).sum())
+            f"consensus/{group.name}": float(torch.stack([squares[span].sum() for span in group.slices]).sum())
             for group in self.groups
         }

@@ -40,15 +40,15 @@ def feature_skew(pairs: Callable[[int], Pair], ids: Sequence[int]) -> float | No
                 mean = rows.mean(0)
                 sums.setdefault(c, []).append((len(rows), mean, float((rows - mean).square().sum())))
     weights, shares = [], []
-    for held in sums.values():
-        n, K = sum(count for count, _, _ in held), len(held)
+    for client_sums in sums.values():
+        n, K = sum(count for count, _, _ in client_sums), len(client_sums)
         if K < 2:
             continue
-        centre = sum((count * mean for count, mean, _ in held), torch.zeros_like(held[0][1])) / n
-        between = sum(count * float((mean - centre).square().sum()) for count, mean, _ in held)
-        within = sum(scatter for _, _, scatter in held)
+        centre = sum((count * mean for count, mean, _ in client_sums), torch.zeros_like(client_sums[0][1])) / n
+        between = sum(count * float((mean - centre).square().sum()) for count, mean, _ in client_sums)
+        within = sum(scatter for _, _, scatter in client_sums)
         error = within / (n - K)
-        whole = between + within + error
+        total = between + within + error
         weights.append(n)
-        shares.append((between - (K - 1) * error) / whole if whole > 0 else 0.0)
+        shares.append((between - (K - 1) * error) / total if total > 0 else 0.0)
     return max(0.0, float(np.average(shares, weights=weights))) if shares else None

@@ -63,12 +63,12 @@ class Gradients(Diagnostic):
         probe = GradientProbe(server.spec, self.federation.objective, self.federation, server.v, server.b)
         figures = measure(probe, self.federation, self.scope).metrics
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
-        found = {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}
+        metrics = {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}
         if self.own is not None:
             apart = measure(probe, self.own, self.scope, self._added).metrics
             names = {"zeta2_real": "zeta2", "sigma2_real": "sigma2_mean", "delta2": "delta2"}
-            found |= {f"gradients/{name}": float(apart[key] or 0.0) for name, key in names.items()}
-        return found
+            metrics |= {f"gradients/{name}": float(apart[key] or 0.0) for name, key in names.items()}
+        return metrics
 
     def _added(self, k: int) -> tuple[Tensor, Tensor]:
         assert self.own is not None

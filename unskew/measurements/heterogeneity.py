@@ -129,19 +129,25 @@ def measure(
     last: tuple[Pair, GroupMoments] | None = None
     for done, k in enumerate(ids):
         follow(f"gradients at the {place}", done, len(ids))
-        mine = probe.moments(*selected_samples(federation.clients[k], scope))
+        own_gradient = probe.moments(*selected_samples(federation.clients[k], scope))
         if synthetic is None:
-            noise.append((mine.variance, 0.0, 0.0))
+            noise.append((own_gradient.variance, 0.0, 0.0))
         else:
             pair = synthetic(k)
             if last is None or last[0] is not pair:  # a set that all clients share is looked at once
                 last = pair, probe.moments(*pair)
-            theirs = last[1]
-            noise.append((mine.variance, theirs.variance, float((mine.mean - theirs.mean).square().sum())))
-            apart = mine.mean - gradients.mean
-            pool.add(1, theirs.mean)
-            cross_scatter += float(apart @ (theirs.mean - pool.mean))
-        gradients.add(1, mine.mean)
+            other_gradient = last[1]
+            noise.append(
+                (
+                    own_gradient.variance,
+                    other_gradient.variance,
+                    float((own_gradient.mean - other_gradient.mean).square().sum()),
+                )
+            )
+            apart = own_gradient.mean - gradients.mean
+            pool.add(1, other_gradient.mean)
+            cross_scatter += float(apart @ (other_gradient.mean - pool.mean))
+        gradients.add(1, own_gradient.mean)
     if not bool(torch.isfinite(gradients.mean).all()):
         raise DataError(
             f"At the {place} the gradients are not finite: the run diverged, so there is nothing to measure. Repeat it with "

@@ -64,5 +64,7 @@ class ServerCost(Diagnostic):
 
     def metrics(self) -> dict[str, float]:
         """Both figures."""
-        held = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in self.server.tensors().values()}
-        return {"server/gflops": self.counted / 1e9, "server/bytes": sum(held.values()) + self.server.cache.bytes}
+        storages = {
+            t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in self.server.tensors().values()
+        }
+        return {"server/gflops": self.counted / 1e9, "server/bytes": sum(storages.values()) + self.server.cache.bytes}

@@ -47,5 +47,5 @@ class Center(TrainsAtServer):
         """Go on training."""
         moments = list(state["moments"])
         v, b, loss = updates.at_server.train(state["v"], updates.b_global, updates.key, moments=moments, **self.budget)
-        kept = torch.stack(moments) if moments else state["moments"]
-        return {"v": v, "b": b, "loss": torch.tensor(loss), "moments": kept}
+        kept_moments = torch.stack(moments) if moments else state["moments"]
+        return {"v": v, "b": b, "loss": torch.tensor(loss), "moments": kept_moments}

@@ -66,10 +66,10 @@ class FedBN(SyncRule):
 @lru_cache(maxsize=16)
 def _slices(spec: ModelSpec, norm: bool) -> Slices:
     """The parameters that belong to BatchNorm, or those that do not."""
-    modules, pieces, start = dict(spec.module.named_modules()), [], 0
+    modules, spans, start = dict(spec.module.named_modules()), [], 0
     for name, size in zip(spec.names, spec.sizes, strict=True):
         layer = modules[name.rpartition(".")[0]]
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) == norm:
-            pieces.append(slice(start, start + size))
+            spans.append(slice(start, start + size))
         start += size
-    return merge_slices(pieces)
+    return merge_slices(spans)

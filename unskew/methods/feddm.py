@@ -147,8 +147,8 @@ class FedDM(ClientRule, ServerRule):
         counts = onehot.sum(0)
         known = present * (counts > 0)
         total = v.new_zeros(())
-        for theirs, own in ((real.features, ours.features), (real.logits, ours.logits)):
-            theirs_mean = onehot.T @ theirs.flatten(1) / counts.clamp_min(1)[:, None]
+        for real_values, own in ((real.features, ours.features), (real.logits, ours.logits)):
+            theirs_mean = onehot.T @ real_values.flatten(1) / counts.clamp_min(1)[:, None]
             own_mean = own.reshape(classes, self.images, -1).mean(1)
             total = total + (known * (theirs_mean - own_mean).square().sum(1)).sum()
         return total
@@ -184,8 +184,8 @@ class FedDM(ClientRule, ServerRule):
             v,
             updates.b_global,
             updates.key,
-            x=torch.cat([made["x"] for made in sent]).to(v.dtype),
-            y=torch.cat([made["y"] for made in sent]).to(torch.int64),
+            x=torch.cat([images["x"] for images in sent]).to(v.dtype),
+            y=torch.cat([images["y"] for images in sent]).to(torch.int64),
             loss=F.cross_entropy,
             ready=True,
             after=lambda new: v + shortened(new - v, self.rho),

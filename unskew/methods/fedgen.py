@@ -114,8 +114,8 @@ class FedGen(ClientRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """The classes that ``y~`` is drawn from, marked ``[C]``."""
-        held = (ctx.client_info["counts"] > 0).to(ctx.v_global.dtype)
-        return {"present": ctx.download.get("labels", held)}
+        held_classes = (ctx.client_info["counts"] > 0).to(ctx.v_global.dtype)
+        return {"present": ctx.download.get("labels", held_classes)}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
         """``loss + a decay^t CE + b decay^t KL``."""
@@ -127,8 +127,8 @@ class FedGen(ClientRule):
             loss = loss_fn(v, batch)
             key = fold(fold(ctx.key, PURPOSE), batch.step)
             y = draw_labels(fold(key, 1), carry["present"], self.batch)
-            made = G(g, y, normal(fold(key, 2), (self.batch, self.noise)).to(v.dtype))
-            loss = loss + self.a * fade * F.cross_entropy(spec.head(v, made), y)
+            features = G(g, y, normal(fold(key, 2), (self.batch, self.noise)).to(v.dtype))
+            loss = loss + self.a * fade * F.cross_entropy(spec.head(v, features), y)
             same = G(g, batch.y, normal(fold(key, 3), (len(batch.y), self.noise)).to(v.dtype))
             teacher = spec.head(v, same).detach()
             student = ctx.model(v, batch.x, batch.track).logits

@@ -56,12 +56,12 @@ class FedPVR(ClientRule):
             raise ConfigError("fedpvr corrects linear layers, but the model trains none.")
         chosen = linear[-self.layers :] if self.layers else linear
         starts = [sum(spec.sizes[:i]) for i in range(len(spec.sizes))]
-        pieces = [
+        indices = [
             torch.arange(start, start + size)
             for name, start, size in zip(spec.names, starts, spec.sizes, strict=True)
             if name.rpartition(".")[0] in chosen
         ]
-        return torch.cat(pieces)
+        return torch.cat(indices)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """There is a linear layer to be corrected."""

@@ -57,13 +57,13 @@ class FedRep(ClientRule, SyncRule):
         Raises:
             ConfigError: The model is only a head, so nothing would ever be sent; or updates are delayed.
         """
-        told = super().check(run)
+        notes = super().check(run)
         if not run.spec.parts["body"]:
             raise ConfigError(
                 "fedrep shares the body of the model and leaves its head at the clients, but this model trains no body; "
                 "take a model with more layers, or another method."
             )
-        return told
+        return notes
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec

@@ -47,9 +47,9 @@ class HFCL(TrainsAtServer):
         share = n_s / (mean.weight + n_s)
         if not share:
             return {"v": v + mean.delta, "loss": state["loss"]}
-        theirs, b, loss = at.train(v, updates.b_global, updates.key, **self.budget)
+        server_v, b, loss = at.train(v, updates.b_global, updates.key, **self.budget)
         return {
-            "v": v + (1 - share) * mean.delta + share * (theirs - v),
+            "v": v + (1 - share) * mean.delta + share * (server_v - v),
             "b": (1 - share) * mean.buffers + share * b,
             "loss": torch.tensor(loss),
         }

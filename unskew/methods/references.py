@@ -107,8 +107,8 @@ def steps_per_round(training: Training, sizes: Sequence[int], participation: flo
     samples = 0
     for client, size in enumerate(sizes):
         lengths = [cut.stop - cut.start for cut in training.cuts(size)]
-        whole, rest = divmod(training.steps(size, client), len(lengths))
-        samples += whole * sum(lengths) + sum(lengths[:rest])
+        full_passes, rest = divmod(training.steps(size, client), len(lengths))
+        samples += full_passes * sum(lengths) + sum(lengths[:rest])
     cohort = max(1, round(participation * len(sizes)))
     union = [cut.stop - cut.start for cut in training.cuts(sum(sizes))]
     return int(max(1, round(samples * cohort / len(sizes) * len(union) / sum(union))))

@@ -134,7 +134,7 @@ def rule_slots(cls: type[Rule]) -> list[str]:
 
 def _split(text: str) -> tuple[str, str]:
     """The name of one method, and its options as they are written."""
-    name, colon, rest = (piece.strip() for piece in text.partition(":"))
+    name, colon, rest = (part.strip() for part in text.partition(":"))
     spaced = re.fullmatch(r"([\w.-]+)[\s,(]+(\w+\s*=[^()]+)\)?", text.strip()) if not colon else None
     if spaced is not None:
         raise ConfigError(f"{text!r} is not a method; write {spaced[1]}:{spaced[2].strip()}.")
@@ -152,14 +152,14 @@ def check_expression(spec: str) -> list[str]:
         ConfigError: There is no such method, or it is not written so.
     """
     # A plus sign before a digit belongs to a number such as 1e+3.
-    pieces = [piece.strip() for piece in re.split(r"\+(?=\s*[A-Za-z_])", spec)]
+    parts = [part.strip() for part in re.split(r"\+(?=\s*[A-Za-z_])", spec)]
     if spec.strip().endswith("+") or spec.strip().startswith("+"):
         raise ConfigError(f"In {spec!r} a method is missing beside the plus sign.")
-    if not all(pieces):
+    if not all(parts):
         raise ConfigError(f"{spec!r} is not a method; write for instance 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
-    for piece in pieces:
-        _split(piece)
-    return pieces
+    for part in parts:
+        _split(part)
+    return parts
 
 
 def _parse_one(text: str) -> Method:
@@ -273,12 +273,12 @@ def _add(parts: Sequence[Method]) -> Method:
     for other in parts[1:]:
         filled: dict[str, object] = {}
         for slot in ("sync", "server", "weights"):
-            mine, theirs = getattr(total, slot), getattr(other, slot)
-            if mine is not None and theirs is not None and mine != theirs:
+            own_rule, other_rule = getattr(total, slot), getattr(other, slot)
+            if own_rule is not None and other_rule is not None and own_rule != other_rule:
                 raise MethodConflictError(
                     f"{total.name} and {other.name} both fill the slot {slot!r}, and differently; a sum can have only one."
                 )
-            filled[slot] = mine if mine is not None else theirs
+            filled[slot] = own_rule if own_rule is not None else other_rule
         total = Method(
             name=f"{total.name}+{other.name}",
             data=total.data + other.data,

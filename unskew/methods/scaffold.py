@@ -130,9 +130,9 @@ class Scaffold(ClientRule):
             new = (carry["start"] - v) / rates - carry["correction"]
         if ctx.sent is not None:
             new = torch.where(ctx.sent, new, carry["c_k"])
-            kept: Tensors = {"steps": steps.expand_as(v)}
-            kept |= {n: carry[n].expand_as(v) for n in ("sum", "start", "rates") if n in carry}
-            ctx.state.update({name: torch.where(ctx.sent, 0.0, t) for name, t in kept.items()})
+            new_state: Tensors = {"steps": steps.expand_as(v)}
+            new_state |= {n: carry[n].expand_as(v) for n in ("sum", "start", "rates") if n in carry}
+            ctx.state.update({name: torch.where(ctx.sent, 0.0, t) for name, t in new_state.items()})
         ctx.upload["change"] = ctx.weight * (new - carry["c_k"])
         ctx.state["c"] = new
 

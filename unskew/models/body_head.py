@@ -67,9 +67,9 @@ def merge_slices(slices: list[slice]) -> tuple[slice, ...]:
     (slice(0, 6, None),)
     """
     result: list[slice] = []
-    for piece in sorted(slices, key=lambda s: s.start):
-        if result and result[-1].stop == piece.start:
-            result[-1] = slice(result[-1].start, piece.stop)
+    for span in sorted(slices, key=lambda s: s.start):
+        if result and result[-1].stop == span.start:
+            result[-1] = slice(result[-1].start, span.stop)
         else:
-            result.append(piece)
+            result.append(span)
     return tuple(result)

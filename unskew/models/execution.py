@@ -170,11 +170,11 @@ class BoundModel:
             self.loss = loss.detach()
             # Joining the gradients afterwards costs a tenth of accumulating them into views of one flat tensor.
             inputs = [self.leaf, *self.parameters]
-            direct, *pieces = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=False)
+            direct, *gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=False)
             joined = torch.cat(
                 [
                     g.reshape(-1) if g is not None else torch.zeros_like(p).view(-1)
-                    for g, p in zip(pieces, self.parameters, strict=True)
+                    for g, p in zip(gradients, self.parameters, strict=True)
                 ]
             )
             # A term that depends on the vector itself and not through the model.

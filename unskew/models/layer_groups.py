@@ -69,7 +69,7 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
         else:
             groups.append([name])
             names.append(unit or name)
-    owner = {layer: place for place, layers in enumerate(groups) for layer in layers}
+    owner = {layer: index for index, layers in enumerate(groups) for layer in layers}
     rest = max(0, len(groups) - 2)
     parameters: list[list[slice]] = [[] for _ in groups]
     buffers: list[list[slice]] = [[] for _ in groups]
@@ -79,15 +79,15 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
     ):
         ends = accumulate(sizes, initial=0)
         for name, (start, stop) in zip(tensors, pairwise(ends), strict=True):
-            place = owner.get(name.rpartition(".")[0])
-            if place is None:
-                place = _nearest_group(name, spec, owner, rest)
-            target[place].append(slice(start, stop))
+            index = owner.get(name.rpartition(".")[0])
+            if index is None:
+                index = _nearest_group(name, spec, owner, rest)
+            target[index].append(slice(start, stop))
     return tuple(
         LayerGroup(
-            name, tuple(layers), merge_slices(parameters[place]), merge_slices(buffers[place]), name == EMBEDDINGS
+            name, tuple(layers), merge_slices(parameters[index]), merge_slices(buffers[index]), name == EMBEDDINGS
         )
-        for place, (name, layers) in enumerate(zip(names, groups, strict=True))
+        for index, (name, layers) in enumerate(zip(names, groups, strict=True))
     )
 
 
@@ -109,7 +109,7 @@ def _nearest_group(name: str, spec: ModelSpec, owner: dict[str, int], rest: int)
     """
     order = spec.used
     module = name.rpartition(".")[0]
-    inside = next((place for layer, place in owner.items() if module and layer.startswith(module + ".")), None)
+    inside = next((index for layer, index in owner.items() if module and layer.startswith(module + ".")), None)
     if inside is not None:
         return inside
     if module not in order:
@@ -122,7 +122,7 @@ def _nearest_group(name: str, spec: ModelSpec, owner: dict[str, int], rest: int)
 def parameter_slices(spec: ModelSpec, wanted: tuple[bool, ...]) -> tuple[slice, ...]:
     """The parameters of the groups that are wanted."""
     pairs = zip(layer_groups(spec), wanted, strict=True)
-    return merge_slices([piece for group, is_wanted in pairs if is_wanted for piece in group.slices])
+    return merge_slices([span for group, is_wanted in pairs if is_wanted for span in group.slices])
 
 
 def split_at_depth(groups: tuple[LayerGroup, ...], depth: int) -> tuple[tuple[LayerGroup, ...], tuple[LayerGroup, ...]]:
@@ -146,12 +146,12 @@ def _buffer_mask(spec: ModelSpec, edges: tuple[tuple[int, int], ...]) -> Tensor:
     v = slices_mask([slice(*pair) for pair in edges], spec.size)
     b = slices_mask((), sum(spec.buffer_sizes))
     for group in layer_groups(spec):
-        if all(bool(v[piece].all()) for piece in group.slices):
-            for piece in group.buffers:
-                b[piece] = True
+        if all(bool(v[span].all()) for span in group.slices):
+            for span in group.buffers:
+                b[span] = True
     return b
 
 
 def buffer_mask(spec: ModelSpec, slices: Sequence[slice]) -> Tensor:
     """The statistics that travel with slices of the parameters, boolean ``[m]``: those of layers that travel whole."""
-    return _buffer_mask(spec, tuple((piece.start, piece.stop) for piece in slices))
+    return _buffer_mask(spec, tuple((span.start, span.stop) for span in slices))

@@ -215,13 +215,13 @@ class ModelSpec:
 
     def parameters(self, v: Tensor) -> dict[str, Tensor]:
         """Named parameters as views of ``v [d]``; differentiable."""
-        pieces = torch.split(v, self.sizes)
-        return {n: p.view(s) for n, p, s in zip(self.names, pieces, self.shapes, strict=True)}
+        tensors = torch.split(v, self.sizes)
+        return {n: p.view(s) for n, p, s in zip(self.names, tensors, self.shapes, strict=True)}
 
     def buffers(self, b: Tensor) -> dict[str, Tensor]:
         """Named buffers as views of ``b [m]``."""
-        pieces = torch.split(b, self.buffer_sizes) if self.buffer_sizes else ()
-        return {n: p.view(s) for n, p, s in zip(self.buffer_names, pieces, self.buffer_shapes, strict=True)}
+        tensors = torch.split(b, self.buffer_sizes) if self.buffer_sizes else ()
+        return {n: p.view(s) for n, p, s in zip(self.buffer_names, tensors, self.buffer_shapes, strict=True)}
 
     def precision(self, device: torch.device) -> AbstractContextManager[None]:
         """The context in which forward passes run."""
@@ -265,7 +265,7 @@ class ModelSpec:
 
     def head_of(self, v: Tensor) -> Tensor:
         """The slices of ``v [d]`` that are the head, joined."""
-        return torch.cat([v[piece] for piece in self.parts["head"]])
+        return torch.cat([v[part] for part in self.parts["head"]])
 
     def head(self, v: Tensor, features: Tensor) -> Tensor:
         """Logits ``[B, C]`` of the head alone, in eval mode.
@@ -277,8 +277,8 @@ class ModelSpec:
         prefix = self._prefix
         own = [(n, s) for n, s in zip(self.names, self.shapes, strict=True) if n.startswith(prefix)]
         sizes = [math.prod(shape) for _, shape in own]
-        pieces = torch.split(v if len(v) == sum(sizes) else self.head_of(v), sizes)
-        tensors = {n.removeprefix(prefix): p.view(s) for (n, s), p in zip(own, pieces, strict=True)}
+        pieces_of_head = torch.split(v if len(v) == sum(sizes) else self.head_of(v), sizes)
+        tensors = {n.removeprefix(prefix): p.view(s) for (n, s), p in zip(own, pieces_of_head, strict=True)}
         with self.precision(v.device):
             logits: Tensor = functional_call(self.module.get_submodule(self.head_name).eval(), tensors, (features,))
         return logits.to(v.dtype)
@@ -299,6 +299,6 @@ class ModelSpec:
 def slices_mask(slices: Sequence[slice], size: int) -> Tensor:
     """Boolean ``[d]``, true on the slices of a vector."""
     mask = torch.zeros(size, dtype=torch.bool)
-    for piece in slices:
-        mask[piece] = True
+    for span in slices:
+        mask[span] = True
     return mask

@@ -65,7 +65,7 @@ def check_place(path: Path) -> None:
         CheckpointError: The file cannot be written there.
     """
     check_ending(new_figure(1, 1)[0], path)
-    made = make_folder(path.parent)
+    new_folders = make_folder(path.parent)
     fresh = temporary_path(path)
     try:
         with disk_errors(path):
@@ -74,7 +74,7 @@ def check_place(path: Path) -> None:
             create_file(fresh).close()
             fresh.unlink()
     finally:
-        for folder in made:
+        for folder in new_folders:
             folder.rmdir()
 
 

@@ -16,12 +16,12 @@ from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, re
 def encode_tensors(tensors: Tensors) -> bytes:
     """Tensors as safetensors; one that lies in the memory of another is written on its own."""
     seen: set[int] = set()
-    whole: Tensors = {}
+    encoded: Tensors = {}
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
-        whole[name] = (tensor.clone() if memory in seen else tensor).contiguous()
+        encoded[name] = (tensor.clone() if memory in seen else tensor).contiguous()
         seen.add(memory)
-    return save(whole)
+    return save(encoded)
 
 
 def write_state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
@@ -55,5 +55,5 @@ def store_client_state(cast: Broadcast, update: Update) -> Update:
     if cast.kept is None or not update.is_finite():
         return update
     tensors = cast.state.updated(update.state).tensors()
-    kept = write_state_file(Path(cast.kept[1]), tensors) if tensors else None
-    return replace_fields(update, state=ClientState(), kept=kept)
+    reference = write_state_file(Path(cast.kept[1]), tensors) if tensors else None
+    return replace_fields(update, state=ClientState(), kept=reference)

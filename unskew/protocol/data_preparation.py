@@ -144,5 +144,5 @@ class PreparedData:
 
     def to(self, device: torch.device) -> PreparedData:
         """The same with its arrays on ``device``."""
-        common = {rule: {name: t.to(device) for name, t in held.items()} for rule, held in self.common.items()}
+        common = {rule: {name: t.to(device) for name, t in tensors.items()} for rule, tensors in self.common.items()}
         return replace(self, federation=self.federation.to(device), common=common)

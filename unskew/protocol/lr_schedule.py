@@ -86,9 +86,9 @@ def parse_schedule(text: str) -> LRSchedule:
     >>> [parse_schedule("step:2,0.1").factor(t, total=4) for t in range(4)]
     [1.0, 1.0, 0.1, 0.1]
     """
-    pieces = [_read(piece.strip(), text) for piece in text.split("+")]
-    warmups = [numbers for kind, numbers in pieces if kind == "warmup"]
-    others = [(kind, numbers) for kind, numbers in pieces if kind != "warmup"]
+    terms = [_read(term.strip(), text) for term in text.split("+")]
+    warmups = [numbers for kind, numbers in terms if kind == "warmup"]
+    others = [(kind, numbers) for kind, numbers in terms if kind != "warmup"]
     if len(warmups) > 1 or len(others) > 1:
         raise ConfigError(
             f"The learning-rate schedule {text!r} joins too much; a sum is a warm-up and one other kind, such as "

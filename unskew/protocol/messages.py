@@ -199,19 +199,19 @@ class Update:
     @staticmethod
     def of(fields: dict[str, Any], tensors: Tensors, device: torch.device | None = None) -> Update:
         """Inverse of ``fields`` and ``tensors``, on ``device``; without tensors it is an update that is on its way."""
-        held = {name: t.to(device) for name, t in tensors.items()}
+        moved = {name: t.to(device) for name, t in tensors.items()}
         state, report = (
-            {n.removeprefix(k): t for n, t in held.items() if n.startswith(k)} for k in ("state/", "report/")
+            {n.removeprefix(k): t for n, t in moved.items() if n.startswith(k)} for k in ("state/", "report/")
         )
         none = torch.empty(0)
         return Update(
-            delta=held.get("delta", none),
-            buffers=held.get("buffers", none),
-            upload=unflatten_records("upload", held),
+            delta=moved.get("delta", none),
+            buffers=moved.get("buffers", none),
+            upload=unflatten_records("upload", moved),
             state=ClientState.of(state),
             report=report,
-            start=held.get("start"),
-            b_start=held.get("b_start"),
-            last=held.get("last"),
+            start=moved.get("start"),
+            b_start=moved.get("b_start"),
+            last=moved.get("last"),
             **fields,
         )

@@ -34,7 +34,7 @@ def _figures(value: Any, _: object) -> bool:
 
 
 def _slices(value: Any, _: object = None) -> bool:
-    return isinstance(value, tuple | list) and all(isinstance(piece, slice) for piece in value)
+    return isinstance(value, tuple | list) and all(isinstance(span, slice) for span in value)
 
 
 def _pair(value: Any, first: type, second: type) -> bool:
@@ -50,7 +50,11 @@ def _moves(value: Any, arguments: tuple[Any, ...]) -> bool:
 
 
 def _travels(value: Any, _: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(one is None or _slices(one) for one in value)
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(value_part is None or _slices(value_part) for value_part in value)
+    )
 
 
 def _contributed(value: Any, _: object) -> bool:
@@ -110,14 +114,14 @@ def checked_hook(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 f"{rule.name}.{hook} raised StopIteration: an iterator has no more values. Create it anew, or call "
                 "next(iterator, default)."
             ) from error
-        given = (*arguments, *named.values())
-        if valid is not None and not valid(value, given):
+        arguments_given = (*arguments, *named.values())
+        if valid is not None and not valid(value, arguments_given):
             raise ConfigError(f"{rule.name}.{hook} must return {described}, not {short_repr(value)[:200]}.")
         if hook in WRITES:
-            for place in ("state", "upload"):
-                if not _tensors(getattr(given[0], place)):
+            for field in ("state", "upload"):
+                if not _tensors(getattr(arguments_given[0], field)):
                     raise ConfigError(
-                        f"{rule.name}.{hook} must write tensors by name to ctx.{place}, and nothing else."
+                        f"{rule.name}.{hook} must write tensors by name to ctx.{field}, and nothing else."
                     )
         return value
 

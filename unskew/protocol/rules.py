@@ -133,9 +133,9 @@ class DataRule(Rule):
 
     def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
         """The three steps for all clients, with what they cost; works in ``workspace``."""
-        made = self.client_payload(prepared, seed, workspace)
+        payloads = self.client_payload(prepared, seed, workspace)
         return prepared.received(
-            self.name, made, self.server_payload(made.sent, prepared.federation_info, seed), self.apply_payload
+            self.name, payloads, self.server_payload(payloads.sent, prepared.federation_info, seed), self.apply_payload
         )
 
 
@@ -299,7 +299,7 @@ class Method:
     def rules(self) -> tuple[Rule, ...]:
         """All that fills a slot, each rule once."""
         filled = [*self.data, *self.client, *filter(None, (self.sync, self.server))]
-        return tuple(rule for place, rule in enumerate(filled) if not any(rule is other for other in filled[:place]))
+        return tuple(rule for index, rule in enumerate(filled) if not any(rule is other for other in filled[:index]))
 
     def needs(self, what: str) -> bool:
         """Return whether some rule needs ``what``."""

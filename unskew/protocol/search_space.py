@@ -78,8 +78,8 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
     if not ends:
         raise ConfigError(f"The space of {name} is empty; write for instance {name}=0.001:0.3:log or {name}=1|2|4.")
     with on_behalf_of(value):  # the pieces of a text have no mark of the file that it comes from
-        for one in ends:
-            check(one)
+        for end in ends:
+            check(end)
     if isinstance(space, CategoricalSpace):
         return space
     if not (math.isfinite(space.low) and math.isfinite(space.high) and space.low < space.high):
@@ -111,13 +111,13 @@ def _range(value: object) -> RangeSpace | None:
     if isinstance(value, Mapping):
         if not {"low", "high"} <= set(value) <= {"low", "high", "log"}:
             raise ConfigError(f"A range is a mapping of low, high and perhaps log, not {short_repr(value)}.")
-        pieces: list[Any] = [value["low"], value["high"], *(["log"] if value.get("log") else [])]
+        parts: list[Any] = [value["low"], value["high"], *(["log"] if value.get("log") else [])]
     else:
-        pieces = value.split(":") if isinstance(value, str) else []
-    if len(pieces) not in (2, 3) or (len(pieces) == 3 and str(pieces[2]).strip() != "log"):
+        parts = value.split(":") if isinstance(value, str) else []
+    if len(parts) not in (2, 3) or (len(parts) == 3 and str(parts[2]).strip() != "log"):
         return None
     try:
-        return RangeSpace(_number(pieces[0]), _number(pieces[1]), len(pieces) == 3)
+        return RangeSpace(_number(parts[0]), _number(parts[1]), len(parts) == 3)
     except (TypeError, ValueError):
         if isinstance(value, Mapping):
             raise ConfigError(f"low and high of a range are numbers, not in {short_repr(value)}.") from None
@@ -127,7 +127,7 @@ def _range(value: object) -> RangeSpace | None:
 def _values(value: object) -> tuple[Any, ...]:
     """The values of a choice; of a text those between bars, read as YAML reads them."""
     if isinstance(value, str):
-        return tuple(_plain(piece.strip()) for piece in value.split("|") if piece.strip())
+        return tuple(_plain(part.strip()) for part in value.split("|") if part.strip())
     if isinstance(value, list | tuple):
         return tuple(value)
     return (value,)

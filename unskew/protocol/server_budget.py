@@ -39,14 +39,14 @@ class TrainsAtServer(ServerRule):
     def budget(self) -> dict[str, Any]:
         """Return the fields that differ from the clients' budget, as ``ServerTraining.train`` takes them."""
         none = self.epochs == 0  # for a client no budget means one epoch
-        asked = {
+        budget_fields = {
             "local_epochs": None if none else self.epochs,
             "local_steps": 0 if none else self.steps,
             "batch_size": self.batch,
             "lr": self.lr,
             "optimizer": self.optimizer,
         }
-        return {name: value for name, value in asked.items() if value is not None}
+        return {name: value for name, value in budget_fields.items() if value is not None}
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Labels of the clients' classes, and one budget."""

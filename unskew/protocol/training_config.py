@@ -97,9 +97,9 @@ class Training:
     def cuts(self, examples: int) -> list[slice]:
         """The batches of one epoch, as slices of a permutation."""
         size = self.batch_size
-        whole = examples // size * size
-        keep_rest = whole < examples and not (self.drop_last and whole)
-        return [slice(s, min(s + size, examples)) for s in range(0, examples if keep_rest else whole, size)]
+        full_samples = examples // size * size
+        keep_rest = full_samples < examples and not (self.drop_last and full_samples)
+        return [slice(s, min(s + size, examples)) for s in range(0, examples if keep_rest else full_samples, size)]
 
 
 _parsed = lru_cache(maxsize=16)(parse_schedule)

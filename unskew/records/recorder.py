@@ -64,9 +64,9 @@ class Callback:
 
 def callback_hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
     """Return the hooks of a name that callbacks define themselves; objects of other classes need not have all."""
-    found = [getattr(callback, name, None) for callback in callbacks]
+    hooks = [getattr(callback, name, None) for callback in callbacks]
     return [
-        hook for hook in found if hook is not None and getattr(hook, "__func__", None) is not getattr(Callback, name)
+        hook for hook in hooks if hook is not None and getattr(hook, "__func__", None) is not getattr(Callback, name)
     ]
 
 

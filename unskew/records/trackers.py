@@ -71,8 +71,10 @@ class MLflow(Callback):
         if run is None:
             self.client = open_client(self.store)
             ours = self.client.get_experiment_by_name(EXPERIMENT)
-            place = (self.store / "mlflow-artifacts").as_uri()
-            home = ours.experiment_id if ours else self.client.create_experiment(EXPERIMENT, artifact_location=place)
+            artifacts = (self.store / "mlflow-artifacts").as_uri()
+            home = (
+                ours.experiment_id if ours else self.client.create_experiment(EXPERIMENT, artifact_location=artifacts)
+            )
             name, tags = f"{config['method']}, seed {config['seed']}", {FOLDER: str(self.folder)}
             run = self.client.create_run(home, run_name=name, tags=tags)
             params = [self.entities.Param(k, str(v)) for k, v in config.items()]
@@ -81,10 +83,10 @@ class MLflow(Callback):
 
     def _earlier(self) -> Any:
         """The MLflow run of this folder, None if there is none; a run of a comparison may be resumed on its own."""
-        for place in dict.fromkeys([self.store, self.folder.parent, self.folder.parent.parent]):
-            if not is_complete_database(place / NAME):
+        for folder in dict.fromkeys([self.store, self.folder.parent, self.folder.parent.parent]):
+            if not is_complete_database(folder / NAME):
                 continue
-            self.client = open_client(place)
+            self.client = open_client(folder)
             home = self.client.get_experiment_by_name(EXPERIMENT)
             # A quote cannot be written in a filter: there, any character will do, and the whole is compared below.
             like = "".join("_" if c in QUOTES else c for c in str(self.folder))

@@ -71,21 +71,23 @@ def evenly_spaced(count: int, most: int = POINTS) -> list[int]:
 def evaluated_metrics(part: RunGroup) -> dict[str, str]:
     """Return the metrics of the model in the rounds of a part with what the page calls them, the objective first."""
     judge = part.objective
-    summaries = [run.summary for one in part.series for run in one.runs]
+    summaries = [run.summary for method_runs in part.series for run in method_runs.runs]
     own = {name for summary in summaries for name in summary.get("own_metrics", {})}
     recalls = {name for summary in summaries for name in summary if name.startswith(RECALL)}
     names = EVALUATED | {name: axis_title(metric_info(name)) for name in sorted({*own, *recalls})}
-    held = f"validation_{judge.name}"
-    names[held] = names.get(held, axis_title(judge, " on what clients hold out"))
+    validation_key = f"validation_{judge.name}"
+    names[validation_key] = names.get(validation_key, axis_title(judge, " on what clients hold out"))
     there = {
         name
-        for one in part.series
-        for run in one.runs
+        for method_runs in part.series
+        for run in method_runs.runs
         for row in run.history
         for name in row
         if is_usable_number(row[name])
     }
-    first = (judge.name, held) if judge.name not in SCORES else ("loss", "perplexity") if part.language else ()
+    first = (
+        (judge.name, validation_key) if judge.name not in SCORES else ("loss", "perplexity") if part.language else ()
+    )
     return {name: names[name] for name in dict.fromkeys([*first, *names]) if name in there}
 
 
@@ -103,8 +105,10 @@ def learning_curves(part: RunGroup) -> dict[str, Any]:
         "target": (100 if part.objective.percent else 1) * part.target if part.counts else None,
         "unit": " %" if part.objective.percent else "",
         "lines": {
-            one.label: {name: mean_line(one, name, title.endswith("(%)")) for name, title in titles.items()}
-            for one in part.series
+            method_runs.label: {
+                name: mean_line(method_runs, name, title.endswith("(%)")) for name, title in titles.items()
+            }
+            for method_runs in part.series
         },
     }
 
@@ -120,20 +124,24 @@ def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list
     sent = np.array([[(row["bytes_up"] + row["bytes_down"]) / 1e6 for row in of_seed[:shortest]] for of_seed in rows])
     seconds = np.array([[row["seconds"] for row in of_seed[:shortest]] for of_seed in rows], float)
     spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
-    kept = evenly_spaced(shortest)
+    indices = evenly_spaced(shortest)
     mean = values.mean(0)
     return {
-        "round": [rows[0][place]["round"] for place in kept],
-        "mb": sent.mean(0)[kept].tolist(),
-        "seconds": seconds.mean(0)[kept].tolist(),
-        "mean": mean[kept].tolist(),
-        "std": spread[kept].tolist() if len(values) > 1 else [],
+        "round": [rows[0][index]["round"] for index in indices],
+        "mb": sent.mean(0)[indices].tolist(),
+        "seconds": seconds.mean(0)[indices].tolist(),
+        "mean": mean[indices].tolist(),
+        "std": spread[indices].tolist() if len(values) > 1 else [],
     }
 
 
 def method_metric_titles() -> dict[str, str]:
     """Return the titles of the metrics of registered methods."""
-    return {one.name: one.title for kind in map(rule_class, METHODS) for one in getattr(kind, "summary_metrics", ())}
+    return {
+        metric.name: metric.title
+        for kind in map(rule_class, METHODS)
+        for metric in getattr(kind, "summary_metrics", ())
+    }
 
 
 def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
@@ -145,23 +153,31 @@ def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
     lines: dict[str, dict[str, Any]] = {}
     dots: dict[str, dict[str, Any]] = {}
     names = dict.fromkeys(
-        name for one in part.series for run in one.runs for row in run.history for name in row if name not in known
+        name
+        for method_runs in part.series
+        for run in method_runs.runs
+        for row in run.history
+        for name in row
+        if name not in known
     )
     for name in names:
-        for one in part.series:
-            found = mean_line(one, name)
-            if found is not None:
-                lines.setdefault(name, {})[one.label] = {key: found[key] for key in ("round", "mean", "std")}
+        for method_runs in part.series:
+            line = mean_line(method_runs, name)
+            if line is not None:
+                lines.setdefault(name, {})[method_runs.label] = {key: line[key] for key in ("round", "mean", "std")}
             marks = [
                 (row["round"], value)
-                for row in one.runs[0].history
+                for row in method_runs.runs[0].history
                 if isinstance(row.get(name), list)
                 for value in row[name]
                 if is_usable_number(value)
             ]
             if marks:
-                kept = [marks[place] for place in evenly_spaced(len(marks), MARKS)]
-                dots.setdefault(name, {})[one.label] = {"round": [r for r, _ in kept], "value": [v for _, v in kept]}
+                marked = [marks[index] for index in evenly_spaced(len(marks), MARKS)]
+                dots.setdefault(name, {})[method_runs.label] = {
+                    "round": [r for r, _ in marked],
+                    "value": [v for _, v in marked],
+                }
     return {"titles": {name: declared.get(name, name) for name in names}, "lines": lines, "dots": dots}
 
 
@@ -189,7 +205,11 @@ def best_classifiers(part: RunGroup) -> list[MethodRuns]:
 def classifier_curves(part: RunGroup) -> dict[str, Any]:
     """Return the curves of the best methods, of the first seed of each, by kind and method."""
     lines = {
-        kind: {one.label: one.runs[0].curves[kind] for one in best_classifiers(part) if kind in one.runs[0].curves}
+        kind: {
+            classifier.label: classifier.runs[0].curves[kind]
+            for classifier in best_classifiers(part)
+            if kind in classifier.runs[0].curves
+        }
         for kind in KINDS
     }
     return {"axes": {kind: KINDS[kind][1:] for kind in KINDS}, "lines": lines}
@@ -197,16 +217,16 @@ def classifier_curves(part: RunGroup) -> dict[str, Any]:
 
 def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
     """Return the metrics in ``clients.jsonl`` by the name they have there, those of the objective first."""
-    runs = [run for one in part.series for run in one.runs]
+    runs = [run for method_runs in part.series for run in method_runs.runs]
     own = {name: way for run in runs for name, way in run.summary.get("own_metrics", {}).items()}
     there = dict.fromkeys(name for run in runs for row in run.clients for name in row if is_usable_number(row[name]))
-    found = {}
+    metrics = {}
     for prefix in ("", "personal_"):
         for name in there:
             bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
             if bare in KNOWN_METRICS or bare in own or bare.startswith(RECALL):
-                found[name] = metric_info(bare, own)
-    return dict(sorted(found.items(), key=lambda pair: pair[1] != part.at_clients))
+                metrics[name] = metric_info(bare, own)
+    return dict(sorted(metrics.items(), key=lambda pair: pair[1] != part.at_clients))
 
 
 def client_boxes(part: RunGroup) -> dict[str, Any]:
@@ -214,26 +234,26 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
 
     The worst decile is that of the tables: the mean over seeds of each seed's.
     """
-    found: dict[str, Any] = {}
+    boxes: dict[str, Any] = {}
     for name, one_metric in per_client_metrics(part).items():
         factor = 100 if one_metric.percent else 1
-        for one in part.series:
+        for method_runs in part.series:
             scored = sorted(
                 (factor * row[name], client_label(row), run.summary["seed"])
-                for run in one.runs
+                for run in method_runs.runs
                 for row in run.clients
                 if is_usable_number(row.get(name))
             )
             if scored:
                 values = np.array([value for value, _, _ in scored])
                 low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
-                kept = [scored[place] for place in evenly_spaced(len(scored), DOTS)]
+                dots = [scored[index] for index in evenly_spaced(len(scored), DOTS)]
                 sign = -1 if one_metric.lower_is_better else 1
                 deciles = [
                     sign * mean_worst_decile([sign * value for value, _, at in scored if at == seed])
                     for seed in {s for *_, s in scored}
                 ]
-                found.setdefault(name, {})[one.label] = {
+                boxes.setdefault(name, {})[method_runs.label] = {
                     "low": low,
                     "median": median,
                     "high": high,
@@ -241,10 +261,10 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
                     "least": values[0].item(),
                     "most": values[-1].item(),
                     "decile": float(np.mean(deciles)),
-                    "dots": [value for value, _, _ in kept],
-                    "who": [f"{name}, seed {seed}" for _, name, seed in kept],
+                    "dots": [value for value, _, _ in dots],
+                    "who": [f"{name}, seed {seed}" for _, name, seed in dots],
                 }
-    return found
+    return boxes
 
 
 def client_label(row: dict[str, Any]) -> str:

@@ -36,19 +36,19 @@ def copy_buttons(*kinds: str) -> str:
 def table(one: Table) -> str:
     """A table that can be sorted and copied; of one with groups, the first group is shown, and the reader chooses."""
     heads = "".join(
-        f'<th scope="col" class="{"word" if place < one.words else "number"}">'
+        f'<th scope="col" class="{"word" if index < one.words else "number"}">'
         f'<button type="button">{text(title)}</button></th>'
-        for place, title in enumerate(one.columns)
+        for index, title in enumerate(one.columns)
     )
     lines = []
-    for place, row in enumerate(one.rows):
+    for index, row in enumerate(one.rows):
         cells = []
         for column, cell in enumerate(row):
             kind = ' class="word"' if column < one.words else ""
             value = "" if cell.value is None else f' data-value="{cell.value!r}"'
             std = "" if cell.std is None else f' data-std="{cell.std!r}"'
             cells.append(f"<td{kind}{value}{std}>{text(cell.text)}</td>")
-        group = one.groups[place] if one.groups else ""
+        group = one.groups[index] if one.groups else ""
         shown = f' data-group="{text(group)}"' if one.groups else ""
         hidden = " hidden" if one.groups and group != one.groups[0] else ""
         lines.append(f"<tr{shown}{hidden}>{''.join(cells)}</tr>")
@@ -81,9 +81,9 @@ def plot(role: str, low: bool = False) -> str:
 def radio_buttons(name: str, title: str, options: Mapping[str, str], group: str) -> str:
     """Radio buttons, the first one chosen; ``group`` is their name on the page."""
     buttons = "".join(
-        f'<label><input type="radio" name="{text(group)}-{name}" value="{text(value)}"{" checked" if not place else ""}> '
+        f'<label><input type="radio" name="{text(group)}-{name}" value="{text(value)}"{" checked" if not index else ""}> '
         f"{text(label)}</label>"
-        for place, (value, label) in enumerate(options.items())
+        for index, (value, label) in enumerate(options.items())
     )
     return f'<fieldset data-choice="{name}"><legend>{text(title)}</legend>{buttons}</fieldset>'
 
@@ -97,10 +97,10 @@ def dropdown(name: str, title: str, options: Mapping[str, str]) -> str:
 def legend(methods: Sequence[Mapping[str, str]]) -> str:
     """The methods with their colours; each can be hidden."""
     labels = "".join(
-        f'<label><input type="checkbox" value="{text(one["label"])}" checked autocomplete="off">'
+        f'<label><input type="checkbox" value="{text(method["label"])}" checked autocomplete="off">'
         f'<svg class="swatch" viewBox="0 0 34 12" aria-hidden="true"><line x1="0" y1="6" x2="34" y2="6" stroke-width="3" '
-        f'stroke="{one["color"]}" stroke-dasharray="{DASH[one["dash"]]}"/></svg>{text(one["label"])}</label>'
-        for one in methods
+        f'stroke="{method["color"]}" stroke-dasharray="{DASH[method["dash"]]}"/></svg>{text(method["label"])}</label>'
+        for method in methods
     )
     return f'<fieldset class="legend"><legend>methods shown</legend>{labels}</fieldset>'
 
@@ -112,14 +112,14 @@ def copyable_command(line: str) -> str:
 
 def docstring_html(docstring: str) -> str:
     """The head of a method's file: its paragraphs and formulas."""
-    pieces = []
+    parts = []
     for kind, words in docstring_paragraphs(docstring):
         shown = text(words)
         if kind == "formula":
-            pieces.append(f"<pre><code>{shown}</code></pre>")
+            parts.append(f"<pre><code>{shown}</code></pre>")
         else:
-            pieces.append("<p>" + re.sub(r"``(.+?)``", r"<code>\1</code>", shown) + "</p>")
-    return "".join(pieces)
+            parts.append("<p>" + re.sub(r"``(.+?)``", r"<code>\1</code>", shown) + "</p>")
+    return "".join(parts)
 
 
 def bullet_list(lines: Sequence[str], kind: str = "") -> str:

@@ -20,24 +20,26 @@ MAPS = 5
 
 def label_distributions(part: RunGroup) -> list[dict[str, Any]]:
     """One entry for each partition of the part, of the first seeds; none where run folders do not say who holds what."""
-    found: dict[str, RunFiles] = {}
-    for run in sorted((run for one in part.series for run in one.runs), key=lambda run: int(run.summary["seed"])):
+    distributions: dict[str, RunFiles] = {}
+    for run in sorted(
+        (run for method_runs in part.series for run in method_runs.runs), key=lambda run: int(run.summary["seed"])
+    ):
         if run.clients:
-            found.setdefault(run.summary["partition_hash"], run)
-    return [distribution_of(run) for run in list(found.values())[:MAPS]]
+            distributions.setdefault(run.summary["partition_hash"], run)
+    return [distribution_of(run) for run in list(distributions.values())[:MAPS]]
 
 
 def distribution_of(run: RunFiles) -> dict[str, Any]:
     """The heat map, the sizes and the figures of one partition."""
     sizes = np.array([row["samples"] for row in run.clients], float)
     names = [client_label(row) for row in run.clients]
-    kept = evenly_spaced(len(sizes), 2 * ROWS)
+    rows_shown = evenly_spaced(len(sizes), 2 * ROWS)
     ordered = np.argsort(-sizes, kind="stable")
     entry: dict[str, Any] = {
         "title": f"seed {run.summary['seed']}",
         "hash": run.summary["partition_hash"],
-        "sizes": sizes[ordered][kept].tolist(),
-        "who": [names[place] for place in ordered[kept]],
+        "sizes": sizes[ordered][rows_shown].tolist(),
+        "who": [names[index] for index in ordered[rows_shown]],
         "figures": size_statistics(sizes),
     }
     counts = class_counts(run)
@@ -56,9 +58,9 @@ def class_counts(run: RunFiles) -> np.ndarray | None:
     if not 0 < classes * len(run.clients) <= MOST:
         return None
     counts = np.zeros((len(run.clients), classes))
-    for place, row in enumerate(run.clients):
+    for index, row in enumerate(run.clients):
         for label, count in row["class_counts"].items():
-            counts[place, int(label)] = count
+            counts[index, int(label)] = count
     return counts
 
 
@@ -76,7 +78,7 @@ def heat_map(counts: np.ndarray, names: list[str], classes: list[str]) -> dict[s
         most = np.sort(np.argsort(-counts.sum(0), kind="stable")[: COLUMNS - 1])
         rest = np.delete(counts, most, axis=1).sum(1, keepdims=True)
         note = f"The {COLUMNS - 1} classes with the most samples are shown, the other {counts.shape[1] - len(most)} as one."
-        counts, labels = np.hstack([counts[:, most], rest]), [*(labels[place] for place in most), "all others"]
+        counts, labels = np.hstack([counts[:, most], rest]), [*(labels[index] for index in most), "all others"]
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     rows = names
     if len(counts) > ROWS:

@@ -53,9 +53,9 @@ def to_json(value: object) -> str:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
+        return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
+        return [_rounded(item) for item in value]
     if isinstance(value, float):
         value = float(f"{value:.6g}")
         return int(value) if value.is_integer() else value if math.isfinite(value) else None

@@ -48,13 +48,13 @@ def report(
         CheckpointError: A file of a run is damaged, or the disk is full.
     """
     plotly_script()  # what is missing is told before the work
-    folders = [_folder(one) for one in (runs if isinstance(runs, list | tuple) else [runs])]
+    folders = [_folder(source) for source in (runs if isinstance(runs, list | tuple) else [runs])]
     if not folders:
         raise ConfigError("Name at least one run folder, or a folder that holds some.")
     file = parse_path(out) if out is not None else Path(NAME) if len(folders) > 1 else folders[0] / NAME
     check_report_file(file)
-    found, notes = read_runs(folders)
-    parts, more = group_runs(found)
+    runs_read, notes = read_runs(folders)
+    parts, more = group_runs(runs_read)
     make_folder(file.parent)
     # A name may hold what no text file can, such as half a character.
     write_atomic(file, render_report(parts, [*notes, *more], images, title).encode(errors="replace"))
@@ -98,17 +98,17 @@ def render_report(
     parts: Sequence[RunGroup], notes: Iterable[str], images: bool = True, title: str | None = None
 ) -> str:
     """The page on these parts; a method has one colour in all of them."""
-    labels = list(dict.fromkeys(one.label for part in parts for one in part.series))
+    labels = list(dict.fromkeys(method_runs.label for part in parts for method_runs in part.series))
     styles = {label: method_style(number) for number, label in enumerate(labels)}
     data = [group_content(part, styles) for part in parts]
-    runs = sum(len(one.runs) for part in parts for one in part.series)
+    runs = sum(len(method_runs.runs) for part in parts for method_runs in part.series)
     title = title or (f"Report: {parts[0].title}" if len(parts) == 1 else f"Report on {runs} runs")
     head = f'<header><h1>{html_elements.text(title)}</h1><button type="button" id="theme">Dark</button></header>'
-    pieces = [head]
+    html = [head]
     notes = list(notes)
     if notes:
-        pieces.append(html_elements.bullet_list(notes, "told"))
-    pieces.append(
+        html.append(html_elements.bullet_list(notes, "told"))
+    html.append(
         '<noscript><p class="soft">The figures are drawn by a script; the tables are here without it.</p></noscript>'
     )
     if len(parts) > 1:
@@ -116,15 +116,15 @@ def render_report(
             f'<li><a href="#part-{number}">{html_elements.text(part.title)}</a></li>'
             for number, part in enumerate(parts)
         )
-        pieces.append(f'<nav aria-label="Parts"><ul>{links}</ul></nav>')
+        html.append(f'<nav aria-label="Parts"><ul>{links}</ul></nav>')
     for number, (part, shown_) in enumerate(zip(parts, data, strict=True)):
         report_progress("parts written", number, len(parts))
         inside = group_html(part, shown_, f"part-{number}", images)
         line = f'<p class="soft">{html_elements.text(summary_line(part))}</p>'
         if len(parts) == 1:
-            pieces.append(f'<main class="part" id="part-0">{line}{inside}</main>')
+            html.append(f'<main class="part" id="part-0">{line}{inside}</main>')
         else:
             opened = " open" if number == 0 else ""
             head = f"<summary><h2>{html_elements.text(part.title)}</h2></summary>"
-            pieces.append(f'<details class="part" id="part-{number}"{opened}>{head}{line}{inside}</details>')
-    return page(title, "\n".join(pieces), {"parts": data})
+            html.append(f'<details class="part" id="part-{number}"{opened}>{head}{line}{inside}</details>')
+    return page(title, "\n".join(html), {"parts": data})

@@ -38,20 +38,20 @@ class MethodFacts:
 def method_facts(spelling: str) -> list[MethodFacts]:
     """The methods of a sum. Only those of the catalogue are looked up: another one's name would run its code."""
     try:
-        pieces = check_expression(spelling)
+        parts = check_expression(spelling)
     except ConfigError:  # a method that only Python knows
         return [MethodFacts(spelling, "", OWN, "", "")]
-    found = []
-    for piece in pieces:
-        name = piece.partition(":")[0].strip()
+    facts = []
+    for part in parts:
+        name = part.partition(":")[0].strip()
         known = name.lower() if "." not in name else name
         if known not in METHODS and known not in REFERENCES:
-            found.append(MethodFacts(name, "", OWN, "", ""))
+            facts.append(MethodFacts(name, "", OWN, "", ""))
             continue
         kind = rule_class(known)
         text = inspect.getdoc(sys.modules[kind.__module__]) or ""
-        found.append(MethodFacts(known, ", ".join(rule_slots(kind)), kind.summary, kind.paper, text))
-    return found
+        facts.append(MethodFacts(known, ", ".join(rule_slots(kind)), kind.summary, kind.paper, text))
+    return facts
 
 
 def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
@@ -60,53 +60,57 @@ def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
     >>> docstring_paragraphs("With x::\n\n    a <- b\n\nMore.")
     [('text', 'With x:'), ('formula', 'a <- b'), ('text', 'More.')]
     """
-    found = []
-    for piece in re.split(r"\n\s*\n", text):
-        lines = piece.split("\n")
+    paragraphs = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = paragraph.split("\n")
         if lines[0].startswith("    "):
-            found.append(("formula", "\n".join(line.removeprefix("    ") for line in lines)))
+            paragraphs.append(("formula", "\n".join(line.removeprefix("    ") for line in lines)))
         else:
-            found.append(("text", " ".join(piece.split()).replace("::", ":")))
-    return found
+            paragraphs.append(("text", " ".join(paragraph.split()).replace("::", ":")))
+    return paragraphs
 
 
 def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
     """Collect the warnings of all runs, each once, with the runs it occurred in."""
-    told: dict[str, list[str]] = {}
-    for one in part.series:
-        for run in one.runs:
+    messages: dict[str, list[str]] = {}
+    for method_runs in part.series:
+        for run in method_runs.runs:
             for text in run.warnings:
-                told.setdefault(text, []).append(f"{one.label}, seed {run.summary['seed']}")
-    found = [("; ".join(runs), text) for text, runs in told.items()]
-    uneven = weighting_mismatch_note({one.label: one.runs[0].summary.get("client_weighting") for one in part.ranked})
-    unequal = any(len({row["samples"] for row in run.clients}) > 1 for one in part.series for run in one.runs)
-    return [("all runs", uneven), *found] if uneven and unequal else found
+                messages.setdefault(text, []).append(f"{method_runs.label}, seed {run.summary['seed']}")
+    entries = [("; ".join(runs), text) for text, runs in messages.items()]
+    uneven = weighting_mismatch_note(
+        {method_runs.label: method_runs.runs[0].summary.get("client_weighting") for method_runs in part.ranked}
+    )
+    unequal = any(
+        len({row["samples"] for row in run.clients}) > 1 for method_runs in part.series for run in method_runs.runs
+    )
+    return [("all runs", uneven), *entries] if uneven and unequal else entries
 
 
 def versions_and_machines(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:
     """Versions and machines, each with the number of runs that were made with them."""
-    found: dict[str, tuple[int, dict[str, Any]]] = {}
+    machines: dict[str, tuple[int, dict[str, Any]]] = {}
     for run in runs:
         about = {**run.about.get("versions", {}), **run.about.get("machine", {}), "engine": run.summary["engine"]}
-        count, _ = found.get(str(about), (0, about))
-        found[str(about)] = count + 1, about
-    return list(found.values())
+        count, _ = machines.get(str(about), (0, about))
+        machines[str(about)] = count + 1, about
+    return list(machines.values())
 
 
 def repeat_commands(part: RunGroup) -> list[str]:
     """The commands that repeat the part: one comparison, or each of its runs where they are not of one."""
     series = part.ranked or part.series
-    seeds = {tuple(run.summary["seed"] for run in one.runs) for one in series}
-    runs = [run for one in series for run in one.runs]
-    plain = all(one.label == one.method for one in series) and len(seeds) == 1
+    seeds = {tuple(run.summary["seed"] for run in method_runs.runs) for method_runs in series}
+    runs = [run for method_runs in series for run in method_runs.runs]
+    plain = all(method_runs.label == method_runs.method for method_runs in series) and len(seeds) == 1
     if not plain or len(runs) == 1 or any(run.config.get("start_from") for run in runs):
         return [shlex.join(["unskew", "run", str(run.folder / "config.yaml")]) for run in runs]
     files, which = (
-        [str(one.runs[0].folder / "config.yaml") for one in series],
+        [str(method_runs.runs[0].folder / "config.yaml") for method_runs in series],
         ["--seeds", ",".join(map(str, *seeds))],
     )
-    if same_comparison(one.runs[0].config for one in series):
-        words = ["unskew", "compare", *(one.method for one in series), *which, "--config", files[0]]
+    if same_comparison(method_runs.runs[0].config for method_runs in series):
+        words = ["unskew", "compare", *(method_runs.method for method_runs in series), *which, "--config", files[0]]
     else:  # each is a method with fields of its own, as after a tuning
         words = ["unskew", "compare", *files, *which]
     words += [] if len(series) < len(part.series) else ["--no-references"]
@@ -123,8 +127,8 @@ def same_comparison(configs: Iterable[dict[str, Any]]) -> bool:
 def averaging_periods(one: MethodRuns) -> Table | None:
     """Return how often a method averaged each layer in the last round of its first run; None if it does not report it."""
     run = one.runs[0]
-    found = run.history[-1].get("fedals_periods")
-    if not isinstance(found, list) or not found or not all(map(is_usable_number, found)):
+    periods = run.history[-1].get("fedals_periods")
+    if not isinstance(periods, list) or not periods or not all(map(is_usable_number, periods)):
         return None
     steps = run.config.get("local_steps")
     counted = is_usable_number(steps)
@@ -134,7 +138,7 @@ def averaging_periods(one: MethodRuns) -> Table | None:
             Cell(f"{period:g}", period),
             *([Cell(f"{period * steps:g}", period * steps)] if counted else []),
         ]
-        for layer, period in enumerate(found, 1)
+        for layer, period in enumerate(periods, 1)
     ]
     columns = ["layer", "averaged every, rounds", *(["averaged every, local steps"] * counted)]
     return Table(f"periods of {one.label}", f"How often {one.label} averages each layer", columns, rows, 0)
@@ -143,18 +147,18 @@ def averaging_periods(one: MethodRuns) -> Table | None:
 def sample_pictures(one: MethodRuns) -> list[tuple[str, str]]:
     """Pictures of what clients made with a method, of its first run that has some: a title and a data address."""
     for run in one.runs:
-        places = [
+        folders = [
             ("samples", run.folder / "samples"),
-            *([("synthetic", place) for place in synthetic_folders(run)] if generates_data(one) else []),
+            *([("synthetic", folder) for folder in synthetic_folders(run)] if generates_data(one) else []),
         ]
-        found = [
+        pictures = [
             (f"{what}, {path.stem}, seed {run.summary['seed']}", address)
-            for what, place in places
-            for path in sorted(place.glob("client-*.png"))[:PICTURES]
+            for what, folder in folders
+            for path in sorted(folder.glob("client-*.png"))[:PICTURES]
             if (address := _png(path)) is not None
         ]
-        if found:
-            return found[:PICTURES]
+        if pictures:
+            return pictures[:PICTURES]
     return []
 
 
@@ -167,7 +171,7 @@ def synthetic_folders(run: RunFiles) -> list[Path]:
     """Folders with what clients made before training; a comparison keeps them beside its runs."""
     bases = [run.folder / "synthetic", run.folder.parent.parent / "synthetic"]
     named = Path(str(run.summary.get("synthetic", ""))).name.strip(".")
-    return [place for base in bases for place in (base, *([base / named] if named else [])) if place.is_dir()]
+    return [folder for base in bases for folder in (base, *([base / named] if named else [])) if folder.is_dir()]
 
 
 def _png(path: Path) -> str | None:

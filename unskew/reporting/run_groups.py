@@ -72,13 +72,13 @@ class RunGroup:
     @property
     def ranked(self) -> list[MethodRuns]:
         """The methods without the reference rows."""
-        return [one for one in self.series if not is_reference(one.method)]
+        return [method_runs for method_runs in self.series if not is_reference(method_runs.method)]
 
     @property
     def language(self) -> bool:
         """Return whether losses are shown instead of accuracies."""
         usual = self.objective.name in (*SCORES, "loss", "perplexity")
-        return usual and all("perplexity" in run.summary for one in self.series for run in one.runs)
+        return usual and all("perplexity" in run.summary for method_runs in self.series for run in method_runs.runs)
 
     @property
     def scored(self) -> str:
@@ -104,8 +104,8 @@ class RunGroup:
     def comparison(self) -> Comparison:
         """The same as ``unskew.compare`` gives it."""
         return Comparison(
-            {one.label: [run.history for run in one.runs] for one in self.series},
-            {one.label: [run.summary for run in one.runs] for one in self.series},
+            {method_runs.label: [run.history for run in method_runs.runs] for method_runs in self.series},
+            {method_runs.label: [run.summary for run in method_runs.runs] for method_runs in self.series},
             self.target,
             None,
         )
@@ -119,16 +119,16 @@ def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:
         part = _key({name: run.config.get(name) for name in SHARED}) + objective_metric(run.summary).name
         rest = {name: value for name, value in run.config.items() if name not in (*SHARED, *HOW)}
         method = run.summary["method"]
-        one = groups.setdefault(part, {}).setdefault(method + _key(rest), MethodRuns(method, method))
-        twin = next((other for other in one.runs if other.summary["seed"] == run.summary["seed"]), None)
+        method_runs = groups.setdefault(part, {}).setdefault(method + _key(rest), MethodRuns(method, method))
+        twin = next((other for other in method_runs.runs if other.summary["seed"] == run.summary["seed"]), None)
         if twin is None:
-            one.runs.append(run)
+            method_runs.runs.append(run)
         else:
             notes.append(f"{run.folder} is left out: {twin.folder} is the same run.")
     parts = []
     for series in map(list, map(dict.values, groups.values())):
-        for one in series:
-            one.runs.sort(key=lambda run: run.summary["seed"])
+        for method_runs in series:
+            method_runs.runs.sort(key=lambda run: run.summary["seed"])
         disambiguate_names(series)
         parts.append(RunGroup(_title(series[0].runs[0]), order_methods(series), _target(series)))
     return parts, notes
@@ -137,21 +137,21 @@ def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:
 def _key(value: object) -> str:
     """A text that is the same for the same values, in whichever order a file has them."""
     if isinstance(value, dict):
-        return repr(sorted((repr(name), _key(one)) for name, one in value.items()))
+        return repr(sorted((repr(name), _key(item)) for name, item in value.items()))
     return repr(list(map(_key, value))) if isinstance(value, list) else repr(value)
 
 
 def disambiguate_names(series: Sequence[MethodRuns]) -> None:
     """Methods that are there with several configurations are called by what differs, too."""
-    for method in {one.method for one in series}:
-        same = [one for one in series if one.method == method]
-        configs = [one.runs[0].config for one in same]
+    for method in {method_runs.method for method_runs in series}:
+        same = [method_runs for method_runs in series if method_runs.method == method]
+        configs = [method_runs.runs[0].config for method_runs in same]
         names = sorted({name for config in configs for name in config} - {*SHARED, *HOW})
         differ = [name for name in names if len({_key(config.get(name)) for config in configs}) > 1]
-        for one in same:
-            config = one.runs[0].config
-            told = ", ".join(f"{name}={plain_value(config.get(name))}" for name in differ)
-            one.label = f"{method} ({told})" if told else method
+        for method_runs in same:
+            config = method_runs.runs[0].config
+            differences = ", ".join(f"{name}={plain_value(config.get(name))}" for name in differ)
+            method_runs.label = f"{method} ({differences})" if differences else method
 
 
 def plain_value(value: object) -> str:
@@ -163,14 +163,14 @@ def order_methods(series: list[MethodRuns]) -> list[MethodRuns]:
     """Return the methods in the order of the comparison's table, otherwise with FedAvg first."""
     table = _table(series)
     listed = [row.get("method") for row in table]
-    if all(one.method in listed for one in series):
-        return sorted(series, key=lambda one: listed.index(one.method))
-    return sorted(series, key=lambda one: (is_reference(one.method), one.method != "fedavg"))
+    if all(method_runs.method in listed for method_runs in series):
+        return sorted(series, key=lambda method_runs: listed.index(method_runs.method))
+    return sorted(series, key=lambda method_runs: (is_reference(method_runs.method), method_runs.method != "fedavg"))
 
 
 def _table(series: Sequence[MethodRuns]) -> list[dict[str, Any]]:
     """The rows of the comparison that all runs are of, if they are of one."""
-    folders = {run.folder.parent.parent for one in series for run in one.runs}
+    folders = {run.folder.parent.parent for method_runs in series for run in method_runs.runs}
     path = min(folders) / "comparison.json"
     if len(folders) > 1 or not path.is_file():
         return []
@@ -183,15 +183,15 @@ def _table(series: Sequence[MethodRuns]) -> list[dict[str, Any]]:
 
 def _target(series: Sequence[MethodRuns]) -> float:
     """The accuracy that was asked for, or that ``unskew compare`` counted rounds to, or would."""
-    asked = [run.config.get("target") for one in series for run in one.runs]
+    own_targets = [run.config.get("target") for method_runs in series for run in method_runs.runs]
     listed = [row.get("target") for row in _table(series)]
-    found: list[float] = [
-        value for value in (*asked, *listed) if isinstance(value, int | float) and is_usable_number(value)
+    targets: list[float] = [
+        value for value in (*own_targets, *listed) if isinstance(value, int | float) and is_usable_number(value)
     ]
-    ranked = [one for one in series if not is_reference(one.method)] or series
-    if found:
-        return float(found[0])
-    return default_target([run.summary for run in one.runs] for one in ranked)
+    ranked = [method_runs for method_runs in series if not is_reference(method_runs.method)] or series
+    if targets:
+        return float(targets[0])
+    return default_target([run.summary for run in method_runs.runs] for method_runs in ranked)
 
 
 def _title(run: RunFiles) -> str:

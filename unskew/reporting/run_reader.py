@@ -68,40 +68,44 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
         ConfigError: A folder is not there, or there is no finished run in it, or there are very many.
         CheckpointError: A file of a run is damaged.
     """
-    places: dict[Path, Path] = {}
+    run_of: dict[Path, Path] = {}
     notes: list[str] = []
     for folder in folders:
         if not folder.is_dir():
             what = "is a file, not a folder" if folder.exists() else "is not there"
             raise ConfigError(f"{folder} {what}; name run folders, folders of comparisons, or folders that hold them.")
-        found = run_folders(folder)
-        finished = [path for path in found if (path / "summary.json").is_file()]
+        found_folders = run_folders(folder)
+        finished = [path for path in found_folders if (path / "summary.json").is_file()]
         if not finished:
             raise ConfigError(
                 f"{folder} holds no finished run: a run's folder has config.yaml, metrics.jsonl and summary.json."
-                + (f" {found[0]} is not finished; go on with: unskew resume {found[0]}" if found else "")
+                + (
+                    f" {found_folders[0]} is not finished; go on with: unskew resume {found_folders[0]}"
+                    if found_folders
+                    else ""
+                )
             )
-        notes += [f"{path} is not finished and is left out." for path in found if path not in finished]
-        places |= {path.resolve(): path for path in finished}
-    if len(places) > MOST_RUNS:
-        raise ConfigError(f"These folders hold {len(places)} runs; a report shows at most {MOST_RUNS}. Name fewer.")
+        notes += [f"{path} is not finished and is left out." for path in found_folders if path not in finished]
+        run_of |= {path.resolve(): path for path in finished}
+    if len(run_of) > MOST_RUNS:
+        raise ConfigError(f"These folders hold {len(run_of)} runs; a report shows at most {MOST_RUNS}. Name fewer.")
     runs: list[RunFiles] = []
-    for path in places.values():
-        report_progress("runs read", len(runs), len(places))
+    for path in run_of.values():
+        report_progress("runs read", len(runs), len(run_of))
         runs.append(read_run(path))
     return runs, notes
 
 
 def run_folders(folder: Path) -> list[Path]:
     """The folders with a run, in order of their names: ``folder`` itself, or those below it."""
-    found = []
-    for place, inner, files in os.walk(folder):
+    folders = []
+    for directory, inner, files in os.walk(folder):
         inner.sort()
         if "config.yaml" in files:
-            found.append(Path(place))
-        if "config.yaml" in files or len(Path(place).relative_to(folder).parts) >= DEEPEST:
+            folders.append(Path(directory))
+        if "config.yaml" in files or len(Path(directory).relative_to(folder).parts) >= DEEPEST:
             inner.clear()
-    return found
+    return folders
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -122,17 +126,19 @@ def read_run(folder: Path) -> RunFiles:
         raise ConfigError(f"{folder / 'config.yaml'} is not the configuration of a run.")
     about = read_object(folder / "about.json") if (folder / "about.json").is_file() else {}
     check_about(about, folder / "about.json")
-    told = folder / "warnings.txt"
+    warnings_file = folder / "warnings.txt"
     try:
-        warnings = told.read_text(encoding="utf-8", errors="replace").splitlines() if told.is_file() else []
+        warnings = (
+            warnings_file.read_text(encoding="utf-8", errors="replace").splitlines() if warnings_file.is_file() else []
+        )
     except OSError as error:
-        raise CheckpointError(f"{told} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{warnings_file} cannot be read: {error.strerror}.") from error
     clients = read_clients(folder / "clients.jsonl")
     alone = is_local(summary["method"])  # it has no global model
     if alone:
-        asked = summary.get("own_metrics", ())
-        history, clients = ([without_global_model(row, asked) for row in rows] for rows in (history, clients))
-        summary = without_global_model(summary, asked)
+        own_metrics = summary.get("own_metrics", ())
+        history, clients = ([without_global_model(row, own_metrics) for row in rows] for rows in (history, clients))
+        summary = without_global_model(summary, own_metrics)
     return RunFiles(
         folder,
         config,
@@ -168,21 +174,22 @@ def read_curves(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If it is damaged.
     """
-    found = read_object(path) if path.is_file() else {}
+    curves = read_object(path) if path.is_file() else {}
     damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
-    for kind in CURVES & set(found):
-        points = [found[kind].get(way) for way in "xy"] if isinstance(found[kind], dict) else [None]
+    for kind in CURVES & set(curves):
+        points = [curves[kind].get(way) for way in "xy"] if isinstance(curves[kind], dict) else [None]
         if not all(
-            isinstance(one, list) and len(one) <= MOST_POINTS and all(map(is_usable_number, one)) for one in points
+            isinstance(point, list) and len(point) <= MOST_POINTS and all(map(is_usable_number, point))
+            for point in points
         ):
             raise damaged
-    matrix = found.get("confusion", {"counts": [], "classes": []})
+    matrix = curves.get("confusion", {"counts": [], "classes": []})
     names, rows = (matrix.get(name) for name in ("classes", "counts")) if isinstance(matrix, dict) else (None, None)
     if not isinstance(names, list) or not isinstance(rows, list) or len(rows) != len(names):
         raise damaged
     if not all(isinstance(row, list) and len(row) == len(rows) and all(map(is_usable_number, row)) for row in rows):
         raise damaged
-    return {name: found[name] for name in (*sorted(CURVES), "confusion") if name in found}
+    return {name: curves[name] for name in (*sorted(CURVES), "confusion") if name in curves}
 
 
 def check_summary(summary: dict[str, Any], path: Path) -> None:
@@ -220,7 +227,7 @@ def check_about(about: dict[str, Any], path: Path) -> None:
     """
     names = about.get("classes", [])
     parts = [about.get(name, {}) for name in ("versions", "machine")]
-    if not (isinstance(names, list) and all(isinstance(one, str) for one in names)) or not all(
+    if not (isinstance(names, list) and all(isinstance(key, str) for key in names)) or not all(
         isinstance(part, dict) for part in parts
     ):
         raise CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
@@ -245,7 +252,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
         holds = row.get("class_counts", {})
         if not isinstance(holds, dict) or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in holds):
             raise damaged
-        shares = [row.get(name) for one in SCORES for name in (one, f"personal_{one}")]
+        shares = [row.get(name) for score in SCORES for name in (score, f"personal_{score}")]
         if not all(is_usable_number(count) and count >= 0 for count in (*holds.values(), row["samples"])) or not all(
             value is None or is_usable_number(value) for value in shares
         ):

@@ -38,7 +38,7 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
     curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
     return {
-        "methods": [{"label": one.label, **styles[one.label]} for one in part.series],
+        "methods": [{"label": entry.label, **styles[entry.label]} for entry in part.series],
         "curves": guard_section("Curves", lambda: chart_data.learning_curves(part), lambda _: curves),
         "measured": guard_section(
             "What the methods did", lambda: chart_data.diagnostic_charts(part), lambda _: measured
@@ -49,8 +49,8 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
             "Classifier", lambda: chart_data.classifier_curves(part), lambda _: {"axes": {}, "lines": {}}
         ),
         "axes": {
-            name: chart_data.axis_title(one, " on a client's own data")
-            for name, one in chart_data.per_client_metrics(part).items()
+            name: chart_data.axis_title(entry, " on a client's own data")
+            for name, entry in chart_data.per_client_metrics(part).items()
         },
     }
 
@@ -81,8 +81,8 @@ def _verdict(part: RunGroup) -> str:
 def _comparison(part: RunGroup, methods: Sequence[Mapping[str, str]]) -> str:
     both = (tables.comparison_table(part), tables.comparison_table(part, references=True))
     units = f'<p class="soft">{UNITS}</p>'
-    found = "".join(html_elements.table(one) for one in both if one)
-    return f"{html_elements.legend(methods)}<h3>Comparison</h3>{found}{units}"
+    tables_html = "".join(html_elements.table(entry) for entry in both if entry)
+    return f"{html_elements.legend(methods)}<h3>Comparison</h3>{tables_html}{units}"
 
 
 def _costs(part: RunGroup) -> str:
@@ -122,9 +122,9 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
     if not shown:
         missing = "These run folders do not say what each client holds: they were made by an earlier version."
         return f'<h3>Who holds what</h3><p class="soft">{missing}</p>'
-    maps = any("map" in one for one in shown)
+    maps = any("map" in entry for entry in shown)
     chooser = (
-        html_elements.dropdown("partition", "partition of", {str(k): one["title"] for k, one in enumerate(shown)})
+        html_elements.dropdown("partition", "partition of", {str(k): entry["title"] for k, entry in enumerate(shown)})
         if len(shown) > 1
         else ""
     )
@@ -136,10 +136,10 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
     numbers = "".join(
         f'<div data-partition="{k}"{" hidden" if k else ""}>'
         + html_elements.definition_list(
-            {**{name: _short(value) for name, value in one["figures"].items()}, "partition hash": one["hash"]}
+            {**{name: _short(value) for name, value in entry["figures"].items()}, "partition hash": entry["hash"]}
         )
         + "</div>"
-        for k, one in enumerate(shown)
+        for k, entry in enumerate(shown)
     )
     missing = (
         ""
@@ -175,7 +175,9 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
         )
     gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few."
     gini = gini if part.at_clients.name == "accuracy" else ""
-    where = sorted({str(run.summary.get("clients_evaluated_on")) for one in part.series for run in one.runs})
+    where = sorted(
+        {str(run.summary.get("clients_evaluated_on")) for method_runs in part.series for run in method_runs.runs}
+    )
     note = f"Measured on {html_elements.text(', '.join(where))}. {gini}"
     return f'{head}{html_elements.table(table)}<p class="soft">{note}</p>'
 
@@ -185,53 +187,57 @@ def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
     if not kinds:
         return ""
     best = chart_data.best_classifiers(part)
-    pieces = [
+    parts = [
         "<h3>Classifier on the test set</h3>"
         f'<div class="controls">{html_elements.radio_buttons("kind", "curve", kinds, group)}</div>'
     ]
-    pieces.append(html_elements.plot("classifier"))
-    pieces.append(
+    parts.append(html_elements.plot("classifier"))
+    parts.append(
         f'<p class="soft">The {len(best)} best methods, first seed of each. With more than two classes ROC and precision are '
         "means over the classes, each against all others, and calibration is that of the predicted class.</p>"
     )
-    pieces += [html_elements.table(found) for one in best if (found := tables.confusion_table(one)) is not None]
-    return "".join(pieces)
+    parts += [
+        html_elements.table(confusion)
+        for classifier in best
+        if (confusion := tables.confusion_table(classifier)) is not None
+    ]
+    return "".join(parts)
 
 
 def _server_cost(part: RunGroup) -> str:
-    if any("server/gflops" in run.summary for one in part.series for run in one.runs):
+    if any("server/gflops" in run.summary for method_runs in part.series for run in method_runs.runs):
         return ""
     return '<p class="soft">Memory and arithmetic of the server are measured with <code>diagnose: [server]</code>.</p>'
 
 
 def _methods(part: RunGroup, shown: Mapping[str, Any], images: bool) -> str:
-    pieces = ["<h3>What the methods did</h3>"]
+    parts = ["<h3>What the methods did</h3>"]
     names = {name: title if title == name else f"{title} ({name})" for name, title in shown["titles"].items()}
     names = {name: title for name, title in names.items() if name in shown["lines"] or name in shown["dots"]}
     if names:
         own = {name: sum(name.startswith(late) for late in LATER) for name in names}
         options = {name: names[name] for name in sorted(names, key=lambda name: own[name])}
-        pieces.append(
+        parts.append(
             f'<div class="controls">{html_elements.dropdown("measure", "figure", options)}</div>'
             f"{html_elements.plot('measured')}"
         )
     seen: set[str] = set()
-    for one in part.series:
-        for fact in run_description.method_facts(one.method):
+    for method_runs in part.series:
+        for fact in run_description.method_facts(method_runs.method):
             if fact.name not in seen:
                 seen.add(fact.name)
                 line = "; ".join(filter(None, (fact.summary, fact.paper, fact.slots and f"slot: {fact.slots}")))
-                pieces.append(f"<h4>{html_elements.text(fact.name)}</h4><p>{html_elements.text(line)}</p>")
+                parts.append(f"<h4>{html_elements.text(fact.name)}</h4><p>{html_elements.text(line)}</p>")
                 if fact.text:
-                    pieces.append(
+                    parts.append(
                         html_elements.collapsible(
                             "Formula, and what the paper leaves open", html_elements.docstring_html(fact.text)
                         )
                     )
-        pieces.append(_periods(one))
+        parts.append(_periods(method_runs))
         if images:
-            pieces.append(_pictures(one) + _beside(one))
-    return "".join(pieces)
+            parts.append(_pictures(method_runs) + _beside(method_runs))
+    return "".join(parts)
 
 
 def _periods(one: MethodRuns) -> str:
@@ -243,13 +249,13 @@ def _periods(one: MethodRuns) -> str:
 
 
 def _pictures(one: MethodRuns) -> str:
-    found = run_description.sample_pictures(one)
-    if not found:
+    pictures = run_description.sample_pictures(one)
+    if not pictures:
         return ""
     images = "".join(
         f'<figure><img src="{address}" alt="{html_elements.text(title)}">'
         f"<figcaption>{html_elements.text(title)}</figcaption></figure>"
-        for title, address in found
+        for title, address in pictures
     )
     return f'<h4>What clients made with {html_elements.text(one.label)}</h4><div class="pictures">{images}</div>'
 
@@ -257,11 +263,11 @@ def _pictures(one: MethodRuns) -> str:
 def _beside(one: MethodRuns) -> str:
     if not run_description.generates_data(one) or not any(synthetic_folders(run) for run in one.runs):
         return ""
-    found = synthetic_and_real(one)
+    comparison = synthetic_and_real(one)
     title = f"<h4>Images made with {html_elements.text(one.label)} beside real ones</h4>"
-    if found is None:
+    if comparison is None:
         return f'{title}<p class="soft">Real images are not shown: the data of the run are not at hand.</p>'
-    who, rows = found
+    who, rows = comparison
     lines = "".join(
         f"<tr><td>{html_elements.text(row.name)}</td>{_strip(row.real, f'real images of {row.name}')}"
         f"{_strip(row.made, f'made images of {row.name}')}</tr>"
@@ -278,45 +284,50 @@ def _strip(address: str, title: str) -> str:
 
 
 def _warnings(part: RunGroup) -> str:
-    told = run_description.collect_warnings(part)
-    lines = [f"{text} ({runs})" for runs, text in told]
+    messages = run_description.collect_warnings(part)
+    lines = [f"{text} ({runs})" for runs, text in messages]
     lines += [
-        f"{run.summary['updates_skipped']} updates were not finite and left out ({one.label}, seed {run.summary['seed']})"
-        for one in part.series
-        for run in one.runs
+        f"{run.summary['updates_skipped']} updates were not finite and left out "
+        f"({method_runs.label}, seed {run.summary['seed']})"
+        for method_runs in part.series
+        for run in method_runs.runs
         if run.summary.get("updates_skipped")
     ]
     return f"<h3>Warnings</h3>{html_elements.bullet_list(lines, 'told')}" if lines else ""
 
 
 def _again(part: RunGroup) -> str:
-    runs = [run for one in part.series for run in one.runs]
-    pieces = [
+    runs = [run for method_runs in part.series for run in method_runs.runs]
+    parts = [
         "<h3>Run it again</h3>",
         *(html_elements.copyable_command(line) for line in run_description.repeat_commands(part)[:20]),
     ]
-    pieces.append('<p class="soft">A single run is repeated by <code>unskew run FOLDER/config.yaml</code>.</p>')
-    pieces.append(html_elements.collapsible("Every run and its folder", html_elements.table(tables.runs_table(part))))
-    for one in part.series:
-        written = yaml.safe_dump(one.runs[0].config, sort_keys=False, allow_unicode=True)
-        seed = one.runs[0].summary["seed"]
+    parts.append('<p class="soft">A single run is repeated by <code>unskew run FOLDER/config.yaml</code>.</p>')
+    parts.append(html_elements.collapsible("Every run and its folder", html_elements.table(tables.runs_table(part))))
+    for method_runs in part.series:
+        written = yaml.safe_dump(method_runs.runs[0].config, sort_keys=False, allow_unicode=True)
+        seed = method_runs.runs[0].summary["seed"]
         inside = f"<pre><code>{html_elements.text(written)}</code></pre>"
-        pieces.append(html_elements.collapsible(f"Configuration of {one.label}, seed {seed}", inside))
-    for count, made in run_description.versions_and_machines(runs):
+        parts.append(html_elements.collapsible(f"Configuration of {method_runs.label}, seed {seed}", inside))
+    for count, machine in run_description.versions_and_machines(runs):
         title = f"Versions and machine of {count} run{'s' if count > 1 else ''}"
-        note = "" if len(made) > 1 else '<p class="soft">The folders do not say more: an earlier version made them.</p>'
-        pieces.append(f"<h4>{title}</h4>{html_elements.definition_list(made)}{note}")
-    return "".join(pieces)
+        note = (
+            "" if len(machine) > 1 else '<p class="soft">The folders do not say more: an earlier version made them.</p>'
+        )
+        parts.append(f"<h4>{title}</h4>{html_elements.definition_list(machine)}{note}")
+    return "".join(parts)
 
 
 def summary_line(part: RunGroup) -> str:
     """Return a one-line description of a group."""
-    seeds = sorted({run.summary["seed"] for one in part.series for run in one.runs})
-    rounds = sorted({run.summary["rounds"] for one in part.series for run in one.runs})
+    seeds = sorted({run.summary["seed"] for method_runs in part.series for run in method_runs.runs})
+    rounds = sorted({run.summary["rounds"] for method_runs in part.series for run in method_runs.runs})
     methods = part.ranked or part.series
     references = ", with references" if len(methods) < len(part.series) else ""
     said = f"{len(methods)} method{'s' if len(methods) > 1 else ''}{references}, seeds {', '.join(map(str, seeds))}"
     target = f", target {value_text(part.objective, part.target, sign=' %')}" if part.counts else ""
-    newest = max((run.folder / "summary.json").stat().st_mtime for one in part.series for run in one.runs)
+    newest = max(
+        (run.folder / "summary.json").stat().st_mtime for method_runs in part.series for run in method_runs.runs
+    )
     day = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
     return f"{said}, {' or '.join(map(str, rounds))} rounds{target}; finished on {day}"

@@ -39,30 +39,41 @@ class ImageRow:
 def synthetic_and_real(one: MethodRuns) -> tuple[str, list[ImageRow]] | None:
     """A client and its rows, of the first run whose synthetic set and data are both at hand; None if there is none."""
     for run in one.runs:
-        found = _at_hand(run)
-        if found is not None and len(found[0].y):
-            made, federation = found
-            client = made.makers[0]
-            return f"{federation.client_label(client)}, seed {run.summary['seed']}", _rows(made, federation, client)
+        images_found = _at_hand(run)
+        if images_found is not None and len(images_found[0].y):
+            images, federation = images_found
+            client = images.makers[0]
+            return f"{federation.client_label(client)}, seed {run.summary['seed']}", _rows(images, federation, client)
     return None
 
 
 def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
     """The synthetic set of a run and the data it was made from, without a network and without code that the folder names."""
-    folder = next((place for place in synthetic_folders(run) if (place / synthetic_dataset.ABOUT).is_file()), None)
+    folder = next(
+        (
+            images_folder
+            for images_folder in synthetic_folders(run)
+            if (images_folder / synthetic_dataset.ABOUT).is_file()
+        ),
+        None,
+    )
     if folder is None or "://" in str(run.config.get("data")) + str(run.config.get("data_path")):
         return None
     try:
         with from_cache():
             config = experiment(run.config)
             federation = federation_of(config.data_spec, config.seed)
-        made = synthetic_dataset.load(folder)
+        dataset = synthetic_dataset.load(folder)
     except (UnskewError, OSError, ImportError):
         return None
     same = federation.fingerprint == run.summary["partition_hash"] and federation.name == run.summary["data"]
-    images = federation.test[0].dtype == torch.uint8 and tuple(made.x.shape[1:]) == tuple(federation.shape)
-    known = len(made.y) > 0 and int(made.y.max()) < federation.classes and max(made.makers) < len(federation.clients)
-    return (made, federation) if same and images and known else None
+    images = federation.test[0].dtype == torch.uint8 and tuple(dataset.x.shape[1:]) == tuple(federation.shape)
+    known = (
+        len(dataset.y) > 0
+        and int(dataset.y.max()) < federation.classes
+        and max(dataset.makers) < len(federation.clients)
+    )
+    return (dataset, federation) if same and images and known else None
 
 
 def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[ImageRow]:
@@ -74,8 +85,8 @@ def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[Image
     rows = []
     for k in (k for k in most if counts[k]):
         real = take_rows(own.x, (own.y == k).nonzero().flatten()[:IMAGES])
-        mine = take_rows(made.x, ((made.source == client) & (made.y == k)).nonzero().flatten()[:IMAGES])
-        rows.append(ImageRow(federation.names[k], _strip(real), _strip(mine)))
+        own_images = take_rows(made.x, ((made.source == client) & (made.y == k)).nonzero().flatten()[:IMAGES])
+        rows.append(ImageRow(federation.names[k], _strip(real), _strip(own_images)))
     return rows
 
 

@@ -82,7 +82,7 @@ def loss_cell(value: float | None, spread: float | None = None) -> Cell:
 
 def std_note(part: RunGroup) -> str:
     """Return the note that explains standard deviations."""
-    most = max(len(one.runs) for one in part.series)
+    most = max(len(method_runs.runs) for method_runs in part.series)
     return f"mean ± standard deviation over {most} seeds" if most > 1 else "1 seed"
 
 
@@ -100,11 +100,14 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         columns |= {title: (loss_cell, name) for title, name in losses.items()}
         columns["next token, %"] = (percent_cell, "accuracy")
     else:
-        found = {"last round": judge.name, "best round": f"best_{judge.name}"}
-        found |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
-        columns |= {metric_title(title, judge): (metric_cell(judge), name) for title, name in found.items()}
+        shown_columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
+        shown_columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
+        columns |= {metric_title(title, judge): (metric_cell(judge), name) for title, name in shown_columns.items()}
         columns |= {f"{title}, %": (percent_cell, name) for title, name in several.items()}
-        columns |= {metric_title(one.title, one): (metric_cell(one), one.name) for one in secondary_metrics(rows[0])}
+        columns |= {
+            metric_title(metric.title, metric): (metric_cell(metric), metric.name)
+            for metric in secondary_metrics(rows[0])
+        }
         columns["loss"] = (loss_cell, "loss")
         columns |= {name.upper(): (loss_cell, name) for name in ("mae", "rmse") if name in rows[0]}
     per, write = " %" if own.percent else "", metric_cell(own)
@@ -141,9 +144,9 @@ def difference_table(part: RunGroup) -> Table | None:
     factor = 100 if judge.percent else 1
     rows, groups = [], []
     for base in part.ranked:
-        for one in part.ranked:
-            pairs = [(a, b) for a in one.runs for b in base.runs if can_be_paired(a, b)]
-            if one is base or not pairs:
+        for method_runs in part.ranked:
+            pairs = [(a, b) for a in method_runs.runs for b in base.runs if can_be_paired(a, b)]
+            if method_runs is base or not pairs:
                 continue
             cells = []
             for name in names:
@@ -153,7 +156,7 @@ def difference_table(part: RunGroup) -> Table | None:
                     if is_usable_number(a.summary.get(name)) and is_usable_number(b.summary.get(name))
                 ]
                 cells += _difference(values, 1 if judge.percent else 4)
-            rows.append([Cell(one.label), Cell(base.label), number_cell(len(pairs), 0), *cells])
+            rows.append([Cell(method_runs.label), Cell(base.label), number_cell(len(pairs), 0), *cells])
             groups.append(base.label)
     if not rows:
         return None
@@ -172,12 +175,12 @@ def _difference(values: Sequence[float], digits: int) -> list[Cell]:
     if not values:
         return [Cell("-")] * 3
     mean, interval = mean_std(values)[0], interval95(values)
-    told = Cell(f"{mean:+.{digits}f}", mean)
+    cell = Cell(f"{mean:+.{digits}f}", mean)
     if interval is None:
-        return [told, Cell("needs 2 seeds"), Cell("-")]
+        return [cell, Cell("needs 2 seeds"), Cell("-")]
     low, high = interval
     return [
-        told,
+        cell,
         Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
         Cell("no" if low <= 0 <= high else "yes"),
     ]
@@ -188,14 +191,16 @@ def target_table(part: RunGroup) -> Table | None:
     if not part.counts:
         return None
     rows, judge = [], part.objective
-    for one in part.ranked:
-        found = [row for run in one.runs if (row := first_reaching(run.history, part.target, judge)) is not None]
+    for method_runs in part.ranked:
+        reached = [
+            row for run in method_runs.runs if (row := first_reaching(run.history, part.target, judge)) is not None
+        ]
         cells = [Cell("")] * 3
-        if len(found) == len(one.runs):
-            rounds, seconds = (mean_std([row[name] for row in found])[0] for name in ("round", "seconds"))
-            sent = mean_std([row["bytes_up"] + row["bytes_down"] for row in found])[0]
+        if len(reached) == len(method_runs.runs):
+            rounds, seconds = (mean_std([row[name] for row in reached])[0] for name in ("round", "seconds"))
+            sent = mean_std([row["bytes_up"] + row["bytes_down"] for row in reached])[0]
             cells = [number_cell(rounds), megabytes_cell(sent), number_cell(seconds)]
-        rows.append([Cell(one.label), Cell(f"{len(found)} of {len(one.runs)}", len(found)), *cells])
+        rows.append([Cell(method_runs.label), Cell(f"{len(reached)} of {len(method_runs.runs)}", len(reached)), *cells])
     what = f"{value_text(judge, part.target, sign=' %')} test {judge.title}"
     caption = f"Cost of reaching {what} (mean over seeds; blank if a seed never reaches it)"
     return Table("target", caption, ["method", "seeds that reach it", "rounds", "MB, up and down", "seconds"], rows)
@@ -204,24 +209,24 @@ def target_table(part: RunGroup) -> Table | None:
 def fairness_table(part: RunGroup) -> Table | None:
     """Build the table of the accuracy's distribution over clients, for the global and the personal models."""
     rows, judge = [], part.at_clients
-    for one in part.series:
+    for method_runs in part.series:
         for label, whose, name in (
             ("global", "client", judge.name),
             ("personal", "personal", f"personal_{judge.name}"),
         ):
             keys = [f"{whose}_{judge.name}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
-            means = [mean_or_none([run.summary.get(key) for run in one.runs]) for key in keys]
+            means = [mean_or_none([run.summary.get(key) for run in method_runs.runs]) for key in keys]
             if means[0] is None:
                 continue
-            scored = [[row[name] for row in run.clients if is_usable_number(row.get(name))] for run in one.runs]
-            better = mean_or_none([_better(run, judge) for run in one.runs]) if label == "personal" else None
+            scored = [[row[name] for row in run.clients if is_usable_number(row.get(name))] for run in method_runs.runs]
+            better = mean_or_none([_better(run, judge) for run in method_runs.runs]) if label == "personal" else None
             shares = (
                 judge.percent and judge.name != "r2" and not judge.lower_is_better
             )  # R² may be negative, and is no amount that clients get a part of
             gap = mean_or_none([gini(values) for values in scored if values]) if shares else None
             cells = [metric_cell(judge)(value) for value in means]
-            label = "own" if is_local(one.method) else label
-            rows.append([Cell(one.label), Cell(label), *cells, number_cell(gap, 3), percent_cell(better)])
+            label = "own" if is_local(method_runs.method) else label
+            rows.append([Cell(method_runs.label), Cell(label), *cells, number_cell(gap, 3), percent_cell(better)])
     if not rows:
         return None
     columns = [
@@ -251,7 +256,7 @@ def _better(run: RunFiles, judge: MetricInfo) -> float | None:
         for row in run.clients
         if is_usable_number(row.get(f"personal_{judge.name}")) and is_usable_number(row.get(judge.name))
     ]
-    return mean_or_none([float(judge.rank(mine) > judge.rank(everyones)) for mine, everyones in pairs])
+    return mean_or_none([float(judge.rank(own_value) > judge.rank(everyones)) for own_value, everyones in pairs])
 
 
 MOST_CLASSES = 20
@@ -289,17 +294,17 @@ COSTS: dict[str, tuple[str, Any]] = {
 
 def cost_table(part: RunGroup) -> Table:
     """Build the table of costs per method, means over seeds; a column is shown if some run has a value other than zero."""
-    found = {
-        name: [mean_or_none([_cost(run, name) for run in one.runs]) for one in part.series]
+    costs = {
+        name: [mean_or_none([_cost(run, name) for run in method_runs.runs]) for method_runs in part.series]
         for name in COSTS
-        if any(_cost(run, name) for one in part.series for run in one.runs)
+        if any(_cost(run, name) for method_runs in part.series for run in method_runs.runs)
     }
     rows = [
-        [Cell(one.label), *(COSTS[name][1](values[place]) for name, values in found.items())]
-        for place, one in enumerate(part.series)
+        [Cell(method_runs.label), *(COSTS[name][1](values[index]) for name, values in costs.items())]
+        for index, method_runs in enumerate(part.series)
     ]
     caption = "What each method takes, mean over seeds"
-    return Table("costs", caption, ["method", *(COSTS[name][0] for name in found)], rows)
+    return Table("costs", caption, ["method", *(COSTS[name][0] for name in costs)], rows)
 
 
 def _cost(run: RunFiles, name: str) -> float | None:
@@ -312,10 +317,12 @@ def runs_table(part: RunGroup) -> Table:
     """Every run with the figures of its ``summary.json``."""
     judge, own = part.objective, part.at_clients
     write, per = metric_cell(judge), " %" if own.percent else ""
-    pairs: list[tuple[MethodRuns, RunFiles]] = [(one, run) for one in part.series for run in one.runs]
+    pairs: list[tuple[MethodRuns, RunFiles]] = [
+        (method_runs, run) for method_runs in part.series for run in method_runs.runs
+    ]
     rows = [
         [
-            Cell(method_title({"method": one.label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
+            Cell(method_title({"method": method_runs.label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
             Cell(str(run.folder)),
             number_cell(s["seed"], 0),
             write(s.get(judge.name)),
@@ -327,7 +334,7 @@ def runs_table(part: RunGroup) -> Table:
             megabytes_cell(s["bytes_down"]),
             number_cell(s["seconds"]),
         ]
-        for one, run in pairs
+        for method_runs, run in pairs
         for s in (run.summary,)
     ]
     columns = [

@@ -18,9 +18,15 @@ def verdict(part: RunGroup) -> list[str]:
     """
     judge = metric_info("loss") if part.language else part.objective
     name, low = judge.name, judge.lower_is_better
-    means = {one.label: mean_std(_values(one, name))[0] for one in part.ranked if _values(one, name)}
+    means = {
+        method_runs.label: mean_std(_values(method_runs, name))[0]
+        for method_runs in part.ranked
+        if _values(method_runs, name)
+    }
     ranked = sorted(
-        (one for one in part.ranked if one.label in means), key=lambda one: means[one.label], reverse=not low
+        (method_runs for method_runs in part.ranked if method_runs.label in means),
+        key=lambda method_runs: means[method_runs.label],
+        reverse=not low,
     )
     if not ranked:
         return []
@@ -56,10 +62,10 @@ def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
     interval = interval95(leads)
     if interval is None:
         return f"{text}; one seed cannot show whether that is more than chance."
-    told = f"{text} (95 % interval {interval[0]:+.{digits}f} to {interval[1]:+.{digits}f}, paired by seed)"
+    lead_text = f"{text} (95 % interval {interval[0]:+.{digits}f} to {interval[1]:+.{digits}f}, paired by seed)"
     if interval[0] > 0:
-        return f"{told}: conclusive."
-    return f"{told}: inconclusive, because the interval includes zero. More seeds narrow it."
+        return f"{lead_text}: conclusive."
+    return f"{lead_text}: inconclusive, because the interval includes zero. More seeds narrow it."
 
 
 def _cost(one: MethodRuns) -> str:

@@ -59,10 +59,10 @@ class Pages:
             by_part = study.found(self.seeds)  # may turn to the study of other data
             return _as_text(study.study.lines(by_part), study.note())
         preset = load_preset(name)
-        found = list(self._sweep(name, scale).found(self.seeds))
-        note = settings_note(preset, scale, (cell for cell, _ in found))
+        outcomes = list(self._sweep(name, scale).found(self.seeds))
+        note = settings_note(preset, scale, (cell for cell, _ in outcomes))
         return _as_text(
-            table_lines(preset, table_entries(preset, found), whole=True), note, notes(cell for cell, _ in found)
+            table_lines(preset, table_entries(preset, outcomes), whole=True), note, notes(cell for cell, _ in outcomes)
         )
 
     def _sweep(self, name: str, scale: str) -> Sweep:
@@ -125,13 +125,13 @@ class Pages:
     def _rows(self, name: str, scale: str) -> tuple[Rows, str]:
         """Return a table's files and the note on its settings."""
         rows: Rows = {}
-        found = list(self._sweep(name, scale).found(self.seeds))
-        for cell, outcome in found:
+        outcomes = list(self._sweep(name, scale).found(self.seeds))
+        for cell, outcome in outcomes:
             seed = cell.config.seed
             rows.setdefault((cell.column, cell.row), {})[seed] = outcome_path(outcome["run"])
-            if cell.parent is not None and (place := outcome_path(run_identity(cell.parent))) in self.outcomes:
-                rows.setdefault((cell.column, f"{cell.row}: common rounds"), {})[seed] = place
-        return rows, settings_note(load_preset(name), scale, (cell for cell, _ in found))
+            if cell.parent is not None and (outcome_file := outcome_path(run_identity(cell.parent))) in self.outcomes:
+                rows.setdefault((cell.column, f"{cell.row}: common rounds"), {})[seed] = outcome_file
+        return rows, settings_note(load_preset(name), scale, (cell for cell, _ in outcomes))
 
     def _rows_of_study(self, name: str, scale: str) -> tuple[Rows, str]:
         study = StudyRuns(load_study(name), scale, self.runs)

@@ -45,8 +45,8 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[PresetCell, Outcome]], path
     for spare in axes.ravel()[count:]:
         spare.set_visible(False)
     for (column, row), axis in zip(barred, axes.ravel()[len(panels) :], strict=False):
-        mine = [o for c, o in runs if (c.column, c.row) == (column, row)]
-        (rounds, above), (_, below) = (_over_seeds(mine, value) for value in SIGNS)
+        own_outcomes = [o for c, o in runs if (c.column, c.row) == (column, row)]
+        (rounds, above), (_, below) = (_over_seeds(own_outcomes, value) for value in SIGNS)
         plot_signs(axis, rounds, above.mean(0).tolist(), below.mean(0).tolist())
         axis.set_title(f"{column}: {row}", fontsize=8)
     lines: dict[str, Any] = {}
@@ -55,16 +55,16 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[PresetCell, Outcome]], path
         for of_one_number in (" after the last round", ", mean over rounds"):
             label = label.replace(of_one_number, "")
         for number, row in enumerate(rows):
-            mine = [o for c, o in runs if (c.column, c.row) == (column, row)]
-            rounds, points = _over_seeds(mine, value)
+            own_outcomes = [o for c, o in runs if (c.column, c.row) == (column, row)]
+            rounds, points = _over_seeds(own_outcomes, value)
             if not rounds:
                 continue
-            x = _traffic(mine, rounds) if preset.curves == "traffic" else rounds
+            x = _traffic(own_outcomes, rounds) if preset.curves == "traffic" else rounds
             points = factor * points
             mean, spread = points.mean(0), points.std(0, ddof=1) if len(points) > 1 else np.zeros(len(rounds))
             low, high = mean - spread, mean + spread
             if value in banded:
-                low, high = (factor * _over_seeds(mine, f"{value}_{end}")[1].mean(0) for end in ("min", "max"))
+                low, high = (factor * _over_seeds(own_outcomes, f"{value}_{end}")[1].mean(0) for end in ("min", "max"))
             # By the row, not by what the panel has so far: a row without this value must not shift the others' colours.
             color = PALETTE[number % len(PALETTE)]
             mark = MARKERS[number % len(MARKERS)] if len(rounds) <= MARKED else None
@@ -125,16 +125,18 @@ def draw_points(preset: Preset, entries: Sequence[TableEntry], path: Path) -> Pa
         some = [e for e in entries if e.value == value]
         rows = list(dict.fromkeys(e.row for e in some))
         over_columns = len(columns) > 2
-        lines, places = (rows, columns) if over_columns else (columns, rows)
+        lines, positions = (rows, columns) if over_columns else (columns, rows)
         for number, line in enumerate(lines):
-            mine = [e for e in some if (e.row if over_columns else e.column) == line]
-            x = [places.index(e.column if over_columns else e.row) for e in mine]
+            own_entries = [e for e in some if (e.row if over_columns else e.column) == line]
+            x = [positions.index(e.column if over_columns else e.row) for e in own_entries]
             style: dict[str, Any] = {"color": PALETTE[number % len(PALETTE)], "marker": MARKERS[number % len(MARKERS)]}
-            axis.errorbar(x, [e.mean for e in mine], [e.std for e in mine], label=line, capsize=3, **style)
-            papers = [(place, e.published) for place, e in zip(x, mine, strict=True) if e.published is not None]
+            axis.errorbar(
+                x, [e.mean for e in own_entries], [e.std for e in own_entries], label=line, capsize=3, **style
+            )
+            papers = [(index, e.published) for index, e in zip(x, own_entries, strict=True) if e.published is not None]
             if papers:
                 axis.plot(*zip(*papers, strict=True), linestyle=":", alpha=0.6, markerfacecolor="none", **style)
-        axis.set_xticks(range(len(places)), places, rotation=30, ha="right", fontsize=8)
+        axis.set_xticks(range(len(positions)), positions, rotation=30, ha="right", fontsize=8)
         axis.set_ylabel(value_format(value)[0])
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)

@@ -44,7 +44,7 @@ def _as_earlier(part: str) -> str:
     """One rule with its earlier option, unless it already says that option."""
     name, colon, options = part.partition(":")
     option, _ = EARLIER.get(name, ("", ""))
-    if not option or any(told.startswith(option.partition("=")[0] + "=") for told in options.split(",")):
+    if not option or any(option_text.startswith(option.partition("=")[0] + "=") for option_text in options.split(",")):
         return part
     return f"{part}{',' if colon else ':'}{option}"
 

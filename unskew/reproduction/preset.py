@@ -175,21 +175,21 @@ def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwis
         extra = {k: v for k, v in extra.items() if k != "data_path"}
     table = []
     for column, its in (at_scale.columns or preset.columns).items():
-        for row, mine in preset.rows.items():
-            mine = {**mine, **at_scale.rows.get(row, {})}
-            after = mine.pop("after", None)
+        for row, own_options in preset.rows.items():
+            own_options = {**own_options, **at_scale.rows.get(row, {})}
+            after = own_options.pop("after", None)
             shared = {**base, **its}
 
             def build(options: Options, shared: Options = shared) -> Experiment:
-                whole = {**fill_placeholders({**shared, **options}, values), **extra, "seed": seed}
-                if whole["data"] in DRAWN:
-                    whole.pop("data_path", None)
-                return experiment(whole)
+                all_options = {**fill_placeholders({**shared, **options}, values), **extra, "seed": seed}
+                if all_options["data"] in DRAWN:
+                    all_options.pop("data_path", None)
+                return experiment(all_options)
 
             # The common run takes from the row what changes the data or the model, but not its method.
-            rest = {k: v for k, v in mine.items() if k != "method"}
+            rest = {k: v for k, v in own_options.items() if k != "method"}
             parent = None if after is None else build({**rest, **preset.common[after], "base_run": True})
-            table.append(PresetCell(row, column, build(mine), parent))
+            table.append(PresetCell(row, column, build(own_options), parent))
     return table
 
 

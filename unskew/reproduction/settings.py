@@ -23,9 +23,9 @@ def settings_note(preset: Preset, scale: str, table: Iterable[PresetCell]) -> st
     """Return a sentence with the settings of a table's runs that are not the paper's; empty if there are none."""
     paper, pairs = published_settings(preset), dict[str, dict[tuple[Any, Any], None]]()
     for cell in table:
-        theirs = paper.get((without_mark(cell.row), cell.column))
-        for name in STATED if theirs is not None else ():
-            pair = getattr(cell.config, name), getattr(theirs, name)
+        paper_settings = paper.get((without_mark(cell.row), cell.column))
+        for name in STATED if paper_settings is not None else ():
+            pair = getattr(cell.config, name), getattr(paper_settings, name)
             if pair[0] != pair[1]:
                 pairs.setdefault(name, {})[pair] = None
     return describe_settings(scale, {name: pairs[name] for name in STATED if name in pairs})
@@ -39,8 +39,8 @@ def describe_settings(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]
     """
     texts = []
     for name, both in pairs.items():
-        ours, theirs = (", ".join(dict.fromkeys(str(pair[side]) for pair in both)) for side in (0, 1))
-        texts.append(f"{name} {ours} (paper: {theirs})")
+        ours, paper_text = (", ".join(dict.fromkeys(str(pair[side]) for pair in both)) for side in (0, 1))
+        texts.append(f"{name} {ours} (paper: {paper_text})")
     return f"Scale {scale} is not the paper's setting: {'; '.join(texts)}." if texts else ""
 
 

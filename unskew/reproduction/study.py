@@ -191,16 +191,16 @@ class StudyRuns:
         """
         check_parallel(parallel)
         wanted = [(part, seed) for seed in seeds for part in self.parts()]
-        missing = [one for one in wanted if read_outcome(self.results, self.identity(*one)) is None]
+        missing = [cell for cell in wanted if read_outcome(self.results, self.identity(*cell)) is None]
         if isinstance(parallel, str) and "@" in parallel:
             at_once: int = run_on_cluster(parallel, len(missing), small=True)
         else:
             at_once = min(num_cores() if isinstance(parallel, str) else parallel, len(missing))
         if run_in_pool(at_once):
-            works = [Job(one, _beside, one) for one in missing]
+            works = [Job(cell, _beside, cell) for cell in missing]
             for _, (part, seed) in run_jobs(works, at_once, self):
                 yield part, seed, self.outcome(part, seed)
-            wanted = [one for one in wanted if one not in missing]
+            wanted = [cell for cell in wanted if cell not in missing]
         for part, seed in wanted:
             yield part, seed, self.outcome(part, seed)
 

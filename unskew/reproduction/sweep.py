@@ -125,10 +125,10 @@ class Sweep:
         files, cells = outcome_files(self.results), self.cells(0)
         for seed in seeds:
             for cell in (cell.of_seed(seed) for cell in cells):
-                for one in filter(None, (cell, legacy_identity(cell))):
-                    outcome = stored_outcome(files, one.config, one.parent)
+                for identity in filter(None, (cell, legacy_identity(cell))):
+                    outcome = stored_outcome(files, identity.config, identity.parent)
                     if outcome is not None:
-                        yield one, outcome
+                        yield identity, outcome
                         break
 
     def folder(self, cell: PresetCell) -> Path | None:

@@ -88,10 +88,10 @@ def value_format(name: str) -> tuple[str, float, int]:
 def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = None) -> float | None:
     """A value of a run, in its own unit; None if the run has none. ``base`` is the run of the first row, in other rows."""
     if name == "saving":
-        mine = summary.get("bytes_to_target")
-        if mine is None or base is None:
+        own_bytes = summary.get("bytes_to_target")
+        if own_bytes is None or base is None:
             return None
-        return traffic_saving(mine, base.get("bytes_to_target"), base["bytes_up"] + base["bytes_down"])
+        return traffic_saving(own_bytes, base.get("bytes_to_target"), base["bytes_up"] + base["bytes_down"])
     if name == "bytes_total":
         return float(summary["bytes_up"] + summary["bytes_down"])
     if name not in ("bytes_per_client", "scalars_per_client"):
@@ -105,10 +105,10 @@ def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = N
 def expand_values(values: list[str], summaries: list[dict[str, Any]]) -> list[str]:
     """The values with ``consensus/*`` replaced by what the runs have of it, in order of depth."""
     names = dict.fromkeys(name for summary in summaries for name in summary)
-    whole: list[str] = []
+    expanded: list[str] = []
     for value in values:
-        whole += [n for n in names if n.startswith(value[:-1])] if value.endswith("/*") else [value]
-    return whole
+        expanded += [n for n in names if n.startswith(value[:-1])] if value.endswith("/*") else [value]
+    return expanded
 
 
 @dataclass(frozen=True)
@@ -178,35 +178,35 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
             return {seed: number * factor for seed, number in by_seed.items() if number is not None}
 
         for column, row in by:
-            mine, base = numbers((column, row)), numbers((column, first))
-            if not mine:
+            own_numbers, base = numbers((column, row)), numbers((column, first))
+            if not own_numbers:
                 continue
-            mean, std = mean_std(list(mine.values()))
+            mean, std = mean_std(list(own_numbers.values()))
             paper = preset.published.get(value, {}).get(column, {}).get(without_mark(row))
-            config, theirs = configs[column, row], published.get((without_mark(row), column))
-            if not is_comparable(value, config, theirs):
+            config, paper_numbers = configs[column, row], published.get((without_mark(row), column))
+            if not is_comparable(value, config, paper_numbers):
                 paper = None
-            apart = [mine[s] - base[s] for s in sorted(set(mine) & set(base))] if row != first else []
+            apart = [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))] if row != first else []
             table.append(
                 TableEntry(
                     value,
                     row,
                     column,
-                    sorted(mine),
+                    sorted(own_numbers),
                     mean,
                     std,
                     paper,
-                    mean - paper if paper is not None and has_same_model(config, theirs) else None,
+                    mean - paper if paper is not None and has_same_model(config, paper_numbers) else None,
                     (*mean_std(apart), len(apart)) if apart else None,
                     interval95(apart),
                 )
             )
         for (column, row), base_row in ((at, preset.pairs.get(without_mark(at[1]))) for at in by if value != "saving"):
-            mine, base = numbers((column, row)), numbers((column, base_row or ""))
-            apart = [mine[s] - base[s] for s in sorted(set(mine) & set(base))]
+            own_numbers, base = numbers((column, row)), numbers((column, base_row or ""))
+            apart = [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))]
             if apart:
                 mean, std = mean_std(apart)
-                seeds, difference = sorted(set(mine) & set(base)), (mean, std, len(apart))
+                seeds, difference = sorted(set(own_numbers) & set(base)), (mean, std, len(apart))
                 table.append(
                     TableEntry(
                         value, row, column, seeds, mean, std, None, None, difference, interval95(apart), base_row

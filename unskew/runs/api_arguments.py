@@ -65,11 +65,11 @@ def check_callbacks(callbacks: object) -> None:
     """
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str | bytes):
         raise ConfigError(f"callbacks is a list of objects that follow a run, not {short_repr(callbacks)}.")
-    for one in callbacks:
-        missing = [name for name in ("start", "round", "end") if not callable(getattr(one, name, None))]
-        if missing or isinstance(one, type):
+    for callback in callbacks:
+        missing = [name for name in ("start", "round", "end") if not callable(getattr(callback, name, None))]
+        if missing or isinstance(callback, type):
             raise ConfigError(
-                f"{short_repr(one)} cannot follow a run: callbacks are objects with the functions "
+                f"{short_repr(callback)} cannot follow a run: callbacks are objects with the functions "
                 "start(config, rounds_done), "
                 "round(row) and end(summary)."
             )

@@ -163,15 +163,17 @@ def estimate(
         if any(rule.generates_data for rule in method.data) and config.synthetic is None:
             notes.append(f"The data that {name} generates before training are not included.")
         try:
-            found, whole = seconds_of_run(config, method, federation, model, at_once, 0 if seconds else worth, runs)
+            estimated, total_seconds = seconds_of_run(
+                config, method, federation, model, at_once, 0 if seconds else worth, runs
+            )
         except Exception:  # a fault of a method or a lack of memory: the run itself reports it better
             notes.append(f"{name} could not be measured and is not included.")
             continue
-        if found is None:
+        if estimated is None:
             return None
-        if not whole:
+        if not total_seconds:
             notes.append(f"{name} takes longer: its measurement was ended early.")
-        seconds[name] = found
+        seconds[name] = estimated
     if not seconds:
         return None
     counts = {name: runs[name][2] for name in seconds}
@@ -268,7 +270,7 @@ def measured_seconds(session: Session, rounds: int, client: int, steps: int) -> 
     server = session.server
     training = replace(session.setup.training, local_steps=steps, local_epochs=None, counted=None)
     trainer = LocalTrainer(replace(session.setup, training=training))
-    found = (0.0, 0.0, 0.0)
+    seconds = (0.0, 0.0, 0.0)
     for t in sorted({0, rounds - 1}):
         began = time.perf_counter()
         updates = []
@@ -276,7 +278,7 @@ def measured_seconds(session: Session, rounds: int, client: int, steps: int) -> 
             updates = [replace_fields(trainer.train(server.broadcast(t, client)), arrived=t)]
         trained = time.perf_counter()
         figures = server.step(t, updates)
-        found = figures["setup_seconds"], figures["train_seconds"], time.perf_counter() - trained
+        seconds = figures["setup_seconds"], figures["train_seconds"], time.perf_counter() - trained
         if t >= first_active_round(session.method) and trained - began > ENOUGH:
             break
-    return found
+    return seconds

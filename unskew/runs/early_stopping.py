@@ -95,7 +95,7 @@ class EarlyStopping:
         best = self.best
         if not self.selects or best is None:
             return {}
-        judging = {one.name: best[one.name] for one in self.metrics.judging}
+        judging = {metric.name: best[metric.name] for metric in self.metrics.judging}
         return {
             "validation_round": best["round"],
             self.score: best[self.score],

@@ -112,8 +112,10 @@ class InputSpec(BaseModel):
     @property
     def known(self) -> Normalization | None:
         """Return the preprocessing of inputs as the objects used in training."""
-        one = self.normalisation
-        return None if one is None else Normalization(one.mean, one.std, one.scale)
+        normalization = self.normalisation
+        return (
+            None if normalization is None else Normalization(normalization.mean, normalization.std, normalization.scale)
+        )
 
 
 def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
@@ -132,7 +134,7 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
         class_names=() if federation.task == "language" else federation.class_names,
         normalisation=None if known is None else StandardizedTask(mean=known.mean, std=known.std, scale=known.scale),
         targets=targets,
-        columns=tuple(InputColumn(**asdict(one)) for one in federation.encoders),
+        columns=tuple(InputColumn(**asdict(encoder)) for encoder in federation.encoders),
         features=() if x.dim() == 4 or texts else (config.features or tuple(numbers)),
         image=config.image if x.dim() == 4 else None,
         text=(spec.text.columns or ("text",)) if texts else (),

@@ -67,8 +67,8 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
         ConfigError: If a metric does not fit the task, or a function cannot be imported or has a name that is in use.
     """
     task, names = federation.objective, federation.names
-    known = [str(one) for one in config.metrics if not is_custom_metric(one)]
-    own = {metric_name(one): metric_function(one) for one in config.metrics if is_custom_metric(one)}
+    known = [str(entry) for entry in config.metrics if not is_custom_metric(entry)]
+    own = {metric_name(entry): metric_function(entry) for entry in config.metrics if is_custom_metric(entry)}
     where = f"the task of {federation.name} is {federation.task}"
     if known and task.name != "classification":
         raise ConfigError(f"metrics={known[0]} is for one class per sample; {where}, which has figures of its own.")
@@ -81,16 +81,18 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.figures, *own]
     if task.name == "classification":
-        possible += [*(one for one in METRICS if one != "recall"), *(f"{RECALL}{one}" for one in names)]
+        possible += [*(entry for entry in METRICS if entry != "recall"), *(f"{RECALL}{entry}" for entry in names)]
     if name not in possible:
-        few = [one for one in possible if not one.startswith(RECALL)]
+        few = [entry for entry in possible if not entry.startswith(RECALL)]
         more = f", {RECALL}CLASS" if len(few) < len(possible) else ""
         raise ConfigError(f"objective={name} does not fit: {where}. It can be {', '.join(few)}{more}.")
-    asked = "recall" if name.startswith(RECALL) else name
-    if asked in METRICS and asked not in known:
-        known.append(asked)
+    base_name = "recall" if name.startswith(RECALL) else name
+    if base_name in METRICS and base_name not in known:
+        known.append(base_name)
     computed = MetricSet(tuple(known), own, tuple(names))
-    return RunMetrics(metric_info(name, {one: metric_direction(f) for one, f in own.items()}), task.scored, computed)
+    return RunMetrics(
+        metric_info(name, {entry: metric_direction(f) for entry, f in own.items()}), task.scored, computed
+    )
 
 
 def metric_function(value: MetricLike) -> OwnMetric:

@@ -86,16 +86,16 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
     """
     check_parallel(parallel)
     if isinstance(parallel, str) and "@" in parallel:
-        if any(one.engine == "ray" or one.ray.address is not None for one in configs):
+        if any(config.engine == "ray" or config.ray.address is not None for config in configs):
             raise ConfigError(
                 f"With parallel={parallel} whole runs are tasks of the cluster, and clients are trained where their run is: "
                 "leave out engine=ray and ray.address."
             )
-        deadline = min((one.ray.deadline for one in configs if one.ray.deadline is not None), default=None)
+        deadline = min((config.ray.deadline for config in configs if config.ray.deadline is not None), default=None)
         return run_on_cluster(parallel, len(configs), size <= SMALL, deadline)
     if parallel == 1 or len(configs) < 2:
         return 1
-    clusters = [one for one in configs if one.engine == "ray" and one.ray.address in (None, "local")]
+    clusters = [config for config in configs if config.engine == "ray" and config.ray.address in (None, "local")]
     if isinstance(parallel, int):
         if clusters:
             raise ConfigError(
@@ -104,8 +104,8 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
             )
         return min(parallel, len(configs))
     divided = any(
-        one.engine == "vectorized" or one.workers is not None or pick_device(one.device).type != "cpu"
-        for one in configs
+        config.engine == "vectorized" or config.workers is not None or pick_device(config.device).type != "cpu"
+        for config in configs
     )
     return 1 if divided or clusters or size > SMALL else min(num_cores(), len(configs))
 

@@ -65,17 +65,17 @@ def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
     exit_with_parent(ending)
     set_core_limit(share)
     keep_freed_memory()
-    given: list[Any] = []
+    received: list[Any] = []
     while True:
         try:
             task = pipe.recv_bytes()
         except (EOFError, OSError):
             return
         try:
-            if not given:
-                given.append(load_mmap(Path(path)))
+            if not received:
+                received.append(load_mmap(Path(path)))
             function, arguments = pickle.loads(task)  # nosec B301
-            answer: tuple[Any, ...] = ("done", function(given[0], *arguments, callbacks=[_CallbackRelay(pipe)]))
+            answer: tuple[Any, ...] = ("done", function(received[0], *arguments, callbacks=[_CallbackRelay(pipe)]))
         except KeyboardInterrupt:
             answer = ("stopped", None)
         except Exception as error:

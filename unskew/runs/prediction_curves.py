@@ -29,20 +29,20 @@ def classifier_curves(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]
     p = p.astype(np.float64)
     classes = [1] if p.shape[1] == 2 else list(range(p.shape[1]))
     grid = np.linspace(0, 1, POINTS)
-    found: dict[str, Any] = {}
+    curves: dict[str, Any] = {}
     if all(0 < (y == c).sum() < len(y) for c in classes):
         rocs = [roc_curve(y == c, p[:, c])[:2] for c in classes]
         pairs = [precision_recall_curve(y == c, p[:, c])[:2] for c in classes]
         tpr = np.mean([np.interp(grid, *roc) for roc in rocs], axis=0)
         precision = np.mean([np.interp(grid, recall[::-1], values[::-1]) for values, recall in pairs], axis=0)
-        found["roc"], found["pr"] = one_curve(grid, tpr), one_curve(grid, precision)
+        curves["roc"], curves["pr"] = one_curve(grid, tpr), one_curve(grid, precision)
     right, sure = (y == 1, p[:, 1]) if len(classes) == 1 else (p.argmax(1) == y, p.max(1))
     share, mean = calibration_curve(right, sure.clip(0, 1), n_bins=BINS)
-    found["calibration"] = one_curve(mean, share)
+    curves["calibration"] = one_curve(mean, share)
     if p.shape[1] <= MOST_CLASSES:
         matrix = confusion_matrix(y, p.argmax(1), labels=range(p.shape[1]))
-        found["confusion"] = {"classes": list(class_names), "counts": matrix.tolist()}
-    return found
+        curves["confusion"] = {"classes": list(class_names), "counts": matrix.tolist()}
+    return curves
 
 
 def one_curve(x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:

@@ -116,20 +116,20 @@ class Predictor:
     def prepared(self, x: object) -> Tensor:
         """Inputs as the model's batches are before they are normalised."""
         shape, kind = self.inputs.shape, self.inputs.kind
-        told = f"The model takes {'token ids' if kind == 'tokens' else 'inputs'} of shape {shape_text(shape)}"
+        expectation = f"The model takes {'token ids' if kind == 'tokens' else 'inputs'} of shape {shape_text(shape)}"
         try:
             tensor = x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"{told}; these cannot be read as numbers: {error}") from error
+            raise DataError(f"{expectation}; these cannot be read as numbers: {error}") from error
         tensor = tensor.detach().cpu()
         if kind == "tokens":
-            return self._tokens(tensor, told)
+            return self._tokens(tensor, expectation)
         if tensor.dim() == len(shape) + 1 and tensor.dim() == 4 and kind == "uint8":
-            tensor = self._images(tensor, told)
+            tensor = self._images(tensor, expectation)
         if tuple(tensor.shape[1:]) != tuple(shape):
-            raise DataError(f"{told}, not {shape_text(tuple(tensor.shape[1:]))}.")
+            raise DataError(f"{expectation}, not {shape_text(tuple(tensor.shape[1:]))}.")
         if kind == "uint8" and tensor.dtype != torch.uint8:
-            raise DataError(f"{told} with values from 0 to 255 in uint8, not {tensor.dtype}.")
+            raise DataError(f"{expectation} with values from 0 to 255 in uint8, not {tensor.dtype}.")
         return tensor if kind == "uint8" else as_inputs(tensor.to(torch.float32).numpy(), "the inputs")
 
     def _images(self, tensor: Tensor, told: str) -> Tensor:

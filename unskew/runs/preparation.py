@@ -41,8 +41,8 @@ def find_synthetic_folder(folder: Path) -> Path | None:
     if (folder / SYNTHETIC).exists():
         return None
     above = folder.resolve().parents
-    places = [parent / SYNTHETIC for parent in above[:2]]
-    return next((p for p in places if any(p.glob("*/work")) or any(p.glob(f"*/{ABOUT}"))), None)
+    folders = [parent / SYNTHETIC for parent in above[:2]]
+    return next((p for p in folders if any(p.glob("*/work")) or any(p.glob(f"*/{ABOUT}"))), None)
 
 
 def prepare(
@@ -63,9 +63,9 @@ def prepare(
         for hook in callback_hooks(callbacks, "prepare"):
             hook(text, done, total)
 
-    given = None if config.synthetic is None else Path(config.synthetic)
+    given_folder = None if config.synthetic is None else Path(config.synthetic)
     where = shared if shared is not None else None if folder is None else folder / SYNTHETIC
-    workspace = Workspace(where, shared is not None, device, given, tell, partial(notify_warning, callbacks))
+    workspace = Workspace(where, shared is not None, device, given_folder, tell, partial(notify_warning, callbacks))
     prepared = PreparedData(federation, config.training)
     for rule in method.data:
         if rule.generates_data and folder is not None:

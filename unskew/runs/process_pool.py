@@ -88,9 +88,9 @@ class RunningJob:
                 notify_warning(self.callbacks, *arguments)
                 return None
             for callback in self.callbacks:
-                told = getattr(callback, name, None)
-                if told is not None:
-                    told(*arguments)
+                hook = getattr(callback, name, None)
+                if hook is not None:
+                    hook(*arguments)
             return None
         if kind == "failed":
             error, text = rest
@@ -124,11 +124,11 @@ class ProcessPool:
         context = multiprocessing.get_context("spawn")
         share = max(1, num_cores() // self.places)
         for _ in range(self.places):
-            ours, theirs = context.Pipe()
+            ours, child_end = context.Pipe()
             # Not daemons: these may have no worker processes of their own.
-            process = context.Process(target=run_job, args=(theirs, str(self.given), share))
+            process = context.Process(target=run_job, args=(child_end, str(self.given), share))
             process.start()
-            theirs.close()
+            child_end.close()
             self.processes[ours] = process
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
@@ -162,10 +162,10 @@ class ProcessPool:
             self._died(self.processes.pop(pipe), busy.work)
         if message[0] != "call":
             del self.busy[pipe]
-        found = busy.hears(message)
-        if found is not None:
-            self.done.add(found[0])
-            yield found
+        heard_from = busy.hears(message)
+        if heard_from is not None:
+            self.done.add(heard_from[0])
+            yield heard_from
 
     @staticmethod
     def _died(process: BaseProcess, work: Job) -> NoReturn:

@@ -61,11 +61,11 @@ def run_remote_job(given: list[Any], task: bytes, cores: int, cwd: str, marks: S
         path = Path(folder) / "given"
         path.write_bytes(memoryview(ray.get(given[0])))
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
+        ours, child_end = context.Pipe()
         # It ends at once with this one: who begins its work anew elsewhere must find its folder free.
-        process = context.Process(target=run_job, args=(theirs, str(path), cores, signal.SIGKILL))
+        process = context.Process(target=run_job, args=(child_end, str(path), cores, signal.SIGKILL))
         process.start()
-        theirs.close()
+        child_end.close()
         try:
             ours.send_bytes(task)
             yield from _said(ours, process.terminate)
@@ -190,10 +190,10 @@ class RayJobPool:
                         "there (resume), here or on another cluster."
                     )
                 for flying in ready:
-                    found = self._hear(flying, marks)
-                    if found is not None:
-                        done.add(found[0])
-                        yield found
+                    finished = self._hear(flying, marks)
+                    if finished is not None:
+                        done.add(finished[0])
+                        yield finished
 
     def _submit(self, flying: _RemoteJob, marks: Sequence[str]) -> None:
         flying.stream = self.task.remote([self.given], flying.task, self.cores, os.getcwd(), marks)
@@ -202,7 +202,7 @@ class RayJobPool:
     def _ready(self) -> list[_RemoteJob]:
         streams = [flying.stream for flying in self.flying]
         ready, _ = self.ray.wait(streams, num_returns=1, timeout=GLANCE, fetch_local=False)
-        return [flying for flying in self.flying if any(flying.stream is one for one in ready)]
+        return [flying for flying in self.flying if any(flying.stream is reference for reference in ready)]
 
     def _hear(self, flying: _RemoteJob, marks: Sequence[str]) -> tuple[Hashable, Any] | None:
         """One message of a work; one whose node died is begun again."""
@@ -259,7 +259,10 @@ def _marked(folders: Sequence[Path]) -> Iterator[list[str]]:
 
     By which nodes check that they see the same files.
     """
-    there = {next(one for one in (place, *place.parents) if one.is_dir()) for place in map(Path.absolute, folders)}
+    there = {
+        next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())
+        for absolute in map(Path.absolute, folders)
+    }
     marks = [folder / f".{uuid4().hex}.new" for folder in there]
     try:
         for mark in marks:

@@ -65,10 +65,10 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
         ConfigError: It is no run, or other data, or already as long.
         CheckpointError: It has another model, or is damaged.
     """
-    found = checkpoint.newest_checkpoint(parent / "checkpoints")
-    if found is None:
+    newest = checkpoint.newest_checkpoint(parent / "checkpoints")
+    if newest is None:
         raise ConfigError(f"start_from={str(parent)!r} is no run folder with a checkpoint.")
-    path, manifest, _ = found
+    path, manifest, _ = newest
     extra, done = manifest["extra"], int(manifest["round"])
     if done >= config.rounds:
         raise ConfigError(
@@ -98,10 +98,10 @@ def check_never_saved(folder: Path) -> None:
     config = load_yaml(folder / "config.yaml")
     parent = config.get("start_from")
     common = len(read_history(Path(parent))) if parent else 0
-    metrics, made = folder / "metrics.jsonl", folder / "checkpoints"
+    metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
     rounds = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
     emptied = rounds > common + int(config.get("checkpoint_every", 1)) or (folder / "summary.json").exists()
-    if rounds and (emptied or not made.is_dir()):
+    if rounds and (emptied or not checkpoints.is_dir()):
         raise CheckpointError(
             f"The run in {folder} has {rounds} rounds, but its checkpoints are gone, so it cannot go on. Bring the folder "
             "checkpoints back, or start a new run with config.yaml."

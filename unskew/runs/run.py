@@ -160,8 +160,8 @@ def _execute(
     prepared = prepare(method, original, config, device, folder, shared, callbacks)
     everyone = [*callbacks, *trackers]
     session = Session(config, prepared, original, spec, method, device, folder, everyone, warnings)
-    told = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
-    for client, (up, down) in (*told, *prepared.traffic):
+    traffic = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
+    for client, (up, down) in (*traffic, *prepared.traffic):
         session.server.traffic.count(client, "up", up, 0)
         session.server.traffic.count(client, "down", down, 0)
     return session.run(resume)

@@ -191,8 +191,8 @@ class Session:
         config = self.config
         if self.folder is not None and not resume:  # before engine.json, so that a run killed in between can be resumed
             write_atomic(self.folder / "config.yaml", config.to_yaml().encode())
-        asked = EngineRequest(config.engine, config.workers, config.clients_per_group, config.ray.address)
-        choice = choose_engine(asked, self.setup, self.sampler.size, config.rounds, self.folder, resume)
+        request = EngineRequest(config.engine, config.workers, config.clients_per_group, config.ray.address)
+        choice = choose_engine(request, self.setup, self.sampler.size, config.rounds, self.folder, resume)
         cluster = config.ray.model_dump()
         return make_engine(choice.engine, self.setup, choice.workers, choice.clients_per_group, cluster), choice
 
@@ -268,12 +268,12 @@ class Session:
     def _restore(self) -> int:
         """Load the newest whole checkpoint; returns the number of rounds done."""
         assert self.folder is not None
-        found = checkpoint.newest_checkpoint(self.folder / "checkpoints")
-        if found is None:
+        newest = checkpoint.newest_checkpoint(self.folder / "checkpoints")
+        if newest is None:
             check_never_saved(self.folder)
             self.recorder.resume(0, 0.0)
             return self._branch()
-        path, manifest, problems = found
+        path, manifest, problems = newest
         for problem in problems:
             self.recorder.warn(f"{problem} Going on from {path.name} instead.")
         extra, done = manifest["extra"], int(manifest["round"])

@@ -124,7 +124,7 @@ def kept_metrics(history: Sequence[dict[str, Any]], round: int, metrics: RunMetr
         metrics: Metrics of the run.
     """
     row = history[round - 1]
-    return {"kept_round": row["round"], **{f"kept_{one.name}": row[one.name] for one in metrics.judging}}
+    return {"kept_round": row["round"], **{f"kept_{metric.name}": row[metric.name] for metric in metrics.judging}}
 
 
 def client_metrics(
@@ -139,17 +139,17 @@ def client_metrics(
         client_names: Names of all clients, if they have any.
     """
     figures: dict[str, Any] = {}
-    for one in (one for one in metrics.judging if one.name != WORST):
-        figures |= scores.figures("client", one, client_names)
-        figures |= {} if own is None else own.figures("personal", one, client_names)
+    for metric in (metric for metric in metrics.judging if metric.name != WORST):
+        figures |= scores.figures("client", metric, client_names)
+        figures |= {} if own is None else own.figures("personal", metric, client_names)
     return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
 
 
 def epochs_per_round(prepared: PreparedData) -> float:
     """Epochs that a client makes in a round, mean over clients: fewer where others' samples bring no further steps."""
     training, sizes = prepared.training, prepared.federation.sizes.tolist()
-    made = [training.steps(n, k) / len(training.cuts(n)) for k, n in enumerate(sizes)]
-    return round(sum(made) / len(made), 3)
+    epochs = [training.steps(n, k) / len(training.cuts(n)) for k, n in enumerate(sizes)]
+    return round(sum(epochs) / len(epochs), 3)
 
 
 def counted_class_names(federation: Federation) -> tuple[str, ...]:
@@ -184,8 +184,8 @@ def client_rows(
     clients, names = federation.clients, federation.client_names
     holds: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and counted_class_names(federation):
-        found = enumerate(federation.label_distribution()[0])
-        holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in found}
+        counts = enumerate(federation.label_distribution()[0])
+        holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in counts}
     if isinstance(clients, ArrayClients):
         held_out = clients.offsets[1:] - clients.splits
         few = len(clients) <= MOST_CLIENTS
@@ -198,9 +198,9 @@ def client_rows(
             "client": k,
             **({"name": names[k]} if names else {}),
             "samples": samples,
-            "num_held_out": held,
+            "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
             **finite_or_none(figures.get(k, {})),
         }
-        for k, (samples, held) in sizes.items()
+        for k, (samples, num_held_out) in sizes.items()
     ]

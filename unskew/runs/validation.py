@@ -40,7 +40,7 @@ def check_method(
     check_task(method, federation)
     run_metrics(config, federation)
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
-    coded = [one.name for one in federation.encoders if one.kind == "category"]
+    coded = [encoder.name for encoder in federation.encoders if encoder.kind == "category"]
     if config.secure_aggregation == "required":
         check_sums_suffice(method, of_clients)
         if coded:
@@ -54,8 +54,8 @@ def check_method(
     run = PreRunContext(federation, build, config.training, config.rounds, delayed, config.diagnose, config.base_run)
     warnings: list[str] = []
     for rule in method.rules:
-        told = rule.check(run) or ()
-        warnings += [told] if isinstance(told, str) else told
+        notes = rule.check(run) or ()
+        warnings += [notes] if isinstance(notes, str) else notes
         warnings += misspelled_hooks(rule)
     if coded and model is None and config.model in MODELS and config.model != "table-mlp":
         warnings.append(
@@ -129,13 +129,15 @@ def misspelled_hooks(rule: Rule) -> list[str]:
     kind = next(kind for kind in (ClientRule, ServerRule, SyncRule, DataRule, Rule) if isinstance(rule, kind))
     hooks = [name for name in dir(kind) if not name.startswith("_")]
     own = {name for cls in type(rule).__mro__ if not cls.__module__.startswith("unskew.") for name in vars(cls)}
-    told = []
+    misspelled = []
     for name in sorted(own - set(hooks) - set(option_defaults(type(rule))) - set(dir(object))):
         near = [] if name.startswith("_") else difflib.get_close_matches(name, hooks, 1, 0.75)
         near = [FORMER_HOOKS[name]] if FORMER_HOOKS.get(name) in hooks else near
         if near:
-            told.append(f"{rule.name}: nothing calls or reads {type(rule).__name__}.{name}; did you mean {near[0]!r}?")
-    return told
+            misspelled.append(
+                f"{rule.name}: nothing calls or reads {type(rule).__name__}.{name}; did you mean {near[0]!r}?"
+            )
+    return misspelled
 
 
 def check_declarations(rule: Rule) -> None:

@@ -63,10 +63,10 @@ def model_of_client(
         raise ConfigError(
             f"{config.method} has no personal models: all clients are served by the global one. Leave --client out."
         )
-    found = newest_checkpoint(folder / "checkpoints")
-    if found is None:
+    newest = newest_checkpoint(folder / "checkpoints")
+    if newest is None:
         raise CheckpointError(f"The clients' own models are in the last checkpoint, and {folder} has none any more.")
-    path, manifest, _ = found
+    path, manifest, _ = newest
     if not _is_last(folder, manifest["round"]):
         raise CheckpointError(
             f"The last checkpoint of {folder} is missing or damaged, which holds the clients' own models."
@@ -86,17 +86,17 @@ def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], numbe
     ):  # it is gone while a run goes on, whose earlier models are still there
         read_json(folder / "summary.json")
     with checkpoint_errors(folder / NAME / str(number)):
-        found = load_personal_model(folder, number)
-        if found is not None and (found[0].shape, found[1].shape) != (final[0].shape, final[1].shape):
+        personal = load_personal_model(folder, number)
+        if personal is not None and (personal[0].shape, personal[1].shape) != (final[0].shape, final[1].shape):
             raise ValueError(f"the model of client {number} has another size")
-    if found is None:
+    if personal is None:
         raise ConfigError(
             f"{config.method} trains the clients' own models at the end of the run, and {folder} keeps none of client "
             f"{number}: only clients that are evaluated have one (eval_clients, holdout), only where all of them are not too "
             "large, and none of a run across real sites, where they stay. Leave --client out, and train the model on the "
             "client's data."
         )
-    return found
+    return personal
 
 
 def _is_last(folder: Path, round: int) -> bool:

@@ -58,8 +58,8 @@ def evaluate_rows(
 def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
     """Return the labels of rows as the model's classes, ``[n]`` or ``[n, L]``; of regression the numbers ``[n, T]``."""
     if rows.table is None:  # images lie in a folder per class
-        found, ys = np.unique([str(name).split("/")[0] for name in rows.names], return_inverse=True)
-        names, labels = tuple(found.tolist()), ys.reshape(-1)
+        label_names, ys = np.unique([str(name).split("/")[0] for name in rows.names], return_inverse=True)
+        names, labels = tuple(label_names.tolist()), ys.reshape(-1)
     else:
         wanted = inputs.class_names if inputs.task == "regression" else (inputs.label,)
         for name in wanted:
@@ -81,11 +81,11 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         raise DataError(
             f"{path} has the class {strange[0]!r}, but the model was trained on {', '.join(inputs.names[:20])}."
         )
-    places = np.array([inputs.names.index(name) for name in names])
+    index_of = np.array([inputs.names.index(name) for name in names])
     if labels.ndim == 1:
-        return places[labels]
+        return index_of[labels]
     wide = np.zeros((len(labels), inputs.classes), np.uint8)
-    wide[:, places] = labels
+    wide[:, index_of] = labels
     return wide
 
 
@@ -98,11 +98,11 @@ def compute_metrics(outputs: np.ndarray, y: np.ndarray, inputs: InputSpec) -> di
         tally = MultiLabel().tally(torch.from_numpy(outputs - 0.5), torch.from_numpy(y))
         loss = -np.log(np.where(y > 0, chance, 1 - chance)).mean()
         return {"accuracy": ((outputs > 0.5) == (y > 0)).mean(), "loss": loss, **MultiLabel().measure(tally, loss)}
-    asked = [name for name in METRICS if name != "recall" or inputs.classes <= MOST_RECALLS]
+    metrics = [name for name in METRICS if name != "recall" or inputs.classes <= MOST_RECALLS]
     return {
         "accuracy": (outputs.argmax(1) == y).mean(),
         "loss": -np.log(chance[np.arange(len(y)), y]).mean(),
-        **compute_metric_values(asked, outputs, y, inputs.names),
+        **compute_metric_values(metrics, outputs, y, inputs.names),
     }
 
 

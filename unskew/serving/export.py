@@ -59,9 +59,9 @@ def export(
     """
     if format not in FILES:
         raise ConfigError(unknown_name("format", str(format), FILES))
-    found = open_run(run, client, model, trust_code)
+    opened = open_run(run, client, model, trust_code)
     whose = "" if client is None else f"-client-{client}"
-    folder = parse_path(out) if out is not None else found.folder / f"export-{format}{whose}"
+    folder = parse_path(out) if out is not None else opened.folder / f"export-{format}{whose}"
     if is_occupied(folder) or (out is None and folder.is_symlink()):
         raise ConfigError(f"{folder} is already there; choose another folder with --out.")
     added = make_folder(folder)
@@ -69,10 +69,10 @@ def export(
         file = folder / FILES[format]
         apart = None
         if format == "transformers":
-            save_pretrained(found, folder)
+            save_pretrained(opened, folder)
         else:
-            apart = write_model(found, format, file)
-        write_atomic(folder / "README.md", model_card_text(found, format, client).encode())
+            apart = write_model(opened, format, file)
+        write_atomic(folder / "README.md", model_card_text(opened, format, client).encode())
     except BaseException:
         unmake_folder(folder, added)
         raise

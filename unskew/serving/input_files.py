@@ -142,11 +142,11 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
 
 def unknown_categories(table: Any, inputs: InputSpec) -> tuple[UnknownCategories, ...]:
     """Return values of categorical columns that are neither missing nor known from training."""
-    found = []
-    for one in inputs.columns:
-        if one.kind == "category":
-            values, known = to_texts(table.column(one.name)), {None, *one.values}
+    unknown = []
+    for column in inputs.columns:
+        if column.kind == "category":
+            values, known = to_texts(table.column(column.name)), {None, *column.values}
             rows = np.flatnonzero([value not in known for value in values])
             if len(rows):
-                found.append(UnknownCategories(one.name, tuple(dict.fromkeys(values[rows])), tuple(rows.tolist())))
-    return tuple(found)
+                unknown.append(UnknownCategories(column.name, tuple(dict.fromkeys(values[rows])), tuple(rows.tolist())))
+    return tuple(unknown)

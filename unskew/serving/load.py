@@ -89,13 +89,13 @@ def load_predictor(
         CheckpointError: It holds no finished run, or its files are damaged.
         ConfigError: The model cannot be built from what the folder says, or there is none of that client.
     """
-    found = open_run(run, client, model, trust_code)
-    if found.inputs.task == "language":
+    opened = open_run(run, client, model, trust_code)
+    if opened.inputs.task == "language":
         raise ConfigError(
-            f"{found.folder} holds a language model, which has no classes to predict; unskew export --format transformers "
+            f"{opened.folder} holds a language model, which has no classes to predict; unskew export --format transformers "
             "writes it for transformers."
         )
-    return ServedModel(found.module, found.inputs, found.spec.dtype)
+    return ServedModel(opened.module, opened.inputs, opened.spec.dtype)
 
 
 def open_run(

@@ -99,7 +99,7 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
 def card_metrics(task: str, config: Experiment) -> dict[str, str]:
     """The figures of a summary that the card shows, and what it calls them."""
     key = "r2" if task == "regression" else "accuracy"
-    further = dict.fromkeys(metric_name(one) for one in (config.objective, *config.metrics) if one != AUTO)
+    further = dict.fromkeys(metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO)
     name = SCORES[key]
     return {
         key: f"Test {name}, last round",
@@ -124,14 +124,20 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     others = []
     if re.fullmatch(r"seed-\d+", folder.resolve().name):
         own = without_seed(folder)
-        beside = sorted(one for one in folder.resolve().parent.glob("seed-*") if one != folder.resolve())
-        others = [one for one in beside if (one / "summary.json").is_file() and without_seed(one) == own]
-    found = []
-    for one in (folder, *others):
-        with checkpoint_errors(one / "summary.json"):
-            found.append(read_json(one / "summary.json"))
-            found[-1]["method"], found[-1]["data"], found[-1]["partition"]
-    return found
+        beside = sorted(
+            folder_path for folder_path in folder.resolve().parent.glob("seed-*") if folder_path != folder.resolve()
+        )
+        others = [
+            folder_path
+            for folder_path in beside
+            if (folder_path / "summary.json").is_file() and without_seed(folder_path) == own
+        ]
+    summaries_found = []
+    for folder_path in (folder, *others):
+        with checkpoint_errors(folder_path / "summary.json"):
+            summaries_found.append(read_json(folder_path / "summary.json"))
+            summaries_found[-1]["method"], summaries_found[-1]["data"], summaries_found[-1]["partition"]
+    return summaries_found
 
 
 def without_seed(folder: Path) -> dict[str, Any] | None:
@@ -221,15 +227,15 @@ def use_text(found: OpenedRun, kind: str) -> str:
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [
-        f"{escape_markdown(one.name)}: "
-        + ", ".join(f"{place} {escape_markdown(value)}" for place, value in enumerate(one.values, 1))
-        for one in found.inputs.columns
-        if one.kind == "category"
+        f"{escape_markdown(column.name)}: "
+        + ", ".join(f"{index} {escape_markdown(value)}" for index, value in enumerate(column.values, 1))
+        for column in found.inputs.columns
+        if column.kind == "category"
     ]
     coded = f" A category goes in as a number, 0 if it is none of these: {'; '.join(codes)}." if codes else ""
-    days = ", ".join(escape_markdown(one.name) for one in found.inputs.columns if one.kind == "date")
+    days = ", ".join(escape_markdown(column.name) for column in found.inputs.columns if column.kind == "date")
     coded += f" A date goes in as days since 1970: {days}." if days else ""
-    coded += " A number that is missing is NaN." if any(one.fills for one in found.inputs.columns) else ""
+    coded += " A number that is missing is NaN." if any(column.fills for column in found.inputs.columns) else ""
     padding = " Shorter texts are filled up with -1." if found.inputs.kind == "tokens" else ""
     return (
         f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(input_shape(found.inputs))}, as they are: what "

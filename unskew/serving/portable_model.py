@@ -63,8 +63,8 @@ class PortableModel(nn.Module):
         self.register_buffer("factor", factor)
         self.register_buffer("offset", offset)
         columns = inputs.columns
-        self.register_buffer("means", torch.tensor([one.mean for one in columns]) if columns else None)
-        self.marked = [place for place, one in enumerate(columns) if one.marks]
+        self.register_buffer("means", torch.tensor([column.mean for column in columns]) if columns else None)
+        self.marked = [index for index, column in enumerate(columns) if column.marks]
 
     def forward(self, x: Tensor) -> Tensor:
         """Probabilities of the classes, or the numbers that are predicted."""
@@ -91,7 +91,7 @@ def example_inputs(found: OpenedRun, count: int) -> Tensor:
         ends = torch.randint(1, shape[1] + 1, (count, 1), generator=draws)
         return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
     if inputs.columns:
-        return torch.stack([_column(one, count, draws) for one in inputs.columns], 1)
+        return torch.stack([_column(column, count, draws) for column in inputs.columns], 1)
     x, known = torch.randn(shape, generator=draws), inputs.normalisation
     if known is None:
         return x
@@ -124,7 +124,7 @@ def file_metadata(found: OpenedRun) -> dict[str, str]:
     about["outputs"] = output_kind(inputs)
     about |= {} if inputs.task == "language" else {"class_names": inputs.names}
     about |= {"features": list(inputs.features)} if inputs.features else {}
-    columns = [{"name": one.name, "kind": one.kind, "values": list(one.values)} for one in inputs.columns]
+    columns = [{"name": column.name, "kind": column.kind, "values": list(column.values)} for column in inputs.columns]
     about |= {"columns": columns} if columns else {}
     about |= {"text": list(inputs.text), "tokenizer": inputs.tokenizer, "padding": PADDING} if inputs.text else {}
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
@@ -172,8 +172,8 @@ def _torch(portable: PortableModel, x: Tensor, about: dict[str, str], file: Path
     data = io.BytesIO()
     torch.export.save(program, data, extra_files={"about.json": json.dumps(about)})
     write_atomic(file, data.getvalue())
-    kept: Any = torch.export.load(file).module()
-    return lambda y: kept(y)
+    module: Any = torch.export.load(file).module()
+    return lambda y: module(y)
 
 
 def _torchscript(portable: PortableModel, x: Tensor, about: dict[str, str], file: Path) -> Ask:
@@ -181,8 +181,8 @@ def _torchscript(portable: PortableModel, x: Tensor, about: dict[str, str], file
     data = io.BytesIO()  # written to a file by torch, a full disk would end the process
     jit.save(jit.trace(portable, x), data, _extra_files={"about.json": json.dumps(about)})
     write_atomic(file, data.getvalue())
-    kept = jit.load(file)
-    return lambda y: kept(y)
+    module = jit.load(file)
+    return lambda y: module(y)
 
 
 def _onnx(portable: PortableModel, x: Tensor, about: dict[str, str], file: Path) -> Ask:

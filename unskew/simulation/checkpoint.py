@@ -119,10 +119,10 @@ def _keep(path: Path, copy: Path, known: str | None) -> str:
 
 def drop_old_checkpoints(folder: Path, keep: int | None = None, after: int | None = None) -> None:
     """Remove unfinished checkpoints, all but the last ``keep`` and those ``after`` a round (damaged, to be redone)."""
-    found = list_checkpoints(folder)
-    kept = [path for path in found if after is None or int(path.name) <= after][:keep]
-    for path in [*found, *folder.glob(".*.new")]:
-        if path not in kept:
+    checkpoints = list_checkpoints(folder)
+    kept_checkpoints = [path for path in checkpoints if after is None or int(path.name) <= after][:keep]
+    for path in [*checkpoints, *folder.glob(".*.new")]:
+        if path not in kept_checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -143,8 +143,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
-    return sorted(found, key=lambda path: int(path.name), reverse=True)
+    checkpoints = [path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
+    return sorted(checkpoints, key=lambda path: int(path.name), reverse=True)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -96,16 +96,16 @@ def check_manifest(manifest: dict[str, Any]) -> None:
         ValueError: A part is missing, or is not what it must be.
     """
     try:
-        found = Manifest.model_validate(manifest)
+        parsed = Manifest.model_validate(manifest)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where[:80]}: {plain_message(first['msg'])}") from None
-    if "server.safetensors" not in found.files:
+    if "server.safetensors" not in parsed.files:
         raise ValueError("files: the server's are missing")
-    rounds = [*found.last.values(), *(born for _, born in found.sent.values())]
-    if max([*rounds, *(update.born for update in found.in_flight)], default=-1) >= found.round:
+    rounds = [*parsed.last.values(), *(born for _, born in parsed.sent.values())]
+    if max([*rounds, *(update.born for update in parsed.in_flight)], default=-1) >= parsed.round:
         raise ValueError("something in it is of a later round")
-    flying = [update.client for update in found.in_flight]
+    flying = [update.client for update in parsed.in_flight]
     if len(set(flying)) < len(flying):
         raise ValueError("in_flight: a client has two updates on their way")

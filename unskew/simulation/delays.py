@@ -110,11 +110,11 @@ def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
     wanted = 2 if kind == "lognormal" else 1
     example = {"fixed": "fixed:3", "half-normal": "half-normal:20", "lognormal": "lognormal:4,0.5"}[kind]
     try:
-        numbers = tuple(float(piece) for piece in value.split(","))
+        numbers = tuple(float(part) for part in value.split(","))
     except ValueError:
         numbers = ()
-    whole = kind != "fixed" or all(n == int(n) for n in numbers if math.isfinite(n))
-    if len(numbers) != wanted or not all(math.isfinite(n) and n >= 0 for n in numbers) or not whole:
+    integral = kind != "fixed" or all(n == int(n) for n in numbers if math.isfinite(n))
+    if len(numbers) != wanted or not all(math.isfinite(n) and n >= 0 for n in numbers) or not integral:
         raise ConfigError(f"The delay {spec!r} is not written like {example}.")
     if max(numbers) > LONGEST:
         raise ConfigError(f"The delay {spec!r} is longer than any run; its numbers are at most {LONGEST:,}.")
@@ -127,7 +127,7 @@ def read_trace(path: Path) -> dict[int | None, list[int]]:
     Raises:
         DataError: There is no such file, or a row is not a delay.
     """
-    found: dict[int | None, list[int]] = {}
+    delays: dict[int | None, list[int]] = {}
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # some programs begin a file with a byte order mark
             rows = csv.DictReader(file, restkey="beyond", skipinitialspace=True)
@@ -145,14 +145,14 @@ def read_trace(path: Path) -> dict[int | None, list[int]]:
                 delay = parse_nonnegative(
                     row["delay"], f"{path}, line {number}: a delay is a whole number of rounds, 0 or more"
                 )
-                found.setdefault(client, []).append(delay)
+                delays.setdefault(client, []).append(delay)
     except OSError as error:
         raise DataError(f"The trace {path} cannot be read: {error.strerror}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"The trace {path} is not a CSV file: {error}.") from error
-    if not found:
+    if not delays:
         raise DataError(f"{path} holds no delays.")
-    return found
+    return delays
 
 
 def parse_nonnegative(text: str | None, what: str) -> int:

@@ -133,7 +133,7 @@ class Evaluator:
         Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Logits
         are added to ``kept``, if there is such a list.
         """
-        right, asked, losses, tallies = [], [], [], []
+        right, scores, losses, tallies = [], [], [], []
         with num_threads(self.threads):
             predict = self.model.predict(v, b)
             for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
@@ -142,42 +142,42 @@ class Evaluator:
                 if kept is not None:
                     kept.append(logits)
                 right.append(self.task.correct(logits, target))
-                asked.append(self.task.predictions(target))
+                scores.append(self.task.predictions(target))
                 if single:
-                    losses.append(self.task.losses(logits, target).to(torch.float64) * asked[-1])
+                    losses.append(self.task.losses(logits, target).to(torch.float64) * scores[-1])
                 else:
-                    losses.append((self.task.loss(logits, target).to(torch.float64) * asked[-1].sum())[None])
+                    losses.append((self.task.loss(logits, target).to(torch.float64) * scores[-1].sum())[None])
                 tallies.append(self.task.tally(logits, target))
-        return torch.cat(right), torch.cat(asked), torch.cat(losses), torch.stack(tallies).sum(0)
+        return torch.cat(right), torch.cat(scores), torch.cat(losses), torch.stack(tallies).sum(0)
 
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The loss of every sample, ``[n]``, in float64."""
         vector = x.dim() == 2 and x.is_floating_point()
         size = 20 * BATCH if vector else self.batch  # a vector is small
-        found = []
+        losses_list = []
         with num_threads(self.threads):
             predict = self.model.predict(v, b)
             for first in range(0, len(y), size):
                 target = y[first : first + size].to(self.model.device)
                 logits = predict(self.normalise(x[first : first + size])).logits
-                found.append(self.task.losses(logits, target).to(torch.float64))
-        return torch.cat(found)
+                losses_list.append(self.task.losses(logits, target).to(torch.float64))
+        return torch.cat(losses_list)
 
     def evaluate_test(self, v: Tensor, b: Tensor) -> Score:
         """The model ``v [d], b [m]`` on the test set."""
-        kept: list[Tensor] | None = [] if self.metrics else None
-        right, asked, losses, tally = self._samples(v, b, *self._test, kept=kept)
-        loss = float(losses.sum() / asked.sum())
+        kept_scores: list[Tensor] | None = [] if self.metrics else None
+        right, scores, losses, tally = self._samples(v, b, *self._test, kept=kept_scores)
+        loss = float(losses.sum() / scores.sum())
         figures = self.task.measure(tally, loss)
-        if kept is not None:
-            figures |= self._of_all(kept, self.test[1], "the test set")
-        return Score(figures.pop(self.task.scored, mean_accuracy(right, asked)), loss, figures)
+        if kept_scores is not None:
+            figures |= self._of_all(kept_scores, self.test[1], "the test set")
+        return Score(figures.pop(self.task.scored, mean_accuracy(right, scores)), loss, figures)
 
     def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return the true values of the test set and the model's probabilities or predictions for it."""
-        kept: list[Tensor] = []
-        self._samples(v, b, *self._test, kept=kept)
-        return self._arrays(kept, self.test[1])
+        kept_scores: list[Tensor] = []
+        self._samples(v, b, *self._test, kept=kept_scores)
+        return self._arrays(kept_scores, self.test[1])
 
     def _arrays(self, logits: Sequence[Tensor], y: Tensor) -> tuple[np.ndarray, np.ndarray]:
         scores = torch.cat([self.task.scores(part) for part in logits])
@@ -190,10 +190,10 @@ class Evaluator:
     def _others(self, logits: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
         """Compute all metrics of one client but the scored one and the loss."""
         y = y.to(logits.device)
-        found = self.task.measure(self.task.tally(logits, y), loss)
-        found.pop(self.task.scored, None)
+        metrics = self.task.measure(self.task.tally(logits, y), loss)
+        metrics.pop(self.task.scored, None)
         where = f"what {self.federation.client_label(client)} holds out"
-        return found | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
+        return metrics | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
 
     def evaluate_clients(
         self,
@@ -223,48 +223,50 @@ class Evaluator:
         if not most:
             return ClientScores(np.zeros(0), NOTHING)
         clients = [self.federation.clients[k] for k in evaluated_clients(len(self.federation.clients), most, seed)]
-        held = [c for c in clients if len(c.y_test)]
-        if not held and self.federation.test[1].dim() > 1:
+        evaluated = [c for c in clients if len(c.y_test)]
+        if not evaluated and self.federation.test[1].dim() > 1:
             return ClientScores(np.zeros(0), f"{NOTHING}, because no client holds out any samples")
-        judged, measured_on = held or clients, HELD_OUT if held else BY_CLASS
+        judged, measured_on = evaluated or clients, HELD_OUT if evaluated else BY_CLASS
         who, scored = np.array([c.id for c in judged], np.int64), self.task.scored
         if own is not None:
             scores = [self.one(*served, c, each) for c, served in zip(judged, own(who.tolist()), strict=True)]
             accuracies, losses = np.array([(score.accuracy, score.loss) for score in scores]).T
             others = metrics_by_name([score.figures for score in scores])
             return ClientScores(accuracies, measured_on, losses, who, scored, others)
-        if not held:
+        if not evaluated:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
             return ClientScores(accuracies, measured_on, losses, who, scored)
         # Logits of language models are as many as the vocabulary for every token: they are not kept.
         language = self.task.name == "language"
-        kept: list[Tensor] | None = [] if (each or pooled) and not language else None
-        inputs = (c.x_test for c in held)  # one client's after another's, not all at once
-        right, asked, summed, tally = self._samples(v, b, inputs, [c.y_test for c in held], single=True, kept=kept)
-        sizes = [len(c.y_test) for c in held]
-        parts = zip(*(torch.split(t, sizes) for t in (right, asked, summed)), strict=True)
+        kept_scores: list[Tensor] | None = [] if (each or pooled) and not language else None
+        inputs = (c.x_test for c in evaluated)  # one client's after another's, not all at once
+        right, sums_of, summed, tally = self._samples(
+            v, b, inputs, [c.y_test for c in evaluated], single=True, kept=kept_scores
+        )
+        sizes = [len(c.y_test) for c in evaluated]
+        parts = zip(*(torch.split(t, sizes) for t in (right, sums_of, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
         others = {}
         pooled_metrics: dict[str, float] = {}
         if each:
-            logits = torch.split(torch.cat(kept), sizes) if kept is not None else [right] * len(held)
-            trios = zip(held, logits, losses.tolist(), strict=True)
+            logits = torch.split(torch.cat(kept_scores), sizes) if kept_scores is not None else [right] * len(evaluated)
+            trios = zip(evaluated, logits, losses.tolist(), strict=True)
             others = metrics_by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
         if pooled:
-            pooled_metrics = self.task.measure(tally, float(summed.sum() / asked.sum().clamp_min(1)))
+            pooled_metrics = self.task.measure(tally, float(summed.sum() / sums_of.sum().clamp_min(1)))
             pooled_metrics.pop(scored, None)
-            if kept is not None and self.metrics:
-                y = torch.cat([c.y_test.to(self.model.device) for c in held])
-                pooled_metrics |= self._of_all(kept, y, "what the clients hold out")
+            if kept_scores is not None and self.metrics:
+                y = torch.cat([c.y_test.to(self.model.device) for c in evaluated])
+                pooled_metrics |= self._of_all(kept_scores, y, "what the clients hold out")
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
     def one(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
         """A client's own model on its own data; with ``each`` also the metrics beyond the scored one and the loss."""
         if len(client.y_test):
-            kept: list[Tensor] | None = [] if each and self.task.name != "language" else None
-            found = self._samples(v, b, [client.x_test], [client.y_test], single=True, kept=kept)
-            accuracy, loss = mean_accuracy_and_loss(*found[:3])
-            logits = found[0] if kept is None else torch.cat(kept)
+            kept_scores: list[Tensor] | None = [] if each and self.task.name != "language" else None
+            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, kept=kept_scores)
+            accuracy, loss = mean_accuracy_and_loss(*scores[:3])
+            logits = scores[0] if kept_scores is None else torch.cat(kept_scores)
             others = self._others(logits, client.y_test, loss, client.id) if each else {}
             return Score(accuracy, loss, others)
         accuracies, losses = self._by_class(v, b, [client.y])

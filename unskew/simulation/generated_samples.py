@@ -42,8 +42,8 @@ class GeneratedSamplesRecorder:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
         if self.problem is None:
             casts = [
-                dataclasses.replace(cast, show=place < self.most and cast.round == self.last)
-                for place, cast in enumerate(casts)
+                dataclasses.replace(broadcast, show=index < self.most and broadcast.round == self.last)
+                for index, broadcast in enumerate(casts)
             ]
         for update in self.engine.train(casts):
             if update.made:
@@ -63,10 +63,10 @@ class GeneratedSamplesRecorder:
         for old in folder.glob("client-*.png"):
             old.unlink()
         pixels = PixelScaling.of(self.federation)
-        for client, made in self.made.items():
-            images = pixels.intensities(made["x"].cpu()).clamp(0, 1)
+        for client, samples in self.made.items():
+            images = pixels.intensities(samples["x"].cpu()).clamp(0, 1)
             save_images_by_class(
-                images.numpy(), made["y"].cpu().numpy(), self.federation.classes, self.federation.class_names,
+                images.numpy(), samples["y"].cpu().numpy(), self.federation.classes, self.federation.class_names,
                 folder / f"client-{client:04d}.png", title=f"{self.federation.client_label(client)}, round {self.last + 1}",
             )  # fmt: skip
         return None

@@ -35,18 +35,18 @@ def subtract_slices(slices: Slices | None, others: Slices | None, size: int) -> 
     """
     if others is None:
         return ()
-    found: list[slice] = []
-    for piece in (slice(0, size),) if slices is None else slices:
-        start = piece.start
+    remaining: list[slice] = []
+    for span in (slice(0, size),) if slices is None else slices:
+        start = span.start
         for other in others:
-            if other.stop <= start or other.start >= piece.stop:
+            if other.stop <= start or other.start >= span.stop:
                 continue
             if other.start > start:
-                found.append(slice(start, other.start))
+                remaining.append(slice(start, other.start))
             start = max(start, other.stop)
-        if start < piece.stop:
-            found.append(slice(start, piece.stop))
-    return tuple(found)
+        if start < span.stop:
+            remaining.append(slice(start, span.stop))
+    return tuple(remaining)
 
 
 def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: str) -> None:
@@ -57,8 +57,8 @@ def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: s
     """
     end = 0
     for start, stop, step in edges:
-        whole = isinstance(start, int) and isinstance(stop, int) and step in (None, 1)
-        if not whole or not end <= start <= stop <= size:
+        valid = isinstance(start, int) and isinstance(stop, int) and step in (None, 1)
+        if not valid or not end <= start <= stop <= size:
             raise ConfigError(
                 f"{who} must give slices of the {size} parameters in order, that do not overlap, with both ends and "
                 f"without a step; {slice(start, stop, step)} is not one."
@@ -80,7 +80,7 @@ class SliceExchange:
         self._checked = lru_cache(maxsize=64)(self._made_check)
         if sync is not None:
             check_slices(
-                [(piece.start, piece.stop, piece.step) for piece in sync.local_slices(spec)],
+                [(span.start, span.stop, span.step) for span in sync.local_slices(spec)],
                 spec.size,
                 f"{sync.name}.own",
             )
@@ -101,7 +101,7 @@ class SliceExchange:
         both = self.sync.exchanged_slices(rules[self.sync.name], round, client, last, self.spec)
         for slices in both:
             if slices is not None:
-                self._checked(tuple((piece.start, piece.stop, piece.step) for piece in slices))
+                self._checked(tuple((span.start, span.stop, span.step) for span in slices))
         return both
 
     def figures(self, rules: dict[str, Tensors], round: int) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class SliceExchange:
 
     def masks(self, slices: Slices | None, device: torch.device) -> Masks | None:
         """Return masks of the parameters in the slices and of the statistics sent with them; None for all."""
-        return None if slices is None else self._masks(tuple((piece.start, piece.stop) for piece in slices), device)
+        return None if slices is None else self._masks(tuple((span.start, span.stop) for span in slices), device)
 
     def buffer_masks(self, slices: Slices | None, b: Tensor) -> int:
         """Bytes of the statistics that travel with the slices."""

@@ -31,8 +31,8 @@ def has_personal_models(method: Method, spec: ModelSpec) -> bool:
 
 def keeps_client_state(method: Method, spec: ModelSpec) -> bool:
     """Return whether clients keep models, or parts of them, from round to round."""
-    kept = any(type(rule).personal is not ClientRule.personal for rule in method.client)
-    return kept or bool(method.sync and method.sync.local_slices(spec))
+    keeps = any(type(rule).personal is not ClientRule.personal for rule in method.client)
+    return keeps or bool(method.sync and method.sync.local_slices(spec))
 
 
 def serving_model(
@@ -60,8 +60,8 @@ def serving_model(
         sent = buffer_mask(spec, complement_slices(slices, len(v))).to(b.device)
         b = torch.where(sent, b, state.buffers.to(b.device))
     for rule in method.client:
-        mine = rule.personal(state.rules.get(rule.name, {}))
-        v = v if mine is None else mine
+        own_model = rule.personal(state.rules.get(rule.name, {}))
+        v = v if own_model is None else own_model
     return v, b
 
 

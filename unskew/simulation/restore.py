@@ -88,7 +88,7 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
     for client, tensors in _client_parts(path, manifest, CLIENTS, server):
         own = ClientState.of(tensors)
         stays = ClientState(
-            {rule: held for rule, held in own.rules.items() if rule in shared},
+            {rule: rule_tensors for rule, rule_tensors in own.rules.items() if rule in shared},
             own.model if parted else None,
             own.buffers if parted or server.mode == "local" else None,
             own.optimizer if parted else {},

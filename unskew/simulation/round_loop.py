@@ -52,11 +52,11 @@ def run_rounds(
     with interruptible() as stopped:
         for t in rounds:
             cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
-            casts = [server.broadcast(t, k) for k in cohort]
-            gone = {k for k in cohort if network.drops(t, k)}
-            for k in gone:
+            broadcasts = [server.broadcast(t, k) for k in cohort]
+            dropped = {k for k in cohort if network.drops(t, k)}
+            for k in dropped:
                 server.lost(k)
-            results = train_clients(engine, [cast for cast in casts if cast.client not in gone])
+            results = train_clients(engine, [broadcast for broadcast in broadcasts if broadcast.client not in dropped])
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
             if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):

@@ -149,18 +149,18 @@ class Server:
         """Create the broadcast for ``client`` in ``round`` and count its bytes."""
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
         report = self.wants_models and self.parted and self.evaluates(round)
-        cast = replace_fields(self._cast(round, client, self.v, self.b, down, up), report=report)
+        broadcast = replace_fields(self._cast(round, client, self.v, self.b, down, up), report=report)
         # Where only slices travel, a client may begin with statistics of its own.
         statistics_too = "sent_statistics" in self.needs and self.mode == "average" and self.method.sync is None
         if "sent_model" in self.needs or statistics_too:
-            v, b = (self.v if "sent_model" in self.needs else None), (cast.b if statistics_too else None)
+            v, b = (self.v if "sent_model" in self.needs else None), (broadcast.b if statistics_too else None)
             self.sent[client] = SentModel(self.version, round, v, b)
         statistics = self.exchange.buffer_masks(down, self.b) if self.mode == "average" else 0
-        sent = slice_bytes(down, self.v) + extra_bytes(cast.download, down, self.v)
+        sent = slice_bytes(down, self.v) + extra_bytes(broadcast.download, down, self.v)
         if self.changes_updates:  # the client needs the server's values wherever it sends a difference
             sent += slice_bytes(subtract_slices(up, down, len(self.v)), self.v)
         self.traffic.count(client, "down", sent, statistics)
-        return cast
+        return broadcast
 
     def lost(self, client: int) -> None:
         """The client dropped out; nothing will come back."""
@@ -170,11 +170,11 @@ class Server:
         """The final model for a training whose result is only reported, as ``Update.report["v"]``; not counted."""
         own = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
         down = complement_slices(own, len(self.v)) if own else None
-        cast = self._cast(round, client, self.evaluated, self.evaluated_b, down, ())
-        return replace_fields(cast, report=True, keeps=False)
+        broadcast = self._cast(round, client, self.evaluated, self.evaluated_b, down, ())
+        return replace_fields(broadcast, report=True, keeps=False)
 
     def _cast(self, round: int, client: int, v: Tensor, b: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
-        accepted, (state, kept) = self.last.get(client), self.store.lent(client)
+        accepted, (state, reference) = self.last.get(client), self.store.lent(client)
         extra = {name: half.download(self.rules[name], client) for name, half in self.halves.items()}
         return Broadcast(
             round=round,
@@ -183,7 +183,7 @@ class Server:
             b=b if self.mode == "average" else self.b0,
             download={name: tensors for name, tensors in extra.items() if tensors},
             state=state,
-            kept=kept,
+            kept=reference,
             weight=self.federation_info.weight(client),
             down=down,
             up=up,
@@ -274,15 +274,15 @@ class Server:
             )
         for gathered in intake.for_rule():
             with self.meter():
-                made = self.rule.step(state, self._updates(round, gathered, b if done is None else done))
-            check_state(f"{self.rule.name}.step", made, self.v, self.b)
-            done = made.get("b", done)
+                new_state = self.rule.step(state, self._updates(round, gathered, b if done is None else done))
+            check_state(f"{self.rule.name}.step", new_state, self.v, self.b)
+            done = new_state.get("b", done)
             sent = gathered.aggregate.sent
-            state = self.exchange.only_sent(sent, {name: t for name, t in made.items() if name != "b"}, state)
+            state = self.exchange.only_sent(sent, {name: t for name, t in new_state.items() if name != "b"}, state)
         sums = intake.whole.aggregate
         if intake.taken:
-            whole = self._updates(round, intake.whole, self.b)
-            rules = {name: half.server_update(self.rules[name], whole) for name, half in self.halves.items()}
+            all_updates = self._updates(round, intake.whole, self.b)
+            rules = {name: half.server_update(self.rules[name], all_updates) for name, half in self.halves.items()}
             # Statistics of updates that wait move with the model.
             if done is None:
                 done = b if self.rule.buffer() is not None and sums.moved is not None else sums.buffers

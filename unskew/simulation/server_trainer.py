@@ -75,8 +75,8 @@ class ServerTrainer:
         """Return a batch; see ``ServerTraining``."""
         x, y = self._given(x, y)
         there = index.to(y.device)
-        made = self.inputs(take_rows(x, index.to(x.device)))
-        return Batch(made, y[there].to(self.device), torch.tensor(step, device=self.device), torch.tensor(step))
+        inputs = self.inputs(take_rows(x, index.to(x.device)))
+        return Batch(inputs, y[there].to(self.device), torch.tensor(step, device=self.device), torch.tensor(step))
 
     def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
         """Return a gradient function; see ``ServerTraining``."""
@@ -86,8 +86,8 @@ class ServerTrainer:
     def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> ModelOutput:
         """Return the outputs of a model; see ``ServerTraining``."""
         predict = self.model.predict(v, b)
-        found = [predict(self.inputs(part)) for part in torch.split(x, BATCH)]
-        return ModelOutput(torch.cat([o.logits for o in found]), torch.cat([o.features for o in found]))
+        outputs_list = [predict(self.inputs(part)) for part in torch.split(x, BATCH)]
+        return ModelOutput(torch.cat([o.logits for o in outputs_list]), torch.cat([o.features for o in outputs_list]))
 
     def train(
         self,

@@ -72,8 +72,8 @@ class CollectedUpdates:
         """Put back what ``tensors`` and ``about`` gave."""
         parts: dict[str, Tensors] = {}
         for name, t in tensors.items():
-            place, _, rest = name.partition("/")
-            parts.setdefault(place, {})[rest] = t
+            index, _, rest = name.partition("/")
+            parts.setdefault(index, {})[rest] = t
         self.aggregate.restore(parts.get("sums", {}), about["count"], about["weight"], about["examples"])
         if self.individual is not None:
             self.individual[:] = [
@@ -121,8 +121,8 @@ class UpdateBuffer:
             self.complete.append(replace(self.waiting, arrivals=len(self.taken) + 1))
             self.waiting = empty_updates(self.method, self.rule)
         if "v" in update.report:
-            mine = update.report["v"] * update.weight
-            self.models = mine if self.models is None else self.models.add_(mine)
+            weighted = update.report["v"] * update.weight
+            self.models = weighted if self.models is None else self.models.add_(weighted)
         self.sums = {name: total + update.metrics.get(name, 0.0) for name, total in self.sums.items()}
         # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
         none = torch.empty(0)
@@ -162,9 +162,9 @@ def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
     Raises:
         ConfigError: There is no model in it, or one of another shape or precision, or such statistics.
     """
-    found = state if isinstance(state, dict) else {}
+    entries = state if isinstance(state, dict) else {}
     for name, title, like in (("v", "the model", v), ("b", "statistics", b)):
-        new = found.get(name)
+        new = entries.get(name)
         if name == "b" and new is None:
             continue
         if not isinstance(new, Tensor) or new.shape != like.shape or new.dtype != like.dtype:

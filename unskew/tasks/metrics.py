@@ -44,8 +44,8 @@ def compute_metric_values(
     """
     if not np.isfinite(probabilities).all():
         return dict.fromkeys(metric_names(metrics, class_names), float("nan"))
-    found = [figure for metric in metrics for figure in METRICS[metric](probabilities.astype(np.float64), y)]
-    return dict(zip(metric_names(metrics, class_names), found, strict=True))
+    values = [figure for metric in metrics for figure in METRICS[metric](probabilities.astype(np.float64), y)]
+    return dict(zip(metric_names(metrics, class_names), values, strict=True))
 
 
 def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray, y: np.ndarray) -> list[float]:
@@ -147,8 +147,8 @@ class MetricSet:
         """
         if not np.isfinite(scores).all():
             return dict.fromkeys(self.names, math.nan)
-        found = compute_metric_values(self.known, scores, y, self.class_names) if self.known else {}
-        return found | {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
+        values = compute_metric_values(self.known, scores, y, self.class_names) if self.known else {}
+        return values | {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
 
 
 def custom_metric_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where: str, defined: bool) -> float:

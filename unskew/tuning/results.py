@@ -75,8 +75,8 @@ def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> Tune
 def write_results(folder: Path, tuned: Mapping[str, TunedMethod], rows: list[dict[str, Any]]) -> None:
     """Write ``tuned/METHOD.yaml``, ``trials.csv`` and ``tuning.json``."""
     make_folder(folder / "tuned")
-    for name, one in tuned.items():
-        write_atomic(folder / "tuned" / f"{folder_name(name)}.yaml", one.config.to_yaml().encode())
+    for name, tuned_method in tuned.items():
+        write_atomic(folder / "tuned" / f"{folder_name(name)}.yaml", tuned_method.config.to_yaml().encode())
     write_atomic(folder / "trials.csv", as_csv(rows).encode())
-    kept = {name: one.as_json() for name, one in tuned.items()}
-    write_atomic(folder / "tuning.json", (json.dumps(kept, indent=2) + "\n").encode())
+    as_json = {name: tuned_method.as_json() for name, tuned_method in tuned.items()}
+    write_atomic(folder / "tuning.json", (json.dumps(as_json, indent=2) + "\n").encode())

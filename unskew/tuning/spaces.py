@@ -27,13 +27,13 @@ DIGITS = 3
 
 def split_expression(spelling: str) -> list[tuple[str, dict[str, str]]]:
     """The names of the methods of a sum, and the options that are written, as text."""
-    found = []
-    for piece in check_expression(spelling):
-        name, _, rest = (text.strip() for text in piece.partition(":"))
+    parts = []
+    for part in check_expression(spelling):
+        name, _, rest = (text.strip() for text in part.partition(":"))
         pairs = (text.partition("=") for text in rest.split(",") if text.strip())
         name = name if "." in name else name.lower()
-        found.append((name, {key.strip(): value.strip() if equals else "true" for key, equals, value in pairs}))
-    return found
+        parts.append((name, {key.strip(): value.strip() if equals else "true" for key, equals, value in pairs}))
+    return parts
 
 
 def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
@@ -42,11 +42,11 @@ def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
     >>> join_expression(split_expression("fedprox:mu=0.1 + scaffold"))
     'fedprox:mu=0.1+scaffold'
     """
-    pieces = []
+    texts = []
     for name, options in parts:
         text = ",".join(f"{key}={value}" for key, value in options.items())
-        pieces.append(f"{name}:{text}" if text else name)
-    return "+".join(pieces)
+        texts.append(f"{name}:{text}" if text else name)
+    return "+".join(texts)
 
 
 def common_spaces(config: Experiment) -> dict[str, Space]:
@@ -69,12 +69,12 @@ def method_spaces(spelling: str) -> dict[str, Space]:
 
     Options that the expression sets are left out.
     """
-    found: dict[str, Space] = {}
+    spaces: dict[str, Space] = {}
     for name, written in split_expression(spelling):
         for option, space in rule_class(name).spaces.items():
             if option not in written and SERVER_BUDGETS.get(option) not in written:
-                found[f"{name}.{option}"] = space
-    return found
+                spaces[f"{name}.{option}"] = space
+    return spaces
 
 
 def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping[str, Any]) -> dict[str, Space]:
@@ -83,25 +83,25 @@ def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping
     Raises:
         ConfigError: There is no such field or option, none of the methods has it, or it takes no such values.
     """
-    found: dict[str, Space] = {}
+    spaces: dict[str, Space] = {}
     there = {name for spelling in methods for name, _ in split_expression(spelling)}
     for key, value in given.items():
         owner, dot, option = str(key).rpartition(".")
         if not dot:
             if key not in SHARED:
                 raise ConfigError(unknown_name("option to tune for all methods", str(key), SHARED))
-            found[key] = read_space(value, key, partial(_check_field, values, key))
+            spaces[key] = read_space(value, key, partial(_check_field, values, key))
             continue
         if owner not in there:
             raise ConfigError(f"The space {key} belongs to none of the methods; they are {', '.join(sorted(there))}.")
         cls = rule_class(owner)
         if option not in option_defaults(cls):
             raise ConfigError(unknown_name("option", option, option_defaults(cls), owner))
-        found[key] = read_space(value, key, partial(_check_option, cls, option, owner))
-    both = [name for name in BUDGETS if name in found]
+        spaces[key] = read_space(value, key, partial(_check_option, cls, option, owner))
+    both = [name for name in BUDGETS if name in spaces]
     if len(both) == 2:
         raise ConfigError("local_steps and local_epochs are both given a space; give one of them.")
-    return found
+    return spaces
 
 
 def _check_field(values: Mapping[str, Any], key: str, value: Any) -> None:
@@ -126,9 +126,9 @@ def spaces_for(spelling: str, config: Experiment, given: Mapping[str, Space]) ->
         given: Spaces of the user's, which go before the others.
     """
     names = {name for name, _ in split_expression(spelling)}
-    mine = {key: space for key, space in given.items() if "." not in key or key.rpartition(".")[0] in names}
-    found = {**common_spaces(config), **method_spaces(spelling), **mine}
-    return {key: space for key, space in found.items() if BUDGETS.get(key) not in mine}
+    own_spaces = {key: space for key, space in given.items() if "." not in key or key.rpartition(".")[0] in names}
+    spaces = {**common_spaces(config), **method_spaces(spelling), **own_spaces}
+    return {key: space for key, space in spaces.items() if BUDGETS.get(key) not in own_spaces}
 
 
 def rounded(value: Any, space: Space) -> Any:
@@ -177,11 +177,11 @@ def is_in_space(value: Any, space: Space) -> bool:
 
 def configured_values(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
     """The values that the configuration and the method's own defaults have, of those that lie in their spaces."""
-    found = {}
+    values_found = {}
     written = {f"{name}.{key}": text for name, options in split_expression(spelling) for key, text in options.items()}
     for key, space in spaces.items():
         owner, dot, option = key.rpartition(".")
         value = getattr(config, key) if not dot else written.get(key, option_defaults(rule_class(owner)).get(option))
         if is_in_space(value, space):
-            found[key] = value
-    return {key: value for key, value in found.items() if key not in fixed_fields(spaces)}
+            values_found[key] = value
+    return {key: value for key, value in values_found.items() if key not in fixed_fields(spaces)}

@@ -138,16 +138,16 @@ class Study:
     @contextmanager
     def next(self) -> Iterator[Trial | None]:
         """Context manager that claims a trial: one whose process died, or a new one; None if there are no more."""
-        with ExitStack() as held:
+        with ExitStack() as stack:
             trial = None
             with self._claiming():
                 for known in [trial for trial in self.all if not trial.state.is_finished()]:
-                    if self._taken(held, known.number):
+                    if self._taken(stack, known.number):
                         trial = self.optuna.trial.Trial(self.study, known._trial_id)
                         break
                 if trial is None and len(self.all) < self.trials:
                     trial = self.study.ask()
-                    self._taken(held, trial.number)
+                    self._taken(stack, trial.number)
             yield None if trial is None else Trial(self, trial)
 
     def _taken(self, held: ExitStack, number: int) -> bool:
@@ -200,8 +200,8 @@ class Study:
         evaluator = self.optuna.importance.FanovaImportanceEvaluator(seed=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = self.optuna.importance.get_param_importances(self.study, evaluator=evaluator)
-        return {key: float(share) for key, share in found.items()}
+            importances = self.optuna.importance.get_param_importances(self.study, evaluator=evaluator)
+        return {key: float(share) for key, share in importances.items()}
 
     def rows(self) -> list[dict[str, Any]]:
         """A line for each trial."""

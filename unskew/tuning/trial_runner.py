@@ -93,8 +93,8 @@ class TuningPlan:
         own = f"personal_{client_metric_name(name, self.data.objective.scored)}_{'worst' if name == WORST else 'mean'}"
         values = [row.get(validation_metric_name(name)) for row in history if validation_metric_name(name) in row]
         values = [summary.get(own)] if personal else values[-1:] if self.config.keep == "last" else values
-        found = [float(value) for value in values if value is not None]
-        return max(found, key=self.objective.rank, default=float("nan"))
+        numbers = [float(value) for value in values if value is not None]
+        return max(numbers, key=self.objective.rank, default=float("nan"))
 
     def check(self) -> None:
         """Refuse what no trial could be made of, before the first.

@@ -93,8 +93,8 @@ def tune(
     values = config_from_arguments(options, federation, model)
     config, folder = experiment(values), None if out is None else parse_path(out).absolute()
     fresh = fresh_seeds(seeds, config.seed)
-    given = user_spaces(search_space or {}, names, values)
-    plan = TuningPlan(names, values, given, trials, pruning, folder, federation, model_object(model))
+    own_spaces = user_spaces(search_space or {}, names, values)
+    plan = TuningPlan(names, values, own_spaces, trials, pruning, folder, federation, model_object(model))
     away = isinstance(parallel, str)
     if away:
         num_parallel_runs(parallel, [config], 0)
@@ -163,7 +163,7 @@ def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
     count = int(seeds) if isinstance(seeds, str) and seeds.strip().isdigit() else seeds
     which = seed_list(count)
     if isinstance(count, int):
-        return [seed + 1 + one for one in which]
+        return [seed + 1 + chosen for chosen in which]
     if seed in which:
         raise ConfigError(
             f"The seed {seed} is tuned on, so it is not fresh; take others with --seeds, or tune on another with --seed."
@@ -199,7 +199,7 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
         ConfigError: It is something else.
     """
     config = {k: v for k, v in without_data_locations(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
-    asked = {
+    options = {
         "methods": plan.methods,
         "trials": plan.trials,
         "seeds": seeds,
@@ -207,21 +207,21 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
         "space": {key: str(value) for key, value in plan.given.items()},
         **config,
     }
-    asked = json.loads(json.dumps(asked))
+    options = json.loads(json.dumps(options))
     path = folder / "plan.json"
     with file_lock(folder / ".plan", 60.0):
         if not path.exists():
-            write_atomic(path, (json.dumps(asked, indent=2) + "\n").encode())
+            write_atomic(path, (json.dumps(options, indent=2) + "\n").encode())
             return
         try:
             before = read_json(path)
-            differing = [key for key in {**asked, **before} if before.get(key) != asked.get(key)]
+            differing = [key for key in {**options, **before} if before.get(key) != options.get(key)]
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged; tune in another folder with --out.") from error
     if differing:
         key = differing[0]
         raise ConfigError(
-            f"{folder} holds a tuning with {key}={before.get(key)}, not {asked.get(key)}; go on with the same, or choose "
+            f"{folder} holds a tuning with {key}={before.get(key)}, not {options.get(key)}; go on with the same, or choose "
             "another folder with --out."
         )
 
@@ -272,12 +272,13 @@ def _compared(
     """The tuned methods side by side on fresh seeds."""
     out = None if plan.folder is None else plan.folder / "compare"
     common = {key: value for key, value in plan.values.items() if key not in ("seed", "model")}
-    given = {} if federation is None else {"data", "partition", "clients"}
-    common = {key: value for key, value in common.items() if key not in given}
-    fields = {"lr", *(key for one in tuned.values() for key in one.options if "." not in key)}
+    given_fields = {} if federation is None else {"data", "partition", "clients"}
+    common = {key: value for key, value in common.items() if key not in given_fields}
+    fields = {"lr", *(key for tuned_method in tuned.values() for key in tuned_method.options if "." not in key)}
     budgets = {"local_steps", "local_epochs"}
     each = {
-        one.config.method: {key: getattr(one.config, key) for key in sorted(fields | budgets)} for one in tuned.values()
+        tuned_method.config.method: {key: getattr(tuned_method.config, key) for key in sorted(fields | budgets)}
+        for tuned_method in tuned.values()
     }
     alone = nullcontext() if plan.folder is None else file_lock(plan.folder / ".compare", PATIENCE)
     with alone:

@@ -28,17 +28,17 @@ def call_partition_function(
     if clients is None:
         raise ConfigError(f"The partition function {name} needs the number of clients.")
     try:
-        made: Any = function(labels, clients, rng)
+        returned: Any = function(labels, clients, rng)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # it is an error within the function
         raise ConfigError(f"The partition {name} cannot be called with (labels, clients, rng): {error}.") from error
-    if not isinstance(made, Iterable) or isinstance(made, str | Mapping):
+    if not isinstance(returned, Iterable) or isinstance(returned, str | Mapping):
         raise DataError(
-            f"The partition {name} must return a list with the sample ids of each client, not {type(made).__name__}."
+            f"The partition {name} must return a list with the sample ids of each client, not {type(returned).__name__}."
         )
     try:
-        parts = [np.asarray(part).reshape(-1) for part in made]
+        parts = [np.asarray(part).reshape(-1) for part in returned]
     except ValueError as error:
         raise DataError(f"The partition {name} must give each client a flat list of sample ids ({error}).") from error
     owner = owners_from_ids(parts, len(labels), clients, name)

@@ -42,7 +42,7 @@ def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
         raise ConfigError(f"The partition iid takes no value; {spec!r} gives it {value!r}.")
     options: dict[str, str] = {}
     for part in rest:
-        key, equals, text = (piece.strip() for piece in part.partition("="))
+        key, equals, text = (text_part.strip() for text_part in part.partition("="))
         allowed = OPTIONS.get(name, ())
         if not equals or not text:
             raise ConfigError(f"In the partition {spec!r}, {part!r} is not of the form option=value.")

@@ -250,8 +250,8 @@ def client_names_from_column(
     by = options.get("by", value if name in ("natural", "sorted") else "")
     if not by:
         return ()
-    held = owner >= 0
-    values, owner = np.asarray(columns[by])[held], owner[held]
+    assigned = owner >= 0
+    values, owner = np.asarray(columns[by])[assigned], owner[assigned]
     if name == "natural":  # all samples of a client have its value
         return tuple(str(v) for v in values[np.unique(owner, return_index=True)[1]].tolist())
     kinds, codes = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)

@@ -94,9 +94,9 @@ def natural(values: np.ndarray, clients: int | None, rng: Generator, *, smallest
     large = np.flatnonzero(sizes >= smallest)
     if not len(large) or (clients is not None and clients > len(large)):
         least = f" with at least {smallest} samples" if smallest > 1 else ""
-        asked = "" if clients is None else f", but {clients} clients are asked for"
+        request = "" if clients is None else f", but {clients} clients are asked for"
         remedy = "lower min or choose another column" if clients is None else "ask for fewer clients or lower min"
-        raise DataError(f"Column {column!r} has {len(large)} values{least} (of {len(names)}){asked}; {remedy}.")
+        raise DataError(f"Column {column!r} has {len(large)} values{least} (of {len(names)}){request}; {remedy}.")
     if clients is not None and clients < len(large):
         large = np.sort(rng.choice(large, clients, replace=False))
     client_of = np.full(len(names), -1, np.int64)
@@ -135,10 +135,10 @@ def dirichlet(
         raise ConfigError(f"blocks={block} does not divide {clients} clients into equal blocks; use a divisor.")
     blocks = clients // block
     order = shuffled_by_class(labels, rng)
-    place = np.empty(n, np.int64)
-    place[order] = np.arange(n) % blocks  # each class, and the whole, is spread over the blocks within one sample
-    order = order[np.argsort(place[order], kind="stable")]
-    sizes = np.bincount(place * classes + labels, minlength=blocks * classes).reshape(blocks, classes)
+    client_of = np.empty(n, np.int64)
+    client_of[order] = np.arange(n) % blocks  # each class, and the whole, is spread over the blocks within one sample
+    order = order[np.argsort(client_of[order], kind="stable")]
+    sizes = np.bincount(client_of * classes + labels, minlength=blocks * classes).reshape(blocks, classes)
     counts, drawn = rejection_sample_counts(sizes, block, rng, alpha, smallest, balanced, draws)
     if counts is None:
         raise DataError(dirichlet_failure_message(n, clients, alpha, smallest, balanced, block, drawn))
@@ -179,11 +179,11 @@ def draw_class_counts(sizes: np.ndarray, clients: int, rng: Generator, alpha: fl
         return proportional_counts(weights, sizes)
     share = sizes.sum(1, keepdims=True) / clients
     counts = np.empty(weights.shape, np.int64)
-    held = np.zeros((len(sizes), clients), np.int64)
+    drawn = np.zeros((len(sizes), clients), np.int64)
     for c in range(sizes.shape[1]):
         # Some client is below its share while samples are left, so the open weights are never all empty.
-        counts[:, c] = proportional_counts(np.where(held >= share, -np.inf, weights[:, c]), sizes[:, c])
-        held += counts[:, c]
+        counts[:, c] = proportional_counts(np.where(drawn >= share, -np.inf, weights[:, c]), sizes[:, c])
+        drawn += counts[:, c]
     return counts
 
 

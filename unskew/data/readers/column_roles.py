@@ -50,7 +50,7 @@ class ColumnSelection(NamedTuple):
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
         """The columns that are predicted: several only where they are numbers."""
         several = self.regression and label not in columns
-        return tuple(piece.strip() for piece in label.split(",")) if several else (label,)
+        return tuple(part.strip() for part in label.split(",")) if several else (label,)
 
 
 def select_inputs(

@@ -42,11 +42,11 @@ def csv_format(path: Path, asked: CsvSpec) -> CsvSpec:
         cut = bool(file.read(1))
     separator = asked.separator or detect_separator(path, sample, cut)
     decimal = asked.decimal or detect_decimal_mark(path, read_records(sample, separator, cut), separator)
-    found = CsvSpec(separator, decimal, encoding)
-    if found not in (CsvSpec(",", ".", "utf-8"), asked):
+    dialect = CsvSpec(separator, decimal, encoding)
+    if dialect not in (CsvSpec(",", ".", "utf-8"), asked):
         mark = {",": "comma", ".": "point"}[decimal]
         LOG.info("%s: read as %s-separated, decimal %s, %s", path.name, NAMES.get(separator, separator), mark, encoding)
-    return found
+    return dialect
 
 
 def detect_encoding(path: Path) -> str:
@@ -84,10 +84,10 @@ def read_records(sample: str, separator: str, cut: bool) -> list[list[str]]:
     """Return the first records of a sample; none if it cannot be read with this separator."""
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=separator)
     try:
-        found = [record for record in islice(reader, RECORDS) if record]
+        records = [record for record in islice(reader, RECORDS) if record]
     except csv.Error:
         return []
-    return found[:-1] if cut and len(found) < RECORDS else found
+    return records[:-1] if cut and len(records) < RECORDS else records
 
 
 def detect_separator(path: Path, sample: str, cut: bool) -> str:

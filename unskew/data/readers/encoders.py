@@ -62,10 +62,10 @@ def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: st
         DataError: A column is missing, of another kind, or lacks values that must be there.
     """
     out, there = np.empty((table.num_rows, len(encoders)), np.float32), set(table.column_names)
-    for j, one in enumerate(encoders):
-        if one.name not in there:
-            raise DataError(f"{where}: column {one.name!r} of the training rows is missing.")
-        out[:, j] = read_column(table.column(one.name), one, f"{where}: column {one.name!r}", remedy)
+    for j, encoder in enumerate(encoders):
+        if encoder.name not in there:
+            raise DataError(f"{where}: column {encoder.name!r} of the training rows is missing.")
+        out[:, j] = read_column(table.column(encoder.name), encoder, f"{where}: column {encoder.name!r}", remedy)
     return out
 
 
@@ -80,8 +80,8 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
         return to_codes(to_texts(column), one.values)
     if one.kind == "date":
         if not empty and not is_date(column.type):
-            held = first_mismatch(column, pa.timestamp("us"))
-            raise DataError(f"{what} holds {held}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
+            mismatch = first_mismatch(column, pa.timestamp("us"))
+            raise DataError(f"{what} holds {mismatch}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
         days = column.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy().astype(np.float64)
         values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
     else:
@@ -129,8 +129,8 @@ def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
     >>> to_codes(np.array(["b", None, "z"], object), ["a", "b"])
     array([2., 0., 0.], dtype=float32)
     """
-    place = {value: number for number, value in enumerate(known, 1)}
-    return np.array([place.get(value, 0) for value in values], np.float32)
+    code_of = {value: number for number, value in enumerate(known, 1)}
+    return np.array([code_of.get(value, 0) for value in values], np.float32)
 
 
 def distinct_values(columns: Sequence[Any]) -> tuple[str, ...]:
@@ -155,10 +155,10 @@ class FittedEncoders:
     def apply(self, x: Tensor) -> Tensor:
         """Columns as they were read as inputs of a model, before they are standardised."""
         values = x.numpy().copy()
-        for j, (one, before) in enumerate(zip(self.encoders, self.known, strict=True)):
-            if one.kind == "category":
-                place = np.concatenate([[0], to_codes(np.array(before.values, object), one.values)])
-                values[:, j] = place[values[:, j].astype(np.int64)]
+        for j, (encoder, before) in enumerate(zip(self.encoders, self.known, strict=True)):
+            if encoder.kind == "category":
+                new_codes = np.concatenate([[0], to_codes(np.array(before.values, object), encoder.values)])
+                values[:, j] = new_codes[values[:, j].astype(np.int64)]
         return torch.from_numpy(impute(values, self.encoders))
 
     @property
@@ -170,10 +170,10 @@ class FittedEncoders:
 def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
     """Columns ``[n, f]`` with means where numbers are missing, and behind them the inputs that say so."""
     missing = np.isnan(values)
-    means = np.array([one.mean for one in encoders], np.float32)
-    marks = [missing[:, j] for j, one in enumerate(encoders) if one.marks]
-    whole = np.where(missing, means, values)
-    return np.column_stack([whole, *marks]).astype(np.float32)
+    means = np.array([encoder.mean for encoder in encoders], np.float32)
+    marks = [missing[:, j] for j, encoder in enumerate(encoders) if encoder.marks]
+    completed = np.where(missing, means, values)
+    return np.column_stack([completed, *marks]).astype(np.float32)
 
 
 def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
@@ -181,16 +181,17 @@ def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
 
     Numbers are standardized, category codes and missing-value marks are not.
     """
-    marks = sum(one.marks for one in encoders)
+    marks = sum(encoder.marks for encoder in encoders)
     return Normalization(
-        (*(one.mean for one in encoders), *[0.0] * marks), (*(one.std for one in encoders), *[1.0] * marks)
+        (*(encoder.mean for encoder in encoders), *[0.0] * marks),
+        (*(encoder.std for encoder in encoders), *[1.0] * marks),
     )
 
 
 def category_counts(encoders: Sequence[Encoder]) -> tuple[int, ...]:
     """Return the number of category codes of each input; 0 for numbers."""
-    marks = sum(one.marks for one in encoders)
-    return (*(len(one.values) + 1 if one.kind == "category" else 0 for one in encoders), *[0] * marks)
+    marks = sum(encoder.marks for encoder in encoders)
+    return (*(len(encoder.values) + 1 if encoder.kind == "category" else 0 for encoder in encoders), *[0] * marks)
 
 
 class ClientStats(NamedTuple):
@@ -211,13 +212,13 @@ class ClientStats(NamedTuple):
 
 def numeric_columns(known: Sequence[Encoder]) -> list[int]:
     """Columns that are no categories."""
-    return [j for j, one in enumerate(known) if one.kind != "category"]
+    return [j for j, encoder in enumerate(known) if encoder.kind != "category"]
 
 
 def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
     """Compute the statistics that a client reports on columns ``x [n_k, f]``, read with the encoders ``known``."""
-    coded = [(x[:, j], one) for j, one in enumerate(known) if one.kind == "category"]
-    there = [[one.values[int(code) - 1] for code in np.unique(codes_of) if code] for codes_of, one in coded]
+    coded = [(x[:, j], encoder) for j, encoder in enumerate(known) if encoder.kind == "category"]
+    there = [[encoder.values[int(code) - 1] for code in np.unique(codes_of) if code] for codes_of, encoder in coded]
     return ClientStats(
         len(x), *counts_and_sums(x[:, numeric_columns(known)].astype(np.float64)), tuple(map(tuple, there))
     )
@@ -248,15 +249,17 @@ def fit_encoders(
     numbers, encoders = numeric_columns(known), list(known)
     sent = np.full((len(first), 2), MOMENTS * len(numbers), np.int64)
     if numbers:
-        found = global_moments(((one.counts, one.sums) for one in first), second, [known[j].name for j in numbers])
-        total = sum(one.rows for one in first)
-        for place, j in enumerate(numbers):
-            marks = indicate and int(found.counts[place]) < total
-            mean, std = float(found.mean[place]), float(found.std[place])
+        moments = global_moments(
+            ((stats.counts, stats.sums) for stats in first), second, [known[j].name for j in numbers]
+        )
+        total = sum(stats.rows for stats in first)
+        for index, j in enumerate(numbers):
+            marks = indicate and int(moments.counts[index]) < total
+            mean, std = float(moments.mean[index]), float(moments.std[index])
             encoders[j] = replace(known[j], mean=mean, std=std, marks=marks)
-    for place, j in enumerate(j for j, one in enumerate(known) if one.kind == "category"):
-        held = [one.values[place] for one in first]
-        encoders[j] = replace(known[j], values=tuple(sorted(set().union(*held))))
-        sent[:, 0] += [category_bytes(values) for values in held]
+    for index, j in enumerate(j for j, stats in enumerate(known) if stats.kind == "category"):
+        values_per_client = [stats.values[index] for stats in first]
+        encoders[j] = replace(known[j], values=tuple(sorted(set().union(*values_per_client))))
+        sent[:, 0] += [category_bytes(values) for values in values_per_client]
         sent[:, 1] += category_bytes(encoders[j].values)
     return FittedEncoders(tuple(encoders), tuple(known), sent)

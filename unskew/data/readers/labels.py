@@ -54,8 +54,8 @@ def read_labels(
         names, ys = encode_labels([label_values(column, label, where) for where, column in parts.items()], class_names)
         return EncodedLabels(names, ys, "classification")
     raw = [label_lists(column, label, where, separator) for where, column in parts.items()]
-    whole = all(values.dtype.kind in "iu" for _, values in raw if len(values))
-    names, indices = encode_labels([values.astype(np.int64 if whole else str) for _, values in raw], class_names)
+    all_integers = all(values.dtype.kind in "iu" for _, values in raw if len(values))
+    names, indices = encode_labels([values.astype(np.int64 if all_integers else str) for _, values in raw], class_names)
     if not names:
         raise DataError(f"No row has a label in the label column {label!r}.")
     ys = []
@@ -90,15 +90,15 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
                 raise DataError(
                     f"{where}: the column {column!r}, which is predicted, holds {kind}; regression needs numbers."
                 )
-        found = [part.column(column).cast(pa.float64(), safe=False).to_numpy() for column in columns]
-        for column, values in zip(columns, found, strict=True):
+        targets = [part.column(column).cast(pa.float64(), safe=False).to_numpy() for column in columns]
+        for column, values in zip(columns, targets, strict=True):
             bad = int((~np.isfinite(values)).sum())
             if bad:
                 raise DataError(
                     f"{where}: the column {column!r}, which is predicted, has {bad} missing or infinite values; leave out "
                     "those rows."
                 )
-        ys.append(np.column_stack(found))
+        ys.append(np.column_stack(targets))
     return EncodedLabels(tuple(columns), ys, "regression")
 
 

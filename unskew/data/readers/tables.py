@@ -150,7 +150,7 @@ def source_from_tables(
         ConfigError: What is said of the columns does not fit together.
         DataError: A column is missing, empty, not numeric or holds missing values, or the rows have one class only.
     """
-    choice, told = choice or ColumnSelection(), choice is not None
+    choice, was_chosen = choice or ColumnSelection(), choice is not None
     labels = () if label is None else choice.labels(label, train.column_names)
     parts = {"the training rows": train} | ({} if test is None else {"the test rows": test})
     for where, part in parts.items():
@@ -175,7 +175,7 @@ def source_from_tables(
         read = {f"{name}, {where}": part for where, part in parts.items()}
         xs = [torch.from_numpy(read_columns(part, encoders, where)) for where, part in read.items()]
     else:
-        done = roles_next_to_images(train, labels, image, choice, name) if told else {}
+        done = roles_next_to_images(train, labels, image, choice, name) if was_chosen else {}
         xs = [decode_column(part.column(image), f"{name}, {where}", folder, size) for where, part in parts.items()]
         channels = max(x.shape[1] for x in xs)
         xs = [convert_channels(x, channels) for x in xs]
@@ -238,8 +238,8 @@ def train_test_tables(
         chosen = test_row_mask(train.columns, split, len(train), share, SPLIT_SEED)
         return train.rows(np.flatnonzero(~chosen)), train.rows(np.flatnonzero(chosen))
     strata = train.y if train.y.dim() == 1 else train.y.new_zeros(len(train))
-    rows, held = split_rows(strata.numpy(), share)
-    return train.rows(rows), train.rows(held)
+    rows, test_rows = split_rows(strata.numpy(), share)
+    return train.rows(rows), train.rows(test_rows)
 
 
 def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
@@ -261,8 +261,8 @@ def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray
         raise DataError("No test rows can be split off: every class has a single row. Provide test data.")
     # Every (1/share)-th row of the rows sorted by class.
     taken = np.diff(np.arange(len(spare) + 1) * count // len(spare)) == 1
-    held = np.sort(spare[taken])
-    return np.setdiff1d(np.arange(len(labels)), held), held
+    test_rows = np.sort(spare[taken])
+    return np.setdiff1d(np.arange(len(labels)), test_rows), test_rows
 
 
 def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:

@@ -213,10 +213,10 @@ def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) 
     origin: list[int] = []
     for first in range(0, len(texts), CHUNK):
         for number, ids in enumerate(tokenizer.join(texts[first : first + CHUNK]), start=first):
-            pieces = [ids[at : at + block] for at in range(0, len(ids), block)]
-            whole = [piece for piece in pieces if len(piece) > 1]
-            rows += whole
-            origin += [number] * len(whole)
+            blocks = [ids[at : at + block] for at in range(0, len(ids), block)]
+            full_blocks = [ids_block for ids_block in blocks if len(ids_block) > 1]
+            rows += full_blocks
+            origin += [number] * len(full_blocks)
     if not rows:
         raise DataError(f"{where}: no text has two tokens, so there is no next token to predict.")
     return rows, np.array(origin)
@@ -224,11 +224,11 @@ def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) 
 
 def encode_for_classification(texts: list[Text], tokenizer: Tokenizer, block: int) -> list[list[int]]:
     """Token ids for classification, at most ``block`` a text."""
-    found: list[list[int]] = []
+    encoded: list[list[int]] = []
     for first in range(0, len(texts), CHUNK):
         report_progress("texts read", first, len(texts))
-        found += tokenizer.pairs(texts[first : first + CHUNK], block)
-    return found
+        encoded += tokenizer.pairs(texts[first : first + CHUNK], block)
+    return encoded
 
 
 def pad_rows(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:

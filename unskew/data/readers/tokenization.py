@@ -62,7 +62,7 @@ class WordTokenizer:
         return [self._ids(text)[:most] for text in texts]
 
     def _ids(self, text: Text) -> list[int]:
-        words = [[f"{place}{w}" for w in re.findall(r"\w+|[^\w\s]", part.lower())] for place, part in enumerate(text)]
+        words = [[f"{index}{w}" for w in re.findall(r"\w+|[^\w\s]", part.lower())] for index, part in enumerate(text)]
         neighbors = [" ".join(two) for part in words for two in pairwise(part)]
         return [zlib.crc32(word.encode()) % self.size for word in [*chain(*words), *neighbors]]
 

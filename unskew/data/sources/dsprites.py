@@ -62,9 +62,9 @@ def draw_images(values: np.ndarray) -> np.ndarray:
     shapes = stencils().astype(np.uint8) * 255
     which = np.ravel_multi_index(tuple(values[:, :3].T), SIZES[:3])
     images = np.zeros((len(values), SIDE, SIDE), np.uint8)
-    place = values[:, 3] * SIZES[4] + values[:, 4]
-    order = np.argsort(place, kind="stable")
-    edges = np.searchsorted(place[order], np.arange(SIZES[3] * SIZES[4] + 1))
+    position = values[:, 3] * SIZES[4] + values[:, 4]
+    order = np.argsort(position, kind="stable")
+    edges = np.searchsorted(position[order], np.arange(SIZES[3] * SIZES[4] + 1))
     width = 2 * REACH + 1
     for number, (first, last) in enumerate(pairwise(edges)):
         rows, (x, y) = order[first:last], divmod(number, SIZES[4])
@@ -92,8 +92,8 @@ def dsprites(path: Path | None = None, count: int | None = None) -> Source:
     draws = np.random.default_rng(0)
     group = client_groups(factors(np.arange(TOTAL)))
     parts = [draws.permutation(np.flatnonzero(group == k))[: (count or TOTAL) // GROUPS] for k in range(GROUPS)]
-    held = max(1, round(0.1 * len(parts[0])))
-    test, train = (np.sort(np.concatenate([p[cut] for p in parts])) for cut in (slice(held), slice(held, None)))
+    num_test = max(1, round(0.1 * len(parts[0])))
+    test, train = (np.sort(np.concatenate([p[cut] for p in parts])) for cut in (slice(num_test), slice(num_test, None)))
     images = None if path is None else read_original(path)
 
     def table(rows: np.ndarray) -> SampleTable:

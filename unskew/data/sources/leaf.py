@@ -115,10 +115,10 @@ def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
     if not lists or not isinstance(data, dict):
         raise DataError(f"{file}: 'users' and 'num_samples' are lists of the same length, 'user_data' is an object.")
     for user, size in zip(users, sizes, strict=True):
-        mine = data.get(str(user))
-        if not isinstance(mine, dict) or not all(isinstance(mine.get(name), list) for name in "xy"):
+        user_data = data.get(str(user))
+        if not isinstance(user_data, dict) or not all(isinstance(user_data.get(name), list) for name in "xy"):
             raise DataError(f"{file}: user {user!r} has no lists 'x' and 'y' in 'user_data'.")
-        x, y = mine["x"], mine["y"]
+        x, y = user_data["x"], user_data["y"]
         if len(x) != len(y) or (size is not None and size != len(y)):
             raise DataError(f"{file}: user {user!r} has {len(x)} inputs, {len(y)} labels and num_samples {size}.")
         if x:
@@ -127,7 +127,7 @@ def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
 
 def read_inputs(x: list[Any], who: str) -> np.ndarray:
     """Lists of numbers as ``[n, f]``, or file names as ``[n]``."""
-    if all(isinstance(one, str) for one in x):
+    if all(isinstance(row, str) for row in x):
         return np.array(x)
     try:
         values = np.array(x, dtype=np.float32)

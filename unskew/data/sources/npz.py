@@ -26,25 +26,27 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     folder = path.is_dir()
     try:
         if folder:
-            found = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
+            arrays = {
+                file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))
+            }
         else:
             check_regular(path)
             with np.load(path, allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
-        strange = next((name for name, value in found.items() if not isinstance(value, np.ndarray)), None)
+                arrays = {name: file[name] for name in file.files}
+        strange = next((name for name, value in arrays.items() if not isinstance(value, np.ndarray)), None)
         if strange is not None:
             raise ValueError(f"{strange} is not an array")
     except Exception as error:  # damaged bytes lead to errors of any kind, deep in zipfile, zlib and NumPy
         what = "a folder of arrays (.npy)" if folder else "a file of arrays (.npz)"
         raise DataError(f"{path} cannot be read as {what}: {error}.") from error
-    for one, other in (("x", "y"), ("x_test", "y_test")):
-        if (one in found) != (other in found) or (one == "x" and one not in found):
+    for key, other in (("x", "y"), ("x_test", "y_test")):
+        if (key in arrays) != (other in arrays) or (key == "x" and key not in arrays):
             raise DataError(
-                f"{path} must hold the arrays {one} and {other}; it has: {', '.join(sorted(found)) or 'none'}."
+                f"{path} must hold the arrays {key} and {other}; it has: {', '.join(sorted(arrays)) or 'none'}."
             )
-        if one in found and (not found[one].ndim or found[one].shape[:1] != found[other].shape[:1]):
-            raise DataError(f"{path}: {one} and {other} must have as many rows as each other.")
-    return found
+        if key in arrays and (not arrays[key].ndim or arrays[key].shape[:1] != arrays[other].shape[:1]):
+            raise DataError(f"{path}: {key} and {other} must have as many rows as each other.")
+    return arrays
 
 
 def is_array_folder(path: Path) -> Path:
@@ -64,26 +66,26 @@ def npz_source(path: Path, test_share: float) -> Source:
     Raises:
         DataError: The arrays cannot be used.
     """
-    found = load_arrays(path)
-    for values in found.values():
+    arrays = load_arrays(path)
+    for values in arrays.values():
         mapped_array(values)
-    n = len(found["y"])
+    n = len(arrays["y"])
     columns = {
         k: v
-        for k, v in found.items()
+        for k, v in arrays.items()
         if k not in ("x", "y") and v.ndim == 1 and len(v) == n and not k.endswith("_test")
     }
-    x, y = as_inputs(found["x"], str(path)), as_targets(found["y"], str(path))
-    whole = SampleTable(x, y, columns)
-    if "x_test" in found:
-        test = SampleTable(as_inputs(found["x_test"], str(path)), as_targets(found["y_test"], str(path)), {})
-        train = whole
+    x, y = as_inputs(arrays["x"], str(path)), as_targets(arrays["y"], str(path))
+    samples = SampleTable(x, y, columns)
+    if "x_test" in arrays:
+        test = SampleTable(as_inputs(arrays["x_test"], str(path)), as_targets(arrays["y_test"], str(path)), {})
+        train = samples
     else:
         order = np.random.default_rng(SPLIT_SEED).permutation(n)
         cut = max(1, round(n * test_share))
         if n - cut < 1:
             raise DataError(f"{path} has {n} rows, too few to train and to test on.")
-        test, train = whole.rows(np.sort(order[:cut])), whole.rows(np.sort(order[cut:]))
+        test, train = samples.rows(np.sort(order[:cut])), samples.rows(np.sort(order[cut:]))
     classes = 1 + max(int(part.y.max()) for part in (train, test))
     for part in (train, test):
         check_targets(part.y, classes, str(path))

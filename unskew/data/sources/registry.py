@@ -176,7 +176,7 @@ def _not_data(path: Path) -> str:
     """Write a sentence for a file that is not there, or is not data, with those next to it that have a similar name."""
     if path.exists():
         return f"{path} is neither a table ({', '.join(TABLES)}) nor arrays (.npz); images are written folder:{path}."
-    names = [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=2)
     hint = f" Did you mean {' or '.join(str(path.with_name(name)) for name in near)}?" if near else ""
     return f"There is no file or folder {path}.{hint}"
@@ -199,8 +199,8 @@ def load_plugin_source(
         raise ConfigError(f"The data set {name!r} of the package {plugin.package} takes no options of tables.")
     function = plugin.load_callable()
     try:
-        made = function() if path is None else function(path=path)
-        source = made if isinstance(made, Source) else source_from_arrays(name, *made)
+        result = function() if path is None else function(path=path)
+        source = result if isinstance(result, Source) else source_from_arrays(name, *result)
     except UnskewError:
         raise
     except Exception as error:  # somebody else's function may fail in any way

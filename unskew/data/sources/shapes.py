@@ -49,16 +49,16 @@ def draw_shapes(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     inside, waves = np.zeros((n, SIDE, SIDE), bool), between(1.8, 3.3, 1, 1)
     pattern = np.zeros((n, SIDE, SIDE))
     for number, name in enumerate(SHAPES):
-        mine = shape == number
-        inside[mine] = points_inside(name, u[mine], v[mine])
+        mask = shape == number
+        inside[mask] = points_inside(name, u[mask], v[mask])
     stripes = np.sin(2 * np.pi * waves * u)
     for name, values in (
         ("striped", np.sign(stripes)),
         ("chequered", np.sign(stripes * np.sin(2 * np.pi * waves * v))),
         ("grainy", random_fields(n, 1, 0.3, draws)[:, 0]),
     ):
-        mine = texture == TEXTURES.index(name)
-        pattern[mine] = values[mine]
+        mask = texture == TEXTURES.index(name)
+        pattern[mask] = values[mask]
 
     back = between(40, 215, 3, 1, 1) + between(10, 45, 1, 1, 1) * random_fields(n, 3, 1.5, draws)
     front = between(40, 215, 3, 1, 1) + between(-60, 60, 3, 1, 1) * pattern[:, None]

@@ -33,13 +33,13 @@ def program_path(name: str) -> str:
         ConfigError: Flower is not installed.
     """
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.is_file() else shutil.which(name)
-    if found is None:
+    executable = str(beside) if beside.is_file() else shutil.which(name)
+    if executable is None:
         raise ConfigError(
             f"{name} is not installed here: a deployment needs Flower {VERSION}. Install it into an environment of its own "
             "with pip install --constraint constraints-deploy.txt 'unskew[flower,hub]', and run unskew from there."
         )
-    return found
+    return executable
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class SuperLink:
         if not commands:
             return ""
         python = Path(program_path("flwr")).parent / "python"  # that of the environment that Flower is in
-        asked = [str(python), "-m", "unskew.deployment.flower.app.flwr_batch", json.dumps(commands)]
-        return run_to_completion(asked, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
+        command = [str(python), "-m", "unskew.deployment.flower.app.flwr_batch", json.dumps(commands)]
+        return run_to_completion(command, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
 
     def registering(self, public_key: Path) -> list[str]:
         """The command that lets a site in."""

@@ -106,23 +106,23 @@ class GridBridge:
         An answer is about as large as what it answers. So of large ones few are asked for at once: neither Flower's app nor
         this process holds more of them than ``AT_ONCE`` bytes, or one.
         """
-        found: list[tuple[str, Frame]] = []
+        replies: list[tuple[str, Frame]] = []
         group: list[str] = []
         size = got = 0
-        for place, identity in enumerate(identities, 1):
+        for index, identity in enumerate(identities, 1):
             group.append(identity)
             size += self._sizes.get(identity, 0)
-            if place < len(identities) and size + self._sizes.get(identities[place], 0) <= AT_ONCE:
+            if index < len(identities) and size + self._sizes.get(identities[index], 0) <= AT_ONCE:
                 continue
             frames = self._ask(Frame("pull", {"ids": group}))
-            found += [(str(frame.config.pop("to.id", "")), frame) for frame in frames]
+            replies += [(str(frame.config.pop("to.id", "")), frame) for frame in frames]
             got += sum(frame.size for frame in frames)
             if got > AT_ONCE // 2:
                 break
             group, size = [], 0
-        for identity, _ in found:
+        for identity, _ in replies:
             self._sizes.pop(identity, None)
-        return found
+        return replies
 
     def _ask(self, frame: Frame) -> list[Frame]:
         if self._app is None:

@@ -80,8 +80,8 @@ def init_project(folder: Path, config: Experiment) -> list[Path]:
         folder / "site" / "ADMINISTRATOR.md", render_template("ADMINISTRATOR.md", version=VERSION, method=config.method)
     )
     for unit in UNITS:
-        place = "superlink" if "superlink" in unit else "site"
-        write_file(folder / place / unit, render_template(unit))
+        role = "superlink" if "superlink" in unit else "site"
+        write_file(folder / role / unit, render_template(unit))
     nginx = (files("unskew.deployment") / "templates" / "nginx.conf").read_text(encoding="utf-8")  # its $ are nginx's
     write_file(folder / "superlink" / "nginx.conf", nginx)
     write_file(folder / "compose.yaml", render_template("compose.yaml"))

@@ -165,8 +165,8 @@ class LocalSuperLink(RemoteSuperLink):
         new = [key for key in map(self._make_keys, range(self.sites)) if key is not None]
         signing = [(self._site(client) / "signing.pub").read_text().strip() for client in range(self.sites)]
         roster = "".join(f"{client} {key}\n" for client, key in enumerate(signing))
-        for place in (self.folder, *map(self._site, range(self.sites))):
-            project_files.write_file(place / FILE, roster)
+        for folder in (self.folder, *map(self._site, range(self.sites))):
+            project_files.write_file(folder / FILE, roster)
         for client in range(self.sites):
             self._start_site(client)
         self.superlink.wait(STARTING, main.running)
@@ -179,22 +179,22 @@ class LocalSuperLink(RemoteSuperLink):
 
     def _make_keys(self, client: int) -> Path | None:
         """Make a site's keys if there are none; returns the public key of its node then."""
-        place = self._site(client)
-        if (place / "node.key").exists():
+        folder = self._site(client)
+        if (folder / "node.key").exists():
             return None
-        project_files.make_node_key(self.folder, place)
-        return place / "node.pub"
+        project_files.make_node_key(self.folder, folder)
+        return folder / "node.pub"
 
     def _start_site(self, client: int) -> None:
         """Start a site's own process."""
-        name, place = f"site-{client}", self._site(client)
-        shutil.rmtree(place / "experiments", ignore_errors=True)
+        name, folder = f"site-{client}", self._site(client)
+        shutil.rmtree(folder / "experiments", ignore_errors=True)
         for number, config in enumerate(self.experiments):
-            project_files.write_file(place / "experiments" / f"{number}.yaml", config.to_yaml())
+            project_files.write_file(folder / "experiments" / f"{number}.yaml", config.to_yaml())
         socket_of = str(self.sockets / f"{client}.sock")
         values = {"experiments": "experiments", "socket": socket_of}
-        project_files.write_file(place / "site.yaml", project_files.site_yaml_values(name, client, **values))
-        command = [sys.executable, "-m", "unskew", "deploy", "site", str(place / "site.yaml")]
+        project_files.write_file(folder / "site.yaml", project_files.site_yaml_values(name, client, **values))
+        command = [sys.executable, "-m", "unskew", "deploy", "site", str(folder / "site.yaml")]
         self.family.add(ManagedProcess(f"the process of {name}", command, self.logs / f"{name}.log", flower_cli.QUIET))
 
     def _supernode(self, client: int) -> ManagedProcess:

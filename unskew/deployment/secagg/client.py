@@ -163,32 +163,32 @@ class OpenSum:
             Nonsense: If the keys are not signed by at least three different sites that got the same model.
         """
         ready, parts, run = parse_json_field(config, "ready"), read_text(config, "parts"), self.ledger.run
-        found = {}
+        shares = {}
         for name, (keys, signature) in ready.items():
             message = ready_message(run, self.round, self.session, int(name), keys, self.model)
             if not is_signed(self.identity.roster, int(name), message, signature):
                 raise InvalidMessageError(
                     f"client {name} of the roster has not signed these keys and the model that this site got"
                 )
-            found[int(name)] = bytes.fromhex(keys[0]), bytes.fromhex(keys[1])
-        every = [key for both in found.values() for key in both]
+            shares[int(name)] = bytes.fromhex(keys[0]), bytes.fromhex(keys[1])
+        every = [key for both in shares.values() for key in both]
         own = crypto.public_key(self.secret), crypto.public_key(self.seal_secret)
-        if len(found) < LEAST or len(set(every)) != len(every) or found.get(self.client) != own:
+        if len(shares) < LEAST or len(set(every)) != len(every) or shares.get(self.client) != own:
             raise InvalidMessageError(f"a sum needs different keys of at least {LEAST} sites, this one's among them")
         self._lay_out(json.loads(parts))
-        self.keys = found
+        self.keys = shares
         self.view = view_digest(run, self.round, self.session, ready, parts)
         count = len(self.keys)
         (seeds, seed_points), (secrets, key_points) = (
             crypto.share_secret(secret, self.needed, count) for secret in (self.seed, self.secret)
         )
         sealed = {}
-        for place, (k, (_, seal_key)) in enumerate(sorted(self.keys.items())):
+        for index, (k, (_, seal_key)) in enumerate(sorted(self.keys.items())):
             if k == self.client:
-                self.shares[k] = seeds[place], secrets[place]
+                self.shares[k] = seeds[index], secrets[index]
                 continue
             self.common[k] = crypto.shared_key(self.seal_secret, seal_key)
-            plain = json.dumps([self.view, self.client, k, f"{seeds[place]:x}", f"{secrets[place]:x}"]).encode()
+            plain = json.dumps([self.view, self.client, k, f"{seeds[index]:x}", f"{secrets[index]:x}"]).encode()
             sealed[str(k)] = crypto.seal(self.common[k], plain).hex()
         commitments = [[point.hex() for point in points] for points in (seed_points, key_points)]
         signature = self.identity.sign(["shares", self.view, self.client, commitments])
@@ -196,11 +196,11 @@ class OpenSum:
         return Frame("shares", {"client": self.client, "sealed": json.dumps(sealed), "commitments": written})
 
     def _lay_out(self, told: Any) -> None:
-        if not isinstance(told, list) or [one[:3] for one in told] != [
-            one[:3] for one in json.loads(parts_as_text(self.parts))
+        if not isinstance(told, list) or [entry[:3] for entry in told] != [
+            entry[:3] for entry in json.loads(parts_as_text(self.parts))
         ]:
             raise InvalidMessageError("what is to be added up is not what this site has")
-        larger = [int(one[3]) for one in told]
+        larger = [int(entry[3]) for entry in told]
         if any(e < part.exponent for e, part in zip(larger, self.parts, strict=True)):
             raise InvalidMessageError("this site's numbers are larger than those of the sum")
         self.parts = [replace(part, exponent=e) for e, part in zip(larger, self.parts, strict=True)]
@@ -219,21 +219,21 @@ class OpenSum:
             if k not in self.common or not is_signed(self.identity.roster, k, message, signature):
                 raise InvalidMessageError(f"client {k} has not signed these commitments, or has no part in the sum")
             points = [[bytes.fromhex(point) for point in some] for some in (seed_points, key_points)]
-            found = self._unsealed(k, str(sealed[name]), points)
-            if found is None:
+            opened = self._unsealed(k, str(sealed[name]), points)
+            if opened is None:
                 wrong.append(k)
             else:
-                shares[k] = found
+                shares[k] = opened
         if wrong:
             return Frame("accused", {"client": self.client, "wrong": json.dumps(wrong)})
         if len(shares) < self.needed:
             raise InvalidMessageError(f"there are shares of {len(shares)} of at least {self.needed} sites")
         self.shares = shares
-        held = [
+        tensors = [
             (tensor, weight, step_size(part.exponent, len(self.keys)))
             for (_, tensor, weight), part in zip(self.held, self.parts, strict=True)
         ]
-        masked, errors = quantize(held)
+        masked, errors = quantize(tensors)
         self.held = []
         crypto.apply_mask(masked, crypto.mask_stream(self.seed, len(masked)), add=True)
         for k in self.shares:
@@ -246,13 +246,13 @@ class OpenSum:
 
     def _unsealed(self, k: int, sealed: str, points: list[list[bytes]]) -> tuple[int, int] | None:
         """Return the shares that another site sent; None if they are not those of this sum that it committed to."""
-        place = sorted(self.keys).index(self.client) + 1
+        index = sorted(self.keys).index(self.client) + 1
         try:
             view, sender, to, *both = json.loads(crypto.unseal(self.common[k], bytes.fromhex(sealed)))
             shares = int(both[0], 16), int(both[1], 16)
             good = (view, sender, to, points[1][0]) == (self.view, k, self.client, self.keys[k][0])
             good = good and {len(some) for some in points} == {self.needed}
-            good = good and all(crypto.verify_share(x, place, p) for x, p in zip(shares, points, strict=True))
+            good = good and all(crypto.verify_share(x, index, p) for x, p in zip(shares, points, strict=True))
         except (ValueError, TypeError, IndexError):
             return None
         return shares if good else None
@@ -282,10 +282,12 @@ class OpenSum:
             Opened: If another sum of this round was opened meanwhile.
         """
         signatures = parse_json_field(config, "signatures")
-        given = {k for k in self.alive if is_signed(self.identity.roster, k, self._survivors(), signatures.get(str(k)))}
-        if len(given) < self.needed:
+        signers = {
+            k for k in self.alive if is_signed(self.identity.roster, k, self._survivors(), signatures.get(str(k)))
+        }
+        if len(signers) < self.needed:
             raise InvalidMessageError(
-                f"{len(given)} of at least {self.needed} sites have signed the list of sites that this one signed"
+                f"{len(signers)} of at least {self.needed} sites have signed the list of sites that this one signed"
             )
         self.ledger.record(self.round, self.alive)
         opened = {k: f"{self.shares[k][0 if k in self.alive else 1]:x}" for k in sorted(self.shares)}
@@ -323,8 +325,8 @@ class SecAggClient:
 
     def again(self, run: str, session: str) -> Frame | None:
         """Return the reply that was sent when this sum began, if it has."""
-        one = self._open.get(run)
-        return one.ready if one is not None and one.session == session else None
+        open_sum = self._open.get(run)
+        return open_sum.ready if open_sum is not None and open_sum.session == session else None
 
     def begin(self, session: str, update: Update, delta: Tensor | None, model: str, ledger: OpenedSumLedger) -> Frame:
         """Take part in a sum with an update.
@@ -339,10 +341,12 @@ class SecAggClient:
         if not update.is_finite():
             return Frame("unusable", {"client": update.client})
         assert self.identity is not None, "a site without a roster trains no masked experiment"
-        held = summands(update, delta)
-        parts = [SumPart(name, t.dtype, tuple(t.shape), required_exponent(t, weight)) for name, t, weight in held]
-        one = OpenSum(self.identity, ledger, session, update.born, model, held, parts)
-        keys = [crypto.public_key(secret).hex() for secret in (one.secret, one.seal_secret)]
+        summand_list = summands(update, delta)
+        parts = [
+            SumPart(name, t.dtype, tuple(t.shape), required_exponent(t, weight)) for name, t, weight in summand_list
+        ]
+        open_sum = OpenSum(self.identity, ledger, session, update.born, model, summand_list, parts)
+        keys = [crypto.public_key(secret).hex() for secret in (open_sum.secret, open_sum.seal_secret)]
         message = ready_message(ledger.run, update.born, session, update.client, keys, model)
         config = {
             "client": update.client,
@@ -357,11 +361,11 @@ class SecAggClient:
             "opened": json.dumps(ledger.opened(update.born)),
         }
         self._open.pop(ledger.run, None)
-        self._open[ledger.run] = one
+        self._open[ledger.run] = open_sum
         while len(self._open) > KEPT:
             self._open.pop(next(iter(self._open)))
-        one.ready = Frame("ready", config)
-        return one.ready
+        open_sum.ready = Frame("ready", config)
+        return open_sum.ready
 
     def carried_out(self, run: str, asked: Frame) -> Frame:
         """The answer to a message after the first.
@@ -370,10 +374,10 @@ class SecAggClient:
             Forgotten: This site has no part in that sum, or not any more.
             Nonsense: The message is not what it must be.
         """
-        one = self._open.get(run)
-        if one is None or one.session != read_text(asked.config, "session"):
+        open_sum = self._open.get(run)
+        if open_sum is None or open_sum.session != read_text(asked.config, "session"):
             raise SiteStateLostError("this site was restarted since the sum began, or never took part in it")
         try:
-            return one.carried_out(asked)
+            return open_sum.carried_out(asked)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise InvalidMessageError(f"its keys or shares cannot be read ({type(error).__name__})") from error

@@ -91,10 +91,10 @@ def share_secret(secret: int, needed: int, count: int) -> tuple[list[int], list[
 
 def verify_share(share: int, place: int, commitments: Sequence[bytes]) -> bool:
     """Return whether a share of this place is the one that the dealer committed to."""
-    found: Point = None
+    total: Point = None
     for commitment in reversed(commitments):
-        found = _add(_times(place, found), decode_point(commitment))
-    return 0 < share < ORDER and found is not None and decode_point(public_key(share)) == found
+        total = _add(_times(place, total), decode_point(commitment))
+    return 0 < share < ORDER and total is not None and decode_point(public_key(share)) == total
 
 
 def combine_shares(shares: Mapping[int, int]) -> int:
@@ -134,12 +134,12 @@ def _add(one: Point, other: Point) -> Point:
 
 def _times(factor: int, point: Point) -> Point:
     """Multiply a point by a small positive integer."""
-    found: Point = None
+    total: Point = None
     for bit in bin(factor)[2:]:
-        found = _add(found, found)
+        total = _add(total, total)
         if bit == "1":
-            found = _add(found, point)
-    return found
+            total = _add(total, point)
+    return total
 
 
 def seal(key: bytes, plain: bytes) -> bytes:
@@ -176,7 +176,7 @@ def mask_stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
 def apply_mask(into: np.ndarray, stream: Iterator[np.ndarray], add: bool) -> None:
     """Add a mask to numbers of 32 bits, or subtract it; sums wrap around."""
     at = 0
-    for piece in stream:
-        part = into[at : at + len(piece)]
-        (np.add if add else np.subtract)(part, piece, out=part)
-        at += len(piece)
+    for block in stream:
+        part = into[at : at + len(block)]
+        (np.add if add else np.subtract)(part, block, out=part)
+        at += len(block)

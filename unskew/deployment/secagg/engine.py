@@ -55,29 +55,29 @@ class MaskedEngine(FlowerEngine):
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a masked round. The returned updates represent the sum; none of them is the update of a site."""
-        found = self._summed(casts) if casts else OpenedSum()
-        for cast in casts:
-            if cast.client in found.unusable:
-                nothing = torch.full_like(cast.v, torch.nan)
-                yield self._update(cast, {"delta": nothing, "buffers": cast.b, "upload": {}, "metrics": {}})
-        weight = sum(cast.weight for cast in casts if cast.client in found.clients)
-        if found.clients:
-            self._tell_error(found.error / weight, len(found.clients))
-            means = self._means(casts, found, weight)
-            names = [self.sites.name(k) for k in found.clients]
-            self.sites.log("sum opened", sites=names, digest=arrays_digest(encode_record("sum", found.tensors)))
-        for cast in casts:
-            if cast.client in found.clients:
-                yield self._update(cast, means)
+        opened = self._summed(casts) if casts else OpenedSum()
+        for broadcast in casts:
+            if broadcast.client in opened.unusable:
+                nothing = torch.full_like(broadcast.v, torch.nan)
+                yield self._update(broadcast, {"delta": nothing, "buffers": broadcast.b, "upload": {}, "metrics": {}})
+        weight = sum(broadcast.weight for broadcast in casts if broadcast.client in opened.clients)
+        if opened.clients:
+            self._tell_error(opened.error / weight, len(opened.clients))
+            means = self._means(casts, opened, weight)
+            names = [self.sites.name(k) for k in opened.clients]
+            self.sites.log("sum opened", sites=names, digest=arrays_digest(encode_record("sum", opened.tensors)))
+        for broadcast in casts:
+            if broadcast.client in opened.clients:
+                yield self._update(broadcast, means)
                 # The first stands for the sums of what rules send.
                 upload = means["upload"].items()
                 means["upload"] = {r: {n: torch.zeros_like(t) for n, t in ts.items()} for r, ts in upload}
-            elif cast.client not in found.unusable:
-                self.server.lost(cast.client)
+            elif broadcast.client not in opened.unusable:
+                self.server.lost(broadcast.client)
 
     def _summed(self, casts: Sequence[Broadcast]) -> OpenedSum:
         """Return the sum of a round; if too few sites are left, it is started again if the run is to wait."""
-        if any(cast.up != casts[0].up for cast in casts):
+        if any(broadcast.up != casts[0].up for broadcast in casts):
             sync = self.terms.method.sync
             raise EngineError(
                 f"{'' if sync is None else sync.name}.exchanged_slices gives sites different slices to send, but "
@@ -86,7 +86,8 @@ class MaskedEngine(FlowerEngine):
         text, barred = "", set[int]()
         round, patience = str(casts[0].round + 1), self.sites.round_policy
         requests = {
-            cast.client: encode_broadcast(cast, self.terms, "train", self._budget(cast.client)) for cast in casts
+            broadcast.client: encode_broadcast(broadcast, self.terms, "train", self._budget(broadcast.client))
+            for broadcast in casts
         }
         least = max(patience.min_updates, LEAST, len(casts) // 2 + 1)
         tries = 0
@@ -131,16 +132,16 @@ class MaskedEngine(FlowerEngine):
         models = {client: broadcast_digest(frame, self.terms) for client, frame in requests.items()}
 
         def take(client: int, frame: Frame) -> ReadySite | None:
-            cast = by_client[client]
+            broadcast = by_client[client]
             if self._left_out(client, frame):
                 return None
             if frame.kind == "unusable":
                 return ReadySite(usable=False)
             if frame.kind != "ready":
                 raise InvalidMessageError(f"it is called {frame.kind[:40]!r}, but what it sends must be masked")
-            check_reply_matches(frame.config, cast, self._examples(client))
-            parts = parse_parts(frame.config, self.terms.norm * max(1.0, cast.weight))
-            self._check_parts(parts, cast)
+            check_reply_matches(frame.config, broadcast, self._examples(client))
+            parts = parse_parts(frame.config, self.terms.norm * max(1.0, broadcast.weight))
+            self._check_parts(parts, broadcast)
             keys, opened = parse_json_field(frame.config, "keys"), parse_json_field(frame.config, "opened")
             try:
                 public, seal_public = (str(key) for key in keys)
@@ -150,7 +151,7 @@ class MaskedEngine(FlowerEngine):
             except (ValueError, TypeError, OverflowError) as error:
                 raise InvalidMessageError("its keys, or the sums that it opened, cannot be read") from error
             session, signature = read_text(frame.config, "session"), read_text(frame.config, "signature")
-            message = ready_message(self.sites.run, cast.round, session, client, keys, models[client])
+            message = ready_message(self.sites.run, broadcast.round, session, client, keys, models[client])
             if not is_signed(self.roster, client, message, signature):
                 raise InvalidMessageError("its keys and its model are not signed by the key that the roster names")
             return ReadySite(parts, (public, seal_public), signature, before)
@@ -165,16 +166,16 @@ class MaskedEngine(FlowerEngine):
             fixed["delta"] = model, (slices_length(cast.up, self.terms.spec.size),)
         if cast.report:
             fixed["report/v"] = model, (self.terms.spec.size,)
-        found = {part.name: (NAMES[part.dtype], part.shape) for part in parts}
-        uploads = {name for name in found if name.startswith("upload/")}
-        wrong = {name for name in {*found, *fixed} - uploads if found.get(name) != fixed.get(name)}
+        layout = {part.name: (NAMES[part.dtype], part.shape) for part in parts}
+        uploads = {name for name in layout if name.startswith("upload/")}
+        wrong = {name for name in {*layout, *fixed} - uploads if layout.get(name) != fixed.get(name)}
         wrong |= {name for name in uploads if name.split("/")[1] not in self.terms.names}
         size = sum(part.size * SIZES[NAMES[part.dtype]] for part in parts if part.name in uploads)
-        if wrong or size > self.terms.largest or len(found) != len(parts):
+        if wrong or size > self.terms.largest or len(layout) != len(parts):
             raise InvalidMessageError(f"what it adds up is not what was asked for: {sorted(wrong)[:3]}")
         if self.shapes is None:
-            self.shapes = found
-        elif found != self.shapes:
+            self.shapes = layout
+        elif layout != self.shapes:
             raise InvalidMessageError("what it sends beside the model differs from what other sites send")
 
     def _means(self, casts: Sequence[Broadcast], found: OpenedSum, weight: float) -> dict[str, Any]:
@@ -183,9 +184,9 @@ class MaskedEngine(FlowerEngine):
         v, b, delta = taken[0].v, taken[0].b, torch.zeros_like(taken[0].v)
         if "delta" in sums:
             delta = scatter_slices(delta, taken[0].up, (sums["delta"] / weight).to(v.dtype).to(v.device))
-            for cast in () if self.terms.needs_base else taken:
-                for piece in self.terms.base(cast.down, cast.up):  # there a site sent its values
-                    delta[piece] -= cast.weight / weight * v[piece]
+            for broadcast in () if self.terms.needs_base else taken:
+                for span in self.terms.base(broadcast.down, broadcast.up):  # there a site sent its values
+                    delta[span] -= broadcast.weight / weight * v[span]
         figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
         report = {n.removeprefix("report/"): (t / weight).to(v) for n, t in sums.items() if n.startswith("report/")}
         dtypes = {name: dtype for name, (dtype, _) in (self.shapes or {}).items()}

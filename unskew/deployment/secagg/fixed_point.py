@@ -64,18 +64,18 @@ def quantize(tensors: Sequence[tuple[Tensor, float, float]]) -> tuple[np.ndarray
     Args:
         tensors: Each with its weight and its step.
     """
-    whole = np.empty(sum(t.numel() for t, _, _ in tensors), np.int32)
+    integers = np.empty(sum(t.numel() for t, _, _ in tensors), np.int32)
     errors, at = [], 0
     for tensor, weight, by in tensors:
         worst = 0.0
-        for piece in _pieces(tensor):
-            exact = piece.double() * weight
-            found = torch.round(exact / by)
-            worst = max(worst, float((found * by - exact).abs().max()))
-            whole[at : at + len(piece)] = found.to(torch.int32).numpy()
-            at += len(piece)
+        for chunk in _pieces(tensor):
+            exact = chunk.double() * weight
+            rounded = torch.round(exact / by)
+            worst = max(worst, float((rounded * by - exact).abs().max()))
+            integers[at : at + len(chunk)] = rounded.to(torch.int32).numpy()
+            at += len(chunk)
         errors.append(worst)
-    return whole.view(np.uint32), errors
+    return integers.view(np.uint32), errors
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -86,9 +86,9 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 def dequantize(whole: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[str, Tensor]:
     """The sums in double precision, by name."""
-    found, at = {}, 0
+    tensors, at = {}, 0
     for part in parts:
         numbers = torch.from_numpy(whole[at : at + part.size].view(np.int32))
-        found[part.name] = (numbers.double() * step_size(part.exponent, sites)).view(part.shape)
+        tensors[part.name] = (numbers.double() * step_size(part.exponent, sites)).view(part.shape)
         at += part.size
-    return found
+    return tensors

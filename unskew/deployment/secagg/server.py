@@ -136,9 +136,9 @@ def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
         Nonsense: It is none.
     """
     parts, listed = [], parse_json_field(config, "parts")
-    for one in listed if isinstance(listed, list) else [listed]:
+    for entry in listed if isinstance(listed, list) else [listed]:
         try:
-            name, dtype, shape, exponent = one
+            name, dtype, shape, exponent = entry
             exponent = int(exponent)
             parts.append(SumPart(str(name), DTYPES[dtype], tuple(int(n) for n in shape), exponent))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
@@ -189,8 +189,8 @@ class MaskedSum:
         what = {"unmask": "its update is in the sum, which the other sites open"}.get(
             kind, "the sum continues without it"
         )
-        found = self.sites.ask(frames, f"{self.round + 1} {kind}", expected, least=self.min_sites, without=what)
-        return self._enough(dict(found))
+        replies = self.sites.ask(frames, f"{self.round + 1} {kind}", expected, least=self.min_sites, without=what)
+        return self._enough(dict(replies))
 
     def _enough(self, found: dict[int, Any]) -> dict[int, Any]:
         if len(found) < self.min_sites:
@@ -209,12 +209,12 @@ class MaskedSum:
             Reopened: If the sum of other sites was opened in this round before.
             Accused: If a site sent wrong shares.
         """
-        asked = {k: replace(f, config={**f.config, "session": self.session}) for k, f in requests.items()}
-        trained = dict(sorted(self.sites.ask(asked, str(self.round + 1), take, least=self.min_sites)))
-        unusable = tuple(k for k, one in trained.items() if not one.usable)
-        self.ready = self._enough(self._as_before({k: one for k, one in trained.items() if one.usable}))
+        sent = {k: replace(f, config={**f.config, "session": self.session}) for k, f in requests.items()}
+        trained = dict(sorted(self.sites.ask(sent, str(self.round + 1), take, least=self.min_sites)))
+        unusable = tuple(k for k, reply in trained.items() if not reply.usable)
+        self.ready = self._enough(self._as_before({k: reply for k, reply in trained.items() if reply.usable}))
         self.min_sites = max(self.min_sites, LEAST, threshold(len(self.ready)))
-        parts = agree_on_parts([one.parts for one in self.ready.values()])
+        parts = agree_on_parts([reply.parts for reply in self.ready.values()])
         self._share(parts)
         alive, total, error = self._masked(sum(part.size for part in parts))
         signatures = self._signed(alive)
@@ -228,7 +228,7 @@ class MaskedSum:
         Raises:
             Reopened: If one of them is missing.
         """
-        claims = Counter(one.opened for one in ready.values() if one.opened).most_common(1)
+        claims = Counter(frame.opened for frame in ready.values() if frame.opened).most_common(1)
         if not claims or claims[0][1] <= len(ready) - threshold(len(ready)):
             return ready
         before = claims[0][0]
@@ -252,8 +252,10 @@ class MaskedSum:
                 raise InvalidMessageError("its shares are not for the sites of the sum")
             try:
                 seed, key, signature = commitments
-                found = DealtShares({to: str(one) for to, one in sealed.items()}, (seed, key, str(signature)))
-                points = [*found.points(0), *found.points(1)]
+                dealt = DealtShares(
+                    {to: str(sealed_share) for to, sealed_share in sealed.items()}, (seed, key, str(signature))
+                )
+                points = [*dealt.points(0), *dealt.points(1)]
                 for point in points:
                     crypto.decode_point(point)
             except (ValueError, TypeError) as error:
@@ -263,7 +265,7 @@ class MaskedSum:
                 raise InvalidMessageError("its commitments are not to shares of its keys")
             if not is_signed(self.roster, client, ["shares", self.view, client, [seed, key]], signature):
                 raise InvalidMessageError("its commitments are not signed by the key that the roster names")
-            return found
+            return dealt
 
         config = {"ready": json.dumps(ready), "parts": text_of_parts}
         self.shares = self._ask("share", "shares", dict.fromkeys(self.ready, config), take)
@@ -274,10 +276,10 @@ class MaskedSum:
         Raises:
             Accused: If a site reports wrong shares.
         """
-        commitments = json.dumps({str(k): one.commitments for k, one in self.shares.items()})
+        commitments = json.dumps({str(k): dealt.commitments for k, dealt in self.shares.items()})
         configs = {
             k: {
-                "sealed": json.dumps({str(j): one.sealed[str(k)] for j, one in self.shares.items() if j != k}),
+                "sealed": json.dumps({str(j): dealt.sealed[str(k)] for j, dealt in self.shares.items() if j != k}),
                 "commitments": commitments,
             }
             for k in self.shares
@@ -294,11 +296,11 @@ class MaskedSum:
             if frame.kind != "masked":
                 raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and not 'masked'")
             check_records(frame, ("masked",))
-            found = decode_record(frame, "masked").get("x")
-            if found is None or found.dtype != DTYPES["int32"] or tuple(found.shape) != (size,):
+            tensor = decode_record(frame, "masked").get("x")
+            if tensor is None or tensor.dtype != DTYPES["int32"] or tuple(tensor.shape) != (size,):
                 raise InvalidMessageError("its masked update has not the length of the others")
             error = abs(read_number({"error": frame.figures.get("error", 0.0)}, "error"))
-            np.add(total, found.numpy().view(np.uint32), out=total)
+            np.add(total, tensor.numpy().view(np.uint32), out=total)
             return error
 
         found = self._ask("mask", "", configs, take)
@@ -317,9 +319,9 @@ class MaskedSum:
             return signature
 
         least, self.min_sites = self.min_sites, min(self.min_sites, threshold(len(self.ready)))
-        found = self._ask("agree", "agreed", {k: {"alive": json.dumps([*alive])} for k in alive}, take)
+        replies = self._ask("agree", "agreed", {k: {"alive": json.dumps([*alive])} for k in alive}, take)
         self.min_sites = least
-        return found
+        return replies
 
     def _opened(self, alive: Sequence[int], signatures: Mapping[int, str]) -> dict[int, int]:
         """Return the seed of each site that sent a masked update, and the secret key of each that did not.
@@ -327,29 +329,29 @@ class MaskedSum:
         Raises:
             Unopened: If there are too few shares.
         """
-        places = {k: place for place, k in enumerate(self.ready, 1)}
+        index_of = {k: index for index, k in enumerate(self.ready, 1)}
         needed = max(LEAST, threshold(len(self.ready)))
-        points = {k: one.points(0 if k in alive else 1) for k, one in self.shares.items()}
+        points = {k: entry.points(0 if k in alive else 1) for k, entry in self.shares.items()}
         shares: dict[int, dict[int, int]] = {k: {} for k in self.shares}
 
         def take(client: int, frame: Frame) -> bool:
-            found = parse_json_field(frame.config, "shares")
-            if not isinstance(found, dict) or {*found} != {str(k) for k in self.shares}:
+            opened = parse_json_field(frame.config, "shares")
+            if not isinstance(opened, dict) or {*opened} != {str(k) for k in self.shares}:
                 raise InvalidMessageError("its shares are not those that it was asked for")
-            for owner, text_of_share in found.items():
+            for owner, text_of_share in opened.items():
                 try:
                     k, share = int(owner), int(str(text_of_share), 16)
                 except ValueError as error:
                     raise InvalidMessageError("its shares cannot be read") from error
-                if not crypto.verify_share(share, places[client], points[k]):
+                if not crypto.verify_share(share, index_of[client], points[k]):
                     raise InvalidMessageError(
                         f"its share of a secret of {self.sites.name(k)} does not fit the commitments of that site"
                     )
-                shares[k][places[client]] = share
+                shares[k][index_of[client]] = share
             return True
 
         self.min_sites = min(self.min_sites, needed)
-        text_of_signatures = json.dumps({str(k): one for k, one in signatures.items()})
+        text_of_signatures = json.dumps({str(k): entry for k, entry in signatures.items()})
         self._ask("unmask", "opened", {k: {"signatures": text_of_signatures} for k in signatures}, take)
         if any(len(some) < needed for some in shares.values()):
             raise UnmaskingError

@@ -32,10 +32,12 @@ class AsyncFlowerEngine(FlowerEngine):
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train, and return the updates in order of arrival."""
         sites, patience = self.sites, self.sites.round_policy
-        for cast in casts:
-            self.flying[cast.client] = cast
-            self.talk.failures.pop(cast.client, None)
-            self.talk.requests[cast.client] = encode_broadcast(cast, self.terms, "train", self._budget(cast.client))
+        for broadcast in casts:
+            self.flying[broadcast.client] = broadcast
+            self.talk.failures.pop(broadcast.client, None)
+            self.talk.requests[broadcast.client] = encode_broadcast(
+                broadcast, self.terms, "train", self._budget(broadcast.client)
+            )
         self.talk.round = str(casts[0].round + 1) if casts else self.talk.round
         wait, done = RoundWait(sites, self.talk.round, patience.min_updates, patience.round_timeout), 0
         while self.talk.requests:
@@ -47,10 +49,10 @@ class AsyncFlowerEngine(FlowerEngine):
             sites.check_stopped()
             answers = self.talk.step()
             for client, update in answers:
-                cast = self.flying.pop(client)
+                broadcast = self.flying.pop(client)
                 if update is not None:
                     self.norms[client] = tensor_norms(update)
-                if update is None or self.too_large(self.norms, [client], [cast]):
+                if update is None or self.too_large(self.norms, [client], [broadcast]):
                     self.norms.pop(client, None)
                     self.server.lost(client)
                 else:

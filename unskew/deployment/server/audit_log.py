@@ -39,10 +39,10 @@ class AuditLog:
         self.path, self._lock, self._last = folder / FILE, threading.Lock(), FIRST
         with disk_errors(self.path):
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-            whole = self.path.read_bytes().rpartition(b"\n")[0]
-            os.ftruncate(self._file, len(whole) + 1 if whole else 0)
-        if whole:
-            self._last = hashlib.sha256(whole.splitlines()[-1]).hexdigest()
+            complete_lines = self.path.read_bytes().rpartition(b"\n")[0]
+            os.ftruncate(self._file, len(complete_lines) + 1 if complete_lines else 0)
+        if complete_lines:
+            self._last = hashlib.sha256(complete_lines.splitlines()[-1]).hexdigest()
 
     def add(self, event: str, round: int, **fields: Any) -> None:
         """Append one event; fields that are empty or None are left out."""

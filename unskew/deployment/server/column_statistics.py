@@ -65,8 +65,11 @@ def site_squares(holding: SiteData, mean: Tensor) -> dict[str, Blob]:
     if mean.dtype != torch.float64 or tuple(mean.shape) != (width + targets.shape[1],) or not mean.isfinite().all():
         raise InvalidMessageError("it does not have a mean for each column")
     both = mean.numpy()
-    found = [squared_deviations(columns, holding.source.encoders, both[:width]), sums_of_squares(targets, both[width:])]
-    return encode_record("sums", as_tensors({"squares": np.concatenate(found)}))
+    squares = [
+        squared_deviations(columns, holding.source.encoders, both[:width]),
+        sums_of_squares(targets, both[width:]),
+    ]
+    return encode_record("sums", as_tensors({"squares": np.concatenate(squares)}))
 
 
 def columns_and_targets(holding: SiteData) -> tuple[np.ndarray, np.ndarray]:
@@ -91,7 +94,7 @@ def describe_sums(holding: SiteData) -> list[str]:
             f"of each of {', '.join(names)}: how many values, their sum, and the sum of squared distances from the mean of "
             f"all sites; {MOMENTS * len(names)} bytes"
         )
-    coded = [one.name for one in encoders if one.kind == "category"]
+    coded = [encoder.name for encoder in encoders if encoder.kind == "category"]
     for name, values in zip(coded, client_stats(columns_and_targets(holding)[0], encoders).values, strict=True):
         shown = ", ".join(values[:20]) + (f" and {len(values) - 20} more" if len(values) > 20 else "")
         lines.append(f"the values of the category {name}: {shown or 'none'}; {category_bytes(values)} bytes")
@@ -129,13 +132,13 @@ def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
     Raises:
         Nonsense: They are others.
     """
-    found = arrays.get(name)
+    vector = arrays.get(name)
     wanted = torch.int64 if name == "counts" else torch.float64
-    if found is None or found.dtype != wanted or tuple(found.shape) != (size,) or not found.isfinite().all():
+    if vector is None or vector.dtype != wanted or tuple(vector.shape) != (size,) or not vector.isfinite().all():
         raise InvalidMessageError(f"its {name} are not {size} finite numbers")
-    if name == "squares" and (found < 0).any():
+    if name == "squares" and (vector < 0).any():
         raise InvalidMessageError("a sum of squares is negative")
-    return found.numpy()
+    return vector.numpy()
 
 
 def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], sites: SiteManager) -> GlobalStats:
@@ -168,11 +171,11 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
         mean = global_means(both, names)[1]
     except DataError as error:
         raise ConfigError(str(error).replace("client", "site")) from error
-    asked = Frame("squares", {}, {}, encode_record("sums", {"mean": torch.from_numpy(mean)}))
-    found = request_all(
-        sites, dict.fromkeys(first, asked), "sums", lambda client, frame: parse_squares(frame, len(names))
+    request = Frame("squares", {}, {}, encode_record("sums", {"mean": torch.from_numpy(mean)}))
+    replies = request_all(
+        sites, dict.fromkeys(first, request), "sums", lambda client, frame: parse_squares(frame, len(names))
     )
-    second = list(found.values())
+    second = list(replies.values())
     columns, scale, sent = None, None, None
     if known:
         rest = [columns for columns, _, _ in first.values()]

@@ -116,9 +116,9 @@ class Deployment:
                 "round_policy": RoundPolicy(**values["round_policy"]),
                 "excluded": tuple(map(int, values["excluded"])),
             }
-            one = Deployment(**{**values, **changed})
-            one.check()
-            return one
+            deployment = Deployment(**{**values, **changed})
+            deployment.check()
+            return deployment
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{folder / FILE} cannot be read ({error}), so the run cannot go on.") from error
 

@@ -90,8 +90,12 @@ def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
     """
     try:
         path = str(read_json(folder / FILE)["socket"])
-        found, within = os.lstat(path), os.lstat(Path(path).parent)
-        if not stat.S_ISSOCK(found.st_mode) or {found.st_uid, within.st_uid} != {os.getuid()} or within.st_mode & 0o077:
+        file_stat, within = os.lstat(path), os.lstat(Path(path).parent)
+        if (
+            not stat.S_ISSOCK(file_stat.st_mode)
+            or {file_stat.st_uid, within.st_uid} != {os.getuid()}
+            or within.st_mode & 0o077
+        ):
             raise ConfigError(f"{folder / FILE} does not name a socket that only this user can reach.")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(SECONDS)

@@ -129,8 +129,8 @@ def federation_of_sites(
 
 def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: SiteManager, norm: float) -> PreparedData:
     """The three steps of each data rule, with a message between them."""
-    for place, rule in enumerate(method.data):
-        prepared = _one(place, rule, prepared, seed, sites, norm)
+    for index, rule in enumerate(method.data):
+        prepared = _one(index, rule, prepared, seed, sites, norm)
     return prepared
 
 
@@ -143,16 +143,16 @@ def _one(
     def client_payload(prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         clients = prepared.federation.clients
         mean = max(1, sum(len(c.y) + len(c.y_test) for c in clients) // len(clients))
-        asked = {
+        requests = {
             k: Frame("contribute", {"place": place, "mean_size": mean})
             for k in range(len(clients))
             if type(rule).client_payload is not DataRule.client_payload
             and rule.for_client(k, len(clients), mean) is not None
         }
-        found = request_all(sites, asked, "contributions", partial(_contribution, norm=norm))
-        sent = {k: tensors for k, (tensors, _, _) in found.items() if tensors}
-        digest = "-".join(made for _, _, made in found.values())
-        return ClientPayloads(sent, _about([about for _, about, _ in found.values()]), digest)
+        replies = request_all(sites, requests, "contributions", partial(_contribution, norm=norm))
+        sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
+        digest = "-".join(digest_part for _, _, digest_part in replies.values())
+        return ClientPayloads(sent, _about([about for _, about, _ in replies.values()]), digest)
 
     def server_payload(sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         dealt = type(rule).server_payload(rule, sent, facts, seed)
@@ -180,11 +180,11 @@ def request_all(sites: SiteManager, asked: dict[int, Frame], what: str, take: An
     Raises:
         EngineError: One is missing.
     """
-    found = dict(sites.ask(asked, what, take, strict=True))
-    missing = [sites.name(k) for k in asked if k not in found]
+    replies = dict(sites.ask(asked, what, take, strict=True))
+    missing = [sites.name(k) for k in asked if k not in replies]
     if missing:
         raise EngineError(f"Before the first round every site must answer; {', '.join(missing[:10])} did not.")
-    return dict(sorted(found.items()))
+    return dict(sorted(replies.items()))
 
 
 def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict[str, Any], str]:

@@ -46,12 +46,12 @@ def norm_outliers(norms: Mapping[int, float], floor: float) -> dict[int, float]:
     >>> norm_outliers({0: 1.0, 1: 2.0, 2: 100.0}, floor=5.0)
     {2: 45.0}
     """
-    found = {}
+    outliers = {}
     for client, norm in norms.items():
         others = [other for k, other in norms.items() if k != client]
         if norm > floor and len(others) > 1 and norm > FACTOR * median(others):
-            found[client] = max(floor, FACTOR * median(others))
-    return found
+            outliers[client] = max(floor, FACTOR * median(others))
+    return outliers
 
 
 class ArrivedUpdates:
@@ -121,24 +121,26 @@ class FlowerEngine:
 
     def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort at its sites. Late or invalid updates are missing from the result."""
-        by_client = {cast.client: cast for cast in casts}
-        requests = {k: encode_broadcast(cast, self.terms, "train", self._budget(k)) for k, cast in by_client.items()}
+        by_client = {broadcast.client: broadcast for broadcast in casts}
+        requests = {
+            k: encode_broadcast(broadcast, self.terms, "train", self._budget(k)) for k, broadcast in by_client.items()
+        }
         round = str(casts[0].round + 1) if casts else ""
-        found = ArrivedUpdates(self.setup.device, self.folder)
+        arrived = ArrivedUpdates(self.setup.device, self.folder)
         norms = {}
         for client, update in self.sites.ask(
             requests, round, lambda client, frame: self.taken(by_client[client], frame)
         ):
             norms[client] = tensor_norms(update)
-            found.put(update)
+            arrived.put(update)
         too_large = self.too_large(norms, norms, casts)
-        for cast in casts:  # added up in the order of casts, whoever was first
-            update = found.take(cast.client) if cast.client in found else None
-            if update is None or cast.client in too_large:
-                self.server.lost(cast.client)
+        for broadcast in casts:  # added up in the order of casts, whoever was first
+            update = arrived.take(broadcast.client) if broadcast.client in arrived else None
+            if update is None or broadcast.client in too_large:
+                self.server.lost(broadcast.client)
             else:
                 yield update
-        found.close()
+        arrived.close()
 
     def too_large(
         self, norms: Mapping[int, Mapping[str, float]], clients: Iterable[int], casts: Sequence[Broadcast]
@@ -151,17 +153,17 @@ class FlowerEngine:
             casts: What was sent out; up to the norm of the model no update is too large.
         """
         floor = float(torch.linalg.vector_norm(casts[0].v)) if casts else 0.0
-        found: set[int] = set()
-        for name in sorted({name for one in norms.values() for name in one}):
-            exceeded = norm_outliers({k: one[name] for k, one in norms.items() if name in one}, floor)
-            for client in sorted(exceeded.keys() & {*clients} - found):
-                found.add(client)
+        outliers: set[int] = set()
+        for name in sorted({name for norm_of in norms.values() for name in norm_of}):
+            exceeded = norm_outliers({k: norm_of[name] for k, norm_of in norms.items() if name in norm_of}, floor)
+            for client in sorted(exceeded.keys() & {*clients} - outliers):
+                outliers.add(client)
                 self.sites.fault(
                     client,
                     f"its update is left out, because {name} has the norm {norms[client][name]:.3g}, above the limit "
                     f"{exceeded[client]:.3g} ({FACTOR:g} times the median of the other sites, or the norm of the model)",
                 )
-        return found
+        return outliers
 
     def taken(self, cast: Broadcast, frame: Frame) -> Update | None:
         """The update that answers ``cast``; None if the site has lost what it goes on from.
@@ -224,8 +226,10 @@ class FlowerEngine:
     def measure(self, casts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
         """Evaluate models at the clients' sites: accuracy and loss, also of personal models if there are any."""
         requests = {
-            cast.client: encode_broadcast(cast, self.terms, "evaluate", {"own": own, **self._budget(cast.client)})
-            for cast in casts
+            broadcast.client: encode_broadcast(
+                broadcast, self.terms, "evaluate", {"own": own, **self._budget(broadcast.client)}
+            )
+            for broadcast in casts
         }
 
         def take(client: int, frame: Frame) -> dict[str, float] | None:

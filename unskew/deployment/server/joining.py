@@ -97,7 +97,7 @@ class SiteRegistry:
             sites.reconnect()
             self._known, self._asked = set(sites.nodes.values()), {}
             return {}
-        found = {}
+        joined = {}
         for identity, frame in answers:
             node = self._asked.pop(identity)
             if frame.kind == "failed":
@@ -114,7 +114,7 @@ class SiteRegistry:
                 self._known.discard(node)
                 continue
             self.rejected.pop(node, None)
-            sites.nodes[client], sites.names[client], found[client] = node, str(frame.config["name"]), frame
+            sites.nodes[client], sites.names[client], joined[client] = node, str(frame.config["name"]), frame
             self.failures.pop(node, None)
             contact = sites.contact(client)
             contact.connected, contact.since = True, time.time()
@@ -122,7 +122,7 @@ class SiteRegistry:
             contact.version = printable(frame.config.get("unskew", ""))[:40]
             contact.key = printable(frame.config.get("key", ""))[:80]
             sites.log("joined", client, version=contact.version)
-        return found
+        return joined
 
     def _failed(self, node: int, reason: str) -> None:
         """Ask a node again after a pause, a limited number of times until it connects anew."""
@@ -191,10 +191,12 @@ class SiteRegistry:
         }
         if not other:
             return
-        found = ", ".join(f"{k} {theirs} (here {software_versions()[k]})" for k, theirs in other.items())
+        differences = ", ".join(
+            f"{k} {other_version} (here {software_versions()[k]})" for k, other_version in other.items()
+        )
         if self.exact:
-            raise ConfigError(f"{name} has {found}; install the same versions, or leave out --exact.")
-        self.sites.warn(f"{name} has {found}, so results may differ from a simulation here in the last bits.")
+            raise ConfigError(f"{name} has {differences}; install the same versions, or leave out --exact.")
+        self.sites.warn(f"{name} has {differences}, so results may differ from a simulation here in the last bits.")
 
 
 def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
@@ -205,21 +207,21 @@ def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
         ConfigError: None of them can take part.
     """
     began = reported = time.monotonic()
-    found: dict[int, Frame] = {}
+    present: dict[int, Frame] = {}
     while True:
-        found |= door.step()
-        if len(found) >= quorum:
-            return dict(sorted(found.items()))
+        present |= door.step()
+        if len(present) >= quorum:
+            return dict(sorted(present.items()))
         if len(door.rejected) >= door.clients:
             raise ConfigError(next(iter(door.rejected.values())))
         door.sites.check_stopped()
         now = time.monotonic()
         if now > began + door.seconds:
             raise EngineError(
-                f"After {door.seconds:g} s {len(found)} of {quorum} sites are there. {door.missing(found)} unskew deploy "
+                f"After {door.seconds:g} s {len(present)} of {quorum} sites are there. {door.missing(present)} unskew deploy "
                 "check tells at a site what is wrong."
             )
         if now > reported + REPORT:
             reported = now
-            door.report(f"{len(found)} of {quorum} sites after {now - began:.0f} s. {door.missing(found)}")
+            door.report(f"{len(present)} of {quorum} sites after {now - began:.0f} s. {door.missing(present)}")
         time.sleep(POLL)

@@ -165,8 +165,8 @@ def _carried_out(
         session.connect(sites, terms, changed_budget(config, prepared), roster, deployment.asynchronous)
         if deployment.quorum is not None:
             session.network.present = Membership(sites, door, prepared.federation, deployment.quorum)
-        told = [] if federation.stats_traffic is None else enumerate(federation.stats_traffic.tolist())
-        for client, (up, down) in (*told, *prepared.traffic):
+        traffic = [] if federation.stats_traffic is None else enumerate(federation.stats_traffic.tolist())
+        for client, (up, down) in (*traffic, *prepared.traffic):
             session.server.traffic.count(client, "up", up, 0)
             session.server.traffic.count(client, "down", down, 0)
         result = session.run(again)

@@ -115,7 +115,7 @@ class DeployedSession(Session):
     def _reports(self, t: int) -> bool:
         """Return whether sites send their whole model in round ``t``: in the last one, if the result needs it."""
         _, up = self.server.exchange.slices(self.server.rules, t, 0, None)
-        self.complete = up is None or sum(piece.stop - piece.start for piece in up) == self.spec.size
+        self.complete = up is None or sum(span.stop - span.start for span in up) == self.spec.size
         return t + 1 == self.config.rounds and not self.complete
 
     def _evaluates(self, t: int) -> bool:
@@ -166,9 +166,11 @@ class DeployedSession(Session):
         with_own = personal_models.has_personal_models(self.method, self.spec)
         # The whole model is sent to be measured; a simulation hands it over, too.
         b = self.server.evaluated_b  # with ``buffers: reset`` nobody trains from these
-        casts = [replace(self.server.final_broadcast(self.config.rounds, k), b=b, down=None, report=False) for k in who]
-        found = engine.measure(casts, with_own) if who else {}
-        scores, own = self._scores(found, ""), self._scores(found, "own_") if with_own else None
+        broadcasts = [
+            replace(self.server.final_broadcast(self.config.rounds, k), b=b, down=None, report=False) for k in who
+        ]
+        personal_scores = engine.measure(broadcasts, with_own) if who else {}
+        scores, own = self._scores(personal_scores, ""), self._scores(personal_scores, "own_") if with_own else None
         if not who and most and not tunes:
             scores = self.evaluator.evaluate_clients(
                 self.server.evaluated, self.server.evaluated_b, most, self.config.seed
@@ -208,7 +210,7 @@ def check_deployable(config: Experiment) -> None:
         "keep=best": config.keep == "best",
         f"objective={WORST}": config.objective == WORST,
     }
-    for name in (name for name, asked in at_sites.items() if asked):
+    for name in (name for name, requirement in at_sites.items() if requirement):
         raise ConfigError(f"{name} looks at what clients hold out, which is at the sites. Leave it out.")
     if config.start_from is not None or config.base_run:
         raise ConfigError("start_from and base_run join simulated runs; a deployed run begins by itself.")

@@ -177,18 +177,18 @@ class SiteManager:
         Raises:
             ConfigError: If there is no such site, or too few would remain.
         """
-        found = [k for k in range(self.total) if which in (self.names.get(k), str(k))]
-        if len(found) != 1:
-            raise ConfigError(f"{which!r} names {len(found)} sites of this run; unskew deploy sites lists them.")
+        matches = [k for k in range(self.total) if which in (self.names.get(k), str(k))]
+        if len(matches) != 1:
+            raise ConfigError(f"{which!r} names {len(matches)} sites of this run; unskew deploy sites lists them.")
         least = max(1, self.round_policy.min_updates)
-        if self.total - len({*self.excluded, found[0]}) < least:
+        if self.total - len({*self.excluded, matches[0]}) < least:
             raise ConfigError(
-                f"A round needs {least} sites, so {self.name(found[0])} cannot be excluded; stop the run."
+                f"A round needs {least} sites, so {self.name(matches[0])} cannot be excluded; stop the run."
             )
-        self.barred.add(found[0])
+        self.barred.add(matches[0])
         save(self.barred)
-        self.log("excluded", found[0], reason="by the operator")
-        return self.name(found[0])
+        self.log("excluded", matches[0], reason="by the operator")
+        return self.name(matches[0])
 
     def check_stopped(self, between_rounds: bool = False) -> None:
         """Interrupt the run if the operator has asked for it and nothing of a round would be lost.
@@ -247,10 +247,10 @@ class SiteManager:
         wait, done = RoundWait(self, round, max(self.round_policy.min_updates, least), deadline), 0
         while talk.requests:
             answers = talk.step()
-            for client, made in answers:
-                if made is not None:
+            for client, reply in answers:
+                if reply is not None:
                     done += 1
-                    yield client, made
+                    yield client, reply
             for client in talk.requests.keys() & self.barred:
                 talk.drop(client)
             self.pending = {*talk.requests}
@@ -414,7 +414,7 @@ class PendingRequests:
             sites.counts["resent"] += len(self._asked)
             self._asked, self._waiting = {}, {}
             return []
-        found = []
+        replies = []
         for identity, frame in answers:
             client, request = self._asked.pop(identity)
             attempt = sites.attempt(identity)
@@ -426,7 +426,7 @@ class PendingRequests:
                 self._failed(client, frame)
                 if client in self.requests:
                     continue
-                found.append((client, None))
+                replies.append((client, None))
                 continue
             kind = self.requests[client].kind
             self.drop(client)
@@ -434,11 +434,11 @@ class PendingRequests:
             contact.seen, contact.error = time.time(), ""
             contact.answered += kind == "train"
             try:
-                found.append((client, self.take(client, sites.checked(frame, attempt))))
+                replies.append((client, self.take(client, sites.checked(frame, attempt))))
             except InvalidMessageError as error:
                 sites.fault(client, f"its answer was refused, because {error}")
-                found.append((client, None))
-        return found
+                replies.append((client, None))
+        return replies
 
     def _lost(self) -> dict[int, float]:
         """Forget the sending of messages that may be lost, so that they are sent again.

@@ -64,14 +64,14 @@ def check_site(path: Path) -> Iterator[Finding]:
         return
     yield Finding("configuration", True, f"{site.name}, client {site.client}, {len(experiments)} experiment(s)")
     same: dict[str, list[Path]] = {}
-    for file, one in experiments.items():
-        same.setdefault(experiment_digest(one), []).append(file)
+    for file, named_experiment in experiments.items():
+        same.setdefault(experiment_digest(named_experiment), []).append(file)
     for files in same.values():
         experiment = experiments[files[0]]
         if len(experiments) > 1:
             alike = "" if len(files) == 1 else ", alike for sites"
             yield Finding("experiment", None, ", ".join(file.name for file in files) + alike)
-        yield from _guarded("data", lambda one=experiment: _experiment(site, folder, one))  # type: ignore[misc]
+        yield from _guarded("data", lambda named_experiment=experiment: _experiment(site, folder, named_experiment))  # type: ignore[misc]
     yield from _guarded("node key", lambda: _key(site, folder))
     yield from _guarded("roster", lambda: _roster(site, folder, experiments.values()))
     yield from _guarded("SuperLink", lambda: _superlink(site, folder))
@@ -87,8 +87,8 @@ def _guarded(what: str, findings: Callable[[], Iterator[Finding]]) -> Iterator[F
 def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[Finding]:
     """Return the findings on one experiment, and the messages of a round."""
     if site.data == "split":
-        holding, whole = own_split(config, site.client, f"The site {site.name}")
-        reference, which = reference_schema(whole, config), "of the experiment's own data"
+        holding, full_data = own_split(config, site.client, f"The site {site.name}")
+        reference, which = reference_schema(full_data, config), "of the experiment's own data"
     else:
         holding = load_site_data(site, config, folder)
         source, reference = holding.source, schema_from_own_data(holding, config)
@@ -104,15 +104,15 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         yield Finding("sent once", None, line)
     work = SiteTrainer(site, config, reference, holding)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
-    asked, answered = first_round_messages(work)
-    frames = {"sent once": work.facts(work.data), "received each round": asked, "sent each round": answered}
+    request, answered = first_round_messages(work)
+    frames = {"sent once": work.facts(work.data), "received each round": request, "sent each round": answered}
     for way, frame in frames.items():
         for name, blob in frame.arrays.items():
             shape = "x".join(map(str, blob.shape)) or "one"
             yield Finding(way, None, f"{name}: {blob.dtype} {shape}, {len(blob.data):,} bytes")
-        told = {*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))}
-        if told and way.startswith("sent"):
-            yield Finding(way, None, f"figures: {', '.join(sorted(told))}")
+        reported = {*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))}
+        if reported and way.startswith("sent"):
+            yield Finding(way, None, f"figures: {', '.join(sorted(reported))}")
     scored = work.original.objective.scored
     yield Finding("sent at the end", None, f"{scored} and loss on what is held out")
     for rule in work.method.data:
@@ -139,16 +139,16 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
     rule = work.method.server or FedAvg()
     trainer = ServerTrainer(work.spec, federation, small.training, work.device)
     server = Server(work.method, rule, work.spec, facts, "samples", small.buffers, seed=small.seed, at_server=trainer)
-    asked = encode_broadcast(server.broadcast(0, client), work.terms, "train", {})
+    request = encode_broadcast(server.broadcast(0, client), work.terms, "train", {})
     before, work.config = work.config, small
     try:
         with tempfile.TemporaryDirectory() as scratch:
             received = ReceivedData(Path(scratch), ())  # as if nothing had come before the first round
-            update, cast = work.trained(asked, SiteState(Path(scratch), "0" * 16, client), received)
-            answered = encode_update(update, cast, work.terms, {})
+            update, broadcast = work.trained(request, SiteState(Path(scratch), "0" * 16, client), received)
+            answered = encode_update(update, broadcast, work.terms, {})
     finally:
         work.config = before
-    return asked, answered
+    return request, answered
 
 
 def _key(site: SiteConfig, folder: Path) -> Iterator[Finding]:

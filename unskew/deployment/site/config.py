@@ -135,7 +135,7 @@ def load_site_config(path: Path) -> SiteConfig:
         config = SiteConfig.model_validate(values)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(piece) for piece in first["loc"] if str(piece).isidentifier() and piece != "OwnData")
+        where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() and part != "OwnData")
         raise ConfigError(f"{path}: {where}={short_repr(first['input'])} is not valid: {plain_message(first['msg'])}.") from error
     socket = config.path("socket", path.parent).absolute()
     if len(str(socket)) > LONGEST_SOCKET:
@@ -147,7 +147,7 @@ def load_site_config(path: Path) -> SiteConfig:
 
 def agreed_experiments(config: SiteConfig, folder: Path) -> dict[str, Experiment]:
     """The experiments that a site has agreed to, by their digests."""
-    return {experiment_digest(one): one for one in read_experiments(config, folder).values()}
+    return {experiment_digest(file): file for file in read_experiments(config, folder).values()}
 
 
 def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]:
@@ -156,17 +156,17 @@ def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]
     Raises:
         ConfigError: There is none, or one is not valid, or has too few clients.
     """
-    place = config.path("experiments", folder)
-    files = sorted(place.glob("*.yaml")) if place.is_dir() else [place]
+    folder_path = config.path("experiments", folder)
+    files = sorted(folder_path.glob("*.yaml")) if folder_path.is_dir() else [folder_path]
     if not files:
-        raise ConfigError(f"The folder {place} holds no experiment that this site has agreed to.")
-    found = {}
+        raise ConfigError(f"The folder {folder_path} holds no experiment that this site has agreed to.")
+    configs = {}
     remedy = None if config.trust_code else "read it, then set trust_code: true in site.yaml"
     for file in files:
-        one = with_absolute_paths(experiment(load_yaml(file, remedy)))
-        if one.clients is not None and config.client >= one.clients:
+        loaded = with_absolute_paths(experiment(load_yaml(file, remedy)))
+        if loaded.clients is not None and config.client >= loaded.clients:
             raise ConfigError(
-                f"{file} has {one.clients} clients, numbered from 0; there is none with number {config.client}."
+                f"{file} has {loaded.clients} clients, numbered from 0; there is none with number {config.client}."
             )
-        found[file] = one
-    return found
+        configs[file] = loaded
+    return configs

@@ -91,12 +91,12 @@ class SiteData:
             x, x_test = (pad(part, (0, wide), value=-1) for part in (x, x_test))
             y, y_test = (pad(part, (0, wide), value=-1) if part.dim() > 1 else part for part in (y, y_test))
         classes = len(reference.class_names) or source.classes
-        mine = replace(
+        relabeled = replace(
             reference, shape=tuple(x.shape[1:]), classes=classes, class_names=names, task=source.task, dtype=x.dtype
         )
         if reference.task == "language":
-            mine = replace(mine, classes=reference.classes, class_names=reference.class_names)
-        reference.check(mine, self.who)
+            relabeled = replace(relabeled, classes=reference.classes, class_names=reference.class_names)
+        reference.check(relabeled, self.who)
         federation = Federation(
             clients=SingleClientView(ClientData(self.client, x, y, x_test, y_test), self.total),
             test=(x[:0], y[:0]),
@@ -126,10 +126,10 @@ class SiteData:
                 f"{self.who} has {', '.join(source.class_names)} to predict, but the server has "
                 f"{', '.join(reference.class_names)}."
             )
-        mine, theirs = ([(one.name, one.kind) for one in some] for some in (source.encoders, reference.columns))
-        if mine != theirs:
-            told = (", ".join(f"{name} ({kind})" for name, kind in some[:20]) or "none" for some in (mine, theirs))
-            raise ConfigError("{} has the columns {}, but the server's are {}.".format(self.who, *told))
+        own_columns, other_columns = ([(encoder.name, encoder.kind) for encoder in some] for some in (source.encoders, reference.columns))
+        if own_columns != other_columns:
+            listings = (", ".join(f"{name} ({kind})" for name, kind in some[:20]) or "none" for some in (own_columns, other_columns))
+            raise ConfigError("{} has the columns {}, but the server's are {}.".format(self.who, *listings))
 
 
 def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, PartitionedSource]:
@@ -138,11 +138,11 @@ def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, Part
     Raises:
         DataError: There is no such client.
     """
-    whole = load_partitioned(config.data_spec, config.seed)
-    total = whole.parts.clients
+    partitioned = load_partitioned(config.data_spec, config.seed)
+    total = partitioned.parts.clients
     if client >= total:
         raise DataError(f"The experiment has {total} clients; there is none with number {client}.")
-    return SiteData(client, total, who, *whole.client(client), whole.source), whole
+    return SiteData(client, total, who, *partitioned.client(client), partitioned.source), partitioned
 
 
 def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema:
@@ -157,8 +157,8 @@ def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
     spec = replace(config.data_spec, partition="iid")
     split_at, ids = parts.offsets[1:], torch.from_numpy(rows)
-    whole = PartitionedSource(spec, spec, 0, source, first, holding.held, None, parts, ids, split_at)
-    return reference_schema(whole, config)
+    partitioned = PartitionedSource(spec, spec, 0, source, first, holding.held, None, parts, ids, split_at)
+    return reference_schema(partitioned, config)
 
 
 def load_site_data(
@@ -182,14 +182,14 @@ def load_site_data(
         raise ConfigError("An experiment whose sites have data of their own must say how many: clients.")
     prefix, colon, path = data.source.partition(":")
     name = f"{prefix}:{resolve_path(folder, path)}" if colon else data.source
-    place = None if data.data_path is None else str(resolve_path(folder, data.data_path))
+    data_path = None if data.data_path is None else str(resolve_path(folder, data.data_path))
     choice = column_selection(data, experiment, columns)
     if choice.mixed:
-        source = load_source(name, path=place, label=data.label, image=data.image, size=data.image_size, choice=choice)
+        source = load_source(name, path=data_path, label=data.label, image=data.image, size=data.image_size, choice=choice)
     else:
         spec = DataSpec(
             data=name,
-            data_path=place,
+            data_path=data_path,
             label=data.label,
             label_separator=data.label_separator,
             image=data.image,
@@ -220,8 +220,8 @@ def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[En
     )
     if not columns:
         return choice
-    named = {kind: tuple(one.name for one in columns if one.kind == kind) for kind in ("category", "date")}
-    features = tuple(one.name for one in columns)
+    named = {kind: tuple(column.name for column in columns if column.kind == kind) for kind in ("category", "date")}
+    features = tuple(column.name for column in columns)
     return choice._replace(features=features, categories=named["category"], dates=named["date"])
 
 
@@ -241,9 +241,9 @@ def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> 
         raise DataError(
             f"{who} has samples of the class {unknown[0]!r}, which the server does not know: {', '.join(theirs[:20])}."
         )
-    places = torch.tensor([list(theirs).index(name) for name in mine])
+    index_of = torch.tensor([list(theirs).index(name) for name in mine])
     if y.dim() > 1:
         wide = torch.zeros(len(y), len(theirs), dtype=y.dtype)
-        wide[:, places] = y
+        wide[:, index_of] = y
         return wide
-    return places[y]
+    return index_of[y]

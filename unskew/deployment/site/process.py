@@ -118,14 +118,14 @@ class SiteProcess:
             return self.masks.carried_out(state.run, asked)
         if asked.kind == "evaluate":
             return work.measured(asked, state, received)
-        place = read_integer(asked.config, "place")
-        if place >= len(work.method.data):
-            raise InvalidMessageError(f"the method has no data rule number {place}")
+        index = read_integer(asked.config, "place")
+        if index >= len(work.method.data):
+            raise InvalidMessageError(f"the method has no data rule number {index}")
         if asked.kind == "receive":
             check_records(asked, ("share", "common"))
-            received.take(place, decode_record(asked, "share"), decode_record(asked, "common"))
-            return work.facts(received.applied(work.data, place + 1))
-        return self.contributed(asked, work, state, received, place)
+            received.take(index, decode_record(asked, "share"), decode_record(asked, "common"))
+            return work.facts(received.applied(work.data, index + 1))
+        return self.contributed(asked, work, state, received, index)
 
     def contributed(self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int) -> Frame:
         """Return what this client sends to the server before the first round."""
@@ -135,11 +135,11 @@ class SiteProcess:
         if rule is None:
             return Frame("contribution", {"client": self.config.client, "made": ""})
         workspace = Workspace(state.folder / f"made-{place}", False, work.device, warn=self.log)
-        made = rule.client_payload(PreparedData(federation, work.config.training), work.config.seed, workspace)
-        figures = {name: float(v) for name, v in made.about.items() if isinstance(v, int | float)}
-        texts = {f"about.{name}": v for name, v in made.about.items() if isinstance(v, str) and name != "synthetic"}
-        sent = encode_record("sent", made.sent.get(self.config.client, {}))
-        return Frame("contribution", {"client": self.config.client, "made": made.digest, **texts}, figures, sent)
+        payloads = rule.client_payload(PreparedData(federation, work.config.training), work.config.seed, workspace)
+        figures = {name: float(v) for name, v in payloads.about.items() if isinstance(v, int | float)}
+        texts = {f"about.{name}": v for name, v in payloads.about.items() if isinstance(v, str) and name != "synthetic"}
+        sent = encode_record("sent", payloads.sent.get(self.config.client, {}))
+        return Frame("contribution", {"client": self.config.client, "made": payloads.digest, **texts}, figures, sent)
 
     def _summed(self, asked: Frame, digest: str, reference: DataSchema) -> Frame:
         """Return the site's statistics before global statistics have fixed the encoding of columns and targets."""
@@ -178,16 +178,16 @@ class SiteProcess:
 
     def holding(self, digest: str, reference: DataSchema) -> SiteData:
         """The site's samples for an experiment, read once."""
-        config, found = self.agreed(digest), self._holdings.get(digest)
+        config, holding = self.agreed(digest), self._holdings.get(digest)
         if self.config.data == "split":
-            if found is None:
-                found = own_split(config, self.config.client, f"The site {self.config.name}")[0]
-                self._holdings = {digest: found}  # of one experiment at a time
-            return found
-        columns = [(one.name, one.kind) for one in reference.columns]
-        if found is None or [(one.name, one.kind) for one in found.source.encoders] != columns:
-            found = self._holdings[digest] = load_site_data(self.config, config, self.folder, reference.columns)
-        return found
+            if holding is None:
+                holding = own_split(config, self.config.client, f"The site {self.config.name}")[0]
+                self._holdings = {digest: holding}  # of one experiment at a time
+            return holding
+        columns = [(encoder.name, encoder.kind) for encoder in reference.columns]
+        if holding is None or [(encoder.name, encoder.kind) for encoder in holding.source.encoders] != columns:
+            holding = self._holdings[digest] = load_site_data(self.config, config, self.folder, reference.columns)
+        return holding
 
     def work(self, digest: str, reference: DataSchema) -> SiteTrainer:
         """Return the trainer of an experiment, loaded once."""
@@ -200,9 +200,9 @@ class SiteProcess:
         """Read the data before the first message: Flower gives up one that is not answered for half a minute."""
         for digest, config in self.experiments.items():
             if self.config.data == "split":
-                holding, whole = own_split(config, self.config.client, f"The site {self.config.name}")
+                holding, full_data = own_split(config, self.config.client, f"The site {self.config.name}")
                 self._holdings = {digest: holding}
-                self.work(digest, reference_schema(whole, config))
+                self.work(digest, reference_schema(full_data, config))
             else:
                 self._holdings[digest] = load_site_data(self.config, config, self.folder)
 
@@ -238,14 +238,14 @@ class SiteProcess:
 
     def _serve_one(self, connection: socket.socket) -> None:
         try:
-            asked = receive(connection, int(self.config.limits.max_message_mb * 1e6), HEADER_SECONDS)
+            request = receive(connection, int(self.config.limits.max_message_mb * 1e6), HEADER_SECONDS)
         except FrameError as error:
             answer = Frame("refused", {"reason": str(error)})
         except OSError as error:
             self.log(f"A connection was closed because it sent no whole message in time ({error}).")
             return
         else:
-            answer = self.answer(asked)
+            answer = self.answer(request)
         if answer.kind in ("refused", "forgotten", "outdated"):
             self.log(f"refused: {answer.config['reason']}")
         with contextlib.suppress(OSError):

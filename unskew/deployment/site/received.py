@@ -44,16 +44,16 @@ class ReceivedData:
 
     def load(self) -> ReceivedData:
         """Read what was kept."""
-        for place, rule in enumerate(self.rules):
+        for index, rule in enumerate(self.rules):
             try:
-                held = load(self._path(place).read_bytes())
+                tensors = load(self._path(index).read_bytes())
             except FileNotFoundError:
                 continue
             except (OSError, SafetensorError) as error:
                 raise SiteStateLostError(
-                    f"what this site received before the first round is damaged: {self._path(place)}"
+                    f"what this site received before the first round is damaged: {self._path(index)}"
                 ) from error
-            self._take(place, rule, {name: channels_last_images(t) for name, t in held.items()})
+            self._take(index, rule, {name: channels_last_images(t) for name, t in tensors.items()})
         return self
 
     def _take(self, place: int, rule: DataRule, held: Tensors) -> None:
@@ -78,9 +78,9 @@ class ReceivedData:
         Raises:
             Forgotten: Something has not come, or was lost.
         """
-        for place in range(len(self.rules) if before is None else before):
-            if place not in self.shares:
+        for index in range(len(self.rules) if before is None else before):
+            if index not in self.shares:
                 raise SiteStateLostError("what this site received before the first round is not here any more")
-            if self.shares[place]:
-                data = self.rules[place].apply_payload(data, self.shares[place])
+            if self.shares[index]:
+                data = self.rules[index].apply_payload(data, self.shares[index])
         return data

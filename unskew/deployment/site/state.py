@@ -79,17 +79,17 @@ class SiteState:
         Raises:
             Forgotten: It is not here, or damaged.
         """
-        kept = None if accepted is None else self._path(accepted)
-        found: Tensors = {}
-        if kept is not None:
+        state_file = None if accepted is None else self._path(accepted)
+        tensors: Tensors = {}
+        if state_file is not None:
             try:
-                found = load(kept.read_bytes())
+                tensors = load(state_file.read_bytes())
             except (OSError, SafetensorError) as error:
-                raise SiteStateLostError(f"what this site kept after round {accepted} of the run is not in {kept}") from error
+                raise SiteStateLostError(f"what this site kept after round {accepted} of the run is not in {state_file}") from error
         for path in self.folder.glob("round-*.safetensors") if forget else ():
-            if path != kept:
+            if path != state_file:
                 path.unlink()
-        return ClientState.of(found)
+        return ClientState.of(tensors)
 
     def keep(self, round: int, state: ClientState) -> None:
         """Keep what a training left, until it is known whether its update was taken in."""

@@ -116,10 +116,10 @@ class SiteTrainer:
 
     def trained(self, asked: Frame, state: SiteState, received: ReceivedData) -> tuple[Update, Broadcast]:
         """Train from a broadcast; what stays is kept until it is known whether the update was taken in."""
-        cast = self._cast(asked, state, training=True)
-        update = self._trainer_for(asked, received).train(cast)
-        state.keep(cast.round, cast.state.updated(update.state))
-        return update, cast
+        broadcast = self._cast(asked, state, training=True)
+        update = self._trainer_for(asked, received).train(broadcast)
+        state.keep(broadcast.round, broadcast.state.updated(update.state))
+        return update, broadcast
 
     def answered(self, asked: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: OpenedSumLedger) -> Frame:
         """Reply to a broadcast with the update, or, if only sums may be seen, that this site is ready to mask it.
@@ -129,16 +129,16 @@ class SiteTrainer:
         if self.config.secure_aggregation != "required":
             key = request_digest(asked)
             if self._replied is None or self._replied[0] != key:
-                update, cast = self.trained(asked, state, received)
-                self._replied = key, encode_update(update, cast, self.terms, {})
+                update, broadcast = self.trained(asked, state, received)
+                self._replied = key, encode_update(update, broadcast, self.terms, {})
             return self._replied[1]
         run, session = read_text(asked.config, "run"), read_text(asked.config, "session")
         before = masks.again(run, session)
         if before is not None:
             return before
-        update, cast = self.trained(asked, state, received)
+        update, broadcast = self.trained(asked, state, received)
         self._check_weight(asked, update)
-        delta = gather_slices(update.delta, cast.up) if self.terms.sends_model else None
+        delta = gather_slices(update.delta, broadcast.up) if self.terms.sends_model else None
         return masks.begin(session, update, delta, broadcast_digest(asked, self.terms), ledger)
 
     def _check_weight(self, asked: Frame, update: Update) -> None:
@@ -161,26 +161,26 @@ class SiteTrainer:
     def _cast(self, asked: Frame, state: SiteState, training: bool = False) -> Broadcast:
         accepted = None if asked.config.get("accepted") == -1 else read_integer(asked.config, "accepted")
         state.check_round(read_integer(asked.config, "round"), training)
-        cast = decode_broadcast(asked, self.terms, state.after(accepted, forget=training))
-        if cast.client != self.site.client:
-            raise InvalidMessageError(f"it is for client {cast.client}, but this site is client {self.site.client}")
-        return cast
+        broadcast = decode_broadcast(asked, self.terms, state.after(accepted, forget=training))
+        if broadcast.client != self.site.client:
+            raise InvalidMessageError(f"it is for client {broadcast.client}, but this site is client {self.site.client}")
+        return broadcast
 
     def measured(self, asked: Frame, state: SiteState, received: ReceivedData) -> Frame:
         """Evaluate the global and the personal model on the site's held-out samples; only metrics leave the site."""
-        cast = self._cast(asked, state)
-        stays, v, b, mode = cast.state, cast.v, cast.b, self.config.buffers
+        broadcast = self._cast(asked, state)
+        stays, v, b, mode = broadcast.state, broadcast.v, broadcast.b, self.config.buffers
         figures: dict[str, float] = {}
         score = self.evaluator.one(*serving_model(self.method, self.spec, mode, stays, v, b, own=False), self.data)
         figures["accuracy"], figures["loss"] = score.accuracy, score.loss
         if asked.config.get("own") is True:
-            mine = serving_model(self.method, self.spec, mode, stays, v, b, own=True)
+            own_model = serving_model(self.method, self.spec, mode, stays, v, b, own=True)
             if personal_models.has_fine_tuning(self.method):
                 slices = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
                 down = complement_slices(slices, self.spec.size) if slices else None
                 start = b if mode == "average" else self.spec.flatten_buffers()
-                update = self._trainer_for(asked, received).train(replace(cast, b=start, down=down, report=True))
-                mine = (update.report["v"], update.buffers) if update.is_finite() else mine
-            own = self.evaluator.one(*mine, self.data)
+                update = self._trainer_for(asked, received).train(replace(broadcast, b=start, down=down, report=True))
+                own_model = (update.report["v"], update.buffers) if update.is_finite() else own_model
+            own = self.evaluator.one(*own_model, self.data)
             figures["own_accuracy"], figures["own_loss"] = own.accuracy, own.loss
         return Frame("scores", {"client": self.site.client}, figures)

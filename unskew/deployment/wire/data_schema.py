@@ -89,7 +89,7 @@ class DataSchema:
     @property
     def open(self) -> DataSchema:
         """The same before the sites have told their sums."""
-        columns = tuple(Encoder(one.name, one.kind, fills=one.fills) for one in self.columns)
+        columns = tuple(Encoder(column.name, column.kind, fills=column.fills) for column in self.columns)
         return replace(self, shape=(), normalisation=None, columns=columns, targets=None, weights=(), settled=False)
 
     @property
@@ -108,8 +108,8 @@ class DataSchema:
         """It as part of a message."""
         normalisation = None
         if self.normalisation is not None:
-            one = self.normalisation
-            normalisation = [list(one.mean), list(one.std), one.scale]
+            entry = self.normalisation
+            normalisation = [list(entry.mean), list(entry.std), entry.scale]
         return {
             "shape": json.dumps(self.shape),
             "classes": self.classes,
@@ -117,7 +117,7 @@ class DataSchema:
             "task": self.task,
             "dtype": NAMES[self.dtype],
             "normalisation": json.dumps(normalisation),
-            "columns": json.dumps([asdict(one) for one in self.columns]),
+            "columns": json.dumps([asdict(entry) for entry in self.columns]),
             "targets": json.dumps(None if self.targets is None else [self.targets.mean, self.targets.std]),
             "weights": json.dumps(self.weights),
             "settled": self.settled,
@@ -131,8 +131,14 @@ class DataSchema:
             Nonsense: It is none.
         """
         try:
-            shape, names, given = (json.loads(read_text(config, n)) for n in ("shape", "class_names", "normalisation"))
-            normalisation = None if given is None else Normalization(tuple(given[0]), tuple(given[1]), float(given[2]))
+            shape, names, normalization = (
+                json.loads(read_text(config, n)) for n in ("shape", "class_names", "normalisation")
+            )
+            normalisation = (
+                None
+                if normalization is None
+                else Normalization(tuple(normalization[0]), tuple(normalization[1]), float(normalization[2]))
+            )
             columns, scale, weights = (json.loads(read_text(config, n)) for n in ("columns", "targets", "weights"))
             if read_text(config, "task") not in TASKS or not all(0 < weight < math.inf for weight in weights):
                 raise ValueError
@@ -143,7 +149,7 @@ class DataSchema:
                 read_text(config, "task"),
                 DTYPES[read_text(config, "dtype")],
                 normalisation,
-                tuple(Encoder(**InputColumn.model_validate(one).model_dump()) for one in columns),
+                tuple(Encoder(**InputColumn.model_validate(column).model_dump()) for column in columns),
                 None if scale is None else StandardizedTask(mean=scale[0], std=scale[1]),
                 tuple(map(float, weights)),
                 config.get("settled") is True,
@@ -158,6 +164,6 @@ class DataSchema:
             ConfigError: They are.
         """
         for name in ("task", "shape", "classes", "class_names", "dtype"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ConfigError(f"{who} has data with {name} {theirs}, but the server's have {mine}.")
+            own_value, other_value = getattr(self, name), getattr(other, name)
+            if own_value != other_value:
+                raise ConfigError(f"{who} has data with {name} {other_value}, but the server's have {own_value}.")

@@ -134,7 +134,7 @@ def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
             raise FrameError("A header is not as it must be.")
         if not all(isinstance(v, int | float) for v in figures.values()):
             raise FrameError("A figure is no number.")
-        sizes = [int(one[3]) for one in listed]
+        sizes = [int(entry[3]) for entry in listed]
         if min(sizes, default=0) < 0 or sum(sizes) > largest:
             raise FrameError(f"A message of {sum(sizes)} bytes is larger than the {largest} that are allowed.")
         arrays = {}

@@ -117,13 +117,13 @@ class WireContext:
 
 def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:
     """Return what rules send as the arrays of one record; of a tensor over all ``size`` parameters only the slices."""
-    found = {}
+    encoded = {}
     for name, t in flatten_records(record, rules).items():
         if slices is not None and t.shape == (size,):
-            found[name.replace(record, f"{record}{SLICED}", 1)] = encode_tensor(gather_slices(t, slices))
+            encoded[name.replace(record, f"{record}{SLICED}", 1)] = encode_tensor(gather_slices(t, slices))
         else:
-            found[name] = encode_tensor(t)
-    return found
+            encoded[name] = encode_tensor(t)
+    return encoded
 
 
 def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) -> Tensors:
@@ -267,8 +267,8 @@ def decode_update(frame: Frame, cast: Broadcast, terms: WireContext, examples: i
             "update/delta", tensors.get("delta"), v, slices_length(cast.up, spec.size), terms.norm, finite=False
         )
         delta = scatter_slices(delta, cast.up, sent.to(v.device))
-        for piece in () if terms.needs_base else terms.base(cast.down, cast.up):
-            delta[piece] = delta[piece] - v[piece]
+        for span in () if terms.needs_base else terms.base(cast.down, cast.up):
+            delta[span] = delta[span] - v[span]
     b, sent_b = cast.b.cpu().clone(), terms.sent(cast)
     b[sent_b] = check_tensor("update/buffers", tensors.get("buffers"), b, int(sent_b.sum()), terms.norm, finite=False)
     if cast.report:
@@ -301,9 +301,9 @@ def check_reply_matches(config: dict[str, Any], cast: Broadcast, examples: int) 
     Raises:
         Nonsense: It is not.
     """
-    for name, asked in (("client", cast.client), ("round", cast.round), ("examples", examples)):
-        if read_integer(config, name) != asked:
-            raise InvalidMessageError(f"its {name} is {config.get(name)} and not {asked}")
+    for name, expected in (("client", cast.client), ("round", cast.round), ("examples", examples)):
+        if read_integer(config, name) != expected:
+            raise InvalidMessageError(f"its {name} is {config.get(name)} and not {expected}")
     if read_number(config, "weight") != cast.weight:
         raise InvalidMessageError(f"its weight is {config.get('weight')} and not {cast.weight}")
 

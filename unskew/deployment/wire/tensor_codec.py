@@ -41,8 +41,8 @@ def printable(said: object) -> str:
 
 def encode_tensor(tensor: Tensor) -> Blob:
     """A tensor as it travels."""
-    whole = tensor.detach().cpu().contiguous()
-    return Blob(NAMES[whole.dtype], tuple(whole.shape), whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    dense = tensor.detach().cpu().contiguous()
+    return Blob(NAMES[dense.dtype], tuple(dense.shape), dense.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def encode_record(record: str, tensors: Tensors) -> dict[str, Blob]:
@@ -129,7 +129,7 @@ def slices_as_text(slices: Slices | None) -> str | None:
     >>> slices_as_text((slice(0, 4), slice(6, 9))), slices_as_text(())
     ('0:4,6:9', '')
     """
-    return None if slices is None else ",".join(f"{piece.start}:{piece.stop}" for piece in slices)
+    return None if slices is None else ",".join(f"{span.start}:{span.stop}" for span in slices)
 
 
 def parse_slices(text: object, size: int) -> Slices | None:
@@ -140,29 +140,29 @@ def parse_slices(text: object, size: int) -> Slices | None:
     """
     if text is None:
         return None
-    found, end = [], 0
+    slices, end = [], 0
     try:
-        for piece in str(text).split(",") if text else []:
-            start, _, stop = piece.partition(":")
-            found.append(slice(int(start), int(stop)))
-            if not end <= found[-1].start <= found[-1].stop <= size:
+        for part in str(text).split(",") if text else []:
+            start, _, stop = part.partition(":")
+            slices.append(slice(int(start), int(stop)))
+            if not end <= slices[-1].start <= slices[-1].stop <= size:
                 raise ValueError
-            end = found[-1].stop
+            end = slices[-1].stop
     except ValueError:
         raise InvalidMessageError(f"{str(text)[:60]!r} names no slices of {size} parameters") from None
-    return tuple(found)
+    return tuple(slices)
 
 
 def slices_length(slices: Slices | None, size: int) -> int:
     """Return how many of ``size`` elements are in the slices."""
-    return size if slices is None else sum(piece.stop - piece.start for piece in slices)
+    return size if slices is None else sum(span.stop - span.start for span in slices)
 
 
 def gather_slices(v: Tensor, slices: Slices | None) -> Tensor:
     """The slices of a vector, joined."""
     if slices is None:
         return v
-    return torch.cat([v[piece] for piece in slices]) if slices else v[:0]
+    return torch.cat([v[span] for span in slices]) if slices else v[:0]
 
 
 def scatter_slices(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
@@ -170,8 +170,8 @@ def scatter_slices(into: Tensor, slices: Slices | None, values: Tensor) -> Tenso
     if slices is None:
         return values
     at = 0
-    for piece in slices:
-        width = piece.stop - piece.start
-        into[piece] = values[at : at + width]
+    for span in slices:
+        width = span.stop - span.start
+        into[span] = values[at : at + width]
         at += width
     return into

@@ -162,7 +162,7 @@ def check_token_required(host: str) -> None:
         EngineError: If ``host`` is not an address of this machine to itself.
     """
     try:
-        loopback = all(ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
+        loopback = all(ip_address(address[4][0]).is_loopback for address in socket.getaddrinfo(host, None))
     except (OSError, ValueError):
         loopback = False
     if not loopback:

@@ -119,7 +119,7 @@ class RayEngine:
         """Return what workers receive of the data: the clients' data, or where a node finds them."""
         federation = self.setup.federation
         source = getattr(federation.clients, "source", None)
-        by_url = source is not None and any("://" in str(place) for place in (source[0].data, source[0].data_path))
+        by_url = source is not None and any("://" in str(path) for path in (source[0].data, source[0].data_path))
         in_files = source is None and getattr(federation.clients, "mapped", False)
         if self.where.data == "nodes" and source is None and not in_files:
             raise EngineError(
@@ -143,14 +143,14 @@ class RayEngine:
         """
         cores, gpus = self.where.cpus_per_worker, self.where.gpus_per_worker
         nodes = list_nodes(self.ray)
-        places = sum(int(min(c // cores, g / gpus if gpus else c)) for c, g in nodes)
-        if places < 1:
+        slots = sum(int(min(c // cores, g / gpus if gpus else c)) for c, g in nodes)
+        if slots < 1:
             largest = ", ".join(f"{c} cores and {g:g} accelerators" for c, g in sorted(set(nodes), reverse=True)[:3])
             raise EngineError(
                 f"No node of the cluster has room for a worker of {cores} cores and {gpus:g} accelerators; they have "
                 f"{largest or 'nothing'}. Start other nodes, or ask for less (ray.cpus_per_worker, ray.gpus_per_worker)."
             )
-        return min(self.most or places, places)
+        return min(self.most or slots, slots)
 
     def _check_versions(self) -> None:
         there = self._wait([self.ray.remote(versions).options(num_cpus=0).remote()])
@@ -165,7 +165,7 @@ class RayEngine:
         self.setup.retried(0)
         if not casts:
             return
-        shared, packed = extract_shared([update_to_dict(cast) for cast in casts])
+        shared, packed = extract_shared([update_to_dict(broadcast) for broadcast in casts])
         common = self._put(shared)
         window = self._window()
         waiting = deque(self._parts(casts, window))
@@ -176,7 +176,7 @@ class RayEngine:
 
         def begin(part: _TaskGroup) -> None:
             # In lists: Ray resolves arguments that are references themselves for every single task.
-            own = [packed[place] for place in part.places]
+            own = [packed[index] for index in part.places]
             ok, part.answer = self.task.remote(self.run, [self.everything], [common], own)
             flying[ok] = part
 
@@ -214,7 +214,7 @@ class RayEngine:
         """The parts of a cohort in the order in which they are begun."""
         steps, most = steps_per_client(self.setup, casts), self._of_a_task(len(casts))
         return [
-            _TaskGroup([start + place for place in part])
+            _TaskGroup([start + index for index in part])
             for start in range(0, len(casts), window)
             for part in schedule_groups(casts[start : start + window], steps[start : start + window], most)
         ]
@@ -255,7 +255,7 @@ class RayEngine:
         self._wait([part.answer])
         updates, lost = self._get(part.answer)
         self.setup.retried(lost * len(part.places))
-        return [update_from_dict(Update, copy_record(one, self.setup.device)) for one in updates]
+        return [update_from_dict(Update, copy_record(update, self.setup.device)) for update in updates]
 
     def _put(self, value: Any) -> Any:
         """Into the object store, which moves to the disk what it has no room for."""

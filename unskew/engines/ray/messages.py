@@ -29,27 +29,27 @@ def extract_shared(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]
     >>> len(shared), records[1]
     (1, {'v': SharedTensorRef(number=0), 'client': 1})
     """
-    held: Counter[int] = Counter()
+    message: Counter[int] = Counter()
     tensors: dict[int, Tensor] = {}
 
     def look(value: Any) -> None:
         if isinstance(value, Tensor):
-            held[id(value)] += 1
+            message[id(value)] += 1
             tensors[id(value)] = value
         for inner in value.values() if isinstance(value, dict) else ():
             look(inner)
 
-    for cast in casts:
-        look(cast)
-    keys = [key for key, count in held.items() if count > 1 and tensors[key].numel() >= SHARED]
-    places = {key: SharedTensorRef(number) for number, key in enumerate(keys)}
+    for broadcast in casts:
+        look(broadcast)
+    keys = [key for key, count in message.items() if count > 1 and tensors[key].numel() >= SHARED]
+    references = {key: SharedTensorRef(number) for number, key in enumerate(keys)}
 
     def placed(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: placed(inner) for key, inner in value.items()}
-        return places.get(id(value), value) if isinstance(value, Tensor) else value
+        return references.get(id(value), value) if isinstance(value, Tensor) else value
 
-    return [tensors[key] for key in keys], [placed(cast) for cast in casts]
+    return [tensors[key] for key in keys], [placed(broadcast) for broadcast in casts]
 
 
 def restore_shared(record: Any, shared: list[Tensor]) -> Any:

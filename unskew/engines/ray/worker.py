@@ -97,10 +97,10 @@ def train_group(run: str, everything: list[Any], common: list[Any], packed: list
         if run not in _trainers:
             _begin(run, *ray.get(everything[0]))
         shared = ray.get(common[0])
-        casts = [load_client_state(update_from_dict(Broadcast, restore_shared(one, shared))) for one in packed]
-        updates = _trainers[run].train(casts)
+        broadcasts = [load_client_state(update_from_dict(Broadcast, restore_shared(entry, shared))) for entry in packed]
+        updates = _trainers[run].train(broadcasts)
         return True, (
-            [update_to_dict(store_client_state(*one)) for one in zip(casts, updates, strict=True)],
+            [update_to_dict(store_client_state(*entry)) for entry in zip(broadcasts, updates, strict=True)],
             previous_attempts(ray),
         )
     except UnskewError as error:
@@ -159,21 +159,21 @@ def _begin(run: str, setup: EngineConfig, at_once: int) -> None:
 
 def _opened(run: str, federation: Federation, described: DescribedClients) -> Federation:
     """The federation with its clients: the first worker of a node loads them, the others map what it has laid out."""
-    place = _place(run)
-    place.parent.mkdir(mode=0o700, exist_ok=True)
-    about = place.parent.lstat()
+    opened = _place(run)
+    opened.parent.mkdir(mode=0o700, exist_ok=True)
+    about = opened.parent.lstat()
     if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
-        raise DataError(f"{place.parent} is not a private folder of this user. Remove it, or set TMPDIR.")
-    with file_lock(place.with_suffix(".lock"), math.inf):
-        for old in place.parent.glob("*.data"):
+        raise DataError(f"{opened.parent} is not a private folder of this user. Remove it, or set TMPDIR.")
+    with file_lock(opened.with_suffix(".lock"), math.inf):
+        for old in opened.parent.glob("*.data"):
             if time.time() - old.stat().st_mtime > KEPT:
                 old.unlink(missing_ok=True)
-        if not place.exists():
+        if not opened.exists():
             there = federation_of(described.spec, described.seed)
-            place.with_suffix(".new").unlink(missing_ok=True)
-            dump_mmap((there.clients, there.fingerprint), place.with_suffix(".new"))
-            os.replace(place.with_suffix(".new"), place)
-        clients, fingerprint = load_mmap(place)
+            opened.with_suffix(".new").unlink(missing_ok=True)
+            dump_mmap((there.clients, there.fingerprint), opened.with_suffix(".new"))
+            os.replace(opened.with_suffix(".new"), opened)
+        clients, fingerprint = load_mmap(opened)
     if fingerprint != federation.fingerprint:
         raise DataError(
             f"The data that {os.uname().nodename} opens are not those of the server (partition {fingerprint} instead of "
@@ -197,9 +197,9 @@ def check_versions(theirs: dict[str, str]) -> None:
     Raises:
         EngineError: It has.
     """
-    mine = versions()
-    if theirs != mine:
-        there, here = (" and ".join(f"{name} {version}" for name, version in of.items()) for of in (theirs, mine))
+    installed = versions()
+    if theirs != installed:
+        there, here = (" and ".join(f"{name} {version}" for name, version in of.items()) for of in (theirs, installed))
         raise EngineError(
             f"The cluster has {there}, this machine {here}: numbers would not be comparable. Install the same."
         )

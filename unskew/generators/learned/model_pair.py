@@ -29,8 +29,8 @@ def sequential_layers(spec: ModelSpec) -> list[tuple[str, nn.Module]] | None:
     module = spec.module
     if not isinstance(module, Classifier) or type(module).forward is not Classifier.forward or spec.autocast:
         return None
-    found = [(name, m) for name, m in module.named_modules() if not isinstance(m, nn.Sequential | Classifier)]
-    return found if all(_is_known(layer) for _, layer in found) else None
+    layers = [(name, m) for name, m in module.named_modules() if not isinstance(m, nn.Sequential | Classifier)]
+    return layers if all(_is_known(layer) for _, layer in layers) else None
 
 
 def _is_known(layer: nn.Module) -> bool:

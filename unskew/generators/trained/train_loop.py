@@ -48,8 +48,8 @@ class ExponentialAverage:
         """Take in the weights after step ``step``, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.module.parameters()), list(self.source.parameters()), 1 - decay)
-        for mine, theirs in zip(self.module.buffers(), self.source.buffers(), strict=True):
-            mine.copy_(theirs)
+        for own_buffer, other_buffer in zip(self.module.buffers(), self.source.buffers(), strict=True):
+            own_buffer.copy_(other_buffer)
 
 
 class TrainingState:

@@ -180,10 +180,10 @@ def best_periods(sizes: Tensor, rates: Tensor, budget: float, longest: int) -> T
     traffic = sizes.double().cpu()[:, None] * torch.ceil(longest / choices) / longest
     limit = budget * float(sizes.sum()) * (1 + 1e-12)
     if len(choices) ** len(sizes) <= EXHAUSTIVE:
-        found = _exhaustive(distance, traffic, limit)
+        periods = _exhaustive(distance, traffic, limit)
     else:
-        found = _improved(_rounded(sizes.double().cpu(), choices, traffic, limit, rates), distance, traffic, limit)
-    return choices[found].to(sizes)
+        periods = _improved(_rounded(sizes.double().cpu(), choices, traffic, limit, rates), distance, traffic, limit)
+    return choices[periods].to(sizes)
 
 
 def _exhaustive(distance: Tensor, traffic: Tensor, limit: float) -> Tensor:

@@ -40,10 +40,10 @@ from unskew.protocol.search_space import Space, one_of
 def _pairs(value: Any) -> Any:
     """``head:1;body:10`` or a mapping as pairs."""
     if isinstance(value, str):
-        pieces = [piece.split(":") for piece in value.split(";") if piece.strip()]
-        if any(len(piece) != 2 for piece in pieces):
+        pairs = [part.split(":") for part in value.split(";") if part.strip()]
+        if any(len(part) != 2 for part in pairs):
             raise ValueError("write it as head:1;body:10;*stem*:20")
-        return tuple((name.strip(), period) for name, period in pieces)
+        return tuple((name.strip(), period) for name, period in pairs)
     return tuple(value.items()) if isinstance(value, Mapping) else value
 
 
@@ -88,9 +88,11 @@ class FedALS(SyncRule):
             ConfigError: The budget is less than averaging every layer once per ``longest`` rounds, or belongs to ``auto``.
         """
         if not self.auto:
-            for name, given in (("budget", self.budget), ("longest", self.longest)):
-                if given != getattr(FedALS, name):
-                    raise ConfigError(f"fedals:{name}={given} belongs to auto; write fedals:auto,{name}={given}.")
+            for name, option_value in (("budget", self.budget), ("longest", self.longest)):
+                if option_value != getattr(FedALS, name):
+                    raise ConfigError(
+                        f"fedals:{name}={option_value} belongs to auto; write fedals:auto,{name}={option_value}."
+                    )
             return super().build()
         if self.budget * self.longest < 1:
             raise ConfigError(
@@ -145,7 +147,7 @@ class FedALS(SyncRule):
         """
         groups = layer_groups(spec)
         body, _ = split_at_depth(groups, self.split)
-        found = []
+        periods = []
         used = set()
         for number, group in enumerate(groups):
             part = "body" if number < len(body) else "head"
@@ -155,14 +157,14 @@ class FedALS(SyncRule):
                 if pattern == part or any(fnmatch(layer, pattern) for layer in (group.name, *group.layers))
             ]
             used |= {pattern for pattern, _ in fitting}
-            found.append(fitting[-1][1] if fitting else (self.alpha if part == "body" else 1))
+            periods.append(fitting[-1][1] if fitting else (self.alpha if part == "body" else 1))
         unused = [pattern for pattern, _ in self.periods if pattern not in used and pattern not in ("head", "body")]
         if unused:
             names = ", ".join(group.name for group in groups)
             within = any(unused[0] in layer for group in groups for layer in (group.name, *group.layers))
             hint = f" For all with {unused[0]!r} in their name write '*{unused[0]}*'." if within else ""
             raise ConfigError(f"fedals: the pattern {unused[0]!r} fits no layer; the layers are {names}.{hint}")
-        return found
+        return periods
 
 
 @lru_cache(maxsize=8)

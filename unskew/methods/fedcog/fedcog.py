@@ -139,7 +139,7 @@ class FedCOG(ClientRule):
             wrong, last = max(self.explicit), federation.classes - 1
             raise ConfigError(f"fedcog:explicit has the label {wrong}, but the classes of the data are 0 to {last}.")
         wanted = {"generator=network": self.generator == "network", "augment=true": self.augment}
-        for option in (name for name, asked in wanted.items() if asked and len(federation.shape) != 3):
+        for option in (name for name, expected in wanted.items() if expected and len(federation.shape) != 3):
             raise ConfigError(
                 f"fedcog:{option} needs images, but one input of {federation.name} has the shape {federation.shape}; "
                 "leave the option out."
@@ -279,15 +279,15 @@ class FedCOG(ClientRule):
 
     def taken(self, ctx: Context, step: Tensor, size: int, carry: Tensors) -> Tensor:
         """Places of the ``size`` inputs of a step; a cycle goes on where the batch before ended."""
-        places = torch.arange(size, device=carry["z"].device)
+        indices = torch.arange(size, device=carry["z"].device)
         if self.cycle == "by_step":
-            return (step * size + places) % self.n
+            return (step * size + indices) % self.n
         batch, an_epoch = ctx.training.batch_size, ctx.client_info["samples"].to(torch.int64)
         if ctx.training.drop_last:
             an_epoch = torch.where(an_epoch < batch, an_epoch, an_epoch // batch * batch)
         steps = ctx.epoch_steps.to(torch.int64)
         begin = step // steps * an_epoch + step % steps * batch
-        return carry["order"][(begin + places) % self.n]
+        return carry["order"][(begin + indices) % self.n]
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """The trained model, before aggregation, is what the next generation disagrees with."""

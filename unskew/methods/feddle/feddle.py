@@ -239,8 +239,8 @@ class Feddle(ServerRule):
                 theta = head.view(classes, width + 1) if len(head) else new_head(fold(key, 2), classes, width, v)
                 theta = train_head(at, theta, first, directions.at(v, c0), b, self.head_lr)
                 head, loss_fn = theta.flatten() if self.warm_start else head, surrogate(at, theta)
-                found = cosine(at, theta, v, b, directions, c0, fold(key, 3))
-                seen = seen if found is None else v.new_tensor([found])
+                coefficients = cosine(at, theta, v, b, directions, c0, fold(key, 3))
+                seen = seen if coefficients is None else v.new_tensor([coefficients])
             batches = (at.batch(index, i) for i, index in enumerate(searched))
             c = minimize(at.gradient(loss_fn, b, train=False), batches, v, directions, c0, self.lr, lam)
         for anchor, value in zip(atlas, c.tolist(), strict=True):
@@ -265,10 +265,10 @@ class Feddle(ServerRule):
 
     def metrics(self, state: Tensors) -> dict[str, Any]:
         """The coefficients that the round's searches found, in order of arrival, those of the fallback, and the signs."""
-        found: dict[str, Any] = {"anchors": len(state["anchors"])}
+        metrics: dict[str, Any] = {"anchors": len(state["anchors"])}
         if len(state["found"]):
             c0, c = state["found"].T
-            found |= {
+            metrics |= {
                 "coefficients/positive": int((c > 0).sum()),
                 "coefficients/negative": int((c < 0).sum()),
                 "coefficients/moved": float((c - c0).abs().mean()),
@@ -276,8 +276,8 @@ class Feddle(ServerRule):
                 "fallback_coefficients": c0.tolist(),
             }
         if len(state["cosine"]):
-            found["surrogate/cosine"] = float(state["cosine"][0])
-        return found
+            metrics["surrogate/cosine"] = float(state["cosine"][0])
+        return metrics
 
     def draw(self, history: Sequence[dict[str, Any]], folder: Path) -> None:
         """Plot the numbers of positive and negative coefficients per round (Figure 6) as ``coefficients.png``."""
@@ -293,7 +293,7 @@ class Feddle(ServerRule):
 
 def unpack_anchors(state: Tensors) -> list[Anchor]:
     """The atlas that a state holds, in order of arrival."""
-    found = []
+    anchors = []
     for a, (weight, share, client, born, c, fresh) in zip(state["anchors"], state["numbers"].tolist(), strict=True):
-        found.append(Anchor(a, weight, share, int(client), int(born), None if fresh else c))
-    return found
+        anchors.append(Anchor(a, weight, share, int(client), int(born), None if fresh else c))
+    return anchors

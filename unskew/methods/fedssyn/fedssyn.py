@@ -109,7 +109,7 @@ class Fedssyn(DataRule):
     accountant: Literal["rdp", "prv"] = "rdp"
 
     def __post_init__(self) -> None:
-        made = generator_factory(self.generator, self.epochs)
+        factory = generator_factory(self.generator, self.epochs)
         aimless = [
             name for name in ("delta", "clip", "accountant") if getattr(self, name) != getattr(PrivacyOptions, name)
         ]
@@ -117,7 +117,7 @@ class Fedssyn(DataRule):
             raise ConfigError(
                 f"fedssyn:{aimless[0]} belongs to private generators: give epsilon or noise_multiplier, too."
             )
-        if self.privacy is not None and not getattr(getattr(made, "func", made), "private", False):
+        if self.privacy is not None and not getattr(getattr(factory, "func", factory), "private", False):
             raise ConfigError(
                 f"generator={self.generator} has no private training: a vae's class means and a gan's game would leak. "
                 "Use ddpm, or a generator of your own that says private = True."
@@ -163,13 +163,13 @@ class Fedssyn(DataRule):
         if not self.generates_data:
             real = {c.id: {"x": c.x, "y": smallest_integer_dtype(c.y, federation.classes)} for c in federation.clients}
             return ClientPayloads(real if self.data == "central_real" else {})
-        made = self.made(federation, seed, workspace)
-        if not len(made.y):
+        images = self.made(federation, seed, workspace)
+        if not len(images.y):
             raise DataError("fedssyn: the clients keep all of their images back, so there is nothing to share out.")
-        y = smallest_integer_dtype(made.y, federation.classes)
-        own = {k: (made.source == k).nonzero().flatten() for k in made.makers}
-        sent = {k: {"x": take_rows(made.x, rows), "y": y[rows]} for k, rows in own.items()}
-        return ClientPayloads(sent, set_metrics(made.about), made.digest)
+        y = smallest_integer_dtype(images.y, federation.classes)
+        own = {k: (images.source == k).nonzero().flatten() for k in images.makers}
+        sent = {k: {"x": take_rows(images.x, rows), "y": y[rows]} for k, rows in own.items()}
+        return ClientPayloads(sent, set_metrics(images.about), images.digest)
 
     def for_client(self, client: int, clients: int, mean_size: int) -> Fedssyn | None:
         """Only its own images are made; the ablations are for simulations."""
@@ -202,8 +202,8 @@ class Fedssyn(DataRule):
         if self.data == "shuffled":
             after = super().prepare(prepared, seed, workspace)
         else:
-            made = self.client_payload(prepared, seed, workspace)
-            after = (only_own_images if self.data == "local" else single_client_images)(prepared, made, self)
+            payloads = self.client_payload(prepared, seed, workspace)
+            after = (only_own_images if self.data == "local" else single_client_images)(prepared, payloads, self)
         epochs = prepared.training.local_epochs
         if epochs is None or not self.match_steps or self.data not in ("shuffled", "local"):
             return after
@@ -222,12 +222,12 @@ class Fedssyn(DataRule):
         ]
         count = self.n_syn or mean_size(federation)
         if workspace.given is not None:
-            made = synthetic.load(synthetic.find(workspace.given))
-            check_fits(made, federation)
-            self.check_asked(made.about["recipe"])
-            if made.about["recipe"]["data"][1] != federation.fingerprint:
+            images = synthetic.load(synthetic.find(workspace.given))
+            check_fits(images, federation)
+            self.check_asked(images.about["recipe"])
+            if images.about["recipe"]["data"][1] != federation.fingerprint:
                 workspace.warn("The synthetic set was made by clients that hold other samples than those here.")
-            return logged_epsilons(made, synthetic.find(workspace.given))
+            return logged_epsilons(images, synthetic.find(workspace.given))
         chosen, epochs = normalize_expression(self.generator, self.epochs)
         recipe = {
             "seed": seed,
@@ -251,10 +251,10 @@ class Fedssyn(DataRule):
             self.rho, count, generator_factory(self.generator, self.epochs), self.privacy, sharing, keep
         )
         where = workspace.within(key).folder
-        made = generate_images(
+        images = generate_images(
             federation, maker, seed, where, workspace.device, about, workspace.report, workspace.warn
         )
-        return made if where is None else logged_epsilons(made, where)
+        return images if where is None else logged_epsilons(images, where)
 
     @property
     def kept(self) -> str | None:
@@ -269,15 +269,19 @@ class Fedssyn(DataRule):
             ConfigError: It was.
         """
         names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
-        asked = {name: getattr(self, name) for name in names} | {"keep": self.kept}
-        asked["generator"], asked["epochs"] = normalize_expression(self.generator, self.epochs)
+        requested = {name: getattr(self, name) for name in names} | {"keep": self.kept}
+        requested["generator"], requested["epochs"] = normalize_expression(self.generator, self.epochs)
         known = {**recipe, "n_syn": recipe["count"], **(recipe["privacy"] or {})}
         known["generator"], known["epochs"] = normalize_expression(recipe["generator"], recipe["epochs"])
         usual = {field.name: field.default for field in fields(self)}
-        for name, value in asked.items():
-            held = known.get(name)
-            if value != usual[name] and value != held:
-                how = f"without {name}, not with {value}" if held in (None, "") else f"with {name}={held}, not {value}"
+        for name, value in requested.items():
+            known_value = known.get(name)
+            if value != usual[name] and value != known_value:
+                how = (
+                    f"without {name}, not with {value}"
+                    if known_value in (None, "")
+                    else f"with {name}={known_value}, not {value}"
+                )
                 raise ConfigError(
                     f"The synthetic set was made {how}; leave that option out, or leave out the set, and images are made."
                 )

@@ -26,13 +26,13 @@ def check_fits(made: SyntheticSet, federation: Federation) -> None:
 
 def set_metrics(about: dict[str, Any]) -> dict[str, object]:
     """Return the summary metrics of the images, from their metadata."""
-    told: dict[str, object] = {"synthetic": about.get("folder"), "synthetic_images": sum(about["counts"].values())}
-    told["synthetic_seconds"] = about["seconds"]
+    summary: dict[str, object] = {"synthetic": about.get("folder"), "synthetic_images": sum(about["counts"].values())}
+    summary["synthetic_seconds"] = about["seconds"]
     if about.get("epsilon") and about["recipe"]["privacy"]:
         spent = max(about["epsilon"].values())
         share = "what it sends are images of that generator, and how many there are of each class is not covered."
-        told |= {"epsilon": spent, "privacy": PrivacyOptions(**about["recipe"]["privacy"]).sentence(spent, share)}
-    return told
+        summary |= {"epsilon": spent, "privacy": PrivacyOptions(**about["recipe"]["privacy"]).sentence(spent, share)}
+    return summary
 
 
 def logged_epsilons(made: SyntheticSet, folder: Path) -> SyntheticSet:
@@ -66,11 +66,11 @@ def mismatch_error(refuse: str, clients: int | None = None) -> set[int]:
                 raise ValueError
             total = clients or 0
             return set(range(total - round(share * total), total))
-        found = {int(piece) for piece in refuse.split(";") if piece.strip()}
+        refusing = {int(part) for part in refuse.split(";") if part.strip()}
     except ValueError:
         raise ConfigError(f"fedssyn:refuse={refuse} is neither clients such as 0;3 nor a share such as 0.2.") from None
-    if found and min(found) < 0:
+    if refusing and min(refusing) < 0:
         raise ConfigError(f"fedssyn:refuse={refuse}: clients are numbered from 0.")
-    if found and clients is not None and max(found) >= clients:
+    if refusing and clients is not None and max(refusing) >= clients:
         raise ConfigError(f"fedssyn:refuse={refuse}: there are {clients} clients, numbered from 0.")
-    return found
+    return refusing

@@ -44,8 +44,8 @@ class GroupedModel:
         twin, stream = self.twins[train], self.spec.stream
         drawn = [stream.next() for _ in range(twin.dropouts)] if stream is not None else []
         keys = [key for key in drawn if key is not None]
-        one = MappedPass(self.spec, twin, torch.is_grad_enabled())
-        logits, features, after = vmap_op.run_pass(one, PassInputs(v, b, x, torch.stack(keys) if keys else None))
+        passes = MappedPass(self.spec, twin, torch.is_grad_enabled())
+        logits, features, after = vmap_op.run_pass(passes, PassInputs(v, b, x, torch.stack(keys) if keys else None))
         return ModelOutput(logits, features), after
 
     def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
@@ -53,12 +53,12 @@ class GroupedModel:
 
         Clients do not mix, so the gradient of the sum of their losses is each client's own.
         """
-        found = vmap_op.unwrap_batched(v)
-        if found is None or not found[1]:
+        unwrapped = vmap_op.unwrap_batched(v)
+        if unwrapped is None or not unwrapped[1]:
             gradient, also = torch.func.grad(value, has_aux=True)(v)
             return gradient, also
         with vmap_op.outside_vmap():
-            leaf = found[0].detach().requires_grad_()
+            leaf = unwrapped[0].detach().requires_grad_()
         with torch.enable_grad():
             loss, also = value(vmap_op.wrap_batched(leaf))
         summed = vmap_op.unwrap_batched(loss)
@@ -87,15 +87,17 @@ class GroupedModel:
             keys = torch.arange(2 * twin.dropouts, device=v.device).view(2, -1) if twin.dropouts else None
             with torch.no_grad():
                 try:
-                    found = MappedPass(spec, twin, False).through(
+                    outputs = MappedPass(spec, twin, False).through(
                         2, PassInputs(vs, b, x, keys), (True, False, True, True)
                     )
                 except Exception as error:  # whatever a layer says of what it cannot take
                     raise UnsupportedLayerError("a shape that the stacked layers do not expect") from error
                 for k in range(2):
                     wanted = _with_keys(spec, [] if keys is None else list(keys[k]), vs[k], b, x[k], train)
-                    for mine, theirs in zip(found, wanted, strict=False):
-                        if mine[k].shape != theirs.shape or not torch.allclose(mine[k], theirs, rtol=1e-3, atol=1e-4):
+                    for actual, expected in zip(outputs, wanted, strict=False):
+                        if actual[k].shape != expected.shape or not torch.allclose(
+                            actual[k], expected, rtol=1e-3, atol=1e-4
+                        ):
                             raise UnsupportedLayerError("layers that do something else when they are stacked")
 
 

@@ -154,9 +154,9 @@ def _together(function: Callable[..., Tensor]) -> Callable[..., GroupedValue]:
             rows = run.rows(a), run.rows(b)
             _need(rows[0].dim() == rows[1].dim(), "a sum of different shapes")
             return GroupedValue(function(*rows), False)
-        whole = a if isinstance(a, GroupedValue) else b
+        grouped = a if isinstance(a, GroupedValue) else b
         data = [t.data if isinstance(t, GroupedValue) else t for t in (a, b)]
-        return GroupedValue(function(*data), whole.image)
+        return GroupedValue(function(*data), grouped.image)
 
     return both
 

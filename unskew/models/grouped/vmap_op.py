@@ -71,8 +71,8 @@ class MappedPass:
     def _leaves(self) -> Outputs:
         every = self._every(self.k, self.given, self.mapped)
         with torch.no_grad():
-            pieces = self._pieces(self.k, every.v)
-        self.pieces = {name: piece.detach().requires_grad_(self.grad) for name, piece in pieces.items()}
+            leaves = self._pieces(self.k, every.v)
+        self.pieces = {name: tensor.detach().requires_grad_(self.grad) for name, tensor in leaves.items()}
         with torch.set_grad_enabled(self.grad):
             return self._stacked(self.k, every, self.pieces, self.x)
 
@@ -82,17 +82,17 @@ class MappedPass:
             self.out = list(self._leaves()[:2])
         leaves = [*(self.pieces.values() if wants_v else ()), *([self.x] if wants_x else [])]
         known = [(out, slope) for out, slope in zip(self.out, slopes, strict=True) if out.requires_grad]
-        found = list(
+        gradients = list(
             torch.autograd.grad(
                 [out for out, _ in known], leaves, [slope for _, slope in known], retain_graph=True, allow_unused=True
             )
         )
-        slope_x = found.pop() if wants_x else None
+        slope_x = gradients.pop() if wants_x else None
         slope_x = torch.zeros_like(self.x) if slope_x is None else slope_x
         if not wants_v:
             return slopes[0].new_zeros(self.k, 1), slope_x
         slope_v = slopes[0].new_zeros(self.k, self.spec.size)
-        for own, g in zip(torch.split(slope_v, self.spec.sizes, 1), found, strict=True):
+        for own, g in zip(torch.split(slope_v, self.spec.sizes, 1), gradients, strict=True):
             if g is not None:
                 part = g if g.shape[0] == self.k else torch.unflatten(g, 0, (self.k, -1))
                 own.view(part.shape).copy_(part)
@@ -122,8 +122,8 @@ class MappedPass:
         """The parameters of all clients by name, as their layers want them."""
         spec = self.spec
         # Split at once: the gradient of each slice by itself would be as long as the whole vector.
-        pieces = zip(spec.names, spec.shapes, torch.split(v, spec.sizes, 1), strict=True)
-        return {name: self.twin.layout(piece.view(k, *shape)) for name, shape, piece in pieces}
+        named_slices = zip(spec.names, spec.shapes, torch.split(v, spec.sizes, 1), strict=True)
+        return {name: self.twin.layout(tensor.view(k, *shape)) for name, shape, tensor in named_slices}
 
     def _stacked(self, k: int, every: PassInputs, pieces: dict[str, Tensor], x: Tensor) -> Outputs:
         spec, b = self.spec, every.b
@@ -164,9 +164,9 @@ def wrap_batched(t: Tensor) -> Tensor:
 
 def run_pass(one: MappedPass, given: PassInputs) -> tuple[Tensor, ...]:
     """Carry out a pass within the mapping over clients."""
-    found = [(None, False) if t is None else unwrap_batched(t) for t in given]
-    plain = [pair for pair in found if pair is not None]
-    if len(plain) < len(found) or not any(own for _, own in plain):
+    unwrapped = [(None, False) if t is None else unwrap_batched(t) for t in given]
+    plain = [pair for pair in unwrapped if pair is not None]
+    if len(plain) < len(unwrapped) or not any(own for _, own in plain):
         outputs: tuple[Tensor, ...] = _Forward.apply(one, *given)  # type: ignore[no-untyped-call]
         return outputs
     k = next(len(t) for t, own in plain if own and t is not None)
@@ -233,6 +233,6 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], one: MappedPass, wants_v: bool, wants_x: bool, *args: Any) -> Any:
-        given = zip(_first(args[:2], in_dims[3:5]), in_dims[3:5], strict=True)
-        slopes = [s if d is not None else s.expand(one.k, *s.shape) for s, d in given]
+        first_values = zip(_first(args[:2], in_dims[3:5]), in_dims[3:5], strict=True)
+        slopes = [s if d is not None else s.expand(one.k, *s.shape) for s, d in first_values]
         return one.backward(wants_v, wants_x, slopes), (0, 0)

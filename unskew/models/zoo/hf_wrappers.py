@@ -81,9 +81,9 @@ class CausalLM(TextModel):
         """Return whether a token changes the logits before it, as in masked language models."""
         training = self.training
         with torch.no_grad():
-            one, other = self.eval()(torch.tensor([[3, 3, 3, 3], [3, 3, 3, 4]]))[:, :3]
+            first_output, other = self.eval()(torch.tensor([[3, 3, 3, 3], [3, 3, 3, 4]]))[:, :3]
         self.train(training)
-        return not torch.allclose(one, other, rtol=0, atol=1e-4)
+        return not torch.allclose(first_output, other, rtol=0, atol=1e-4)
 
 
 class SequenceClassifier(TextModel):

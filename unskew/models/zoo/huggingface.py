@@ -223,10 +223,10 @@ def image_preprocessing(weights: str, settings: Any, revision: str | None, pretr
     if path is not None and Path(path).is_file():
         scale = json.loads(Path(path).read_text(encoding="utf-8"))
         mean, std = scale.get("image_mean", mean), scale.get("image_std", std)
-        asked = scale.get("size", side)
-        if "image_size" not in settings.to_dict() and isinstance(asked, dict):
-            asked = asked.get("height", asked.get("shortest_edge", side))
-            side = asked if isinstance(asked, int) else side
+        size = scale.get("size", side)
+        if "image_size" not in settings.to_dict() and isinstance(size, dict):
+            size = size.get("height", size.get("shortest_edge", side))
+            side = size if isinstance(size, int) else side
     channels = getattr(settings, "num_channels", 3)
     for name, values in (("image_mean", mean), ("image_std", std)):
         numbers = isinstance(values, list | tuple) and all(isinstance(v, int | float) for v in values)

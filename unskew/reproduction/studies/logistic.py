@@ -72,8 +72,8 @@ def shuffle_shares(x: Tensor, y: Tensor, p: float, seed: int) -> tuple[Tensor, T
     draws = generator(seed, "logistic shuffle")
     workers, each = y.shape
     pooled = math.floor(p * each + 1e-9)
-    place = torch.argsort(torch.rand(workers, each, generator=draws), dim=1)
-    index = place + each * torch.arange(workers)[:, None]
+    order = torch.argsort(torch.rand(workers, each, generator=draws), dim=1)
+    index = order + each * torch.arange(workers)[:, None]
     pool = torch.randperm(workers * pooled, generator=draws)
     index[:, :pooled] = index[:, :pooled].reshape(-1)[pool].view(workers, pooled)
     return x.reshape(-1, x.shape[-1])[index], y.reshape(-1)[index]

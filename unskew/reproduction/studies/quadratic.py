@@ -80,8 +80,8 @@ def make_problem(
     for number, p in enumerate(shares):
         order = generator(seed, "quadratic shuffle", number)
         pooled = math.floor(p * m + 1e-9)
-        place = torch.argsort(torch.rand(workers, m, generator=order), dim=1)
-        mixed_a, mixed_b = a.gather(1, place), b.gather(1, place[..., None].expand_as(b))
+        assignment = torch.argsort(torch.rand(workers, m, generator=order), dim=1)
+        mixed_a, mixed_b = a.gather(1, assignment), b.gather(1, assignment[..., None].expand_as(b))
         pool = torch.randperm(workers * pooled, generator=order)
         mixed_a[:, :pooled] = mixed_a[:, :pooled].reshape(-1)[pool].view(workers, pooled)
         mixed_b[:, :pooled] = mixed_b[:, :pooled].reshape(-1, d)[pool].view(workers, pooled, d)

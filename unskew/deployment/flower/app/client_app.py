@@ -53,11 +53,11 @@ def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
 def train(message: Message, context: Context) -> Message:
     """Hand it over."""
     try:
-        asked = to_frame(message.content)
+        request = to_frame(message.content)
         path = context.node_config.get("socket")
         if not isinstance(path, str):
             raise FrameError("The SuperNode has no socket in its --node-config.")
-        answer = exchange(path, asked)
+        answer = exchange(path, request)
     except FrameError as error:
         answer = Frame("refused", {"reason": str(error)})
     return Message(content=to_records(answer), reply_to=message)

@@ -25,10 +25,10 @@ def main(grid: Grid, context: Context) -> None:
         send(run, Frame("hello", {"token": str(context.run_config["token"])}))
         while True:
             try:
-                asked = receive(run)
+                request = receive(run)
             except ConnectionClosedError:
                 return
-            send_frames(run, handle_request(grid, asked))
+            send_frames(run, handle_request(grid, request))
 
 
 def end_with_parent() -> None:
