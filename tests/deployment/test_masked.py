@@ -249,11 +249,11 @@ def test_masks_are_added_in_pieces_and_taken_off_again():
 def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_sent():
     engine = object.__new__(MaskedEngine)
     engine.terms = SimpleNamespace(method=unskew.methods.registry.method("fedbn"))
-    casts = [broadcast(0, client, up=(slice(0, 1 + client),)) for client in range(3)]
+    broadcasts = [broadcast(0, client, up=(slice(0, 1 + client),)) for client in range(3)]
     with pytest.raises(
         EngineError, match=r"fedbn.exchanged_slices gives sites different slices .* same slices, or turn it off"
     ):
-        list(engine.train(casts))
+        list(engine.train(broadcasts))
 
 
 @pytest.mark.parametrize("written", ["[" * 100_000, "{"])

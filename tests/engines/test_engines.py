@@ -152,8 +152,8 @@ def test_a_model_of_unknown_layers_is_trained_client_by_client():
 
 def test_no_part_is_more_work_than_its_number_of_clients_on_average():
     def parts(steps, most):
-        cast = Broadcast(0, 0, torch.zeros(1), torch.zeros(0), {}, ClientState(), 1.0)
-        return [[steps[place] for place in part] for part in schedule_groups([cast] * len(steps), steps, most)]
+        broadcast = Broadcast(0, 0, torch.zeros(1), torch.zeros(0), {}, ClientState(), 1.0)
+        return [[steps[place] for place in part] for part in schedule_groups([broadcast] * len(steps), steps, most)]
 
     assert parts([5] * 7, 3) == [[5, 5, 5], [5, 5, 5], [5]]
     assert parts([1, 20, 1, 1, 2, 1, 2], 3) == [[20], [2, 2, 1], [1, 1, 1]]

@@ -104,14 +104,14 @@ def sliced(chosen, rounds):
     return sim
 
 
-def beyond(cast, spec, off):
+def beyond(broadcast, spec, off):
     """The broadcast as its client knows it: what is sent, ``initial`` from the seed, and ``off`` by all in the rest."""
-    places = slices_mask(cast.down, spec.size), buffer_mask(spec, cast.down)
-    sent = (torch.where(mask, t, t + off) for mask, t in zip(places, (cast.v, cast.b), strict=True))
-    first = slices_mask(cast.initial, spec.size), buffer_mask(spec, cast.initial)
+    places = slices_mask(broadcast.down, spec.size), buffer_mask(spec, broadcast.down)
+    sent = (torch.where(mask, t, t + off) for mask, t in zip(places, (broadcast.v, broadcast.b), strict=True))
+    first = slices_mask(broadcast.initial, spec.size), buffer_mask(spec, broadcast.initial)
     starts = spec.flatten(), spec.flatten_buffers()
     v, b = (torch.where(mask, start, t) for mask, start, t in zip(first, starts, sent, strict=True))
-    return replace(cast, v=v, b=b)
+    return replace(broadcast, v=v, b=b)
 
 
 @pytest.mark.parametrize("newcomer", [True, False])
@@ -119,13 +119,13 @@ def beyond(cast, spec, off):
 def test_a_client_reads_of_a_broadcast_only_what_is_sent_and_what_all_know_from_the_beginning(chosen, newcomer):
     sim = sliced(chosen, 1)
     client = next(k for k in range(4) if (k not in sim.server.last) is newcomer)
-    cast = sim.server.broadcast(1, client)
-    assert bool(cast.initial) is (newcomer and chosen == "fedrep")
-    poisoned = beyond(cast, sim.spec, float("nan"))
+    broadcast = sim.server.broadcast(1, client)
+    assert bool(broadcast.initial) is (newcomer and chosen == "fedrep")
+    poisoned = beyond(broadcast, sim.spec, float("nan"))
     assert bool(poisoned.v.isnan().any()) is not newcomer, "a newcomer knows all of the model"
     # In FedRep statistics belong to the body, which is sent.
     assert bool(poisoned.b.isnan().any()) is (not newcomer and chosen != "fedrep")
-    ((plain,), (mine,)) = (list(sim.engine.train([one])) for one in (cast, poisoned))
+    ((plain,), (mine,)) = (list(sim.engine.train([one])) for one in (broadcast, poisoned))
     for name, tensor in plain.tensors().items():
         assert torch.equal(mine.tensors()[name], tensor), name
     assert mine.metrics["loss"] == plain.metrics["loss"]
@@ -135,13 +135,13 @@ def test_of_slices_that_a_client_sends_but_was_not_sent_its_own_values_matter():
     """The body is due, but the client has its own: what the update stands for is the client's model, ``delta + v``."""
     sim = sliced("fedals:alpha=3", 2)
     client = next(k for k, last in sim.server.last.items() if last == 1)
-    cast = sim.server.broadcast(2, client)
-    assert cast.up != cast.down
-    poisoned = beyond(cast, sim.spec, 1000.0)
-    ((plain,), (mine,)) = (list(sim.engine.train([one])) for one in (cast, poisoned))
+    broadcast = sim.server.broadcast(2, client)
+    assert broadcast.up != broadcast.down
+    poisoned = beyond(broadcast, sim.spec, 1000.0)
+    ((plain,), (mine,)) = (list(sim.engine.train([one])) for one in (broadcast, poisoned))
     assert torch.equal(mine.state.model, plain.state.model)
     assert torch.equal(mine.buffers, plain.buffers)
-    assert_close(mine.delta + poisoned.v, plain.delta + cast.v, size=1000.0)
+    assert_close(mine.delta + poisoned.v, plain.delta + broadcast.v, size=1000.0)
 
 
 def test_accepted_is_the_round_of_the_last_update_that_was_taken_in():

@@ -56,10 +56,10 @@ class Toy:
 
     name = "toy"
 
-    def train(self, casts):
-        for cast in casts:
-            made = {"x": torch.full((1, 1, 2, 2), 0.5), "y": torch.tensor([0])} if cast.show else {}
-            yield an_update(cast.client, torch.ones(1), cast.round, made=made)
+    def train(self, broadcasts):
+        for one in broadcasts:
+            made = {"x": torch.full((1, 1, 2, 2), 0.5), "y": torch.tensor([0])} if one.show else {}
+            yield an_update(one.client, torch.ones(1), one.round, made=made)
 
 
 def test_only_the_first_clients_of_the_last_round_are_asked():
@@ -67,8 +67,8 @@ def test_only_the_first_clients_of_the_last_round_are_asked():
     rule = unskew.method("fedcog").client
     samples = GeneratedSamplesRecorder(Toy(), rule, fed, round=5, most=3)
     for t in (4, 5):
-        casts = [broadcast(t, k) for k in (9, 2, 7, 4)]
-        assert [update.client for update in samples.train(casts)] == [9, 2, 7, 4]
+        broadcasts = [broadcast(t, k) for k in (9, 2, 7, 4)]
+        assert [update.client for update in samples.train(broadcasts)] == [9, 2, 7, 4]
         assert set(samples.made) == (set() if t == 4 else {9, 2, 7})
 
 

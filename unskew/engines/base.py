@@ -59,8 +59,8 @@ class Engine(Protocol):
 
     name: str
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train each client from its broadcast; updates come back in the order of ``casts``."""
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
+        """Train each client from its broadcast; updates come back in the order of ``broadcasts``."""
 
     def close(self) -> None:
         """Free processes and memory."""

@@ -32,9 +32,9 @@ def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
     return any(type(rule).trainable_mask is not ClientRule.trainable_mask for rule in rules)
 
 
-def client_key(seed: int, cast: Broadcast) -> Tensor:
+def client_key(seed: int, broadcast: Broadcast) -> Tensor:
     """The random key of a client in a round."""
-    return torch.tensor(derive(seed, "key", cast.round, cast.client))
+    return torch.tensor(derive(seed, "key", broadcast.round, broadcast.client))
 
 
 def to_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
@@ -68,35 +68,35 @@ class ClientInputs:
         data = ClientDataView.of(self.setup.federation, client, self.normalise, like, self.setup.seed)
         return {rule.name: rule.client_info(data) for rule in self.setup.rules}
 
-    def initial_params(self, cast: Broadcast) -> Tensor:
+    def initial_params(self, broadcast: Broadcast) -> Tensor:
         """Return the initial parameters of local training: the broadcast, except for slices that stayed at the client."""
-        own = cast.state.model
-        if cast.down is None or own is None:
-            return cast.v.to(self.setup.device)
-        return torch.where(slices_mask(cast.down, len(own)).to(cast.v.device), cast.v, own.to(cast.v.device)).to(
-            self.setup.device
-        )
+        own = broadcast.state.model
+        if broadcast.down is None or own is None:
+            return broadcast.v.to(self.setup.device)
+        return torch.where(
+            slices_mask(broadcast.down, len(own)).to(broadcast.v.device), broadcast.v, own.to(broadcast.v.device)
+        ).to(self.setup.device)
 
-    def initial_buffers(self, cast: Broadcast) -> Tensor:
+    def initial_buffers(self, broadcast: Broadcast) -> Tensor:
         """The statistics that it starts with: those sent, but for what stayed at the client."""
-        b, own = cast.b, cast.state.buffers
+        b, own = broadcast.b, broadcast.state.buffers
         if own is not None and self.setup.buffers == "local":
             b = own
-        elif own is not None and self.setup.buffers == "average" and cast.down is not None:
-            b = torch.where(buffer_mask(self.setup.spec, cast.down).to(b.device), b, own.to(b.device))
+        elif own is not None and self.setup.buffers == "average" and broadcast.down is not None:
+            b = torch.where(buffer_mask(self.setup.spec, broadcast.down).to(b.device), b, own.to(b.device))
         return b.to(self.setup.device)
 
-    def optimizer_state(self, cast: Broadcast, v: Tensor) -> Tensors:
+    def optimizer_state(self, broadcast: Broadcast, v: Tensor) -> Tensors:
         """The optimizer's state at the first step: fresh, or what stayed at the client."""
-        if cast.keeps and cast.state.optimizer:
-            return {name: tensor.to(v.device).clone() for name, tensor in cast.state.optimizer.items()}
-        return optimizers.init_state(self.setup.training, v, has_frozen_parameters(self.setup.rules) or cast.keeps)
+        if broadcast.keeps and broadcast.state.optimizer:
+            return {name: tensor.to(v.device).clone() for name, tensor in broadcast.state.optimizer.items()}
+        return optimizers.init_state(self.setup.training, v, has_frozen_parameters(self.setup.rules) or broadcast.keeps)
 
-    def of(self, cast: Broadcast, plan: BatchPlan, full_gradient: Tensor | None) -> dict[str, Any]:
+    def of(self, broadcast: Broadcast, plan: BatchPlan, full_gradient: Tensor | None) -> dict[str, Any]:
         """Return the tensors that differ between clients; ``state``, ``download`` and ``client_info`` are by rule."""
         device = self.setup.device
-        v = self.initial_params(cast)
-        epoch = len(self.setup.training.cuts(self.setup.federation.clients[cast.client].examples))
+        v = self.initial_params(broadcast)
+        epoch = len(self.setup.training.cuts(self.setup.federation.clients[broadcast.client].examples))
 
         def scalar(value: float) -> Tensor:
             return torch.tensor(float(value), dtype=v.dtype, device=device)
@@ -106,17 +106,17 @@ class ClientInputs:
 
         return {
             "v_global": v,
-            "b_global": self.initial_buffers(cast),
-            "key": client_key(self.setup.seed, cast).to(device),
+            "b_global": self.initial_buffers(broadcast),
+            "key": client_key(self.setup.seed, broadcast).to(device),
             "steps": scalar(len(plan.batches)),
             "epoch_steps": scalar(epoch),
-            "weight": scalar(cast.weight),
+            "weight": scalar(broadcast.weight),
             "full_gradient": full_gradient,
-            "sent": mask(cast.up),
-            "received": mask(cast.down),
-            "state": to_device(cast.state.rules, device),
-            "download": to_device(cast.download, device),
-            "facts": self.facts(cast.client),
+            "sent": mask(broadcast.up),
+            "received": mask(broadcast.down),
+            "state": to_device(broadcast.state.rules, device),
+            "download": to_device(broadcast.download, device),
+            "facts": self.facts(broadcast.client),
         }
 
     def contexts(self, given: dict[str, Any], model: Model, round: int, ended: bool = False) -> list[Context]:
@@ -165,19 +165,21 @@ def apply_end_hooks(
     return [(ctx.state, ctx.upload) for ctx in ctxs], delta
 
 
-def local_update(cast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
+def local_update(broadcast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
     """The local result minus the server's model, ``[d]``; 0 on slices that are not sent back.
 
     Of slices that are sent back but were not sent to it, a client far away sends its values, and the server subtracts.
     """
-    if cast.up is None:
+    if broadcast.up is None:
         return v - v_start
-    return torch.where(slices_mask(cast.up, len(v)).to(v.device), v - cast.v.to(v.device), torch.zeros_like(v))
+    return torch.where(
+        slices_mask(broadcast.up, len(v)).to(v.device), v - broadcast.v.to(v.device), torch.zeros_like(v)
+    )
 
 
 def pack_update(
     setup: EngineConfig,
-    cast: Broadcast,
+    broadcast: Broadcast,
     delta: Tensor,
     v: Tensor,
     b: Tensor,
@@ -189,21 +191,24 @@ def pack_update(
     """Pack what a client sends (``written``: per rule, its state and its upload) and what stays with it."""
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
     upload = {r.name: r.encode_upload(u) for r, (_, u) in zip(setup.rules, written, strict=True) if u}
-    parted = cast.up is not None
+    parted = broadcast.up is not None
     state = ClientState(
-        rules, v if parted else None, b if parted or setup.buffers == "local" else None, moments if cast.keeps else {}
+        rules,
+        v if parted else None,
+        b if parted or setup.buffers == "local" else None,
+        moments if broadcast.keeps else {},
     )
     return Update(
-        client=cast.client,
-        born=cast.round,
-        examples=setup.federation.clients[cast.client].examples,
-        weight=cast.weight,
+        client=broadcast.client,
+        born=broadcast.round,
+        examples=setup.federation.clients[broadcast.client].examples,
+        weight=broadcast.weight,
         delta=delta,
         buffers=b,
         upload=upload,
         state=state,
         metrics=metrics,
-        report={"v": v} if cast.report else {},
+        report={"v": v} if broadcast.report else {},
         made=made,
     )
 

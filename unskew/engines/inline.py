@@ -26,16 +26,16 @@ class InlineEngine:
         self.trainer = LocalTrainer(setup)
         self.group = GroupTrainer(setup, self.trainer, grouped_form(setup.spec)) if clients_per_group > 1 else None
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
         if self.group is None:
-            for broadcast in casts:
+            for broadcast in broadcasts:
                 yield self.trainer.train(broadcast)
             return
         done: dict[int, Update] = {}
-        for part in schedule_groups(casts, steps_per_client(self.setup, casts), self.clients_per_group):
-            done.update(zip(part, self.group.train([casts[index] for index in part]), strict=True))
-        yield from (done[index] for index in range(len(casts)))
+        for part in schedule_groups(broadcasts, steps_per_client(self.setup, broadcasts), self.clients_per_group):
+            done.update(zip(part, self.group.train([broadcasts[index] for index in part]), strict=True))
+        yield from (done[index] for index in range(len(broadcasts)))
 
     def close(self) -> None:
         """Nothing to free."""

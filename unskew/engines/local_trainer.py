@@ -81,36 +81,36 @@ class LocalTrainer:
         self.inputs = ClientInputs(setup)
         self.needs_full_gradient = any("full_gradient" in rule.needs for rule in setup.rules)
 
-    def full_gradient(self, cast: Broadcast) -> Tensor | None:
+    def full_gradient(self, broadcast: Broadcast) -> Tensor | None:
         """Gradient of the client's mean loss over all its samples at its start, ``[d]``; None if no rule needs it."""
         if not self.needs_full_gradient:
             return None
-        client, v = self.setup.federation.clients[cast.client], self.inputs.initial_params(cast)
-        self.model.start(self.inputs.initial_buffers(cast))
+        client, v = self.setup.federation.clients[broadcast.client], self.inputs.initial_params(broadcast)
+        self.model.start(self.inputs.initial_buffers(broadcast))
         grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
         total = torch.zeros_like(v)
         for cut in torch.split(torch.arange(client.examples), self.setup.training.batch_size):
             index = cut.to(client.y.device)
             x = self.inputs.normalise(take_rows(client.x, index))
-            key = client_key(self.setup.seed, cast).to(x.device)
+            key = client_key(self.setup.seed, broadcast).to(x.device)
             batch = Batch(x, client.y[index].to(x.device), key, torch.tensor(0))
             total.add_(grad_fn(v, batch), alpha=len(cut) / client.examples)
         return total
 
-    def train(self, cast: Broadcast) -> Update:
+    def train(self, broadcast: Broadcast) -> Update:
         """Local training of one client from its broadcast."""
         setup, training, device = self.setup, self.setup.training, self.setup.device
-        client = setup.federation.clients[cast.client]
-        plan = BatchPlan(training, client.examples, setup.seed, cast.round, cast.client).to(client.y.device)
-        inputs = self.inputs.of(cast, plan, self.full_gradient(cast))
-        ctxs = self.inputs.contexts(inputs, self.model, cast.round)
+        client = setup.federation.clients[broadcast.client]
+        plan = BatchPlan(training, client.examples, setup.seed, broadcast.round, broadcast.client).to(client.y.device)
+        inputs = self.inputs.of(broadcast, plan, self.full_gradient(broadcast))
+        ctxs = self.inputs.contexts(inputs, self.model, broadcast.round)
         v_start, key = inputs["v_global"], inputs["key"]
         pairs = list(zip(setup.rules, ctxs, strict=True))
         self.model.start(inputs["b_global"])
         began = time.perf_counter()
         carries = [rule.begin(ctx) for rule, ctx in pairs]
         ready = time.perf_counter()
-        samples = rule_generated_samples(setup.rules, carries) if cast.show else {}
+        samples = rule_generated_samples(setup.rules, carries) if broadcast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             loss_fn = wrapped_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
@@ -119,12 +119,12 @@ class LocalTrainer:
             grad_fn = wrapped_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
 
         v = v_start.clone()
-        moments = self.inputs.optimizer_state(cast, v)
+        moments = self.inputs.optimizer_state(broadcast, v)
         total = torch.zeros((), dtype=v.dtype, device=device)
         for step, index in enumerate(plan.batches):
             x = self.inputs.normalise(plan.augment(take_rows(client.x, index)))
             at = torch.tensor(step)
-            now = training.at(cast.round, step)
+            now = training.at(broadcast.round, step)
             y, own_key = client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key
             batch = Batch(x, y, own_key, at, lr=now.lr)
             moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
@@ -132,17 +132,17 @@ class LocalTrainer:
                 g = grad_fn(v, batch)
             except ValueError as error:
                 if "more than 1 value per channel" in str(error):
-                    raise single_sample_error(cast.client) from error
+                    raise single_sample_error(broadcast.client) from error
                 raise
             v, moments = optimizers.optimizer_step(now, v, g, moments, step, moves)
             total += self.model.loss
 
-        ctxs = self.inputs.contexts(inputs, self.model, cast.round, ended=True)
-        written, delta = apply_end_hooks(setup.rules, ctxs, carries, v, local_update(cast, v_start, v))
+        ctxs = self.inputs.contexts(inputs, self.model, broadcast.round, ended=True)
+        written, delta = apply_end_hooks(setup.rules, ctxs, carries, v, local_update(broadcast, v_start, v))
         metrics = {
             "loss": float(total) / max(1, len(plan.batches)),
             "steps": float(len(plan.batches)),
             "setup_seconds": ready - began,
             "train_seconds": time.perf_counter() - ready,
         }
-        return pack_update(setup, cast, delta, v, self.model.b.clone(), written, metrics, samples, moments)
+        return pack_update(setup, broadcast, delta, v, self.model.b.clone(), written, metrics, samples, moments)

@@ -149,23 +149,23 @@ class ProcessesEngine:
             child_end.close()
             self.processes.append(process)
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
         self.inbox.clear()
-        waiting = deque(schedule_groups(casts, steps_per_client(self.setup, casts), self.clients_per_group))
+        waiting = deque(schedule_groups(broadcasts, steps_per_client(self.setup, broadcasts), self.clients_per_group))
         busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
         done: dict[int, Update] = {}
         # A part of several clients is worth the wait for the worker that is free first.
         for _ in range(AHEAD if self.clients_per_group == 1 else 1):
             for pipe in self.pipes:
-                self._send(pipe, waiting, busy, casts, fresh)
-        for index in range(len(casts)):
+                self._send(pipe, waiting, busy, broadcasts, fresh)
+        for index in range(len(broadcasts)):
             while index not in done:
                 for ready in self._wait_for_replies([p for p in self.pipes if busy[p]]):
                     pipe = cast(Connection, ready)
                     packed, part = self._receive(pipe), busy[pipe].popleft()
-                    self._send(pipe, waiting, busy, casts, fresh)  # first, so that the worker need not wait
+                    self._send(pipe, waiting, busy, broadcasts, fresh)  # first, so that the worker need not wait
                     outbox = self.outboxes[self.pipes.index(pipe)]
                     updates = (update_from_dict(Update, outbox.unpack(message, copy=True)) for message in packed)
                     done.update(zip(part, updates, strict=True))
@@ -176,14 +176,14 @@ class ProcessesEngine:
         pipe: Connection,
         waiting: deque[list[int]],
         busy: dict[Connection, deque[list[int]]],
-        casts: Sequence[Broadcast],
+        broadcasts: Sequence[Broadcast],
         fresh: set[Connection],
     ) -> None:
         """Give a worker the next part. Only that is written for it, so the first workers begin at once."""
         if waiting:
             part = waiting.popleft()
             busy[pipe].append(part)
-            packed = [self.inbox.pack(update_to_dict(casts[index])) for index in part]
+            packed = [self.inbox.pack(update_to_dict(broadcasts[index])) for index in part]
             with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
                 pipe.send((pipe in fresh, packed))
             fresh.discard(pipe)

@@ -23,17 +23,17 @@ class VectorizedEngine:
         self.setup = setup
         self.trainer = GroupTrainer(setup, LocalTrainer(setup))
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
-        for index, broadcast in enumerate(casts):
+        for index, broadcast in enumerate(broadcasts):
             groups[client_kind(broadcast)].append(index)
         done: dict[int, Update] = {}
         for group in groups.values():
             for first in range(0, len(group), WIDTH):
                 part = group[first : first + WIDTH]
-                done.update(zip(part, self.trainer.mapped([casts[p] for p in part]), strict=True))
-        return (done[index] for index in range(len(casts)))
+                done.update(zip(part, self.trainer.mapped([broadcasts[p] for p in part]), strict=True))
+        return (done[index] for index in range(len(broadcasts)))
 
     def close(self) -> None:
         """Nothing to free."""

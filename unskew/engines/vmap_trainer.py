@@ -69,37 +69,37 @@ def replace_rows(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
     return pytree.tree_map(lambda old, part: old.index_copy(0, index, part), tree, new)
 
 
-def client_kind(cast: Broadcast) -> Hashable:
+def client_kind(broadcast: Broadcast) -> Hashable:
     """Clients of one kind have tensors of the same names and shapes."""
-    state = {name: tuple(t.shape) for name, t in sorted(cast.state.tensors().items())}
-    return repr((state, cast.down, cast.up))
+    state = {name: tuple(t.shape) for name, t in sorted(broadcast.state.tensors().items())}
+    return repr((state, broadcast.down, broadcast.up))
 
 
-def steps_per_client(setup: EngineConfig, casts: Sequence[Broadcast]) -> list[int]:
+def steps_per_client(setup: EngineConfig, broadcasts: Sequence[Broadcast]) -> list[int]:
     """Local steps of each client."""
     clients, steps = setup.federation.clients, setup.training.steps
-    return [steps(clients[broadcast.client].examples, broadcast.client) for broadcast in casts]
+    return [steps(clients[broadcast.client].examples, broadcast.client) for broadcast in broadcasts]
 
 
-def schedule_groups(casts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
+def schedule_groups(broadcasts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
     """Group clients that are trained together, by index; groups of clients with many steps come first.
 
     A part holds clients of one kind and of like numbers of steps, at most ``most`` of them. Where clients differ, those with
     more steps than the mean are fewer in a part, so that a part is no more work than ``most`` clients are on average.
 
     Args:
-        casts: The cohort.
+        broadcasts: The cohort.
         steps: Local steps of each.
         most: Largest number of clients in a part.
     """
-    order = sorted(range(len(casts)), key=lambda index: -steps[index])
+    order = sorted(range(len(broadcasts)), key=lambda index: -steps[index])
     if most == 1:
         return [[index] for index in order]
     limit = most * sum(steps) / max(1, len(steps))
     parts: list[list[int]] = []
     open_parts: dict[Hashable, list[int]] = {}
     for index in order:
-        key = client_kind(casts[index])
+        key = client_kind(broadcasts[index])
         part = open_parts.get(key)
         if part is None or len(part) == most or sum(steps[p] for p in part) + steps[index] > limit:
             part = open_parts[key] = []
@@ -129,40 +129,40 @@ class GroupTrainer:
     ):
         self.setup, self.single, self.form, self.views = setup, single, form, views
 
-    def train(self, casts: Sequence[Broadcast]) -> list[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Local training of clients of one kind, as one network where that is possible.
 
         A rule may do what cannot be mapped, such as to look at the value of a tensor, or differentiate twice. It is trained
         client by client then, in every round anew, so that a resumed run goes the same way.
         """
-        if len(casts) > 1 and self.form is not None:
+        if len(broadcasts) > 1 and self.form is not None:
             try:
-                return self.mapped(casts)
+                return self.mapped(broadcasts)
             except UnskewError:
                 raise
             except Exception:  # what is wrong without the mapping is raised below
                 pass
-        return [self.single.train(broadcast) for broadcast in casts]
+        return [self.single.train(broadcast) for broadcast in broadcasts]
 
     def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
         return torch.func.vmap(function, in_dims=dims, randomness="different")(*args)
 
-    def mapped(self, casts: Sequence[Broadcast]) -> list[Update]:
+    def mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Local training of clients of one kind."""
         with use_grouped(self.setup.spec, self.form):
-            return self._mapped(casts)
+            return self._mapped(broadcasts)
 
-    def _mapped(self, casts: Sequence[Broadcast]) -> list[Update]:
-        setup, training, device, round = self.setup, self.setup.training, self.setup.device, casts[0].round
-        clients = [setup.federation.clients[broadcast.client] for broadcast in casts]
+    def _mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
+        setup, training, device, round = self.setup, self.setup.training, self.setup.device, broadcasts[0].round
+        clients = [setup.federation.clients[broadcast.client] for broadcast in broadcasts]
         plans = [
             BatchPlan(training, client.examples, setup.seed, round, broadcast.client).to(client.y.device)
-            for client, broadcast in zip(clients, casts, strict=True)
+            for client, broadcast in zip(clients, broadcasts, strict=True)
         ]
         inputs = self.single.inputs
         singly = [
             inputs.of(broadcast, plan, self.single.full_gradient(broadcast))
-            for broadcast, plan in zip(casts, plans, strict=True)
+            for broadcast, plan in zip(broadcasts, plans, strict=True)
         ]
         starts = [own["v_global"] for own in singly]
         given, dims = stack_trees(singly)
@@ -197,24 +197,26 @@ class GroupTrainer:
 
         b = torch.stack([own["b_global"] for own in singly])
         v = torch.stack(starts)
-        moments = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(casts, starts, strict=True)]
+        moments = [
+            inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, starts, strict=True)
+        ]
         state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
         keys = torch.stack([own["key"] for own in singly])
         counts = torch.stack([own["steps"] for own in singly])
-        total = torch.zeros(len(casts), dtype=v.dtype, device=device)
+        total = torch.zeros(len(broadcasts), dtype=v.dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):
-            torch.manual_seed(derive(setup.seed, "vmap", round, casts[0].client))
+            torch.manual_seed(derive(setup.seed, "vmap", round, broadcasts[0].client))
             began = self._now()
             carries = self._map(begin, (dims, 0), given, b)
             ready = self._now()
             samples = [
                 rule_generated_samples(setup.rules, select_rows(carries, k)) if broadcast.show else {}
-                for k, broadcast in enumerate(casts)
+                for k, broadcast in enumerate(broadcasts)
             ]
             numbers = torch.arange(max(len(plan.batches) for plan in plans), device=device)
             for t, at in enumerate(numbers):
                 for size, index in self._same_size(plans, t, device):
-                    who = range(len(casts)) if index is None else index.tolist()
+                    who = range(len(broadcasts)) if index is None else index.tolist()
                     batch = self._batch(
                         [clients[k] for k in who], [plans[k] for k in who], t, at, select_rows(keys, index)
                     )
@@ -231,19 +233,22 @@ class GroupTrainer:
                         replace_rows(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
                     )
                     total = replace_rows(total, index, select_rows(total, index) + new[4])
-            deltas = torch.stack([local_update(broadcast, starts[k], v[k]) for k, broadcast in enumerate(casts)])
+            deltas = torch.stack([local_update(broadcast, starts[k], v[k]) for k, broadcast in enumerate(broadcasts)])
             written, deltas = self._map(end, (dims, 0, 0, 0, 0), given, b, carries, v, deltas)
         losses = (total / counts.clamp_min(1)).tolist()
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
         # Of the group's time, each client's even share.
-        spent = {"setup_seconds": (ready - began) / len(casts), "train_seconds": (self._now() - ready) / len(casts)}
+        spent = {
+            "setup_seconds": (ready - began) / len(broadcasts),
+            "train_seconds": (self._now() - ready) / len(broadcasts),
+        }
         return [
             pack_update(
                 setup, broadcast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
                 {"loss": losses[k], "steps": float(len(plans[k].batches)), **spent},
                 samples[k], {name: own(t[k]) for name, t in state.items()},
             )
-            for k, broadcast in enumerate(casts)
+            for k, broadcast in enumerate(broadcasts)
         ]  # fmt: skip
 
     def _now(self) -> float:

@@ -32,28 +32,28 @@ def write_state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
     return str(path), hashlib.sha256(data).hexdigest()
 
 
-def load_client_state(cast: Broadcast) -> Broadcast:
+def load_client_state(broadcast: Broadcast) -> Broadcast:
     """The broadcast with the client's state, if that lies in a file.
 
     Raises:
         DataError: This machine does not see it.
     """
-    if cast.kept is None:
-        return cast
-    read, write = map(Path, cast.kept)
-    seen = read.is_file() if cast.kept[0] else write.parents[1].is_dir()
+    if broadcast.kept is None:
+        return broadcast
+    read, write = map(Path, broadcast.kept)
+    seen = read.is_file() if broadcast.kept[0] else write.parents[1].is_dir()
     if not seen:
         raise DataError(
-            f"{os.uname().nodename} does not see {read if cast.kept[0] else write.parents[1]}, where clients keep things: "
-            "put the run folder on a file system that all nodes share, or take ray.state=driver."
+            f"{os.uname().nodename} does not see {read if broadcast.kept[0] else write.parents[1]}, where clients' state "
+            "is stored: put the run folder on a file system that all nodes share, or use ray.state=driver."
         )
-    return replace_fields(cast, state=ClientState.of(load_file(read)) if cast.kept[0] else ClientState())
+    return replace_fields(broadcast, state=ClientState.of(load_file(read)) if broadcast.kept[0] else ClientState())
 
 
-def store_client_state(cast: Broadcast, update: Update) -> Update:
+def store_client_state(broadcast: Broadcast, update: Update) -> Update:
     """The update with the client's new state in its file; one that the server will not take in stays as it is."""
-    if cast.kept is None or not update.is_finite():
+    if broadcast.kept is None or not update.is_finite():
         return update
-    tensors = cast.state.updated(update.state).tensors()
-    reference = write_state_file(Path(cast.kept[1]), tensors) if tensors else None
+    tensors = broadcast.state.updated(update.state).tensors()
+    reference = write_state_file(Path(broadcast.kept[1]), tensors) if tensors else None
     return replace_fields(update, state=ClientState(), kept=reference)

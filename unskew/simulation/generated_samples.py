@@ -38,14 +38,14 @@ class GeneratedSamplesRecorder:
         elif len(federation.shape) != 3:
             self.problem = f"save_samples has no effect: inputs of the shape {federation.shape} are not images."
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``."""
         if self.problem is None:
-            casts = [
+            broadcasts = [
                 dataclasses.replace(broadcast, show=index < self.most and broadcast.round == self.last)
-                for index, broadcast in enumerate(casts)
+                for index, broadcast in enumerate(broadcasts)
             ]
-        for update in self.engine.train(casts):
+        for update in self.engine.train(broadcasts):
             if update.made:
                 self.made[update.client] = update.made
             yield update

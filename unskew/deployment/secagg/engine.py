@@ -53,20 +53,20 @@ class MaskedEngine(FlowerEngine):
     worst = 0.0
     told = False
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a masked round. The returned updates represent the sum; none of them is the update of a site."""
-        opened = self._summed(casts) if casts else OpenedSum()
-        for broadcast in casts:
+        opened = self._summed(broadcasts) if broadcasts else OpenedSum()
+        for broadcast in broadcasts:
             if broadcast.client in opened.unusable:
                 nothing = torch.full_like(broadcast.v, torch.nan)
                 yield self._update(broadcast, {"delta": nothing, "buffers": broadcast.b, "upload": {}, "metrics": {}})
-        weight = sum(broadcast.weight for broadcast in casts if broadcast.client in opened.clients)
+        weight = sum(broadcast.weight for broadcast in broadcasts if broadcast.client in opened.clients)
         if opened.clients:
             self._tell_error(opened.error / weight, len(opened.clients))
-            means = self._means(casts, opened, weight)
+            means = self._means(broadcasts, opened, weight)
             names = [self.sites.name(k) for k in opened.clients]
             self.sites.log("sum opened", sites=names, digest=arrays_digest(encode_record("sum", opened.tensors)))
-        for broadcast in casts:
+        for broadcast in broadcasts:
             if broadcast.client in opened.clients:
                 yield self._update(broadcast, means)
                 # The first stands for the sums of what rules send.
@@ -75,30 +75,30 @@ class MaskedEngine(FlowerEngine):
             elif broadcast.client not in opened.unusable:
                 self.server.lost(broadcast.client)
 
-    def _summed(self, casts: Sequence[Broadcast]) -> OpenedSum:
+    def _summed(self, broadcasts: Sequence[Broadcast]) -> OpenedSum:
         """Return the sum of a round; if too few sites are left, it is started again if the run is to wait."""
-        if any(broadcast.up != casts[0].up for broadcast in casts):
+        if any(broadcast.up != broadcasts[0].up for broadcast in broadcasts):
             sync = self.terms.method.sync
             raise EngineError(
                 f"{'' if sync is None else sync.name}.exchanged_slices gives sites different slices to send, but "
                 "secure aggregation adds up what all sites send. Give all clients of a round the same slices, or turn it off."
             )
         text, barred = "", set[int]()
-        round, patience = str(casts[0].round + 1), self.sites.round_policy
+        round, patience = str(broadcasts[0].round + 1), self.sites.round_policy
         requests = {
             broadcast.client: encode_broadcast(broadcast, self.terms, "train", self._budget(broadcast.client))
-            for broadcast in casts
+            for broadcast in broadcasts
         }
-        least = max(patience.min_updates, LEAST, len(casts) // 2 + 1)
+        least = max(patience.min_updates, LEAST, len(broadcasts) // 2 + 1)
         tries = 0
         while tries < TRIES:
             self.shapes = None
             left = {k: frame for k, frame in requests.items() if k not in barred}
-            summation = MaskedSum(self.sites, casts[0].round, least, self.roster)
+            summation = MaskedSum(self.sites, broadcasts[0].round, least, self.roster)
             try:
                 if len({*left} - {*self.sites.excluded}) < LEAST:
                     raise UnmaskingError
-                return summation.of(left, self._taking(casts, left))
+                return summation.of(left, self._taking(broadcasts, left))
             except WrongSharesError as error:  # each time fewer are left
                 barred |= {*error.guilty}
                 self._tell_guilty(error.guilty)
@@ -109,7 +109,7 @@ class MaskedEngine(FlowerEngine):
                     "sites are missing. The sum of others stays masked, as the difference could be a single update"
                 )
             except UnmaskingError:
-                text = f"Round {round}: fewer than {summation.min_sites} of {len(casts)} sites are left, "
+                text = f"Round {round}: fewer than {summation.min_sites} of {len(broadcasts)} sites are left, "
                 text += "so the sum stays masked"
             tries += 1
             if patience.on_timeout == "continue":
@@ -127,8 +127,8 @@ class MaskedEngine(FlowerEngine):
             else:
                 self.sites.warn(f"{self.sites.name(client)} is left out of this sum: {reason}.")
 
-    def _taking(self, casts: Sequence[Broadcast], requests: dict[int, Frame]) -> Any:
-        by_client = {cast.client: cast for cast in casts}
+    def _taking(self, broadcasts: Sequence[Broadcast], requests: dict[int, Frame]) -> Any:
+        by_client = {sent.client: sent for sent in broadcasts}
         models = {client: broadcast_digest(frame, self.terms) for client, frame in requests.items()}
 
         def take(client: int, frame: Frame) -> ReadySite | None:
@@ -178,9 +178,9 @@ class MaskedEngine(FlowerEngine):
         elif layout != self.shapes:
             raise InvalidMessageError("what it sends beside the model differs from what other sites send")
 
-    def _means(self, casts: Sequence[Broadcast], found: OpenedSum, weight: float) -> dict[str, Any]:
+    def _means(self, broadcasts: Sequence[Broadcast], found: OpenedSum, weight: float) -> dict[str, Any]:
         """Return what each update of the round stands for: the weighted means; and the sums of what rules send."""
-        sums, taken, count = found.tensors, [c for c in casts if c.client in found.clients], len(found.clients)
+        sums, taken, count = found.tensors, [c for c in broadcasts if c.client in found.clients], len(found.clients)
         v, b, delta = taken[0].v, taken[0].b, torch.zeros_like(taken[0].v)
         if "delta" in sums:
             delta = scatter_slices(delta, taken[0].up, (sums["delta"] / weight).to(v.dtype).to(v.device))

@@ -29,16 +29,16 @@ class AsyncFlowerEngine(FlowerEngine):
     def _take(self, client: int, frame: Frame) -> Update | None:
         return self.taken(self.flying[client], frame)
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train, and return the updates in order of arrival."""
         sites, patience = self.sites, self.sites.round_policy
-        for broadcast in casts:
+        for broadcast in broadcasts:
             self.flying[broadcast.client] = broadcast
             self.talk.failures.pop(broadcast.client, None)
             self.talk.requests[broadcast.client] = encode_broadcast(
                 broadcast, self.terms, "train", self._budget(broadcast.client)
             )
-        self.talk.round = str(casts[0].round + 1) if casts else self.talk.round
+        self.talk.round = str(broadcasts[0].round + 1) if broadcasts else self.talk.round
         wait, done = RoundWait(sites, self.talk.round, patience.min_updates, patience.round_timeout), 0
         while self.talk.requests:
             for client in self.talk.requests.keys() & sites.barred:

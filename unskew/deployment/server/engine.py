@@ -119,13 +119,13 @@ class FlowerEngine:
         self.alike = not any("individual" in rule.needs for rule in terms.method.client)
         self.outdated: set[int] = set()
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort at its sites. Late or invalid updates are missing from the result."""
-        by_client = {broadcast.client: broadcast for broadcast in casts}
+        by_client = {broadcast.client: broadcast for broadcast in broadcasts}
         requests = {
             k: encode_broadcast(broadcast, self.terms, "train", self._budget(k)) for k, broadcast in by_client.items()
         }
-        round = str(casts[0].round + 1) if casts else ""
+        round = str(broadcasts[0].round + 1) if broadcasts else ""
         arrived = ArrivedUpdates(self.setup.device, self.folder)
         norms = {}
         for client, update in self.sites.ask(
@@ -133,8 +133,8 @@ class FlowerEngine:
         ):
             norms[client] = tensor_norms(update)
             arrived.put(update)
-        too_large = self.too_large(norms, norms, casts)
-        for broadcast in casts:  # added up in the order of casts, whoever was first
+        too_large = self.too_large(norms, norms, broadcasts)
+        for broadcast in broadcasts:  # added up in the order of broadcasts, whoever was first
             update = arrived.take(broadcast.client) if broadcast.client in arrived else None
             if update is None or broadcast.client in too_large:
                 self.server.lost(broadcast.client)
@@ -143,16 +143,16 @@ class FlowerEngine:
         arrived.close()
 
     def too_large(
-        self, norms: Mapping[int, Mapping[str, float]], clients: Iterable[int], casts: Sequence[Broadcast]
+        self, norms: Mapping[int, Mapping[str, float]], clients: Iterable[int], broadcasts: Sequence[Broadcast]
     ) -> set[int]:
         """Return the clients whose update is far larger than the others', and count that as a fault of each.
 
         Args:
             norms: Norms of the updates' tensors, by client.
             clients: The clients to look at.
-            casts: What was sent out; up to the norm of the model no update is too large.
+            broadcasts: What was sent out; up to the norm of the model no update is too large.
         """
-        floor = float(torch.linalg.vector_norm(casts[0].v)) if casts else 0.0
+        floor = float(torch.linalg.vector_norm(broadcasts[0].v)) if broadcasts else 0.0
         outliers: set[int] = set()
         for name in sorted({name for norm_of in norms.values() for name in norm_of}):
             exceeded = norm_outliers({k: norm_of[name] for k, norm_of in norms.items() if name in norm_of}, floor)
@@ -165,17 +165,17 @@ class FlowerEngine:
                 )
         return outliers
 
-    def taken(self, cast: Broadcast, frame: Frame) -> Update | None:
-        """The update that answers ``cast``; None if the site has lost what it goes on from.
+    def taken(self, broadcast: Broadcast, frame: Frame) -> Update | None:
+        """The update that answers ``broadcast``; None if the site has lost what it goes on from.
 
         Raises:
             Nonsense: It is none.
         """
-        if self._left_out(cast.client, frame):
+        if self._left_out(broadcast.client, frame):
             return None
-        update = decode_update(frame, cast, self.terms, self._examples(cast.client))
+        update = decode_update(frame, broadcast, self.terms, self._examples(broadcast.client))
         self._check_alike(update)
-        self.sites.log("update accepted", cast.client, digest=arrays_digest(frame.arrays))
+        self.sites.log("update accepted", broadcast.client, digest=arrays_digest(frame.arrays))
         return update
 
     @property
@@ -223,13 +223,13 @@ class FlowerEngine:
             odd = sorted({*shapes.items()} ^ {*(self.shapes or {}).items()})[:2]
             raise InvalidMessageError(f"what it sends beside the model differs from what other sites send: {odd}")
 
-    def measure(self, casts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
+    def measure(self, broadcasts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
         """Evaluate models at the clients' sites: accuracy and loss, also of personal models if there are any."""
         requests = {
             broadcast.client: encode_broadcast(
                 broadcast, self.terms, "evaluate", {"own": own, **self._budget(broadcast.client)}
             )
-            for broadcast in casts
+            for broadcast in broadcasts
         }
 
         def take(client: int, frame: Frame) -> dict[str, float] | None:

@@ -89,10 +89,10 @@ class WireContext:
         mask = self.buffer_masks(down)
         return mask if self.buffers == "average" or kind == "evaluate" else torch.zeros_like(mask)
 
-    def sent(self, cast: Broadcast) -> Tensor:
+    def sent(self, broadcast: Broadcast) -> Tensor:
         """Return a mask of the normalization statistics that a client sends, to be averaged or only measured, ``[m]``."""
-        mask = self.buffer_masks(cast.up)
-        return torch.ones_like(mask) if cast.report or self.buffers == "local" else mask
+        mask = self.buffer_masks(broadcast.up)
+        return torch.ones_like(mask) if broadcast.report or self.buffers == "local" else mask
 
     def buffer_masks(self, slices: Slices | None) -> Tensor:
         """Return a mask of the normalization statistics that belong to slices of the model, ``[m]``."""
@@ -142,24 +142,27 @@ def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) ->
     return tensors
 
 
-def encode_broadcast(cast: Broadcast, terms: WireContext, kind: str, about: dict[str, Any]) -> Frame:
+def encode_broadcast(broadcast: Broadcast, terms: WireContext, kind: str, about: dict[str, Any]) -> Frame:
     """A broadcast as a message; the client's state is there already and is not sent."""
-    received = terms.received(cast.down, kind).to(cast.b.device)
-    arrays = {"model/v": encode_tensor(gather_slices(cast.v, cast.down)), "model/b": encode_tensor(cast.b[received])}
-    base = terms.base(cast.down, cast.up)
+    received = terms.received(broadcast.down, kind).to(broadcast.b.device)
+    arrays = {
+        "model/v": encode_tensor(gather_slices(broadcast.v, broadcast.down)),
+        "model/b": encode_tensor(broadcast.b[received]),
+    }
+    base = terms.base(broadcast.down, broadcast.up)
     if base and terms.needs_base:
-        arrays["model/base"] = encode_tensor(gather_slices(cast.v, base))
-    arrays |= encode_rules("download", cast.download, cast.down, terms.spec.size)
+        arrays["model/base"] = encode_tensor(gather_slices(broadcast.v, base))
+    arrays |= encode_rules("download", broadcast.download, broadcast.down, terms.spec.size)
     config: dict[str, Any] = {
         **about,
-        "client": cast.client,
-        "round": cast.round,
-        "weight": float(cast.weight),
-        "accepted": -1 if cast.accepted is None else cast.accepted,
-        "report": cast.report,
-        "keeps": cast.keeps,
+        "client": broadcast.client,
+        "round": broadcast.round,
+        "weight": float(broadcast.weight),
+        "accepted": -1 if broadcast.accepted is None else broadcast.accepted,
+        "report": broadcast.report,
+        "keeps": broadcast.keeps,
     }
-    for name, slices in (("down", cast.down), ("up", cast.up)):
+    for name, slices in (("down", broadcast.down), ("up", broadcast.up)):
         if slices is not None:
             config[name] = str(slices_as_text(slices))
     return Frame(kind, config, {}, arrays)
@@ -224,12 +227,12 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
     )
 
 
-def encode_update(update: Update, cast: Broadcast, terms: WireContext, about: dict[str, Any]) -> Frame:
+def encode_update(update: Update, broadcast: Broadcast, terms: WireContext, about: dict[str, Any]) -> Frame:
     """An update as a message; what stays at the client is not in it."""
-    arrays = {"update/buffers": encode_tensor(update.buffers[terms.sent(cast).to(update.buffers.device)])}
+    arrays = {"update/buffers": encode_tensor(update.buffers[terms.sent(broadcast).to(update.buffers.device)])}
     if terms.sends_model:
-        arrays["update/delta"] = encode_tensor(gather_slices(update.delta, cast.up))
-    arrays |= encode_rules("upload", update.upload, cast.up, terms.spec.size)
+        arrays["update/delta"] = encode_tensor(gather_slices(update.delta, broadcast.up))
+    arrays |= encode_rules("upload", update.upload, broadcast.up, terms.spec.size)
     arrays |= encode_record("report", update.report)
     config = {
         **about,
@@ -242,8 +245,8 @@ def encode_update(update: Update, cast: Broadcast, terms: WireContext, about: di
     return Frame("update", config, {name: float(value) for name, value in update.metrics.items()}, arrays)
 
 
-def decode_update(frame: Frame, cast: Broadcast, terms: WireContext, examples: int) -> Update:
-    """Inverse of ``encode_update`` at the server, which sent ``cast`` to a client with so many examples.
+def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, examples: int) -> Update:
+    """Inverse of ``encode_update`` at the server, which sent ``broadcast`` to a client with so many examples.
 
     An update whose numbers are not finite is one all the same: the server leaves it out and counts it.
 
@@ -254,39 +257,39 @@ def decode_update(frame: Frame, cast: Broadcast, terms: WireContext, examples: i
     if frame.kind != "update":
         raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no update")
     check_records(frame, ("update", "upload", f"upload{SLICED}", "report"))
-    check_reply_matches(config, cast, examples)
+    check_reply_matches(config, broadcast, examples)
     if len(frame.figures) > FIGURES:
         raise InvalidMessageError(f"it has {len(frame.figures)} figures")
     tensors, report = decode_record(frame, "update"), decode_record(frame, "report")
     if extra := set(tensors) - {"delta", "buffers"} | set(report) - {"v"}:
         raise InvalidMessageError(f"it holds {min(extra)[:60]!r}, which nobody asked for")
-    v = cast.v
+    v = broadcast.v
     delta = torch.zeros_like(v)
     if terms.sends_model:
         sent = check_tensor(
-            "update/delta", tensors.get("delta"), v, slices_length(cast.up, spec.size), terms.norm, finite=False
+            "update/delta", tensors.get("delta"), v, slices_length(broadcast.up, spec.size), terms.norm, finite=False
         )
-        delta = scatter_slices(delta, cast.up, sent.to(v.device))
-        for span in () if terms.needs_base else terms.base(cast.down, cast.up):
+        delta = scatter_slices(delta, broadcast.up, sent.to(v.device))
+        for span in () if terms.needs_base else terms.base(broadcast.down, broadcast.up):
             delta[span] = delta[span] - v[span]
-    b, sent_b = cast.b.cpu().clone(), terms.sent(cast)
+    b, sent_b = broadcast.b.cpu().clone(), terms.sent(broadcast)
     b[sent_b] = check_tensor("update/buffers", tensors.get("buffers"), b, int(sent_b.sum()), terms.norm, finite=False)
-    if cast.report:
+    if broadcast.report:
         check_tensor("report/v", report.get("v"), v, spec.size, terms.norm, finite=False)
     elif report:
         raise InvalidMessageError("it reports a model that nobody asked for")
     unusable = {"": {"state": torch.tensor(torch.nan)}}  # so that the server leaves it out, as the simulator does
     return Update(
-        client=cast.client,
-        born=cast.round,
+        client=broadcast.client,
+        born=broadcast.round,
         examples=examples,
-        weight=cast.weight,
+        weight=broadcast.weight,
         delta=delta,
         buffers=b.to(v.device),
         upload={
             rule: {name: t.to(v.device) for name, t in tensors.items()}
             for rule, tensors in terms.check_extras(
-                "upload", decode_rules(frame, "upload", cast.up, spec.size), finite=False
+                "upload", decode_rules(frame, "upload", broadcast.up, spec.size), finite=False
             ).items()
         },
         state=ClientState() if config.get("usable") is True else ClientState(rules=unusable),
@@ -295,17 +298,17 @@ def decode_update(frame: Frame, cast: Broadcast, terms: WireContext, examples: i
     )
 
 
-def check_reply_matches(config: dict[str, Any], cast: Broadcast, examples: int) -> None:
-    """Look whether an answer is the one to ``cast``, from a client with so many examples.
+def check_reply_matches(config: dict[str, Any], broadcast: Broadcast, examples: int) -> None:
+    """Look whether an answer is the one to ``broadcast``, from a client with so many examples.
 
     Raises:
         Nonsense: It is not.
     """
-    for name, expected in (("client", cast.client), ("round", cast.round), ("examples", examples)):
+    for name, expected in (("client", broadcast.client), ("round", broadcast.round), ("examples", examples)):
         if read_integer(config, name) != expected:
             raise InvalidMessageError(f"its {name} is {config.get(name)} and not {expected}")
-    if read_number(config, "weight") != cast.weight:
-        raise InvalidMessageError(f"its weight is {config.get('weight')} and not {cast.weight}")
+    if read_number(config, "weight") != broadcast.weight:
+        raise InvalidMessageError(f"its weight is {config.get('weight')} and not {broadcast.weight}")
 
 
 def upload_shapes(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:

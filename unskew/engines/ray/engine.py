@@ -156,19 +156,19 @@ class RayEngine:
         there = self._wait([self.ray.remote(versions).options(num_cpus=0).remote()])
         check_versions(self.ray.get(there[0]))
 
-    def train(self, casts: Sequence[Broadcast]) -> Iterator[Update]:
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort; see ``unskew.engines.base.Engine``.
 
         Updates stay on the nodes that made them until their turn comes, and few are ahead of it: so this process needs the
         memory of one part of the cohort, however large that is.
         """
         self.setup.retried(0)
-        if not casts:
+        if not broadcasts:
             return
-        shared, packed = extract_shared([update_to_dict(broadcast) for broadcast in casts])
+        shared, packed = extract_shared([update_to_dict(broadcast) for broadcast in broadcasts])
         common = self._put(shared)
         window = self._window()
-        waiting = deque(self._parts(casts, window))
+        waiting = deque(self._parts(broadcasts, window))
         flying: dict[Any, _TaskGroup] = {}
         ended: dict[int, _TaskGroup] = {}
         here: dict[int, Update] = {}
@@ -180,7 +180,7 @@ class RayEngine:
             ok, part.answer = self.task.remote(self.run, [self.everything], [common], own)
             flying[ok] = part
 
-        for place in range(len(casts)):
+        for place in range(len(broadcasts)):
             while place not in ended:
                 while waiting and len(flying) < ahead and begun - place < 2 * window:
                     begun += len(waiting[0].places)
@@ -210,13 +210,13 @@ class RayEngine:
         room = min(SMALL, HELD) // max(1, spec.size * spec.dtype.itemsize)
         return max(1, min(cohort // (TASKS * self.places()), room))
 
-    def _parts(self, casts: Sequence[Broadcast], window: int) -> list[_TaskGroup]:
+    def _parts(self, broadcasts: Sequence[Broadcast], window: int) -> list[_TaskGroup]:
         """The parts of a cohort in the order in which they are begun."""
-        steps, most = steps_per_client(self.setup, casts), self._of_a_task(len(casts))
+        steps, most = steps_per_client(self.setup, broadcasts), self._of_a_task(len(broadcasts))
         return [
             _TaskGroup([start + index for index in part])
-            for start in range(0, len(casts), window)
-            for part in schedule_groups(casts[start : start + window], steps[start : start + window], most)
+            for start in range(0, len(broadcasts), window)
+            for part in schedule_groups(broadcasts[start : start + window], steps[start : start + window], most)
         ]
 
     def _wait(self, flying: list[Any]) -> list[Any]:

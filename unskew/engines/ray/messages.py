@@ -21,7 +21,7 @@ class SharedTensorRef:
     number: int
 
 
-def extract_shared(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]]:
+def extract_shared(broadcasts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]]:
     """Large tensors that several of these records hold, and the records with places in the list where they were.
 
     >>> v = torch.zeros(2000)
@@ -39,7 +39,7 @@ def extract_shared(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]
         for inner in value.values() if isinstance(value, dict) else ():
             look(inner)
 
-    for broadcast in casts:
+    for broadcast in broadcasts:
         look(broadcast)
     keys = [key for key, count in message.items() if count > 1 and tensors[key].numel() >= SHARED]
     references = {key: SharedTensorRef(number) for number, key in enumerate(keys)}
@@ -49,7 +49,7 @@ def extract_shared(casts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]
             return {key: placed(inner) for key, inner in value.items()}
         return references.get(id(value), value) if isinstance(value, Tensor) else value
 
-    return [tensors[key] for key in keys], [placed(broadcast) for broadcast in casts]
+    return [tensors[key] for key in keys], [placed(broadcast) for broadcast in broadcasts]
 
 
 def restore_shared(record: Any, shared: list[Tensor]) -> Any:
