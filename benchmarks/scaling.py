@@ -92,7 +92,7 @@ def round_table(machine: Constants) -> list[str]:
 def client_table(machine: Constants) -> list[str]:
     """What registered clients cost, by their number."""
     lines = [
-        "| clients | to draw a cohort | who holds what | SCAFFOLD's variates of 11M parameters | nodes' files for them |",
+        "| clients | to draw a cohort | data partition | SCAFFOLD's variates of 11M parameters | nodes' files for them |",
         "|---|---|---|---|---|",
     ]
     for clients in CLIENTS:

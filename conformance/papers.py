@@ -86,7 +86,7 @@ def scaffold(run: Run, option: int = 2, mu: float = 0.0, beta: float = 0.0) -> I
 
 
 def feddyn(run: Run, alpha: float) -> Iterator[Array]:
-    """Acar et al. 2021, Algorithm 1, with gradient steps in the place of the exact minimum.
+    """Acar et al. 2021, Algorithm 1, with gradient steps instead of the exact minimum.
 
     The paper's ``h`` is the plain mean of all ``g_k``; with other weights it is the mean that the objective takes.
     """

@@ -60,7 +60,7 @@ def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "",
 
 
 def short_repr(value: object, write: Callable[[object], str] = repr) -> str:
-    """A value as a sentence shows it, whatever it is: Python itself writes no whole number of more than 4300 digits.
+    """A value as a sentence shows it, whatever it is: Python does not write integers of more than 4300 digits.
 
     >>> short_repr("a"), short_repr(10**5000)
     ("'a'", 'an object of type int that cannot be written out')

@@ -30,7 +30,7 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CheckpointError(
             f"The disk is full: {path} could not be written. What was saved before is intact; "
-            "make room, then resume or repeat the run."
+            "free some space, then resume or repeat the run."
         )
     if error.errno == errno.ELOOP:
         return CheckpointError(f"{path} is a symbolic link, and unskew writes through none. Remove it.")
@@ -233,7 +233,7 @@ def parse_path(path: str | Path) -> Path:
     """A file or a folder by its name.
 
     Raises:
-        ConfigError: The name is empty, which a path would take for the folder one works in, or it is no name.
+        ConfigError: The name is empty, which a path would take for the folder one works in, or it is not a name.
     """
     if not isinstance(path, str | Path):
         raise ConfigError(f"A file or a folder is named by text or a Path, not by {short_repr(path)}.")

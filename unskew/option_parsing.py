@@ -45,8 +45,8 @@ def import_from_path(path: str, what: str) -> Any:
     module_name, _, attribute = path.partition(":")
     if not all(module_name.split(".")) or not attribute or {"/", "\\"} & set(path):
         raise ConfigError(
-            f"{what[0].upper()}{what[1:]} is no import path; write names with dots between, such as my_package.my_module, "
-            "and no file's place."
+            f"{what[0].upper()}{what[1:]} is not an import path; write names with dots between, such as "
+            "my_package.my_module, and not the path of a file."
         )
     check_trusted(path, what)
     if os.getcwd() not in sys.path:
@@ -94,7 +94,7 @@ def parse_options(text: str, separator: str, where: str, example: str, flags: Co
         flags: Keys that mean ``true`` where they stand alone.
 
     Raises:
-        ConfigError: A piece is no option, or a key stands twice.
+        ConfigError: A piece is not an option, or a key stands twice.
 
     >>> parse_options("a=1, b", ",", "x", "x:a=1", flags=["b"])
     {'a': '1', 'b': 'true'}
@@ -117,7 +117,7 @@ def parse_seed_list(text: str) -> list[int]:
     """The seeds that a text lists.
 
     Raises:
-        ConfigError: It is no list of seeds, has one twice, or absurdly many.
+        ConfigError: It is not a list of seeds, has one twice, or absurdly many.
 
     >>> parse_seed_list("0..2,7")
     [0, 1, 2, 7]
@@ -139,7 +139,7 @@ def parse_seed_list(text: str) -> list[int]:
 
 
 def option_defaults(cls: type) -> dict[str, object]:
-    """Names and defaults of the options of a class; none, if it is no dataclass."""
+    """Names and defaults of the options of a class; none, if it is not a dataclass."""
     if not dataclasses.is_dataclass(cls):
         return {}
     return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
@@ -184,7 +184,7 @@ def all_finite(values: dict[str, Any]) -> dict[str, Any]:
     while entries:
         name, value = entries.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name}: {value} is no number to build with")
+            raise ValueError(f"{name}: {value} is not a number to build with")
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
             raise ValueError(f"{name}: names must be text, and in a file in quotes where they would be something else")
         if isinstance(value, dict | list | tuple):

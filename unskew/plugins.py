@@ -64,7 +64,7 @@ class Plugin:
         if callable(target):
             return target
         raise ConfigError(
-            f"The package {self.package} offers {self.name!r} ({self.group}), which is no function and no class."
+            f"The package {self.package} offers {self.name!r} ({self.group}), which is not a function and no class."
         )
 
 

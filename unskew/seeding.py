@@ -48,7 +48,7 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """A whole number as 64-bit arithmetic leaves it."""
+    """An integer as 64-bit arithmetic leaves it."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

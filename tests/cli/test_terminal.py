@@ -122,9 +122,7 @@ def test_the_shell_can_complete(capsys, monkeypatch):
     assert call(capsys).out.split() == ["diagnose"]
 
 
-@pytest.mark.parametrize(
-    ("stop", "words"), [(RunInterrupted, "the run is saved"), (KeyboardInterrupt, "Stopped at once")]
-)
+@pytest.mark.parametrize(("stop", "words"), [(RunInterrupted, "the run is saved"), (KeyboardInterrupt, "Interrupted")])
 def test_what_is_said_at_a_stop_is_true(capsys, tmp_path, stop, words):
     """Where no file was written there is nothing to go on with, though the folder may be there."""
     folder = tmp_path / "run" / "checkpoints"

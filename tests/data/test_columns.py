@@ -110,7 +110,7 @@ def test_features_are_taken_in_the_order_they_are_named_in(patients):
         ({"features": ["name"]}, r"'name' of features holds no numbers \(text\)"),
         ({"features": ["dose"]}, r"'dose' of features holds no numbers \(decimal commas, see csv.decimal\)"),
         ({"features": ["outcome"]}, "'outcome' is the label"),
-        ({"features": 3}, "3 is no list of names"),
+        ({"features": 3}, "3 is not a list of names"),
         ({"exclude": ["patient_id", "age", "bmi", "ward"]}, r"could be inputs: .*age \(left out: excluded\)"),
     ],
 )

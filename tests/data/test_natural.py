@@ -100,7 +100,7 @@ def test_the_first_classes_of_other_data():
 
 @pytest.fixture
 def celeba(tmp_path):
-    """Train, valid and test files with truth values for attributes; images are not square."""
+    """Train, valid and test files with booleans for attributes; images are not square."""
     features = {"image": datasets.Image(), "celeb_id": datasets.Value("int64"), "Male": datasets.Value("bool"),
                 "Smiling": datasets.Value("bool")}  # fmt: skip
     for split, people in (("train", [7, 7, 7, 2, 2, 9, 9, 9, 9]), ("valid", [1]), ("test", [3, 3, 4])):

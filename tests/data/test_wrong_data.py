@@ -25,8 +25,8 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"classes": "3"}, "classes must be a whole number, not '3'"),
-        ({"classes": True}, "classes must be a whole number"),
+        ({"classes": "3"}, "classes must be an integer, not '3'"),
+        ({"classes": True}, "classes must be an integer"),
         ({"classes": 10**5000}, "classes has more than 63 bits"),
         ({"seed": -(10**5000)}, "seed has more than 63 bits"),
         ({"task": 10**5000}, "no task 'an object of type int that cannot be written out'"),
@@ -39,7 +39,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"class_names": np.array(3)}, "class_names must be a list"),
         ({"class_names": ["a", "b", "a"]}, "Two classes have the name 'a'"),
         ({"classes": 0}, "classes must be at least 2"),
-        ({"seed": "1"}, "seed must be a whole number"),
+        ({"seed": "1"}, "seed must be an integer"),
         ({"holdout": "0.1"}, "holdout must be a share"),
         ({"task": ["multilabel"]}, "There is no task"),
         ({"normalise": "yes"}, "normalise must be True, False"),
@@ -97,7 +97,7 @@ def test_tables_that_are_not_utf8(tmp_path, name, content):
 def test_one_class_of_several_may_be_all_there_is():
     fed = unskew.Federation.from_arrays([(X, Y * 0)], test=(X, Y * 0), classes=np.int64(2))
     assert fed.class_counts().tolist() == [[11, 0]]
-    with pytest.raises(DataError, match="classes must be a whole number"):
+    with pytest.raises(DataError, match="classes must be an integer"):
         unskew.Federation(fed.clients, fed.test, classes="2")
 
 
@@ -142,10 +142,10 @@ def test_partition_functions_that_return_something_else(made):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"clients": "3"}, "clients must be a whole number, not '3'"),
-        ({"seed": 0.5}, "seed must be a whole number"),
-        ({"max_train_samples": "9"}, "max_train_samples must be a whole number"),
-        ({"server_data": 1.5}, "server_data must be a whole number"),
+        ({"clients": "3"}, "clients must be an integer, not '3'"),
+        ({"seed": 0.5}, "seed must be an integer"),
+        ({"max_train_samples": "9"}, "max_train_samples must be an integer"),
+        ({"server_data": 1.5}, "server_data must be an integer"),
         ({"name": 3}, "A data set is named by text"),
         ({"image": {}}, "image must be text, not {}"),
         ({"label": True}, "label must be text, not True"),
@@ -153,7 +153,7 @@ def test_partition_functions_that_return_something_else(made):
         ({"server_data_path": 1}, "server_data_path must be text, not 1"),
         ({"label_separator": b"|"}, "label_separator must be text"),
         ({"label_separator": ""}, "label_separator must be a text of one character at least"),
-        ({"features": 10**5000}, "is no list of names"),
+        ({"features": 10**5000}, "is not a list of names"),
         (
             {"text": "premise,hypothesis"},
             "text.columns=premise,hypothesis names columns of texts, but digits holds none",

@@ -1,6 +1,6 @@
 """Every method of the catalogue, and sums, over four real SuperNodes give the numbers of the simulator, bit for bit.
 
-``UNSKEW_PART=2/5`` takes the second of five parts in the place of all.
+``UNSKEW_PART=2/5`` takes the second of five parts instead of all.
 """
 
 import os

@@ -80,7 +80,7 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
 
 
 def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
-    """What is no message is refused, and the next one is answered all the same."""
+    """What is not a message is refused, and the next one is answered all the same."""
     place = LoopPlace(tmp_path, TINY)
     site = place.sites[0]
     path = site.config.path("socket", site.folder)
@@ -96,7 +96,7 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
             return receive(connection)
 
     assert "no message of unskew" in ask(lambda c: c.sendall(b"GET / HTTP/1.1\r\n\r\n")).config["reason"]
-    assert "nobody knows what" in ask(lambda c: send(c, Frame("shell", {"command": "ls"}))).config["reason"]
+    assert "unknown request:" in ask(lambda c: send(c, Frame("shell", {"command": "ls"}))).config["reason"]
     with pytest.raises(ConfigError, match="Another process of this site answers"):
         LoopPlace(tmp_path, TINY).sites[0].serve()
 
@@ -127,7 +127,7 @@ def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path,
             other.settimeout(60)
             other.connect(str(path))
             send(other, Frame("shell"))
-            assert "nobody knows what" in receive(other).config["reason"]
+            assert "unknown request:" in receive(other).config["reason"]
         ended.set()
         assert silent.recv(1) == b""
 

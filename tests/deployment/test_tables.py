@@ -137,7 +137,7 @@ def test_what_sums_do_not_go_with_is_refused_before_the_start(asked, deployment,
 def test_a_site_that_lacks_a_column_is_refused_in_a_sentence(column, tmp_path):
     place, values = wards(tmp_path)
     write(tmp_path / "sites" / "1" / "own.csv", rows_of("b", 40), [column])
-    with pytest.raises(EngineError, match=f"A site refuses the run: .*'{column}'"):
+    with pytest.raises(EngineError, match=f"A site rejects the run: .*'{column}'"):
         own(tmp_path, place, values)
 
 

@@ -1,4 +1,4 @@
-"""What may be given in Python: any value in the place of any argument."""
+"""What may be given in Python: any value instead of any argument."""
 
 import inspect
 import shutil

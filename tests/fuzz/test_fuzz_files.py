@@ -91,7 +91,7 @@ WAYS = {
 
 @amounts(20, 700)
 def test_files_of_a_run(box, finished, examples):
-    """Also a manifest that is damaged and signed again, so that its digest is right."""
+    """Also a manifest that is corrupted and signed again, so that its digest is right."""
     names = sorted(str(path.relative_to(finished)) for path in finished.rglob("*") if path.is_file())
 
     @fuzz(examples)

@@ -274,7 +274,7 @@ def test_damaged_metadata_of_parquet_is_no_traceback(here, capsys, metadata):
     wrong = metadata not in WHOLE
     code = (2,) if wrong else (0,)
     outcome = answered(capsys, "init", "t.parquet", "--label", "y", codes=code)
-    assert not wrong or "metadata 'huggingface' of the table is damaged" in outcome.err
+    assert not wrong or "metadata 'huggingface' of the table is corrupted" in outcome.err
 
 
 DAMAGES = (
@@ -353,7 +353,7 @@ CURVES = (
 @pytest.mark.parametrize("text", CURVES, ids=lambda text: text[:40])
 def test_curves_that_no_run_has_written_are_a_sentence(here, text):
     Path("curves.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"curves\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"curves\.json is corrupted"):
         read_curves(Path("curves.json"))
     Path("curves.json").write_text('{"other": [1], "roc": {"x": [0, 1], "y": [0, 1]}}')
     assert read_curves(Path("curves.json")) == {"roc": {"x": [0, 1], "y": [0, 1]}}

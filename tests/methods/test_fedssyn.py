@@ -160,7 +160,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
         train(replace(rule, refuse="1.0"), federation=fed)
     with pytest.raises(DataError, match="keep all of their images back"):
         prepared(replace(rule, keep=lambda images, labels: labels < 0), fed)
-    with pytest.raises(DataError, match="5 truth values"):
+    with pytest.raises(DataError, match="5 booleans"):
         prepared(replace(rule, keep=lambda images, labels: labels), fed)
 
 
@@ -480,7 +480,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch):
     monkey = Fedssyn(n_syn=2, generator="support.colours:Colours")
     monkeypatch.setattr("support.colours.Wrong", Wrong, raising=False)
     words = Fedssyn(n_syn=2, generator="support.colours:Colours", keep=lambda images, labels: ["no", "yes"])
-    with pytest.raises(DataError, match="keep must return 2 truth values"):
+    with pytest.raises(DataError, match="keep must return 2 booleans"):
         prepared(words, pictures())
     with pytest.raises(DataError, match="must return uint8 images"):
         prepared(replace(monkey, generator="support.colours:Wrong"), pictures())

@@ -92,7 +92,7 @@ class Part(unskew.SyncRule):
         (with_attributes(Server, steps_without="update"), "steps_without must be"),
         (with_attributes(unskew.ServerRule, name="idle"), "needs a method 'step' of its own"),
         (with_attributes(unskew.SyncRule, name="still"), "needs a method 'exchanged_slices' of its own"),
-        (with_attributes(Server, buffer=lambda self: 0), "a whole number of updates from 1"),
+        (with_attributes(Server, buffer=lambda self: 0), "an integer number of updates from 1"),
         (with_attributes(Server, step=lambda self, state, updates: {}), "with the model 'v'"),
         (
             with_attributes(Server, step=lambda self, state, updates: {"v": state["v"].float()}),

@@ -118,7 +118,7 @@ class Norms(ServerRule):
 @pytest.mark.parametrize("engine", slow_but(["inline"], ["inline", "vectorized"]))
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_fedexp_measures_the_updates_that_are_sent(participation, engine):
-    """A body that stays at the client is no part of the update, and one that is sent has moved since it was received."""
+    """A body that stays at the client is not a part of the update, and one that is sent has moved since it was received."""
     _, _, mine = run("fedals:alpha=3+fedexp:evaluate=last", participation, engine)
     _, _, theirs = run(method(["fedals:alpha=3", Norms()]), participation, engine)
     assert_close(mine.rounds(9), theirs.rounds(9), TRAINING)

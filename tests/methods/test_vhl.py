@@ -256,7 +256,7 @@ def test_what_it_cannot_do_is_said():
     with pytest.raises(unskew.UnskewError, match="style makes images, but an input has the shape"):
         unskew.run(table, method="vhl:source=style", model="logistic", rounds=1)
     tokens = images(np.int64, (5,))
-    with pytest.raises(unskew.UnskewError, match="tokens are no numbers"):
+    with pytest.raises(unskew.UnskewError, match="tokens are not numbers"):
         unskew.run(tokens, method="vhl", model="logistic", rounds=1)
     with pytest.raises(unskew.UnskewError, match="vhl appears twice"):
         unskew.method("vhl+vhl:lam=2")

@@ -410,7 +410,7 @@ def test_the_vectorized_engine_gives_the_same_vector(name, opt, texts):
 
 @pytest.mark.parametrize("name", ["fedcog:start_round=0,n=4", "fedreg", "vhl"])
 def test_methods_that_make_inputs_refuse_texts_with_labels(name, opt, texts):
-    with pytest.raises(ConfigError, match="makes inputs of its own, and a text's tokens are no numbers"):
+    with pytest.raises(ConfigError, match="makes inputs of its own, and a text's tokens are not numbers"):
         run(opt, texts, label="label", method=name)
 
 

@@ -186,8 +186,8 @@ def test_group_norm_has_no_buffers_and_batch_norm_has():
         ("resnet20", SMALL, 2, {"shortcut": "2x2"}, "one of '3x3', '1x1', 'none' as 'shortcut', but got '2x2'"),
         ("resnet20", SMALL, 2, {"norm": None}, "one of 'batch', 'group' as 'norm', but got None"),
         ("vgg11", SMALL, 2, {"init": "xavier"}, "one of 'he', 'default' as 'init'"),
-        ("mlp", SMALL, 2, {"hidden": 200}, "list of positive whole numbers as 'hidden', but got 200"),
-        ("mlp", SMALL, 2, {"hidden": [200, 0]}, "list of positive whole numbers"),
+        ("mlp", SMALL, 2, {"hidden": 200}, "list of positive integers as 'hidden', but got 200"),
+        ("mlp", SMALL, 2, {"hidden": [200, 0]}, "list of positive integers"),
         ("mlp", (), 2, {}, "shape of a sample"),
         ("cnn", (3, 3, 3), 2, {}, "at least 4x4 pixels, but got 3x3"),
         ("cnn-b", (1, 8, 7), 2, {}, "at least 8x8 pixels, but got 8x7"),
@@ -283,5 +283,5 @@ def test_resolve_explains_a_module_that_cannot_be_imported(tmp_path, monkeypatch
         resolve_model("broken_models:make", (4,), 2)
     with pytest.raises(ConfigError, match=r"'no_such_models'.*cannot be imported"):
         resolve_model("no_such_models:make", (4,), 2)
-    with pytest.raises(ConfigError, match="is no import path"):
+    with pytest.raises(ConfigError, match="is not an import path"):
         resolve_model(":make", (4,), 2)

@@ -230,7 +230,7 @@ def test_made_images_stand_beside_real_ones_and_layers_beside_their_periods(tmp_
 def test_warnings_are_kept_and_shown(tmp_path, light):
     options = {"model": "logistic", "clients": 4, "rounds": 2, "local_steps": 2, "engine": "inline"}
     options |= {"eval_clients": 0, "method": "ft"}
-    with pytest.warns(UserWarning, match="there are no personal figures"):
+    with pytest.warns(UserWarning, match="no personal metrics are reported"):
         result = unskew.run(**options, out=tmp_path / "run")
     kept = (tmp_path / "run" / "warnings.txt").read_text().splitlines()
     page = Page(unskew.report(result).read_text())
@@ -277,18 +277,18 @@ def run(compared, tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "error", "sentence"),
     [
-        ("summary.json", "{", CheckpointError, "summary.json is damaged"),
+        ("summary.json", "{", CheckpointError, "summary.json is corrupted"),
         ("summary.json", "[]", CheckpointError, "no JSON object"),
         ("summary.json", '{"method": "fedavg"}', CheckpointError, "not the summary of a run: data is missing"),
         ("metrics.jsonl", "", CheckpointError, "lacks rounds"),
         ("metrics.jsonl", METRICS.replace("1.5", "null"), CheckpointError, "their traffic or times"),
-        ("metrics.jsonl", METRICS.replace("1.5", "1" + "0" * 400), CheckpointError, "metrics.jsonl is damaged"),
+        ("metrics.jsonl", METRICS.replace("1.5", "1" + "0" * 400), CheckpointError, "metrics.jsonl is corrupted"),
         ("config.yaml", "1: 2", ConfigError, "not the configuration of a run"),
         ("clients.jsonl", '{"client": 0, "samples": -1}\n', CheckpointError, "remove it"),
-        ("metrics.jsonl", "x\n", CheckpointError, "metrics.jsonl is damaged"),
-        ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is damaged; remove it"),
+        ("metrics.jsonl", "x\n", CheckpointError, "metrics.jsonl is corrupted"),
+        ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is corrupted; remove it"),
         ("clients.jsonl", '{"client": 0, "samples": 1, "class_counts": {"x": 1}}\n', CheckpointError, "remove it"),
-        ("about.json", '{"classes": [1]}', CheckpointError, "about.json is damaged"),
+        ("about.json", '{"classes": [1]}', CheckpointError, "about.json is corrupted"),
         ("config.yaml", "a: [", ConfigError, "not a valid YAML file"),
         ("summary.json", None, ConfigError, "is not finished; go on with: unskew resume"),
         ("config.yaml", None, ConfigError, "holds no finished run"),
@@ -310,7 +310,7 @@ def test_what_cannot_be_reported_on_is_a_sentence(run, light, tmp_path):
         ((memory,), "run it with out="),
         (([],), "Name at least one"),
         ((3,), "not of 3"),
-        ((run, tmp_path / "other.html"), "is there and is no report"),
+        ((run, tmp_path / "other.html"), "is there and is not a report"),
         ((run, tmp_path / "report.pdf"), "must end with .html"),
         ((run, tmp_path), "is a folder"),
     ):

@@ -211,7 +211,7 @@ def test_the_comparison_that_is_printed_can_be_run(capsys, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     outcome = call(capsys, "diagnose", *WORDS.split(), *LIMITS.split(), "--out", "x.png", "--validate-minutes", "0.2")
     assert outcome.code == 0, outcome.err
-    assert "pieces of advice that were decided held" in outcome.out
+    assert "tested suggestions were confirmed" in outcome.out
     line = next(line for line in outcome.out.splitlines() if line.startswith("unskew compare"))
     assert "--server-data 100" in line
     compared = call(capsys, *shlex.split(line)[1:], "--seeds", "0", "--out", "compared", "--json")

@@ -62,8 +62,8 @@ HUGE = 10**5000
     [
         (lambda fed: unskew.run(fed, out=5, **BUDGET), "named by text or a Path, not by 5"),
         (lambda fed: unskew.run(fed, out="a\0b", **BUDGET), "holds the character 0"),
-        (lambda fed: unskew.run(fed, callbacks=3, **BUDGET), "callbacks is a list of objects that follow a run, not 3"),
-        (lambda fed: unskew.run(fed, callbacks=[Half()], **BUDGET), "cannot follow a run"),
+        (lambda fed: unskew.run(fed, callbacks=3, **BUDGET), "callbacks must be a list of callback objects, not 3"),
+        (lambda fed: unskew.run(fed, callbacks=[Half()], **BUDGET), "is not a callback"),
         (lambda fed: unskew.run(fed, method=HUGE, **BUDGET), "cannot be written out is not a method"),
         (lambda fed: unskew.run(fed, method=["fedavg"], lr=HUGE), "lr=an object of type int"),
         (lambda fed: unskew.run(fed, model="mlp", model_options={"hidden": HUGE}), "as 'hidden', but got an object"),
@@ -81,8 +81,8 @@ HUGE = 10**5000
             "seeds is a number of seeds, or a list",
         ),
         (lambda fed: unskew.compare(fed, methods="fedavg", seeds=HUGE, **BUDGET), "the number of seeds is 1 to"),
-        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[[]], **BUDGET), "A seed is a whole number"),
-        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[0, True], **BUDGET), "A seed is a whole number"),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[[]], **BUDGET), "A seed is an integer"),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[0, True], **BUDGET), "A seed is an integer"),
         (lambda fed: unskew.run(fed, resume="yes", **BUDGET), "the run in out: name its folder there"),
         (lambda fed: unskew.resume(None, federation=fed), "named by text or a Path, not by None"),
         (lambda fed: unskew.resume("x", federation="digits"), "not as str"),
@@ -90,7 +90,7 @@ HUGE = 10**5000
         (lambda fed: unskew.diagnose(fed, synthetic_fractions=torch.tensor(1), **BUDGET), "shares is a list"),
         (lambda fed: unskew.diagnose(fed, synthetic_fractions=[], **BUDGET), "shares is empty"),
         (lambda fed: unskew.diagnose(fed, synthetic_fractions=["x"], **BUDGET), "p=x is not a share"),
-        (lambda fed: unskew.diagnose(fed, samples="5", **BUDGET), "samples=5 is not valid: it must be a whole number"),
+        (lambda fed: unskew.diagnose(fed, samples="5", **BUDGET), "samples=5 is not valid: it must be an integer"),
         (lambda fed: unskew.diagnose(fed, epsilon="0", **BUDGET), "epsilon=0 is not valid"),
         (lambda fed: unskew.diagnose(fed, mu=HUGE, **BUDGET), "mu=an object of type int"),
         (lambda fed: unskew.diagnose(fed, synthetic=5, **BUDGET), "a list of these, or a place, not as 5"),
@@ -182,7 +182,7 @@ def test_a_comparison_goes_on_with_methods_of_ones_own(fed, tmp_path):
     (tmp_path / "c" / "only-here" / "seed-0" / "summary.json").unlink()  # as if it had been interrupted
     longer = unskew.compare(fed, methods=methods, rounds=2, resume=True, **options)
     assert all(len(history) == 2 for (history,) in longer.histories.values())
-    with pytest.raises(ConfigError, match="cannot be gone on with"):
+    with pytest.raises(ConfigError, match="cannot be resumed"):
         unskew.compare(fed, methods=methods, rounds=2, resume=True, **{**options, "lr": 0.5})
     with pytest.raises(CheckpointError, match=r"is complete \(2 rounds\)"):
         unskew.compare(fed, methods=methods, rounds=1, resume=True, **options)

@@ -422,8 +422,8 @@ def test_damaged_checkpoint_is_reported_and_the_one_before_used(stopped, straigh
     assert outcome.code == 0, outcome.err
     assert outcome.json()["rounds"] == 6
     report = " ".join(outcome.err.split())
-    assert "0000004 is damaged" in report
-    assert "Going on from 0000003 instead" in report
+    assert "0000004 is corrupted" in report
+    assert "Resuming from 0000003 instead" in report
     assert_same_run(straight, run)
     assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["0000006", "0000005"]
 

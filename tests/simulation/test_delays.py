@@ -131,9 +131,9 @@ def test_traces(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("delay\nsoon\n", "line 2: a delay is a whole number"),
-        ("delay\n\n1\n-1\n", "line 4: a delay is a whole number of rounds, 0 or more, not '-1'"),
-        ("client,delay\n0\n", "line 2: a delay is a whole number of rounds, 0 or more, not ''"),
+        ("delay\nsoon\n", "line 2: a delay is an integer"),
+        ("delay\n\n1\n-1\n", "line 4: a delay is an integer number of rounds, 0 or more, not '-1'"),
+        ("client,delay\n0\n", "line 2: a delay is an integer number of rounds, 0 or more, not ''"),
         ("client,delay\nbob,1\n", "line 2: a client is a number from 0 on, not 'bob'"),
         ("client,delay\n-1,1\n", "line 2: a client is a number from 0 on, not '-1'"),
         ("delay\n1,2\n", "line 2: there are more values than columns"),

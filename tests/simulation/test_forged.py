@@ -235,15 +235,15 @@ def test_another_precision(run):
 @pytest.mark.parametrize("size", [0, 5, 100])
 def test_a_truncated_final_model_and_summary(run, size):
     os.truncate(run / "model.safetensors", size)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupted"):
         diagnose(run)
     os.truncate(run / "summary.json", size)
     for way in (resume, diagnose):
-        with pytest.raises(CheckpointError, match=r"summary\.json is damaged"):
+        with pytest.raises(CheckpointError, match=r"summary\.json is corrupted"):
             way(run)
     with contextlib.suppress(UnskewError):
         branch(run)
-    with pytest.raises(UnskewError, match=r"summary\.json is damaged"):
+    with pytest.raises(UnskewError, match=r"summary\.json is corrupted"):
         unskew.run(data="digits", method="fedssyn", synthetic=str(run), rounds=1, clients=2)
 
 

@@ -78,7 +78,7 @@ def test_the_bound_under_partial_participation_is_that_by_hand():
 
 
 def test_bounds_of_fedcog_and_feddle_are_the_formulas():
-    """Two clients, three steps and small whole numbers, by hand."""
+    """Two clients, three steps and small integers, by hand."""
     given = {"smoothness": 2.0, "lr": 0.05, "local_steps": 3, "rounds": 10, "sigma2": 4.0, "beta2": 0.5, "kappa2": 2.0}
     bound = fedcog_bound(gap=1.5, weights=[0.25, 0.75], **given)
     # 4 * 1.5 / 1.5 + 4 * 0.1 * 4 * 0.625 + 3 * 2 * 0.01 * 4 + 6 * 3 * 2 * 0.01 * 2

@@ -141,7 +141,7 @@ def parse_numbers(text: str) -> list[float]:
     """The weights of ``--class-weights``.
 
     Raises:
-        ConfigError: They are no numbers.
+        ConfigError: They are not numbers.
     """
     try:
         return [float(part) for part in text.split(",")]
@@ -180,7 +180,7 @@ def confirm_resume_target(again: bool, out: Path | None) -> None:
         ConfigError: ``--resume`` is there without ``--out``.
     """
     if again and out is None:
-        raise ConfigError("--resume goes on in the folder that --out names; give both.")
+        raise ConfigError("--resume continues the folder that --out names; give both.")
 
 
 def console_for(as_json: bool = False) -> Console:
@@ -250,7 +250,7 @@ def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
         elif isinstance(stop, RunInterrupted):
             text = f"Stopped; the run is saved. Go on with: {again}"
         else:
-            text = f"Stopped at once. Go on from the last checkpoint with: {again}"
+            text = f"Interrupted. Resume from the last checkpoint with: {again}"
         print(text, file=sys.stderr)
         raise typer.Exit(128 + number) from stop
     finally:

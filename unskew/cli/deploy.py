@@ -113,7 +113,7 @@ def run(
     rounds: Rounds = None,
     sets: Sets = None,
     local: Annotated[
-        int | None, typer.Option("--local", min=1, help="Start a SuperLink and so many sites on this machine.")
+        int | None, typer.Option("--local", min=1, help="Start a SuperLink and this number of sites on this machine.")
     ] = None,
     folder: Annotated[
         Path | None,
@@ -141,7 +141,9 @@ def run(
     ] = False,
     quorum: Annotated[
         int | None,
-        typer.Option("--quorum", min=1, help="Begin with so many sites; others may join and leave between rounds."),
+        typer.Option(
+            "--quorum", min=1, help="Start with this number of sites; others may join and leave between rounds."
+        ),
     ] = None,
     max_invalid_replies: Annotated[
         int, typer.Option("--max-invalid-replies", min=1, help="Exclude a site after this many invalid replies.")

@@ -44,8 +44,10 @@ def diagnose(
     synthetic_fraction: Annotated[
         str, typer.Option("--synthetic-fraction", help="Fractions of synthetic data for the prediction.")
     ] = "0,0.1,0.25,0.5,0.75,1",
-    sample_clients: Annotated[int, typer.Option("--sample-clients", min=0, help="Look at so many; 0 for all.")] = 100,
-    samples: Annotated[int, typer.Option("--samples", min=0, help="And at so many samples of each; 0 for all.")] = 1000,
+    sample_clients: Annotated[
+        int, typer.Option("--sample-clients", min=0, help="Number of clients to measure; 0 for all.")
+    ] = 100,
+    samples: Annotated[int, typer.Option("--samples", min=0, help="Number of samples per client; 0 for all.")] = 1000,
     curvature: Annotated[
         bool, typer.Option("--curvature/--no-curvature", help="Measure smoothness, which is most of the work.")
     ] = True,
@@ -59,7 +61,7 @@ def diagnose(
         bool, typer.Option("--secure-aggregation", help="The server may see sums of updates only.")
     ] = False,
     server_data: Annotated[
-        int | None, typer.Option("--server-data", min=1, help="So many labelled samples are at the server.")
+        int | None, typer.Option("--server-data", min=1, help="Number of labeled samples at the server.")
     ] = None,
     privacy: Annotated[
         str | None, typer.Option("--privacy", help="What clients make and share keeps to this: epsilon=5.")
@@ -69,7 +71,7 @@ def diagnose(
         typer.Option(
             "--validate-minutes",
             metavar="MINUTES",
-            help="Validate the advice for so many minutes by successive halving.",
+            help="Validate the advice for this number of minutes by successive halving.",
         ),
     ] = None,
     details: Annotated[

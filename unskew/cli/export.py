@@ -33,9 +33,7 @@ def export(
         print_json({"folder": str(done.folder), "file": str(done.file), "apart": done.apart})
         return
     checked = (
-        ""
-        if done.apart is None
-        else f" What it says differs by {done.apart:.1g} at most from what the run's model says."
+        "" if done.apart is None else f" Its outputs differ by {done.apart:.1g} at most from those of the run's model."
     )
-    text = f"The model is {done.file}; README.md beside it is its card.{checked}"
+    text = f"The model is {done.file}; README.md next to it is its model card.{checked}"
     console_for().print(text, markup=False, highlight=False, soft_wrap=True)

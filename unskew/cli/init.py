@@ -22,7 +22,7 @@ def init(
         ),
     ] = None,
     label: Annotated[
-        str | None, typer.Option("--label", help="Label column of a table, where it is not guessed.")
+        str | None, typer.Option("--label", help="Label column of a table, if it is not detected.")
     ] = None,
     out: Annotated[
         Path, typer.Option("--out", parser=parse_path, metavar="PATH", help="The file that is written; it must be new.")

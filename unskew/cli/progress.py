@@ -136,7 +136,7 @@ class ProgressLine(Callback):
             self.making = None
         self.line = self.progress.add_task(self.title, total=config["rounds"], completed=rounds_done, accuracy="")
         if rounds_done and not LOUDNESS.quiet:
-            self.progress.console.print(f"{self.title}: going on after round {rounds_done}", markup=False)
+            self.progress.console.print(f"{self.title}: resuming after round {rounds_done}", markup=False)
 
     def prepare(self, text: str, done: float, total: float) -> None:
         """Show a progress line for preparations before the first round."""

@@ -32,7 +32,7 @@ def report(
         ),
     ] = None,
     images: Annotated[
-        bool, typer.Option("--images/--no-images", help="What clients made, and real images of their data beside it.")
+        bool, typer.Option("--images/--no-images", help="Generated images next to real images of the clients.")
     ] = True,
     title: Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Title of the page.")] = None,
 ) -> None:

@@ -34,14 +34,16 @@ def reproduce(
     engine: EngineName = None,
     device: Device = None,
     runs: Annotated[
-        Path, typer.Option("--runs", parser=parse_path, metavar="PATH", help="Where run folders are made.")
+        Path, typer.Option("--runs", parser=parse_path, metavar="PATH", help="Folder for run folders.")
     ] = Path("runs/reproduce"),
     results: Annotated[
         Path,
-        typer.Option("--results", parser=parse_path, metavar="PATH", help="Where outcomes are kept and looked for."),
+        typer.Option("--results", parser=parse_path, metavar="PATH", help="Folder of the outcomes."),
     ] = Path("results/runs"),
     parallel: Parallel = "1",
-    show: Annotated[bool, typer.Option("--show", help="Show the table of what is there; run nothing.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Show the table of existing outcomes without running anything.")
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", parser=parse_path, metavar="PATH", help="Draw the table into this image file."),

@@ -74,7 +74,7 @@ def tune(
     ] = True,
     parallel: Annotated[
         str,
-        typer.Option("--parallel", metavar="N", help="Processes that make trials, or N@HOST:PORT on a Ray cluster."),
+        typer.Option("--parallel", metavar="N", help="Processes that run trials, or N@HOST:PORT on a Ray cluster."),
     ] = "1",
     config: ConfigFile = None,
     sets: Sets = None,
@@ -82,7 +82,9 @@ def tune(
         Path | None,
         typer.Option("--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/tune-DATA)."),
     ] = None,
-    again: Annotated[bool, typer.Option("--resume", help="Go on in --out, also beside another process.")] = False,
+    again: Annotated[
+        bool, typer.Option("--resume", help="Continue the study in --out, also in parallel with another process.")
+    ] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -174,7 +176,7 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals and not is_config_file(text):
             raise ConfigError(
-                f"--space {text!r} is no space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
+                f"--space {text!r} is not a space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
             )
         for name, space in ({key: value} if equals else load_yaml(Path(text), remedy)).items():
             if name in spaces:

@@ -112,7 +112,7 @@ class Comparison:
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
         if lost:
             which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
-            notes.append(f"Diverged, so the figures say nothing about the method: {which}. Try a smaller lr.")
+            notes.append(f"Diverged, so the metrics say nothing about the method: {which}. Try a smaller lr.")
         return notes
 
     def rows(self) -> list[dict[str, Any]]:
@@ -377,7 +377,7 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     which = list(range(seeds)) if isinstance(seeds, int) else list_items(seeds, wrong)
     for seed in which:
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
-            raise ConfigError(f"A seed is a whole number from 0 on, below 2**63, not {short_repr(seed)}.")
+            raise ConfigError(f"A seed is an integer from 0 on, below 2**63, not {short_repr(seed)}.")
     if not which or len(set(which)) < len(which):
         raise ConfigError("Name at least one seed, and each only once.")
     return which

@@ -74,7 +74,7 @@ def run_or_resume(
         try:
             check_same(before.model_dump(mode="json"), with_absolute_paths(config))
         except CheckpointError as error:
-            raise ConfigError(f"{folder} cannot be gone on with. {error}") from error
+            raise ConfigError(f"{folder} cannot be resumed. {error}") from error
         if finished_rounds(folder) == config.rounds:
             return read_history(folder), json.loads((folder / "summary.json").read_text())
         check_unfinished(folder, config.rounds)

@@ -57,13 +57,13 @@ class Experiment(Section):
     features: tuple[str, ...] = ()
     """Columns of a table that are inputs, in this order; if none is named, all that hold numbers."""
     exclude: tuple[str, ...] = ()
-    """Columns of a table that are no inputs."""
+    """Columns of a table that are not inputs."""
     task: Literal["auto", "regression"] = "auto"
     """``regression`` predicts the numbers of the label column, or of several."""
     categories: tuple[str, ...] = ()
-    """Columns of a table that hold categories; ``auto`` stands for every column of text."""
+    """Categorical columns of a table; ``auto`` stands for every column of text."""
     dates: tuple[str, ...] = ()
-    """Columns of a table that hold dates."""
+    """Date columns of a table."""
     missing: Literal["error", "mean", "indicator"] = "error"
     """Missing numbers of a table: refused, replaced by the mean, or replaced and marked by a further input."""
     split_by: str | None = None

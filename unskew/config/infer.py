@@ -33,7 +33,7 @@ OWNERS = (
     r"shop|school|region|subject|speaker|source|domain|district|airline|product|drawer|author|person|participant|role)"
 )
 MOST_CLASSES, MOST_VALUES = 100, 50
-"""A number with more values is predicted as a number; a text with more of them is no category."""
+"""A number with more values is predicted as a number; a text with more of them is not a category."""
 RARE = 0.4
 """A class is rare that has less than this share of what each would have if all had as many."""
 SIDE, KEPT_SIDE = 32, 64

@@ -22,7 +22,7 @@ class Section(BaseModel):
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("true or false is no answer here")
+            raise ValueError("must not be a boolean")
         return value
 
 
@@ -41,7 +41,7 @@ class NetworkConfig(Section):
     def _delay_is_known(cls, value: Any) -> str:
         from unskew.simulation.delays import parse_delay as parse_delay
 
-        parse_delay(str(value))  # a bare number is refused as every other text that is no delay
+        parse_delay(str(value))  # a bare number is refused as every other text that is not a delay
         return str(value)
 
 
@@ -110,5 +110,5 @@ class RayConfig(Section):
     @classmethod
     def _address_is_one(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(ADDRESS, value):
-            raise ValueError(f"{value!r} is no address of a cluster: local, auto, or HOST:PORT of its head")
+            raise ValueError(f"{value!r} is not an address of a cluster: local, auto, or HOST:PORT of its head")
         return value

@@ -105,7 +105,7 @@ class Federation:
         validate_client_names(self.client_names, len(self.clients))
 
     def __str__(self) -> str:
-        """A line on who holds what, and of a table a line for each column."""
+        """A line on data partition, and of a table a line for each column."""
         return "\n".join([repr(self), *(f"  {name}: {done}" for name, done in describe_roles(self.columns))])
 
     def __repr__(self) -> str:

@@ -25,17 +25,17 @@ from unskew.data.validation import (
 from unskew.errors import DataError, list_items, short_repr
 
 LARGEST = 2**63
-"""No whole number from outside is beyond; arrays hold none."""
+"""Largest magnitude of an integer from outside; arrays cannot hold more."""
 
 
 def check_integer(value: object, name: str, least: int | None = None) -> None:
-    """Refuse what is no whole number, or is too small.
+    """Refuse what is not an integer, or is too small.
 
     Raises:
         DataError: It is so.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise DataError(f"{name} must be a whole number, not {short_repr(value)}.")
+        raise DataError(f"{name} must be an integer, not {short_repr(value)}.")
     if least is not None and value < least:
         raise DataError(f"{name} must be at least {least}, not {short_repr(value)}.")
     if not -LARGEST <= int(value) < LARGEST:
@@ -43,7 +43,7 @@ def check_integer(value: object, name: str, least: int | None = None) -> None:
 
 
 def check_client_list(clients: object) -> None:
-    """Refuse what is no list of clients, or an empty one.
+    """Refuse what is not a list of clients, or an empty one.
 
     Raises:
         DataError: It is so.
@@ -194,7 +194,7 @@ def fit_normalization(normalise: object, x: Tensor, inputs: Iterable[Tensor]) ->
         inputs: All of them.
 
     Raises:
-        DataError: It is neither a truth value nor a normalisation, or one of another number of channels.
+        DataError: It is neither a boolean nor a normalisation, or one of another number of channels.
     """
     if isinstance(normalise, Normalization):
         if len(normalise.mean) != x.shape[1]:

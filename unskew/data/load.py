@@ -98,10 +98,10 @@ def load_federation(
 
         features: Columns of a table that are inputs, in this order; without them, all that hold numbers and neither are the
             label nor decide the partition.
-        exclude: Columns of a table that are no inputs.
+        exclude: Columns of a table that are not inputs.
         task: ``regression`` predicts the numbers of the label column, or of several: ``"systolic,diastolic"``.
-        categories: Columns of a table that hold categories; ``auto`` stands for every column of text.
-        dates: Columns of a table that hold dates; the days since 1970 are the input.
+        categories: Categorical columns of a table; ``auto`` stands for every column of text.
+        dates: Date columns of a table; the days since 1970 are the input.
         missing: ``mean`` replaces missing numbers of a table by the column's mean; ``indicator`` also adds an input that says
             where they were.
         csv: Format of CSV files, where it is not detected: ``separator``, ``decimal`` and ``encoding``.

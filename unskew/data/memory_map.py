@@ -85,7 +85,7 @@ def open_tensor(piece: MmapLocation) -> Tensor:
     except (OSError, ValueError) as error:
         raise DataError(
             f"{os.uname().nodename} does not see {piece.path}, which the data are mapped from: {error}. Put it where all "
-            "nodes see it under this path, or take ray.data=store."
+            "nodes see it under this path, or use ray.data=store."
         ) from error
     if there != piece.bytes:
         raise DataError(

@@ -25,7 +25,7 @@ VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash
 
 
 def with_local_files(spec: DataSpec) -> DataSpec:
-    """The same data, with files of this machine in the place of URLs.
+    """The same data, with files of this machine instead of URLs.
 
     Raises:
         ConfigError: What reads such a URL is not installed.

@@ -69,7 +69,7 @@ def remaining_rows(order: np.ndarray, count: int, units: SplitUnits | None) -> n
     if units is not None:
         left = left[~np.isin(units.codes[left], units.codes[order[:count]])]
     if not len(left):
-        raise DataError(f"{count} test samples and all rows of their groups leave none to evaluate on; take fewer.")
+        raise DataError(f"{count} test samples and all rows of their groups leave none to evaluate on; use fewer.")
     return np.sort(left)
 
 

@@ -189,5 +189,7 @@ def parse_names(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(f"{short_repr(value)} is no list of names; write text such as 'age,income', or a list of it.")
+        raise ConfigError(
+            f"{short_repr(value)} is not a list of names; write text such as 'age,income', or a list of it."
+        )
     return tuple(value)

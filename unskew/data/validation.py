@@ -107,7 +107,7 @@ def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
 
 
 def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> Tensor:
-    """Inputs ``[n, C, H, W]`` or ``[n, f]`` over the memory and in the type that they came in; truth values are bytes.
+    """Inputs ``[n, C, H, W]`` or ``[n, f]`` over the memory and in the type that they came in; booleans are bytes.
 
     Args:
         values: As for ``as_inputs``.
@@ -192,9 +192,7 @@ def as_targets(values: object, who: str, task: str = "classification") -> Tensor
         return y.to(torch.uint8).contiguous()
     if task == "language":
         if y.dim() != 2 or y.is_floating_point():
-            raise DataError(
-                f"The targets of {who} must be token ids [n, L] as whole numbers, with -1 where there is none."
-            )
+            raise DataError(f"The targets of {who} must be token ids [n, L] as integers, with -1 where there is none.")
         return torch.where(y == TRANSFORMERS_PADDING, -1, y).to(torch.int64)
     if y.dim() == 2 and y.shape[1] == 1:
         y = y[:, 0]
@@ -204,7 +202,7 @@ def as_targets(values: object, who: str, task: str = "classification") -> Tensor
             'For several labels a sample, set task="multilabel".'
         )
     if y.is_floating_point() and not bool((torch.isfinite(y) & (y == y.round())).all()):
-        raise DataError(f"The labels of {who} are not whole numbers; classification needs class indices.")
+        raise DataError(f"The labels of {who} are not integers; classification needs class indices.")
     return y.to(torch.int64).contiguous()
 
 

@@ -116,7 +116,7 @@ RULES: tuple[AdviceRule, ...] = (
         lambda s: (
             f"{label_skew_evidence(s)}, and with a quarter of shuffled synthetic images "
             + (f"theory predicts {s.predicted:.2f} times the rounds; " if s.predicted is not None else "")
-            + f"with p = 0.25 FedAvg took 3 rounds in the place of 23 on digits (Dirichlet 0.01), 7 for 13 (0.1). "
+            + f"with p = 0.25 FedAvg took 3 rounds instead of 23 on digits (Dirichlet 0.01), 7 for 13 (0.1). "
             f"{images_per_client(s)} images a client are a quarter beside its {s.mean_size:.0f}."
         ),
         "docs/results/fedssyn.md, the share of synthetic images; docs/theory.md, Lemma 1 and Corollary I",

@@ -82,7 +82,7 @@ def diagnose(
     Raises:
         ConfigError: An option is wrong.
         DataError: The data cannot be used.
-        CheckpointError: The run has nothing to look at, or a checkpoint is damaged.
+        CheckpointError: The run has nothing to look at, or a checkpoint is corrupted.
 
     >>> import unskew
     >>> fed = unskew.load_federation("digits", partition="iid", clients=3)
@@ -164,7 +164,7 @@ def validate_scope(scope: MeasurementScope) -> MeasurementScope:
     wholes: dict[str, Any] = {"sample_clients": scope.clients, "samples": scope.samples, "iterations": scope.iterations}
     for name, value in wholes.items():
         if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
-            raise ConfigError(f"{name}={short_repr(value, str)} is not valid: it must be a whole number, at least 1.")
+            raise ConfigError(f"{name}={short_repr(value, str)} is not valid: it must be an integer, at least 1.")
     if not scope.shares:
         raise ConfigError("shares is empty; name at least one share of synthetic data, such as 0.5.")
     shares: Sequence[Any] = scope.shares
@@ -203,7 +203,7 @@ def models_to_measure(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, 
     """Names, models and statistics to look at.
 
     Raises:
-        CheckpointError: A checkpoint is damaged, or belongs to another model.
+        CheckpointError: A checkpoint is corrupted, or belongs to another model.
     """
     if run is None:
         yield "initial model", spec.flatten(), spec.flatten_buffers()
@@ -239,7 +239,7 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
             )
         if not bool(torch.isfinite(tensors[name]).all()):
             raise CheckpointError(
-                f"{name} in {final} has values that are not finite: the run diverged, or the file is damaged. Repeat the "
+                f"{name} in {final} has values that are not finite: the run diverged, or the file is corrupted. Repeat the "
                 "run with a smaller learning rate."
             )
     statistics = [tensors[n].reshape(-1) for n in spec.buffer_names]

@@ -27,7 +27,7 @@ class AdviceLimits:
     Attributes:
         traffic: Bytes of the whole run, up and down, over all clients.
         secure_aggregation: Whether the server sees nothing but the sum of a round's updates.
-        server_data: So many labelled samples are at the server; None: what the run or the federation has there.
+        server_data: Number of labeled samples at the server; None: what the run or the federation has there.
         epsilon: Privacy budget that everything a client sends must keep to.
     """
 
@@ -64,7 +64,7 @@ class AdviceLimits:
                 budget = 0.0
             if not 0 < budget < math.inf:
                 raise ConfigError(
-                    f"traffic={short_repr(traffic)} is no amount of data; write a number and B, kB, MB or GB: 100MB."
+                    f"traffic={short_repr(traffic)} is not an amount of data; write a number and B, kB, MB or GB: 100MB."
                 )
         epsilon = None
         if privacy is not None:
@@ -73,7 +73,7 @@ class AdviceLimits:
             except ValueError:
                 epsilon = 0.0
             if not 0 < epsilon < math.inf:
-                raise ConfigError(f"privacy={short_repr(privacy)} is no privacy budget; write epsilon=5.")
+                raise ConfigError(f"privacy={short_repr(privacy)} is not a privacy budget; write epsilon=5.")
         return cls(budget, bool(secure_aggregation), server_data, epsilon)
 
 

@@ -54,7 +54,7 @@ class DiagnosisReport:
         Args:
             traffic: Of the whole run, up and down, over all clients, as ``"100MB"`` or a number of bytes.
             secure_aggregation: Whether the server may see sums of updates only.
-            server_data: So many labelled samples are at the server; they are taken out of the test set.
+            server_data: Number of labeled samples at the server; they are taken out of the test set.
             privacy: ``"epsilon=5"``: what everything that clients make and share must keep to.
 
         Raises:

@@ -125,7 +125,7 @@ class AdviceTrial:
             return "The time was up before anything could be said; give --validate-minutes more."
         num_held = sum(bool(t.held) for t in decided)
         return (
-            f"{num_held} of the {len(decided)} pieces of advice that were decided held, with one seed and at most "
+            f"{num_held} of the {len(decided)} tested suggestions were confirmed, with one seed and at most "
             f"{max(t.rounds for t in decided)} rounds: unskew compare with several seeds and all rounds says more. "
             f"{self.spent:.1f} of {self.minutes:g} minutes were used."
         )
@@ -142,12 +142,12 @@ def validate_advice(
         follow: Gives the callbacks of a run from its method and configuration.
 
     Raises:
-        ConfigError: ``minutes`` is no time, or there is nothing to try.
+        ConfigError: ``minutes`` is not a time, or there is nothing to try.
     """
     check_minutes(minutes)
     advised = [suggestion.method for suggestion in advice.suggestions[:CANDIDATES] if suggestion.method != BASELINE]
     if not advised:
-        raise ConfigError("There is no method to try: no rule speaks for any that fits.")
+        raise ConfigError("Nothing to validate: no applicable method was recommended.")
     began = time.monotonic()
     deadline = DeadlineCallback(began + 60 * minutes)
     alive, last = list(advised), advice.rounds
@@ -174,7 +174,7 @@ def validate_advice(
 
 
 def check_minutes(minutes: object) -> None:
-    """Refuse what is no time.
+    """Refuse what is not a time.
 
     Raises:
         ConfigError: It is none.

@@ -63,7 +63,7 @@ def image_files(path: Path) -> list[Path]:
     """The parquet files of a folder or of the run that it is; empty if there are none.
 
     Raises:
-        CheckpointError: The run's summary is damaged.
+        CheckpointError: The run's summary is corrupted.
     """
     try:
         path.exists()

@@ -38,7 +38,7 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
     """Return the loss or gradient function of a rule after validation.
 
     Raises:
-        ConfigError: It is no function.
+        ConfigError: It is not a function.
     """
     if not callable(made):
         raise ConfigError(f"{rule.name}.{hook} must return a function of a vector and a batch, not {short_repr(made)}.")
@@ -49,7 +49,7 @@ def single_sample_error(client: int) -> DataError:
     """Return the error message for a batch of one sample in front of BatchNorm."""
     return DataError(
         f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalise: give it more samples, "
-        "set drop_last if it is the rest of an epoch, or take a model with GroupNorm."
+        "set drop_last if it is the rest of an epoch, or use a model with GroupNorm."
     )
 
 

@@ -208,7 +208,7 @@ class _Work:
         if recipe.keep is not None:
             shared = np.asarray(recipe.keep(images, wanted))
             if shared.dtype != bool or shared.shape != wanted.shape:
-                raise DataError(f"keep must return {recipe.count} truth values, one per image.")
+                raise DataError(f"keep must return {recipe.count} booleans, one per image.")
             mask = torch.from_numpy(shared)
             images, wanted = take_rows(images, mask.nonzero().flatten()), wanted[mask]
         spent: float | None = getattr(model, "epsilon", None) if recipe.privacy is not None else None

@@ -14,11 +14,11 @@ LabelList = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
     BeforeValidator(lambda v: [piece for piece in v.split(";") if piece.strip()] if isinstance(v, str) else v),
 ]
-"""Whole numbers as an option of a method; in a spelling they are separated by semicolons."""
+"""Integers as an option of a method; in a spelling they are separated by semicolons."""
 
 
 def allocate_counts(shares: Tensor, total: int) -> Tensor:
-    """Whole numbers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
+    """Integers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
 
     >>> allocate_counts(torch.tensor([0.0, 500.0, 100.0, 300.0, 100.0]), 1000).tolist()
     [0, 500, 100, 300, 100]

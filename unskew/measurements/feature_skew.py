@@ -20,7 +20,7 @@ def feature_skew(pairs: Callable[[int], Pair], ids: Sequence[int]) -> float | No
         omega^2 = (SSB - (K - 1) MSW) / (SSB + SSW + MSW)
 
     which is 0 in expectation where clients draw their inputs alike, and 1 where every client has one input per class. The
-    mean over classes, weighted by their samples; never below 0. None where inputs are no numbers, targets are not one class
+    mean over classes, weighted by their samples; never below 0. None where inputs are not numbers, targets are not one class
     a sample, or no class is at two clients.
 
     Args:

@@ -96,7 +96,7 @@ class Dense(ServerRule):
         """The generator makes images, and all models of a round are of that round.
 
         Raises:
-            ConfigError: The data are no images, updates are delayed, or the run ends before the first distillation.
+            ConfigError: The data are not images, updates are delayed, or the run ends before the first distillation.
         """
         run.need_no_delays(self.name)
         run.need_rounds_after(self.name, "start_round", self.start_round)

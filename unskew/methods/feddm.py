@@ -90,14 +90,14 @@ class FedDM(ClientRule, ServerRule):
         return f"feddm's clients send images and train no model, so {other} cannot act on it." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Whole numbers such as token ids cannot be learned, and the ball around the global model is that of one round.
+        """Integers such as token ids cannot be learned, and the ball around the global model is that of one round.
 
         Raises:
-            ConfigError: The inputs are whole numbers, or updates are delayed.
+            ConfigError: The inputs are integers, or updates are delayed.
         """
         run.need_no_delays(self.name)
         if run.federation.test[0].dtype == torch.int64:
-            raise ConfigError("feddm learns inputs by gradients, but the data are whole numbers such as token ids.")
+            raise ConfigError("feddm learns inputs by gradients, but the data are integers such as token ids.")
         return ()
 
     # ---- at a client ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ A rate ``eta_t`` that changes (``lr_schedule``) is part of these weights: they a
 ``||a_k||_1 = sum_t (eta_t / lr) (1 - rho^(t+1)) / (1 - rho)`` with ``t`` from 0 to ``tau_k - 1``. So updates that were sent
 out in rounds of different rates are brought to one length, too.
 
-A client sends ``d_k`` in the place of its update, and one number, so the server needs sums only. Where all clients take as
+A client sends ``d_k`` instead of its update, and one number, so the server needs sums only. Where all clients take as
 many steps this is FedAvg. Statistics of BatchNorm are averaged as without it. The paper's proximal variant and its server
 momentum are left out.
 """
@@ -53,7 +53,7 @@ class FedNova(ClientRule, ServerRule):
         """
         if run.training.optimizer != "sgd" or run.training.nesterov:
             raise ConfigError(
-                "fednova knows how gradients add up in SGD, with or without momentum: take optimizer=sgd and no nesterov."
+                "fednova knows how gradients add up in SGD, with or without momentum: use optimizer=sgd and no nesterov."
             )
         return ()
 

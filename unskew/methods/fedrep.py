@@ -68,7 +68,7 @@ class FedRep(ClientRule, SyncRule):
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
-        """The body, both ways. A client begins with the head of the initial model, which is no secret."""
+        """The body, both ways. A client begins with the head of the initial model, which is not a secret."""
         body = tuple(spec.parts["body"])
         return body, body
 

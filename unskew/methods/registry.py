@@ -154,7 +154,7 @@ def check_expression(spec: str) -> list[str]:
     # A plus sign before a digit belongs to a number such as 1e+3.
     parts = [part.strip() for part in re.split(r"\+(?=\s*[A-Za-z_])", spec)]
     if spec.strip().endswith("+") or spec.strip().startswith("+"):
-        raise ConfigError(f"In {spec!r} a method is missing beside the plus sign.")
+        raise ConfigError(f"In {spec!r} a method name is missing next to '+'.")
     if not all(parts):
         raise ConfigError(f"{spec!r} is not a method; write for instance 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
     for part in parts:
@@ -223,7 +223,7 @@ def join_expression(rule: Rule) -> str:
     defaults = option_defaults(cls)
     values = {key: rule_expression(getattr(rule, key)) for key in defaults}
     changed = {key: value for key, value in values.items() if value != rule_expression(defaults[key])}
-    # A class that is no dataclass keeps what it was given in attributes.
+    # A class that is not a dataclass keeps what it was given in attributes.
     changed |= {
         key: rule_expression(value)
         for key, value in vars(rule).items()
@@ -276,7 +276,8 @@ def _add(parts: Sequence[Method]) -> Method:
             own_rule, other_rule = getattr(total, slot), getattr(other, slot)
             if own_rule is not None and other_rule is not None and own_rule != other_rule:
                 raise MethodConflictError(
-                    f"{total.name} and {other.name} both fill the slot {slot!r}, and differently; a sum can have only one."
+                    f"{total.name} and {other.name} both fill the slot {slot!r} with different settings; "
+                    "a composition can have only one of them."
                 )
             filled[slot] = own_rule if own_rule is not None else other_rule
         total = Method(

@@ -81,7 +81,7 @@ class VHL(DataRule, ClientRule):
         """Noise takes the place of numbers; the generator of images draws images.
 
         Raises:
-            ConfigError: The inputs are whole numbers, such as token ids, or no images where images are drawn.
+            ConfigError: The inputs are integers, such as token ids, or no images where images are drawn.
         """
         run.need_numbers(self.name)
         shape = run.federation.shape

@@ -225,8 +225,8 @@ def resolve_model(
         return target
     if isinstance(model, str) and not may_be_model(target):
         raise ConfigError(
-            f"{model!r} is no model: it must be a torch.nn.Module, a subclass of it, or a Python function that returns one, "
-            f"but is {str(target)[:60]}."
+            f"{model!r} is not a model: it must be a torch.nn.Module, a subclass of it, or a Python function "
+            f"that returns one, but is {str(target)[:60]}."
         )
     if not callable(target):
         raise ConfigError(

@@ -29,7 +29,7 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
 
 
 def set_round_axis(axis: Any) -> None:
-    """Communication rounds from left to right; ticks are whole numbers, as rounds are."""
+    """Communication rounds from left to right; ticks are integers, as rounds are."""
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))

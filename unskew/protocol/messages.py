@@ -64,7 +64,7 @@ class ClientState:
         )
 
     def updated(self, newer: ClientState) -> ClientState:
-        """This state with what ``newer`` holds in the place of what it held before."""
+        """This state with what ``newer`` holds instead of what it held before."""
         return ClientState(
             {**self.rules, **newer.rules},
             self.model if newer.model is None else newer.model,
@@ -150,7 +150,7 @@ class Update:
         metrics: Figures such as the mean training loss and the number of steps.
         report: The whole model ``v [d]``, if it was asked for; to be measured, no part of the method's traffic.
         made: Inputs ``x`` and targets ``y`` that the client made, if it was asked for them.
-        kept: The file that was written in the place of ``state``, and its SHA-256.
+        kept: The file that was written instead of ``state``, and its SHA-256.
         start, b_start, last, version: What the server knows beside it, for rules that need it: the model ``[d]`` and the
             statistics ``[m]`` that were broadcast, the client's last update ``[d]`` before this one (None: it is the first),
             and the number of updates that the server had taken in when it was sent out.

@@ -86,7 +86,7 @@ RETURNS: dict[str, tuple[str, Check]] = {
     "prepare": ("a PreparedData", lambda value, _: isinstance(value, PreparedData)),
     "for_client": ("None or a data rule", lambda value, _: value is None or hasattr(value, "client_payload")),
     "conflict_with": ("None or a sentence", lambda value, _: isinstance(value, str | None)),
-    "buffer": ("None or a whole number of updates from 1", lambda value, _: isinstance(value, int | None)),
+    "buffer": ("None or an integer number of updates from 1", lambda value, _: isinstance(value, int | None)),
 }
 """For each hook: a description of what it returns, and its check, which gets the returned value and the arguments."""
 WRITES = ("end", "transform_update")

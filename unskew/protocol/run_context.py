@@ -67,7 +67,7 @@ class PreRunContext:
     def need_numbers(self, name: str) -> None:
         """For rules that learn or draw inputs: there is nothing between two tokens of a text."""
         if self.federation.test[0].dtype == torch.int64:
-            raise ConfigError(f"{name} makes inputs of its own, and a text's tokens are no numbers to be changed.")
+            raise ConfigError(f"{name} makes inputs of its own, and a text's tokens are not numbers to be changed.")
 
     def need_server_data(self, name: str) -> ServerData:
         """The server's data, of whatever kind."""

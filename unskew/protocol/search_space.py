@@ -19,7 +19,7 @@ class RangeSpace:
         low: The least.
         high: The largest.
         log: Whether a factor counts, not a difference.
-        whole: Whether only whole numbers are meant.
+        whole: Whether only integers are meant.
     """
 
     low: float
@@ -83,7 +83,7 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
     if isinstance(space, CategoricalSpace):
         return space
     if not (math.isfinite(space.low) and math.isfinite(space.high) and space.low < space.high):
-        raise ConfigError(f"The space {name}={space} is no range: the first number must be below the second.")
+        raise ConfigError(f"The space {name}={space} is not a range: the first number must be below the second.")
     if space.log and space.low <= 0:
         raise ConfigError(f"The space {name}={space} is logarithmic, so it must begin above 0.")
     return RangeSpace(space.low, space.high, space.log, _wholes_only(space, check))
@@ -101,7 +101,7 @@ def _wholes_only(space: RangeSpace, check: Callable[[Any], None]) -> bool:
 
 
 def _number(text: Any) -> float:
-    """A whole number stays one, which options that take nothing else ask for."""
+    """An integer stays one, which options that take nothing else ask for."""
     number = float(text)
     return int(number) if isinstance(text, int) or (isinstance(text, str) and text.strip().isdigit()) else number
 

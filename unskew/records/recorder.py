@@ -216,13 +216,13 @@ def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
     """The lines of ``metrics.jsonl``.
 
     Raises:
-        CheckpointError: One of them is damaged.
+        CheckpointError: One of them is corrupted.
     """
     try:
         rows = [parse_json(line) for line in lines]
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is damaged; without its history the run can neither go on nor be shown."
+            f"{path} is damaged; without its history the run can neither be resumed nor reported."
         ) from error
     for row in rows:
         known = isinstance(row, dict) and {*MEASURED, primary_metric_name(row)} <= set(row)

@@ -1,1 +1,1 @@
-"""One page of what runs did: curves, who holds what, tables, methods, and how to repeat it."""
+"""One page of what runs did: curves, data partition, tables, methods, and how to repeat it."""

@@ -19,7 +19,7 @@ MAPS = 5
 
 
 def label_distributions(part: RunGroup) -> list[dict[str, Any]]:
-    """One entry for each partition of the part, of the first seeds; none where run folders do not say who holds what."""
+    """One entry for each partition of the part, of the first seeds; none where run folders do not say data partition."""
     distributions: dict[str, RunFiles] = {}
     for run in sorted(
         (run for method_runs in part.series for run in method_runs.runs), key=lambda run: int(run.summary["seed"])

@@ -45,7 +45,7 @@ def report(
 
     Raises:
         ConfigError: A folder is not there or holds no finished run, plotly is not installed, or ``out`` is another file.
-        CheckpointError: A file of a run is damaged, or the disk is full.
+        CheckpointError: A file of a run is corrupted, or the disk is full.
     """
     plotly_script()  # what is missing is told before the work
     folders = [_folder(source) for source in (runs if isinstance(runs, list | tuple) else [runs])]
@@ -74,7 +74,7 @@ def _folder(source: Any) -> Path:
 
 
 def check_report_file(file: Path) -> None:
-    """Refuse to write over what is no report.
+    """Refuse to write over what is not a report.
 
     Raises:
         ConfigError: The file is there and is something else, or is a folder.
@@ -86,7 +86,7 @@ def check_report_file(file: Path) -> None:
     if file.exists():
         with file.open("rb") as there:
             if MARK not in there.read(4000):
-                raise ConfigError(f"{file} is there and is no report; choose another file with --out.")
+                raise ConfigError(f"{file} is there and is not a report; choose another file with --out.")
 
 
 def shows_real_images(file: Path) -> bool:

@@ -66,7 +66,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
 
     Raises:
         ConfigError: A folder is not there, or there is no finished run in it, or there are very many.
-        CheckpointError: A file of a run is damaged.
+        CheckpointError: A file of a run is corrupted.
     """
     run_of: dict[Path, Path] = {}
     notes: list[str] = []
@@ -172,7 +172,7 @@ def read_curves(path: Path) -> dict[str, Any]:
     """Read ``curves.json``; empty if it is not there.
 
     Raises:
-        CheckpointError: If it is damaged.
+        CheckpointError: If it is corrupted.
     """
     curves = read_object(path) if path.is_file() else {}
     damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
@@ -237,7 +237,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
     """The lines of ``clients.jsonl``; none if it is not there.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: It is corrupted.
     """
     if not path.is_file():
         return []

@@ -41,7 +41,7 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
         "methods": [{"label": entry.label, **styles[entry.label]} for entry in part.series],
         "curves": guard_section("Curves", lambda: chart_data.learning_curves(part), lambda _: curves),
         "measured": guard_section(
-            "What the methods did", lambda: chart_data.diagnostic_charts(part), lambda _: measured
+            "What the methods measured", lambda: chart_data.diagnostic_charts(part), lambda _: measured
         ),
         "holdings": guard_section("Who holds what", lambda: label_distributions(part), lambda _: []),
         "boxes": guard_section("Accuracy of clients", lambda: chart_data.client_boxes(part), lambda _: {}),
@@ -67,7 +67,7 @@ def group_html(part: RunGroup, shown: Mapping[str, Any], group: str, images: boo
         ("Accuracy of clients", partial(_clients, part, shown["boxes"])),
         ("Classifier on the test set", partial(_classifier, part, shown["classifier"], group)),
         ("Cost", partial(_costs, part)),
-        ("What the methods did", partial(_methods, part, shown["measured"], images)),
+        ("What the methods measured", partial(_methods, part, shown["measured"], images)),
         ("Run it again", partial(_again, part)),
     ]
     return "\n".join(filter(None, (section_html(title, write) for title, write in sections)))
@@ -121,7 +121,7 @@ def _differences(part: RunGroup) -> str:
 def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
     if not shown:
         missing = "These run folders do not say what each client holds: they were made by an earlier version."
-        return f'<h3>Who holds what</h3><p class="soft">{missing}</p>'
+        return f'<h3>Label distribution across clients</h3><p class="soft">{missing}</p>'
     maps = any("map" in entry for entry in shown)
     chooser = (
         html_elements.dropdown("partition", "partition of", {str(k): entry["title"] for k, entry in enumerate(shown)})
@@ -149,7 +149,7 @@ def _holdings(shown: Sequence[Mapping[str, Any]], group: str) -> str:
     left = html_elements.plot("map") + '<p class="soft" data-role="map-note"></p>' if maps else ""
     right = f"<div>{numbers}{html_elements.plot('sizes', low=True)}</div>"
     both = f'<div class="pair"><div>{left}</div>{right}</div>' if maps else missing + right
-    return f'<h3>Who holds what</h3><div class="controls">{chooser}{cells}</div>{both}'
+    return f'<h3>Label distribution across clients</h3><div class="controls">{chooser}{cells}</div>{both}'
 
 
 def _short(value: float) -> str:
@@ -211,7 +211,7 @@ def _server_cost(part: RunGroup) -> str:
 
 
 def _methods(part: RunGroup, shown: Mapping[str, Any], images: bool) -> str:
-    parts = ["<h3>What the methods did</h3>"]
+    parts = ["<h3>What the methods measured</h3>"]
     names = {name: title if title == name else f"{title} ({name})" for name, title in shown["titles"].items()}
     names = {name: title for name, title in names.items() if name in shown["lines"] or name in shown["dots"]}
     if names:

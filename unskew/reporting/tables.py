@@ -222,7 +222,7 @@ def fairness_table(part: RunGroup) -> Table | None:
             better = mean_or_none([_better(run, judge) for run in method_runs.runs]) if label == "personal" else None
             shares = (
                 judge.percent and judge.name != "r2" and not judge.lower_is_better
-            )  # R² may be negative, and is no amount that clients get a part of
+            )  # R² may be negative, and is not an amount that clients get a part of
             gap = mean_or_none([gini(values) for values in scored if values]) if shares else None
             cells = [metric_cell(judge)(value) for value in means]
             label = "own" if is_local(method_runs.method) else label

@@ -150,5 +150,5 @@ def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
             if identity_hash(outcome["run"]) == key:
                 return outcome
         except (ValueError, LookupError, TypeError) as error:
-            raise DataError(f"{path} is damaged; remove it, and the run is made again.") from error
+            raise DataError(f"{path} is damaged; remove it to repeat the run.") from error
     return None

@@ -34,7 +34,7 @@ class Sweep:
     Args:
         preset: The table.
         scale: ``smoke``, ``cpu`` or ``paper``.
-        runs: Where run folders are made; they may be removed afterwards.
+        runs: Folder for run folders; they may be removed afterwards.
         results: Where outcomes are kept.
         extra: Settings of the machine at hand (``data_path``, ``engine``, ``device``).
         rows, columns: Only these; all if None.
@@ -196,7 +196,7 @@ def run_cell(
     """Carry out a run in its folder unless it is finished, and keep its outcome; gives the folder.
 
     Args:
-        folders: Where run folders are made, and where outcomes are kept.
+        folders: Folder for run folders, and where outcomes are kept.
         data: Gives its data.
         config: The run.
         parent: The one that it begins from, if there is one.

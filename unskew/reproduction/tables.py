@@ -80,7 +80,7 @@ def value_format(name: str) -> tuple[str, float, int]:
         return VALUES[name]
     stem, slash, rest = name.partition("/")
     if stem + slash not in VALUES:
-        raise ConfigError(f"{name!r} is no value that a table shows; these are: {', '.join(VALUES)}.")
+        raise ConfigError(f"{name!r} is not a value that a table shows; these are: {', '.join(VALUES)}.")
     label, factor, digits = VALUES[stem + slash]
     return label.format(rest), factor, digits
 

@@ -61,15 +61,15 @@ def check_callbacks(callbacks: object) -> None:
     """Refuse what does not follow a run.
 
     Raises:
-        ConfigError: It is no list of objects with the functions of ``unskew.records.recorder.Callback``.
+        ConfigError: It is not a list of objects with the functions of ``unskew.records.recorder.Callback``.
     """
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str | bytes):
-        raise ConfigError(f"callbacks is a list of objects that follow a run, not {short_repr(callbacks)}.")
+        raise ConfigError(f"callbacks must be a list of callback objects, not {short_repr(callbacks)}.")
     for callback in callbacks:
         missing = [name for name in ("start", "round", "end") if not callable(getattr(callback, name, None))]
         if missing or isinstance(callback, type):
             raise ConfigError(
-                f"{short_repr(callback)} cannot follow a run: callbacks are objects with the functions "
+                f"{short_repr(callback)} is not a callback: it needs the methods "
                 "start(config, rounds_done), "
                 "round(row) and end(summary)."
             )

@@ -45,7 +45,8 @@ class EarlyStopping:
         why = "early_stopping" if config.early_stopping is not None else "keep=best" if self.selects else "objective"
         if config.save_samples and config.early_stopping is not None:
             raise ConfigError(
-                "save_samples draws the last round, and with early_stopping none is known to be; drop one."
+                "save_samples needs to know the last round in advance and cannot be combined with early_stopping; "
+                "leave one out."
             )
         clients = evaluator.federation.clients
         if not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):

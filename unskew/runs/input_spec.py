@@ -173,7 +173,7 @@ def read_inputs(folder: Path) -> InputSpec:
             raise ValueError("no task of this version")
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{folder} has no {NAME}: it is no run folder, or was made before models could be used from it; run it again."
+            f"{folder} has no {NAME}: it is not a run folder, or was made before models could be used from it; run it again."
         ) from error
     except (OSError, ValueError, DataError, pydantic.ValidationError) as error:
         raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}.") from error

@@ -71,7 +71,7 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     own = {metric_name(entry): metric_function(entry) for entry in config.metrics if is_custom_metric(entry)}
     where = f"the task of {federation.name} is {federation.task}"
     if known and task.name != "classification":
-        raise ConfigError(f"metrics={known[0]} is for one class per sample; {where}, which has figures of its own.")
+        raise ConfigError(f"metrics={known[0]} is for one class per sample; {where}, which has metrics of its own.")
     objective = config.objective
     name = task.scored if objective == AUTO else metric_name(objective)
     if is_custom_metric(objective) and name not in own:
@@ -126,4 +126,4 @@ def check_metric_names_free(own: Mapping[str, OwnMetric]) -> None:
     """
     taken = sorted(name for name in own if name in {*TAKEN, *SUMMARY} or name.startswith(PREFIXES))
     if taken:
-        raise ConfigError(f"The metric {taken[0]} has the name of another figure of runs; rename the function.")
+        raise ConfigError(f"The metric {taken[0]} has the name of an existing metric; rename the function.")

@@ -46,7 +46,7 @@ class ParallelOn(int):
 
 
 def check_parallel(parallel: object) -> None:
-    """Refuse what is no number of runs.
+    """Refuse what is not a number of runs.
 
     Raises:
         ConfigError: It is none.
@@ -57,8 +57,8 @@ def check_parallel(parallel: object) -> None:
         number = there[2] != "local" and (there[1] == "auto" or 1 <= int(there[1]) <= MOST)
     if not number and parallel != "auto":
         raise ConfigError(
-            f"parallel={short_repr(parallel)} is no number of runs at a time; write 1 to {MOST}, or auto, on a Ray cluster "
-            "8@HOST:PORT, or auto@auto."
+            f"parallel={short_repr(parallel)} is not a number of runs at a time; write 1 to {MOST}, or auto, or on a Ray "
+            "cluster 8@HOST:PORT, or auto@auto."
         )
 
 
@@ -100,7 +100,7 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
         if clusters:
             raise ConfigError(
                 "Runs side by side would each start a Ray cluster of their own on this machine: name one that runs already "
-                "(ray.address=auto, after ray start --head), or take engine=inline."
+                "(ray.address=auto, after ray start --head), or use engine=inline."
             )
         return min(parallel, len(configs))
     divided = any(

@@ -96,4 +96,4 @@ def _sent(error: Exception) -> Exception:
         again = pickle.loads(pickle.dumps(error))  # nosec B301
         return error if type(again) is type(error) else EngineError(str(error))
     except Exception:
-        return EngineError(f"A run beside others failed:\n{traceback.format_exc()}")
+        return EngineError(f"A parallel run failed:\n{traceback.format_exc()}")

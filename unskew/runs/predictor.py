@@ -46,7 +46,7 @@ class Predictor:
                 ``inputs.features``; or token ids, rows filled up with -1.
 
         Raises:
-            DataError: They have another shape or type, or hold what is no number.
+            DataError: They have another shape or type, or hold what is not a number.
         """
         if self.numbers:
             raise ConfigError("The model predicts numbers, which have no probabilities; use predict.")
@@ -61,7 +61,7 @@ class Predictor:
         """Probabilities ``[n, C]``; of regression the numbers ``[n, T]`` in their own units.
 
         Raises:
-            DataError: The inputs have another shape or type, or hold what is no number.
+            DataError: The inputs have another shape or type, or hold what is not a number.
         """
         if not len(x):  # type: ignore[arg-type]
             return np.zeros((0, self.inputs.classes))
@@ -147,7 +147,7 @@ class Predictor:
         """Rows of token ids, filled up or cut to the model's length."""
         (length,) = self.inputs.shape
         if tensor.dim() != 2 or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
-            raise DataError(f"{told}: whole numbers, a row for each text.")
+            raise DataError(f"{told}: integers, a row for each text.")
         rows = tensor.to(torch.int64)[:, :length]
         return torch.nn.functional.pad(rows, (0, length - rows.shape[1]), value=PADDING)
 

@@ -53,7 +53,7 @@ def raise_if_unpicklable() -> Iterator[None]:
         yield
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"Runs side by side are made in processes of their own, and a part of these cannot be sent there: {error}. "
+            f"Cannot run in parallel: an argument cannot be pickled: {error}. "
             "Define classes and functions at the top of a module and hold no open files, or leave out parallel."
         ) from error
 
@@ -172,12 +172,12 @@ class ProcessPool:
         process.join(timeout=5)
         if process.exitcode == 1:  # Python ended before it came to the work
             raise EngineError(
-                "A process for a run beside others could not begin; its reason is above. A script that begins runs "
+                "A worker process failed to start; the reason is above. A script that begins runs "
                 'side by side does so under: if __name__ == "__main__".'
             )
         raise EngineError(
-            f"The process of a run beside others died (exit code {process.exitcode}, {work.name}); memory may have run "
-            "out. Go on with what is there (resume), with fewer runs at a time."
+            f"The worker process of a parallel run died (exit code {process.exitcode}, {work.name}); memory may have run "
+            "out. Finished runs are kept: resume with fewer runs at a time."
         )
 
     def wind_up(self) -> None:

@@ -72,7 +72,7 @@ def run_remote_job(given: list[Any], task: bytes, cores: int, cwd: str, marks: S
         except (EOFError, OSError):
             process.join(timeout=5)
             text = f"The process of a run at {os.uname().nodename} died (exit code {process.exitcode}); memory may have"
-            yield "failed", EngineError(f"{text} run out. Go on with what is there (resume), fewer at a time."), ""
+            yield "failed", EngineError(f"{text} run out. Finished runs are kept: resume, fewer at a time."), ""
         finally:  # also where Ray cancels this task between two messages
             _end(process, ours)
 
@@ -219,7 +219,7 @@ class RayJobPool:
                 ) from error
             notify_warning(
                 flying.busy.callbacks,
-                f"The node that was at {name} died; it is begun again, from what it saved. {reason}",
+                f"The node that was at {name} died; it is restarted from its last checkpoint. {reason}",
             )
             flying.attempts += 1
             self._submit(flying, marks)

@@ -62,12 +62,12 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
         The number of rounds that the other run had.
 
     Raises:
-        ConfigError: It is no run, or other data, or already as long.
-        CheckpointError: It has another model, or is damaged.
+        ConfigError: It is not a run, or other data, or already as long.
+        CheckpointError: It has another model, or is corrupted.
     """
     newest = checkpoint.newest_checkpoint(parent / "checkpoints")
     if newest is None:
-        raise ConfigError(f"start_from={str(parent)!r} is no run folder with a checkpoint.")
+        raise ConfigError(f"start_from={str(parent)!r} is not a run folder with a checkpoint.")
     path, manifest, _ = newest
     extra, done = manifest["extra"], int(manifest["round"])
     if done >= config.rounds:

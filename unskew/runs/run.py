@@ -212,7 +212,7 @@ def resume(
             data lie: ``data_path``, or ``data`` with another path.
 
     Raises:
-        CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is damaged.
+        CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is corrupted.
     """
     check_federation(federation)
     folder = parse_path(folder).absolute()

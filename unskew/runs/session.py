@@ -147,7 +147,9 @@ class Session:
                 diagnosis.begin()
             texts = [*self.warnings, *filter(None, [self.samples.problem if self.samples else None])]
             if personal_models.has_fine_tuning(self.method) and not self.config.eval_clients:
-                texts.append("ft trains evaluated clients; with eval_clients 0 there are no personal figures.")
+                texts.append(
+                    "ft fine-tunes only evaluated clients; with eval_clients=0 no personal metrics are reported."
+                )
             for text in texts:
                 self.recorder.warn(text)
             rounds = range(start, start if self.stopping.should_stop else self.config.rounds)
@@ -275,7 +277,7 @@ class Session:
             return self._branch()
         path, manifest, problems = newest
         for problem in problems:
-            self.recorder.warn(f"{problem} Going on from {path.name} instead.")
+            self.recorder.warn(f"{problem} Resuming from {path.name} instead.")
         extra, done = manifest["extra"], int(manifest["round"])
         check_same(extra["config"], self.config)
         check_target_rounds(extra["config"].get("rounds"), done, self.config)

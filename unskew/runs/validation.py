@@ -166,4 +166,4 @@ def check_declarations(rule: Rule) -> None:
     if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):
         raise ConfigError(f"{name}: steps_without must be 'updates', 'clients' or None, not {rule.steps_without!r}.")
     if isinstance(rule, ServerRule) and (size := rule.buffer()) is not None and (not isinstance(size, int) or size < 1):
-        raise ConfigError(f"{name}.buffer must give a whole number of updates from 1, or None, not {size!r}.")
+        raise ConfigError(f"{name}.buffer must give an integer number of updates from 1, or None, not {size!r}.")

@@ -83,7 +83,7 @@ def save_pretrained(found: OpenedRun, folder: Path) -> None:
     """Write a folder that ``transformers`` loads, with the tokeniser.
 
     Raises:
-        ConfigError: It is no model of texts that comes from ``transformers``.
+        ConfigError: It is not a model of texts that comes from ``transformers``.
     """
     net: Any = getattr(found.module, "net", None)
     if found.inputs.kind != "tokens" or not hasattr(found.module, "save") or net is None:

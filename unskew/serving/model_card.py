@@ -223,7 +223,7 @@ def use_text(found: OpenedRun, kind: str) -> str:
     if kind == "transformers":
         kinds = "AutoModelForCausalLM" if found.inputs.task == "language" else "AutoModelForSequenceClassification"
         bytes_ = found.inputs.tokenizer == "bytes"
-        note = "Token ids are the bytes of the text, with 256 before it; there is no tokeniser." if bytes_ else ""
+        note = "Token ids are the bytes of the text, with 256 before it; there is no tokenizer." if bytes_ else ""
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [

@@ -161,7 +161,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise ValueError("its checksum differs")
         manifest: dict[str, Any] = json.loads(text)
         if not isinstance(manifest, dict):
-            raise ValueError("it is no mapping")
+            raise ValueError("it is not a mapping")
         if manifest.get("format") != FORMAT:
             raise OtherVersionError(
                 f"The checkpoint {path} was written by another version of unskew; go on with it in that one."
@@ -222,7 +222,7 @@ def read_model(path: Path) -> tuple[int, Tensor, Tensor]:
     """The round of a checkpoint, its server's model ``[d]`` and the statistics ``[m]``.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: It is corrupted.
     """
     done = int(read_manifest(path)["round"])
     with checkpoint_errors(path):

@@ -143,7 +143,7 @@ def read_trace(path: Path) -> dict[int | None, list[int]]:
                 if row.get("client") not in (None, ""):
                     client = parse_nonnegative(row["client"], f"{path}, line {number}: a client is a number from 0 on")
                 delay = parse_nonnegative(
-                    row["delay"], f"{path}, line {number}: a delay is a whole number of rounds, 0 or more"
+                    row["delay"], f"{path}, line {number}: a delay is an integer number of rounds, 0 or more"
                 )
                 delays.setdefault(client, []).append(delay)
     except OSError as error:
@@ -161,7 +161,7 @@ def parse_nonnegative(text: str | None, what: str) -> int:
     Raises:
         DataError: It is none.
 
-    >>> parse_nonnegative("3", "a delay is a whole number")
+    >>> parse_nonnegative("3", "a delay is an integer")
     3
     """
     try:

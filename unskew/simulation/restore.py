@@ -26,7 +26,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
     """Put a checkpoint's contents into a freshly made server and network.
 
     Raises:
-        CheckpointError: It was written for another model or method, or is damaged.
+        CheckpointError: It was written for another model or method, or is corrupted.
     """
     with checkpoint_errors(path):
         state, rules, b, server.mean, server.best, sent, waiting = _server_part(path, manifest, server)
@@ -60,7 +60,7 @@ def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before:
             the others begin anew at the model.
 
     Raises:
-        CheckpointError: It was written for another model, or is damaged.
+        CheckpointError: It was written for another model, or is corrupted.
     """
     with checkpoint_errors(path):
         _branch(path, manifest, server, before)

@@ -13,7 +13,7 @@ def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[s
     """Return a warning after round ``done`` if it is the first one with non-finite updates."""
     if server.overflowed and server.overflows == 1:
         return (
-            f"Round {done}: what the server makes of finite numbers is not finite, so the model stays as it was and the "
+            f"Round {done}: the server step gave values that are not finite, so the model is unchanged and the "
             "round's updates are left out. Later ones are only counted (updates_skipped); smaller rates and steps of the "
             "server, or of the clients, may help."
         )

@@ -58,7 +58,7 @@ class Server:
         version: Updates taken in so far; ``sent``: what clients on their way were sent, for rules that need it.
         mean: Mean of the clients' whole models and of their statistics, where that is what is evaluated.
         best: Model and statistics of the best round so far, where the run keeps it; ``finished``: those that the finished
-            run has in the place of the last round's.
+            run has instead of the last round's.
         skipped: Updates left out so far because they were not finite; ``left_out``: whose, in the last round.
         moved: Whether the model has changed since this server was made or restored.
         evaluates: Whether the model is evaluated after a round.

@@ -127,7 +127,7 @@ class ServerTrainer:
                 if "more than 1 value per channel" in str(error):
                     raise DataError(
                         "The server trains on a batch of one sample, which BatchNorm cannot normalise: give it more "
-                        "samples, another batch size, or take a model with GroupNorm."
+                        "samples, another batch size, or use a model with GroupNorm."
                     ) from error
                 raise
             v, state = optimizers.optimizer_step(training, v, g, state, step)

@@ -14,7 +14,7 @@ from torch import Tensor
 from unskew.tasks.base import Task
 
 LEAST = -1e6
-"""R² of a model whose predictions are no numbers; none is told that is lower."""
+"""R² of a model whose predictions are not numbers; none is told that is lower."""
 
 
 @dataclass(frozen=True)

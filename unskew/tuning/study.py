@@ -53,7 +53,7 @@ def database() -> Iterator[None]:
     """Context manager that reports a database of trials that cannot be read or written.
 
     Raises:
-        CheckpointError: The disk is full, or the file is damaged or locked.
+        CheckpointError: The disk is full, or the file is corrupted or locked.
     """
     import sqlalchemy
 
@@ -62,7 +62,7 @@ def database() -> Iterator[None]:
     except (sqlalchemy.exc.SQLAlchemyError, optuna_library().exceptions.StorageInternalError) as error:
         reason = str(getattr(error, "orig", None) or error.__cause__ or error).splitlines()[0]
         raise CheckpointError(
-            f"The database of the trials, study.db, could not be used: {reason}. Make room on the disk or repair the folder; "
+            f"The database of the trials, study.db, could not be used: {reason}. Free some disk space or repair the folder; "
             "then continue with --resume. Trials that are finished are kept."
         ) from error
 

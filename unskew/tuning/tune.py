@@ -74,7 +74,7 @@ def tune(
         model: See ``unskew.run``.
         out: Folder of the trials' database, the tuned configurations and the comparison.
         resume: Go on in an existing ``out``.
-        parallel: Processes that make trials. On a Ray cluster ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
+        parallel: Processes that run trials. On a Ray cluster ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
         pruning: Whether trials that are worse than most after as many rounds are ended early.
         callback_factory: Gives the callbacks of a run from its title.
         options: Fields of ``unskew.Experiment``; ``seed`` is that of the trials.
@@ -146,9 +146,7 @@ def _check_counts(trials: Any, parallel: Any) -> None:
         check_parallel(parallel)
     for name, value, most in (("trials", trials, MOST_TRIALS), ("parallel", parallel if on_machine else 1, 4096)):
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ConfigError(
-                f"{name}={short_repr(value, str)} is not valid: it must be a whole number from 1 to {most}."
-            )
+            raise ConfigError(f"{name}={short_repr(value, str)} is not valid: it must be an integer from 1 to {most}.")
 
 
 def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
@@ -166,7 +164,7 @@ def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
         return [seed + 1 + chosen for chosen in which]
     if seed in which:
         raise ConfigError(
-            f"The seed {seed} is tuned on, so it is not fresh; take others with --seeds, or tune on another with --seed."
+            f"The seed {seed} is tuned on, so it is not fresh; use others with --seeds, or tune on another with --seed."
         )
     return which
 
@@ -221,7 +219,7 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
     if differing:
         key = differing[0]
         raise ConfigError(
-            f"{folder} holds a tuning with {key}={before.get(key)}, not {options.get(key)}; go on with the same, or choose "
+            f"{folder} holds a tuning with {key}={before.get(key)}, not {options.get(key)}; use the same settings, or choose "
             "another folder with --out."
         )
 

@@ -79,7 +79,7 @@ def owners_from_ids(parts: Sequence[np.ndarray], n: int, clients: int, name: str
         raise DataError(f"The partition {name} made {len(parts)} parts for {clients} clients.")
     filled = [part for part in parts if len(part)]  # an empty list has no integer type; it is refused later
     if not all(part.dtype.kind in "iu" and part.min() >= 0 and part.max() < n for part in filled):
-        raise DataError(f"The partition {name} must give sample ids: whole numbers from 0 to {n - 1}.")
+        raise DataError(f"The partition {name} must give sample ids: integers from 0 to {n - 1}.")
     ids = np.concatenate([np.zeros(0, np.int64), *(part.astype(np.int64) for part in filled)])
     twice = np.flatnonzero(np.bincount(ids, minlength=n) > 1)
     if len(twice):

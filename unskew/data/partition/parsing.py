@@ -81,11 +81,11 @@ def parse_positive(text: str, what: str) -> float:
 
 
 def parse_count(text: str, what: str) -> int:
-    """A whole number of at least one that is not absurdly large."""
+    """An integer of at least one that is not absurdly large."""
     try:
         number = int(text)
     except ValueError:
-        raise ConfigError(f"{what} must be a whole number, not {text!r}.") from None
+        raise ConfigError(f"{what} must be an integer, not {text!r}.") from None
     if number < 1:
         raise ConfigError(f"{what} must be at least 1, not {number}.")
     if number > LARGEST:

@@ -197,7 +197,7 @@ def log_gamma(rng: Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarra
 
 
 def proportional_counts(log_weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Cut ``totals [...]`` in proportion to ``exp(log_weights) [..., K]``; whole numbers that add up exactly."""
+    """Cut ``totals [...]`` in proportion to ``exp(log_weights) [..., K]``; integers that add up exactly."""
     top = log_weights.max(-1, keepdims=True)
     edges = np.cumsum(np.exp(log_weights - np.where(np.isfinite(top), top, 0)), -1)
     last = edges[..., -1:]

@@ -85,7 +85,7 @@ def select_inputs(
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
         problems.append(
-            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers, "
+            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: integers, "
             f"another one in nearly every of the {table.num_rows} rows. Leave it out with exclude "
             f"(--exclude {','.join(suspects)}); "
             "if it is a measurement, name it and the other inputs in features (--features)."
@@ -185,7 +185,7 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
     if name in choice.categories and choice.categories != AUTO:
         if not is_category(column.type) and not (choice.agreed and is_empty(column.type)):
             raise DataError(
-                f"The column {name!r} of categories holds {column.type}; categories are text, whole numbers, true or false."
+                f"The column {name!r} of categories holds {column.type}; categories are text, integers, true or false."
             )
         return CATEGORY
     if choice.categories != AUTO or not is_string(column.type) or has_decimal_commas(column):
@@ -208,7 +208,7 @@ def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:
 
 
 def exclusion_reason(column: Any) -> str:
-    """Why a column that holds no numbers is no input, and what would help."""
+    """Why a column that holds no numbers is not an input, and what would help."""
     import pyarrow as pa
 
     if pa.types.is_null(column.type):

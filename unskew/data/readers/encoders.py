@@ -199,7 +199,7 @@ class ClientStats(NamedTuple):
 
     Attributes:
         rows: How many.
-        counts: Values of each column that is no category.
+        counts: Values of each column that is not a category.
         sums: Their sums.
         values: The values of each category.
     """
@@ -211,7 +211,7 @@ class ClientStats(NamedTuple):
 
 
 def numeric_columns(known: Sequence[Encoder]) -> list[int]:
-    """Columns that are no categories."""
+    """Columns that are not categories."""
     return [j for j, encoder in enumerate(known) if encoder.kind != "category"]
 
 

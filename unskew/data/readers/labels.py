@@ -38,7 +38,7 @@ def read_labels(
     Args:
         parts: pyarrow columns by where they are from, for errors.
         label: Name of the column.
-        class_names: Of the classes, for a column of whole numbers; empty if there are none.
+        class_names: Of the classes, for a column of integers; empty if there are none.
         separator: What stands between the labels of a row, in a column of text.
 
     Raises:
@@ -122,7 +122,7 @@ def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
     try:
         feature: Any = parse_json(metadata)
     except ValueError as error:
-        raise DataError(f"The metadata 'huggingface' of the table is damaged: {error}.") from error
+        raise DataError(f"The metadata 'huggingface' of the table is corrupted: {error}.") from error
     for name in ("info", "features", label):
         feature = feature.get(name) if isinstance(feature, dict) else None
     if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
@@ -132,7 +132,7 @@ def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
 
 
 def label_values(column: Any, label: str, where: str) -> np.ndarray:
-    """A label column with one class per row, as an array of whole numbers or strings."""
+    """A label column with one class per row, as an array of integers or strings."""
     import pyarrow as pa
 
     if column.null_count:
@@ -157,7 +157,7 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
 
 
 def label_lists(column: Any, label: str, where: str, separator: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """All labels of a column of lists, one after the other: the row of each, and its value (a whole number or text).
+    """All labels of a column of lists, one after the other: the row of each, and its value (an integer or text).
 
     With a separator the column is text; an empty or missing cell is a row without labels.
     """
@@ -204,6 +204,7 @@ def encode_labels(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tu
         other = known.setdefault(name.strip(), name)
         if other != name:
             raise DataError(
-                f"The labels {other!r} and {name!r} differ only by spaces, and would be two classes; write them alike."
+                f"The labels {other!r} and {name!r} differ only by spaces and would be two classes; "
+                "write them in the same way."
             )
     return tuple(names), np.split(index.reshape(-1), np.cumsum([len(v) for v in raw])[:-1])

@@ -83,7 +83,7 @@ class Source:
     indicate: bool = False
 
     def sized(self, size: int | None) -> Source:
-        """The same with images of this side; inputs that are no images stay as they are."""
+        """The same with images of this side; inputs that are not images stay as they are."""
         if size is None or self.train.x.dim() != 4 or tuple(self.train.x.shape[2:]) == (size, size):
             return self
         train, test = (replace(part, x=resize_images(part.x, size, size)) for part in (self.train, self.test))

@@ -32,7 +32,7 @@ COLUMNS = ("shape", "scale", "orientation", "x", "y")
 
 
 def stencils() -> np.ndarray:
-    """Every shape, scale and orientation around the middle of 33 x 33 pixels: truth values ``[720, 33, 33]``."""
+    """Every shape, scale and orientation around the middle of 33 x 33 pixels: booleans ``[720, 33, 33]``."""
     axis = np.arange(-REACH, REACH + 1)
     y, x = (grid.astype(float)[None] for grid in np.meshgrid(axis, axis, indexing="ij"))
     angle = np.linspace(0, 2 * np.pi, SIZES[2])[:, None, None]

@@ -113,11 +113,11 @@ class MaskedEngine(FlowerEngine):
                 text += "so the sum stays masked"
             tries += 1
             if patience.on_timeout == "continue":
-                self.sites.warn(f"{text}; the round goes on without any update.")
+                self.sites.warn(f"{text}; the round continues without any update.")
                 return OpenedSum()
             if patience.on_timeout == "abort":
                 break
-            self.sites.warn(f"{text}; the round is begun again.")
+            self.sites.warn(f"{text}; the round is restarted.")
         raise EngineError(f"{text}, and the run stops. Resume it when the sites are back.")
 
     def _tell_guilty(self, guilty: dict[int, tuple[str, bool]]) -> None:
@@ -205,7 +205,7 @@ class MaskedEngine(FlowerEngine):
         if not self.told:
             self.told = True
             self.sites.warn(
-                f"Secure aggregation: the server has opened the sum of {sites} sites. Rounding to whole numbers has moved no "
+                f"Secure aggregation: the server has opened the sum of {sites} sites. Rounding to integers has moved no "
                 f"entry of the mean update by more than {error:.2g}."
             )
 
@@ -215,7 +215,7 @@ class MaskedEngine(FlowerEngine):
 
 
 def to_dtype(tensor: Tensor, dtype: str) -> Tensor:
-    """A sum with the type that its tensors have; whole numbers stay whole."""
+    """A sum with the type that its tensors have; integers stay whole."""
     wanted = DTYPES[dtype]
     return (tensor if wanted.is_floating_point else tensor.round()).to(wanted)
 
@@ -239,5 +239,5 @@ def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:
     if method.server is not None and method.server.buffer() is not None:
         raise ConfigError(
             f"{method.server.name} empties its buffer in the middle of a round's updates, but over sites "
-            "secure_aggregation=required gives the sum of a whole round. Take another method, or turn it off."
+            "secure_aggregation=required gives the sum of a whole round. Use another method, or turn it off."
         )

@@ -1,4 +1,4 @@
-"""Numbers of a sum that is masked: whole numbers of 32 bits, as masks are only perfect where sums wrap around.
+"""Numbers of a sum that is masked: integers of 32 bits, as masks are only perfect where sums wrap around.
 
 Each tensor has a step of its own, a power of two that follows from the largest entry of all sites and from how many they
 are, so that their sum just fits. Rounding is to the nearest: the same update always gives the same numbers.
@@ -42,7 +42,7 @@ class SumPart:
 
 
 def required_exponent(tensor: Tensor, weight: float) -> int:
-    """The smallest whole number so that no entry, times ``weight``, is larger than two to it.
+    """The smallest integer so that no entry, times ``weight``, is larger than two to it.
 
     >>> required_exponent(torch.tensor([3.0, -1.0]), 1.0), required_exponent(torch.zeros(2), 1.0)
     (2, -200)

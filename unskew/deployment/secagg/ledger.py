@@ -39,7 +39,7 @@ class OpenedSumLedger:
         """Return the clients whose sum was opened in this round of the run, none if no sum was.
 
         Raises:
-            ConfigError: If sums of another run of the experiment were opened, or the file is damaged.
+            ConfigError: If sums of another run of the experiment were opened, or the file is corrupted.
         """
         try:
             values = json.loads(self.path.read_bytes())

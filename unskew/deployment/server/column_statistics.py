@@ -80,7 +80,7 @@ def columns_and_targets(holding: SiteData) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_tensors(arrays: Mapping[str, np.ndarray]) -> Tensors:
-    """Arrays as tensors; counts are whole numbers."""
+    """Arrays as tensors; counts are integers."""
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
 
 
@@ -162,7 +162,7 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
         try:
             first[client] = parse_sums(frame, int(frame.config["examples"]), known, targets)
         except (InvalidMessageError, KeyError, ValueError, TypeError) as error:
-            raise EngineError(f"{sites.name(client)}: its sums were refused, because {error}.") from error
+            raise EngineError(f"{sites.name(client)}: its sums were rejected because {error}.") from error
     both = [
         (np.concatenate([columns.counts, counts]), np.concatenate([columns.sums, sums]))
         for columns, counts, sums in first.values()

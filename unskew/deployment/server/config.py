@@ -75,7 +75,7 @@ class Deployment:
             try:
                 parse_address(self.address)
             except ValueError as error:
-                raise ConfigError(f"superlink={self.address} is no address: {error}.") from error
+                raise ConfigError(f"superlink={self.address} is not an address: {error}.") from error
         policy = self.round_policy
         counts = {
             "local": self.local,

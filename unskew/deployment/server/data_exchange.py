@@ -113,7 +113,7 @@ def federation_of_sites(
             clients[client] = remote_client(client, frame, reference, parameters)
         except InvalidMessageError as error:
             raise EngineError(
-                f"{names[client]} (client {client}): what it says of its data was refused, because {error}."
+                f"{names[client]} (client {client}): its data statistics were rejected because {error}."
             ) from error
     if rehearsal:
         return replace(reference, clients=clients)
@@ -137,7 +137,7 @@ def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: Sit
 def _one(
     place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, norm: float
 ) -> PreparedData:
-    """One data rule; its own ``run_data_rules`` runs, with messages in the place of what happens at clients."""
+    """One data rule; its own ``run_data_rules`` runs, with messages instead of what happens at clients."""
     after: dict[int, ClientData] = {}
 
     def client_payload(prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:

@@ -155,7 +155,7 @@ class SiteRegistry:
         """Return the number of the client that a site reports to be."""
         sites = self.sites
         if frame.kind != "facts":
-            raise ConfigError(f"A site refuses the run: {printable(frame.config.get('reason', frame.kind))}")
+            raise ConfigError(f"A site rejects the run: {printable(frame.config.get('reason', frame.kind))}")
         client, name = read_integer(frame.config, "client"), read_text(frame.config, "name")
         clock, examples = read_number(frame.config, "clock"), read_integer(frame.config, "examples")
         if not re.fullmatch(NAME, name):

@@ -1,4 +1,4 @@
-"""One sitting of a deployed run: the session of a simulation with sites in the place of simulated clients."""
+"""One sitting of a deployed run: the session of a simulation with sites instead of simulated clients."""
 
 from __future__ import annotations
 

@@ -436,7 +436,7 @@ class PendingRequests:
             try:
                 replies.append((client, self.take(client, sites.checked(frame, attempt))))
             except InvalidMessageError as error:
-                sites.fault(client, f"its answer was refused, because {error}")
+                sites.fault(client, f"its answer was rejected because {error}")
                 replies.append((client, None))
         return replies
 

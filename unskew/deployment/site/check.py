@@ -161,7 +161,7 @@ def _key(site: SiteConfig, folder: Path) -> Iterator[Finding]:
         return
     done = subprocess.run(["ssh-keygen", "-y", "-P", "", "-f", str(path)], capture_output=True, text=True, check=False)
     good = done.returncode == 0 and done.stdout.startswith("ecdsa-sha2-nistp384")
-    yield Finding("node key", good, f"{path}, mode 0600" if good else f"{path} is no ECDSA key on the curve P-384")
+    yield Finding("node key", good, f"{path}, mode 0600" if good else f"{path} is not an ECDSA key on the curve P-384")
 
 
 def _roster(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> Iterator[Finding]:

@@ -51,7 +51,7 @@ class ReceivedData:
                 continue
             except (OSError, SafetensorError) as error:
                 raise SiteStateLostError(
-                    f"what this site received before the first round is damaged: {self._path(index)}"
+                    f"what this site received before the first round is corrupted: {self._path(index)}"
                 ) from error
             self._take(index, rule, {name: channels_last_images(t) for name, t in tensors.items()})
         return self

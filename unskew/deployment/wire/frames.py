@@ -46,7 +46,7 @@ class Blob:
     data: bytes
 
     def check(self, name: str) -> None:
-        """Refuse what is no array.
+        """Refuse what is not an array.
 
         Raises:
             FrameError: The type may not travel, or there are more or fewer bytes than the shape needs.
@@ -65,7 +65,7 @@ class Frame:
 
     Attributes:
         kind: What is asked, or what is answered.
-        config: Texts, numbers, truth values, or lists of one of them.
+        config: Texts, numbers, booleans, or lists of one of them.
         figures: Numbers that are only shown.
         arrays: By ``record/name``.
     """
@@ -112,7 +112,7 @@ def receive(of: socket.socket, largest: int = LARGEST, header_seconds: float | N
     pause, end = of.gettimeout(), None if header_seconds is None else time.monotonic() + header_seconds
     head = _exactly(of, len(MAGIC) + 8, end)
     if not head.startswith(MAGIC):
-        raise FrameError("What came through the socket is no message of unskew.")
+        raise FrameError("What came through the socket is not a message of unskew.")
     (length,) = struct.unpack("<Q", head[len(MAGIC) :])
     if length > HEADER:
         raise FrameError(f"A header of {length} bytes is too long.")
@@ -133,7 +133,7 @@ def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
         if not isinstance(kind, str) or not isinstance(config, dict) or not isinstance(figures, dict):
             raise FrameError("A header is not as it must be.")
         if not all(isinstance(v, int | float) for v in figures.values()):
-            raise FrameError("A figure is no number.")
+            raise FrameError("A figure is not a number.")
         sizes = [int(entry[3]) for entry in listed]
         if min(sizes, default=0) < 0 or sum(sizes) > largest:
             raise FrameError(f"A message of {sum(sizes)} bytes is larger than the {largest} that are allowed.")

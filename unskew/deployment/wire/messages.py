@@ -200,7 +200,7 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
     down, up = (parse_slices(config.get(name), spec.size) for name in ("down", "up"))
     like, model = spec.flatten(), decode_record(frame, "model")
     if extra := set(model) - {"v", "b", "base"}:
-        raise InvalidMessageError(f"it holds model/{min(extra)[:60]}, which nobody asked for")
+        raise InvalidMessageError(f"it holds model/{min(extra)[:60]}, which was not requested")
     sent = check_tensor("model/v", model.get("v"), like, slices_length(down, spec.size), terms.norm)
     b, received = spec.flatten_buffers(), terms.received(down, frame.kind)
     b[received] = check_tensor("model/b", model.get("b"), b, int(received.sum()), terms.norm)
@@ -262,7 +262,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
         raise InvalidMessageError(f"it has {len(frame.figures)} figures")
     tensors, report = decode_record(frame, "update"), decode_record(frame, "report")
     if extra := set(tensors) - {"delta", "buffers"} | set(report) - {"v"}:
-        raise InvalidMessageError(f"it holds {min(extra)[:60]!r}, which nobody asked for")
+        raise InvalidMessageError(f"it holds {min(extra)[:60]!r}, which was not requested")
     v = broadcast.v
     delta = torch.zeros_like(v)
     if terms.sends_model:
@@ -277,7 +277,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
     if broadcast.report:
         check_tensor("report/v", report.get("v"), v, spec.size, terms.norm, finite=False)
     elif report:
-        raise InvalidMessageError("it reports a model that nobody asked for")
+        raise InvalidMessageError("it reports a model that was not requested")
     unusable = {"": {"state": torch.tensor(torch.nan)}}  # so that the server leaves it out, as the simulator does
     return Update(
         client=broadcast.client,
@@ -317,14 +317,14 @@ def upload_shapes(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def read_integer(config: dict[str, Any], name: str) -> int:
-    """A whole number of a message.
+    """An integer of a message.
 
     Raises:
         Nonsense: It is none.
     """
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} and no whole number")
+        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} and not an integer")
     return value
 
 

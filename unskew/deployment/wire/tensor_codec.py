@@ -56,7 +56,7 @@ def decode_tensor(array: Blob) -> Tensor:
     flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else torch.empty(0, dtype=dtype)
     tensor = flat.view(array.shape)
     if array.dtype == "bool":
-        tensor = tensor != 0  # other bytes than 0 and 1 are no truth values
+        tensor = tensor != 0  # other bytes than 0 and 1 are not booleans
     return channels_last_images(tensor)
 
 
@@ -72,7 +72,7 @@ def decode_record(frame: Frame, record: str) -> Tensors:
 
 
 def check_records(frame: Frame, allowed: Iterable[str]) -> None:
-    """Refuse arrays that nobody asked for.
+    """Refuse arrays that was not requested.
 
     Raises:
         Nonsense: There are some.
@@ -80,7 +80,7 @@ def check_records(frame: Frame, allowed: Iterable[str]) -> None:
     known = set(allowed)
     for name in frame.arrays:
         if name.partition("/")[0] not in known:
-            raise InvalidMessageError(f"it holds an array {name[:80]!r} that nobody asked for")
+            raise InvalidMessageError(f"it holds an array {name[:80]!r} that was not requested")
 
 
 def check_tensor(name: str, tensor: Tensor | None, like: Tensor, size: int, norm: float, finite: bool = True) -> Tensor:

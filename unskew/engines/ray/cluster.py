@@ -132,7 +132,7 @@ def check_reachable(address: str) -> None:
         check_connection(address, 10)
     except (OSError, OverflowError) as error:
         raise EngineError(
-            f"There is no Ray cluster at {address!r}: {error}. Start one with ray start --head, or take ray.address=local."
+            f"There is no Ray cluster at {address!r}: {error}. Start one with ray start --head, or use ray.address=local."
         ) from error
 
 

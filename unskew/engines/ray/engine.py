@@ -111,7 +111,7 @@ class RayEngine:
         except Exception as error:
             raise EngineError(
                 f"This run cannot be sent to the cluster, as a part of it cannot be pickled: {error}. Give data and rules "
-                "that need no open file or lock, or take another engine."
+                "that need no open file or lock, or use another engine."
             ) from error
         self._check_versions()
 
@@ -124,7 +124,7 @@ class RayEngine:
         if self.where.data == "nodes" and source is None and not in_files:
             raise EngineError(
                 "ray.data=nodes lets nodes open the data where they are named, but these were given in Python, changed by "
-                "the method, or moved to another device; take ray.data=store, or map them from files "
+                "the method, or moved to another device; use ray.data=store, or map them from files "
                 '(np.load(..., mmap_mode="r")).'
             )
         if self.where.data == "nodes" and in_files:
@@ -234,12 +234,12 @@ class RayEngine:
             waited = time.monotonic() - began
             free = self.ray.available_resources().get("CPU", 0)
             text = (
-                f"No worker of the cluster has answered for {waited:.0f} s; "
+                f"No worker of the cluster has replied for {waited:.0f} s; "
                 f"it has {len(self.ray.nodes())} nodes and {free:g} free cores."
             )
             if self.where.deadline is not None and waited >= self.where.deadline:
                 raise EngineError(f"{text} That is ray.deadline; the run can be resumed, here or on another cluster.")
-            self.setup.warn(f"{text} It goes on waiting; the run can be stopped and resumed elsewhere.")
+            self.setup.warn(f"{text} It keeps waiting; the run can be stopped and resumed elsewhere.")
 
     def _succeeded(self, ready: Any, part: _TaskGroup) -> bool:
         """Return whether a task succeeded; a task that fails repeatedly raises its own error."""

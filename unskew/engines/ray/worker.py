@@ -60,7 +60,7 @@ class DescribedClients(RemoteClients):
     """Clients of data that are named.
 
     Attributes:
-        spec, seed: What decides who holds what.
+        spec, seed: What decides data partition.
     """
 
     spec: DataSpec
@@ -177,7 +177,7 @@ def _opened(run: str, federation: Federation, described: DescribedClients) -> Fe
     if fingerprint != federation.fingerprint:
         raise DataError(
             f"The data that {os.uname().nodename} opens are not those of the server (partition {fingerprint} instead of "
-            f"{federation.fingerprint}): give all nodes the same files, or take ray.data=store."
+            f"{federation.fingerprint}): give all nodes the same files, or use ray.data=store."
         )
     return replace(federation, clients=clients)
 

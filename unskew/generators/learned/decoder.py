@@ -8,7 +8,7 @@ The network, for images ``C x H x W``, with ``h = H / 4`` and ``w = W / 4`` roun
     z [n, 256] -> linear to 128 x h x w -> norm -> upsample 2 -> conv 3x3 128 -> norm -> leaky 0.2
                -> upsample 2 -> conv 3x3 64 -> norm -> leaky 0.2 -> conv 3x3 C -> sigmoid
 
-What is larger than ``H x W``, because a side is no multiple of 4, is cut off at the bottom and at the right.
+What is larger than ``H x W``, because a side is not a multiple of 4, is cut off at the bottom and at the right.
 ``batch_norm`` is batch normalization by the batch's own mean and biased variance, with a learned scale and offset;
 convolutions before it have no bias.
 """

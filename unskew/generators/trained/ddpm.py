@@ -26,7 +26,7 @@ from unskew.option_parsing import Fraction, Positive, Whole
 from unskew.seeding import derive, generator
 
 Wholes = Annotated[tuple[Whole, ...], BeforeValidator(lambda v: v.split("/") if isinstance(v, str) else v)]
-"""Whole numbers as an option; in a spelling they are separated by slashes."""
+"""Integers as an option; in a spelling they are separated by slashes."""
 PIXELS = 1 << 18  # of all images that are sampled at once: 256 of 32x32
 
 

@@ -65,7 +65,7 @@ class PrivacyOptions:
         if self.delta * examples >= 1:
             warn(
                 f"delta={self.delta:g} guarantees little to generators of up to {examples} samples: one that gives each "
-                f"sample away with this probability would do. Take delta well below {1 / examples:.2g}."
+                f"sample away with this probability would do. Use delta well below {1 / examples:.2g}."
             )
 
 

@@ -7,7 +7,7 @@ total distance at a given traffic,
 
     minimise sum_l r_l p_l   so that   sum_l size_l / p_l <= budget * d,
 
-is at ``p_l = c sqrt(size_l / r_l)``: seldom for large layers that drift slowly. Periods are whole numbers between 1 and
+is at ``p_l = c sqrt(size_l / r_l)``: seldom for large layers that drift slowly. Periods are integers between 1 and
 ``longest``; ``best_periods`` finds the best ones, or improves this optimum where there are too many combinations.
 
 Rounds come in epochs of ``longest``. In an epoch ``r_l`` is measured whenever layer ``l`` is averaged, as its consensus

@@ -127,7 +127,7 @@ class FedALS(SyncRule):
         if len(periods) == 1 and self.alpha > 1 and self.split < 0 and not self.periods:
             raise ConfigError(
                 "fedals averages the body of the model less often than its head, but this model has one layer only, its "
-                "head. Take a model with more layers, or fedals:split=1 to average that layer less often."
+                "head. Use a model with more layers, or fedals:split=1 to average that layer less often."
             )
         late = [group.name for group, p in zip(layer_groups(run.spec), periods, strict=True) if p > run.rounds]
         if not late:

@@ -150,8 +150,8 @@ class Feddle(ServerRule):
             )
         if not data.in_domain and not spec.parts["body"]:
             raise ConfigError(
-                "feddle puts a head of its own in the place of the model's to learn from another data set, but this model is "
-                "nothing but a head; take a model with hidden layers, or give --server 1000."
+                "feddle puts a head of its own instead of the model's to learn from another data set, but this model is "
+                "nothing but a head; use a model with hidden layers, or give --server 1000."
             )
         if not data.in_domain and len(spec.feature_shape) != 1:
             raise ConfigError(

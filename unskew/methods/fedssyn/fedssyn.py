@@ -12,7 +12,7 @@ data heterogeneity", 2023, arXiv:2306.13263, Algorithm 1. Once, before the first
 The sum averages clients uniformly, as the paper does; by samples, only real ones count. ``n~`` is the size of the whole
 training set over ``N`` (the paper's 50000/N), held-out samples included. So that synthetic data do not mean more gradient
 steps, a client takes as many as ``E`` epochs of its real samples have, on batches of both kinds (``match_steps``). The
-authors' code makes ``max(1, floor(E n / (n + n~)))`` epochs in the place of ``E``, with ``n`` that same mean size
+authors' code makes ``max(1, floor(E n / (n + n~)))`` epochs instead of ``E``, with ``n`` that same mean size
 (``match_steps=epochs``), which matches steps only where neither that quotient nor batches are rounded.
 
 Clients that refuse to share, or keep some images back, make the pool smaller; it is still dealt out to all. With ``data`` the
@@ -78,7 +78,7 @@ class Fedssyn(DataRule):
         epochs: Of the generators' training; None: the generator's own.
         data: ``shuffled`` is the method, the others are ablations.
         refuse: Clients that do not share: their numbers (``0;3``), or a share of all (``0.2``).
-        keep: What a client shares of its images: a function ``(images, labels) -> truth values``, or its import path.
+        keep: What a client shares of its images: a function ``(images, labels) -> booleans``, or its import path.
         match_steps: True: a client takes as many gradient steps as without synthetic data; ``epochs``: fewer local epochs,
             as the authors' code has it; False: more data, more steps.
         epsilon: Privacy budget of each client's generator; with ``noise_multiplier`` its training stops before it is spent,

@@ -147,4 +147,4 @@ def check_choice(name: str, option: str, value: object, allowed: tuple[object, .
 def _hidden_widths(hidden: object) -> list[int]:
     if isinstance(hidden, list | tuple) and all(isinstance(width, int) and width > 0 for width in hidden):
         return list(hidden)
-    raise ConfigError(f"The MLP takes a list of positive whole numbers as 'hidden', but got {short_repr(hidden)}.")
+    raise ConfigError(f"The MLP takes a list of positive integers as 'hidden', but got {short_repr(hidden)}.")

@@ -154,10 +154,10 @@ def token_ids(x: Tensor, config: Any) -> Tensor:
     """Ids that the model may look up: padding gets the model's own id for it.
 
     Raises:
-        TypeError: The inputs are no whole numbers.
+        TypeError: The inputs are not integers.
     """
     if x.is_floating_point():
-        raise TypeError("it takes token ids, which are whole numbers")
+        raise TypeError("it takes token ids, which are integers")
     return torch.where(x == PADDING, getattr(config, "pad_token_id", None) or 0, x)
 
 

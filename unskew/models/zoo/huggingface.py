@@ -65,7 +65,7 @@ def hugging_face(
     factors = None if lora is None else parse_lora(lora)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ConfigError(
-            f"size={short_repr(size)} is not valid: it is the height and width of images, a whole number from 1."
+            f"size={short_repr(size)} is not valid: it is the height and width of images, an integer from 1."
         )
     if size is not None and kind != "ImageClassification":
         raise ConfigError("size belongs to models of images; the length of texts is text.block.")

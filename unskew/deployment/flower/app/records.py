@@ -38,7 +38,7 @@ def to_frame(content: RecordDict) -> Frame:
             config = dict(record)
         elif name == "figures" and isinstance(record, MetricRecord):
             if not all(isinstance(value, int | float) for value in record.values()):
-                raise FrameError("A figure is no number.")
+                raise FrameError("A figure is not a number.")
             figures = {key: float(value) for key, value in record.items()}
         elif name.startswith("arrays.") and isinstance(record, ArrayRecord):
             for key, array in record.items():
@@ -46,7 +46,7 @@ def to_frame(content: RecordDict) -> Frame:
                     raise FrameError(f"The array {key!r} is written as {array.stype!r}, not as plain bytes.")
                 arrays[f"{name.removeprefix('arrays.')}/{key}"] = Blob(array.dtype, tuple(array.shape), array.data)
         else:
-            raise FrameError(f"There is a record {name!r} that nobody asked for.")
+            raise FrameError(f"There is a record {name!r} that was not requested.")
     for name, blob in arrays.items():
         blob.check(name)
     kind = config.pop("kind", None)
