@@ -1,5 +1,8 @@
 """The estimated time of a comparison: it comes before the start, grows with the work, and changes no result."""
 
+import sys
+import time
+
 import pytest
 import torch
 from support.running import TINY, call
@@ -48,6 +51,22 @@ def test_measuring_draws_nothing_and_acts_in_the_last_round(fed, monkeypatch):
     assert found.notes == ()
     assert begun == [0, 99]
     assert cost.estimate(runs("fedavg", rounds=1), fed, "logistic") is None, "too short to be measured"
+
+
+def test_a_limit_holds_although_its_first_exception_is_discarded(monkeypatch):
+    class Slow:
+        def __del__(self):
+            time.sleep(60)  # the first exception ends it, and is then discarded
+
+    def work():
+        Slow()
+        time.sleep(60)
+
+    discarded = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda one: discarded.append(one.exc_type))
+    with pytest.raises(cost.TooLongError), cost.time_limited(0.1):
+        work()
+    assert discarded == [cost.TooLongError]
 
 
 def test_a_long_measurement_ends_early(fed, monkeypatch):

@@ -105,7 +105,7 @@ class Federation:
         validate_client_names(self.client_names, len(self.clients))
 
     def __str__(self) -> str:
-        """A line on data partition, and of a table a line for each column."""
+        """Describe the data partition in one line, and each column of a table in another."""
         return "\n".join([repr(self), *(f"  {name}: {done}" for name, done in describe_roles(self.columns))])
 
     def __repr__(self) -> str:

@@ -82,7 +82,7 @@ class SiteProcess:
     def _answered(self, asked: Frame) -> Frame:
         config = asked.config
         if asked.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *PHASES):
-            raise InvalidMessageError(f"unknown request: {asked.kind[:40]!r} asks for")
+            raise InvalidMessageError(f"unknown request: {asked.kind[:40]!r}")
         if read_integer(config, "protocol") != PROTOCOL:
             raise ConfigError(
                 f"The server speaks version {config['protocol']} of unskew's protocol, this site version {PROTOCOL}; install "

@@ -72,7 +72,7 @@ def decode_record(frame: Frame, record: str) -> Tensors:
 
 
 def check_records(frame: Frame, allowed: Iterable[str]) -> None:
-    """Refuse arrays that was not requested.
+    """Refuse arrays that were not requested.
 
     Raises:
         Nonsense: There are some.

@@ -63,7 +63,7 @@ def handle_request(grid: Grid, asked: Frame) -> list[Frame]:
         return [Frame("pushed", {"ids": [identity or "" for identity in pushed]})]
     if asked.kind == "pull":
         return [reply_frame(message) for message in grid.pull_messages(asked.config["ids"])]
-    raise FrameError(f"Unknown request: {asked.kind!r} asks for.")
+    raise FrameError(f"Unknown request: {asked.kind!r}.")
 
 
 def reply_frame(message: Message) -> Frame:
