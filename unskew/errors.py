@@ -32,7 +32,7 @@ class EngineError(UnskewError):
 
 
 LONGEST_LIST = 40
-"""Of names in a message; more are not listed."""
+"""Largest number of names listed in a message."""
 
 
 def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "", meant: str | None = None) -> str:

@@ -27,7 +27,7 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 LARGEST = 3.4e38
-"""Of an option; float32 holds no larger number."""
+"""Largest number of an option; float32 holds no larger one."""
 
 Built = TypeVar("Built")
 

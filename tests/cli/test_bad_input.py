@@ -52,8 +52,8 @@ OPTIONS = [
     ("--method fedpro", "no method 'fedpro'. Did you mean 'fedprox'"),
     ("--method FEDAVGG", "Did you mean 'fedavg'"),
     ("--method fedavg,scaffold", "no method"),
-    ("--method fedavg+", "missing beside the plus"),
-    ("--method +", "missing beside the plus"),
+    ("--method fedavg+", "name is missing next to"),
+    ("--method +", "name is missing next to"),
     ("--method=", "is not a method"),
     ("--method fedprox+fedprix", "no method 'fedprix'"),
     ("--method no.such.Rule", "cannot be imported"),
@@ -130,7 +130,7 @@ OPTIONS = [
     ("--lr 0", "lr=0"),
     ("--lr -0.1", "lr=-0.1"),
     ("--lr nan", "lr=nan"),
-    ("--set ray.address=127.0.0.1", "no address of a cluster"),
+    ("--set ray.address=127.0.0.1", "not an address of a cluster"),
     ("--engine ray --set ray.address=127.0.0.1:1", "no Ray cluster at '127.0.0.1:1'"),
     ("--set model_options={hidden:[8,.inf]}", "hidden.1: inf is not a number"),
     ("--lr inf", "lr=inf"),
@@ -600,7 +600,7 @@ class Huge(ClientRule):
 
 def test_updates_that_overflow_in_the_sum_are_left_out(tmp_path):
     """Neither the server nor the clients remember anything of such a round."""
-    with pytest.warns(UserWarning, match="Round 1: what the server makes of finite numbers is not finite"):
+    with pytest.warns(UserWarning, match="Round 1: the server step gave values that are not finite"):
         result = train([Huge(), "scaffold+fedavgm"], lr=1.0, out=tmp_path / "run")
     assert torch.equal(result.vector, train(lr=1e-30).vector)
     assert result.summary["updates_skipped"] == 8
@@ -673,8 +673,8 @@ def test_a_comparison_refuses_before_anything_is_trained(tmp_path, methods, opti
     ("spec", "words"),
     [
         ("fedprox:mu=0.1,mu=1", "gives mu twice"),
-        ("fedavg+", "missing beside the plus"),
-        ("+fedavg", "missing beside the plus"),
+        ("fedavg+", "name is missing next to"),
+        ("+fedavg", "name is missing next to"),
     ],
 )
 def test_a_method_written_wrongly_gets_a_sentence(spec, words):
@@ -720,7 +720,7 @@ def test_local_models_of_several_labels_and_of_parts_that_stay(tmp_path):
 
 
 def test_ft_without_evaluated_clients_warns():
-    with pytest.warns(UserWarning, match="no personal figures"):
+    with pytest.warns(UserWarning, match="no personal metrics"):
         unskew.run(method="fedavg+ft", model="logistic", rounds=1, clients=3, eval_clients=0, engine="inline")
 
 

@@ -95,7 +95,7 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
             write(connection)
             return receive(connection)
 
-    assert "no message of unskew" in ask(lambda c: c.sendall(b"GET / HTTP/1.1\r\n\r\n")).config["reason"]
+    assert "not a message of unskew" in ask(lambda c: c.sendall(b"GET / HTTP/1.1\r\n\r\n")).config["reason"]
     assert "unknown request:" in ask(lambda c: send(c, Frame("shell", {"command": "ls"}))).config["reason"]
     with pytest.raises(ConfigError, match="Another process of this site answers"):
         LoopPlace(tmp_path, TINY).sites[0].serve()

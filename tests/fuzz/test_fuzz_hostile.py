@@ -322,7 +322,7 @@ def test_a_value_that_no_run_has_written_is_a_sentence(here, capsys, made, comma
     texts = [json.dumps({**whole, field: value}).replace("Infinity", "1e400") for field, value in STRANGE[name]]
     for text in [*texts, DAMAGES[0].decode()]:
         (sent / name).write_text(text)
-        assert "is damaged" in answered(capsys, *(str(word).format(sent) for word in command), codes=(2,)).err
+        assert "is corrupted" in answered(capsys, *(str(word).format(sent) for word in command), codes=(2,)).err
     assert not list(sent.glob("export*"))
 
 

@@ -81,7 +81,7 @@ def test_an_interrupted_branch_resumes(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"rounds": 2}, "needs more"), ({"start_from": "nowhere"}, "no run folder"), ({"seed": 0}, None)],
+    [({"rounds": 2}, "needs more"), ({"start_from": "nowhere"}, "not a run folder"), ({"seed": 0}, None)],
 )
 def test_a_branch_that_cannot_be_is_refused_in_a_sentence(tmp_path, change, words):
     train(tmp_path / "a", rounds=2)

@@ -166,7 +166,7 @@ def test_regression_takes_functions_of_predictions_in_their_units():
         ({"metrics": [quitting]}, "metric quitting failed on the test set .SystemExit: 0"),
         ({"metrics": [as_text]}, "metric as_text must return a number, but returned '0.5'"),
         ({"metrics": [enormous]}, "metric enormous must return a number"),
-        ({"metrics": [client]}, "metric client has the name of another figure"),
+        ({"metrics": [client]}, "metric client has the name of an existing metric"),
         ({"metrics": [undefined]}, "metric undefined must return a finite number"),
         ({"objective": failing}, r"metric failing failed on the test set .*shapes \(120,\) and \(120, 2\)"),
         ({"metrics": [lambda y, s: 0.0]}, "is not a name"),

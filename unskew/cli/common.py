@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from unskew.config.experiment import Experiment
 
 SEEDS = "which, as 0,1,2 or 0..4; a single number from 1 is how many."
-"""What ``--seeds`` takes, in every help."""
+"""Help text of ``--seeds``."""
 DataPath = Annotated[str | None, add_flag("data_path")]
 Rounds = Annotated[int | None, add_flag("rounds")]
 EngineName = Annotated[str | None, add_flag("engine")]

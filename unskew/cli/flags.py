@@ -109,7 +109,7 @@ DEFAULTS = {
     "objective": "auto",
     "keep": "last",
 }
-"""What the help gives as the default of a field; of the others nothing is given."""
+"""Defaults of fields that the help shows; other fields show none."""
 EXAMPLES = {
     "run": "unskew run --method fedprox:mu=0.1 --rounds 20",
     "compare": "unskew compare fedavg scaffold --seeds 0..2 --rounds 20",

@@ -21,7 +21,7 @@ class Verbosity:
 
 
 LOUDNESS = Verbosity()
-"""Of the command that runs."""
+"""Verbosity of the command that runs."""
 FLAGS = ("--quiet", "--verbose")
 
 

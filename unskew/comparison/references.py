@@ -15,7 +15,7 @@ from unskew.runs.validation import check_method
 from unskew.tasks.primary_metric import primary_metric_name
 
 BY_DEFAULT = True
-"""Whether a comparison has reference rows where nothing else is asked for."""
+"""Default of ``references``."""
 ROUNDS = 10_000_000
 """Largest number of rounds: evaluated every so many, a model is evaluated after the last round only."""
 OF_CLIENTS = "personal_"

@@ -24,7 +24,7 @@ from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
 Figures = tuple[list[dict[str, Any]], dict[str, Any]]
 """History and summary of a run."""
 Given = tuple[Federation | None, ModelLike | None, dict[str, Method]]
-"""What a comparison was given in Python: data and a model if they were, and the methods by name."""
+"""Inputs of a comparison that were given in Python: data and a model, if any, and the methods by name."""
 
 
 class FederationCache:
@@ -42,7 +42,7 @@ class FederationCache:
 
 
 last = FederationCache()
-"""Of this process."""
+"""Data of the last run in this process."""
 
 
 def run_or_resume(

@@ -32,13 +32,13 @@ LOSSES = r"^(auto|mse|mae|huber(:[0-9.e+-]+)?)$"
 DEFAULT_EPOCHS = 5
 OWN_TOKENIZERS = {"text-mlp": "words"}
 LEAST_RATE = 1e-30
-"""Of a schedule's end; smaller ones cannot be computed with in float32."""
+"""Smallest rate at the end of a schedule; float32 cannot compute with smaller ones."""
 AT_CLIENTS = ("local_models", "consensus", "generalization", "gradients", "updates")
 """Diagnoses that look at the single clients of a round."""
 OF_ONE_ROUND = AT_CLIENTS[:-1]
-"""Those that compare clients which began at the same model."""
+"""Diagnostics that compare clients which started from the same model."""
 DIAGNOSES = (*AT_CLIENTS, "server")
-"""What can be measured with every method; methods have names of their own for what only they can."""
+"""Diagnostics available with every method; some methods have further ones of their own."""
 
 
 class Experiment(Section):
@@ -51,7 +51,7 @@ class Experiment(Section):
     label: str | None = None
     """Label column of a table; where it holds lists, a sample may have several labels."""
     label_separator: Annotated[str, Field(min_length=1)] | None = None
-    """What stands between the labels of a sample, in a label column of text."""
+    """Separator between the labels of a sample in a text label column."""
     image: str | None = None
     """Image column of a table; for ``leaf``, the folder of image files."""
     features: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Experiment(Section):
     max_train_samples: Annotated[int, Field(ge=1)] | None = None
     """Train on so many samples only, drawn by the seed."""
     partition: str = "dirichlet:0.1"
-    """How the training samples are split over clients."""
+    """Partition: the way in which the training samples are split over clients."""
     clients: Annotated[int, Field(ge=1, le=100_000_000)] | None = 10
     """Number of clients; None, the default of ``natural`` partitions, takes as many as there are."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -87,7 +87,7 @@ class Experiment(Section):
     server_data_path: str | None = None
     """Folder of that other source."""
     text: TextConfig = TextConfig()
-    """How texts become token ids; the columns alone may stand here."""
+    """Columns and tokenizer of text; a list of columns alone may be given, too."""
     reserve_test_samples: Annotated[int, Field(ge=0)] = 0
     """At least so many test samples are not evaluated on, wherever the server's data come from: for fair comparisons."""
     augment: bool = False
@@ -123,11 +123,11 @@ class Experiment(Section):
     lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.1
     """The client's learning rate; where it is not given, 0.1 for sgd and 0.001 for adam and adamw."""
     lr_schedule: str = "constant"
-    """How it changes: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5`` or ``warmup:5+cosine``."""
+    """Learning-rate schedule: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5+cosine``."""
     lr_schedule_per: Literal["round", "step"] = "round"
     """Whether the numbers of ``lr_schedule`` count rounds or local steps."""
     loss: Annotated[str, Field(pattern=LOSSES)] = "auto"
-    """Of regression: ``mse`` (which ``auto`` is), ``mae``, ``huber`` or ``huber:DELTA``."""
+    """Loss of regression: ``mse`` (which ``auto`` is), ``mae``, ``huber`` or ``huber:DELTA``."""
     class_weights: Literal["balanced"] | tuple[Positive, ...] | None = None
     """Weights of the classes in the clients' loss: one for each, or ``balanced`` by how many samples all clients have."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -141,12 +141,12 @@ class Experiment(Section):
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
     """Arithmetic of training; ``bf16`` is autocast with fp32 weights."""
     network: NetworkConfig = NetworkConfig()
-    """What lies between clients and server."""
+    """Simulated network between clients and server."""
 
     secure_aggregation: Literal["off", "required"] = "off"
     """``required``: the server sees nothing but the weighted sum of a round's updates; methods that need more are refused."""
     diagnose: tuple[str, ...] = ()
-    """What is measured beside the method, in rounds that are evaluated."""
+    """Diagnostics that are measured in evaluated rounds, in addition to the method's metrics."""
     start_from: str | None = None
     """Folder of a finished run on the same data: this one begins with its model and goes on counting its rounds."""
     base_run: bool = False
@@ -156,14 +156,14 @@ class Experiment(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides partition, initial model, cohorts, batches and drop-outs."""
     engine: Literal["auto", "inline", "processes", "vectorized", "ray"] = "auto"
-    """How clients are trained; the numbers are the same."""
+    """Engine that trains the clients; all engines give the same numbers."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Processes of the engine ``processes``, one per core if None; tasks at a time of ``ray``, as many as there are cores."""
     clients_per_group: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains as one network; ``auto`` measures for
     ``processes`` and is 1 for the others."""
     ray: RayConfig = RayConfig()
-    """Where the cluster of the engine ``ray`` is."""
+    """Cluster of the engine ``ray``."""
     stall_warning_seconds: Positive = 600.0
     """Seconds without an answer from a worker process after which that is said."""
     device: Annotated[str, Field(pattern=DEVICES)] = "auto"
@@ -187,7 +187,7 @@ class Experiment(Section):
     target: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Value of the objective for which the number of rounds needed is reported."""
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
-    """Where figures are sent beside the run folder."""
+    """Trackers that receive the metrics in addition to the run folder."""
 
     @pydantic.field_validator("features", "exclude", "categories", "dates", "metrics", mode="before")
     @classmethod

@@ -12,7 +12,7 @@ from unskew.models.names import HUB
 from unskew.provenance import with_provenance
 
 PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
-"""Of names that go on with a path, as in ``table:PATH``."""
+"""Prefixes of names that continue with a path, as in ``table:PATH``."""
 
 
 def absolute_if_exists(path: str | None) -> str | None:

@@ -98,7 +98,7 @@ class RayConfig(Section):
     gpus_per_worker: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)] = 0.0
     """Accelerators of a task."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 5
-    """How often a client is trained again after its worker or its node died."""
+    """Number of times that a client is trained again after its worker or its node died."""
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds without any answer of the cluster after which the run ends; None waits on."""
     data: Literal["auto", "store", "nodes"] = "auto"

@@ -38,7 +38,7 @@ from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
 MISSING = ("error", "mean", "indicator")
-"""What may be done to missing numbers of a table."""
+"""Treatments of missing numbers in a table."""
 
 
 def load_federation(

@@ -21,7 +21,7 @@ from unskew.filesystem import file_lock, make_folder, user_cache
 
 SCHEME = "://"
 VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash", "generation")
-"""What file systems say of a file that changes with it."""
+"""Attributes by which file systems report that a file has changed."""
 
 
 def with_local_files(spec: DataSpec) -> DataSpec:

@@ -20,7 +20,7 @@ from unskew.diagnosis.features import SkewFeatures
 from unskew.tasks.registry import TASKS
 
 VERSION = 1
-"""Of the rules: raised whenever one of them advises something else, so that scores of both are kept."""
+"""Version of the rules, raised when one of them changes its advice, so that scores of both versions are kept."""
 
 Condition = Callable[[SkewFeatures], bool]
 Sentence = Callable[[SkewFeatures], str]

@@ -235,7 +235,7 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     for name in (*spec.names, *spec.buffer_names):
         if not tensors[name].is_floating_point():
             raise CheckpointError(
-                f"{final} is damaged: {name} has the type {tensors[name].dtype}, not numbers with a fraction."
+                f"{final} is corrupted: {name} has the type {tensors[name].dtype}, not numbers with a fraction."
             )
         if not bool(torch.isfinite(tensors[name]).all()):
             raise CheckpointError(

@@ -23,7 +23,7 @@ CANDIDATES = 7
 """Advised methods that are tried at most."""
 BASELINE = "fedavg"
 VERDICTS = {True: "held", False: "did not hold", None: "not decided"}
-"""What became of a piece of advice, in words."""
+"""Words for the outcome of a suggestion."""
 
 
 class TimeBudgetExceededError(Exception):

@@ -75,7 +75,7 @@ def image_files(path: Path) -> list[Path]:
             used = read_json(path / "summary.json").get("synthetic")
             folders += [Path(used), Path(used) / "data"] if used else []
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path / 'summary.json'} is damaged; remove it and resume the run.") from error
+            raise CheckpointError(f"{path / 'summary.json'} is corrupted; remove it and resume the run.") from error
     files = [[folder] if folder.is_file() else sorted(folder.glob("*.parquet")) for folder in folders]
     return next(filter(None, files), [])
 

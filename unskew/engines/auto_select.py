@@ -31,7 +31,7 @@ FEW = 3
 MEMORY = 1 << 30
 """Bytes that the clients of one part may take at a time, roughly."""
 MARGIN = 0.95
-"""What is chosen instead of the simplest must take less than this share of its time."""
+"""Largest share of the time of the simplest engine at which another one is chosen instead."""
 
 
 @dataclass(frozen=True)

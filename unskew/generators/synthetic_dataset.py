@@ -137,7 +137,7 @@ def find(place: Path) -> Path:
         try:
             folder = read_json(summary).get("synthetic")
         except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{summary} is damaged; remove it and resume the run.") from error
+            raise ConfigError(f"{summary} is corrupted; remove it and resume the run.") from error
         if folder is not None and (Path(folder) / ABOUT).is_file():
             return Path(folder)
     raise ConfigError(f"synthetic={str(place)!r}: neither this folder nor its run holds a finished synthetic set.")
@@ -161,7 +161,7 @@ def load(folder: Path) -> SyntheticSet:
         raise DataError(f"The synthetic set in {folder} cannot be read ({error}).") from error
     images = SyntheticSet(x, y.to(torch.int64), source.to(torch.int64), about)
     if not isinstance(about, dict) or images.digest != about.get("digest"):
-        raise DataError(f"The synthetic set in {folder} is damaged: it is not what {ABOUT} says.")
+        raise DataError(f"The synthetic set in {folder} is corrupted: it is not what {ABOUT} says.")
     return images
 
 

@@ -29,7 +29,7 @@ COUNTED = {
     **dict.fromkeys((aten.mv, aten.addmv, aten.addmv_), _product),
     **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_, aten.mul, aten.mul_, aten.div, aten.div_), _elementwise),
 }
-"""What is counted beside the products of matrices and convolutions that PyTorch counts itself."""
+"""Operations counted in addition to the matrix products and convolutions that PyTorch counts itself."""
 
 
 class ServerCost(Diagnostic):

@@ -27,7 +27,7 @@ from unskew.models.zoo.text import TextMLP
 from unskew.option_parsing import import_from_path
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
-"""What `resolve_model` accepts as a model."""
+"""Types that `resolve_model` accepts as a model."""
 
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _OWN_KINDS = (inspect.Parameter.POSITIONAL_ONLY, *_KEYWORD_KINDS)

@@ -133,7 +133,7 @@ class Broadcast:
 
 
 FIELDS = ("client", "born", "examples", "weight", "metrics", "arrived", "version")
-"""What an update has beside tensors."""
+"""Fields of an update other than tensors."""
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,10 @@ class Rule:
     """Why no other: the end of a sentence that begins with "because"."""
 
     spaces: ClassVar[Mapping[str, Space]] = {}
-    """Where ``unskew tune`` looks for the values of its options, of those that are worth tuning."""
+    """Search spaces of ``unskew tune`` for the options that are worth tuning."""
 
     needs: Collection[str] = ()
-    """What it asks of the core; see ``unskew.protocol.requirements``."""
+    """Requirements on the core; see ``unskew.protocol.requirements``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -248,7 +248,7 @@ class ServerRule(Rule):
     """``updates``: ``step`` is also called in rounds without any; ``clients``: no client takes part at all."""
 
     summary_metrics: ClassVar[tuple[MetricSpec, ...]] = ()
-    """Those of its figures that the summary of a run repeats."""
+    """Metrics of the method that the summary of a run repeats."""
 
     def buffer(self) -> int | None:
         """Updates that the core collects, over rounds if need be, before it calls ``step``; None: those of a round."""

@@ -222,13 +222,13 @@ def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
         rows = [parse_json(line) for line in lines]
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is damaged; without its history the run can neither be resumed nor reported."
+            f"{path} is corrupted; without its history the run can neither be resumed nor reported."
         ) from error
     for row in rows:
         known = isinstance(row, dict) and {*MEASURED, primary_metric_name(row)} <= set(row)
         figures = [row.get(name) for name in (*MEASURED, primary_metric_name(row))] if known else [""]
         if not all(figure is None or isinstance(figure, int | float) for figure in figures):
-            raise CheckpointError(f"{path} is damaged: a line is not that of a round.")
+            raise CheckpointError(f"{path} is corrupted: a line is not that of a round.")
     return rows
 
 

@@ -40,7 +40,7 @@ EVALUATED = {
 }
 """Figures of the model, with what the page calls them; those in per cent end so."""
 DASHES = ("solid", "dash", "dot", "dashdot")
-"""Of lines: the next one whenever the colours begin anew."""
+"""Dash patterns of lines: the next one is used each time the colors start over."""
 ALWAYS = {
     *("round", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped"),
     *("macro_precision", "macro_recall", "micro_precision", "micro_recall"),

@@ -20,7 +20,7 @@ from unskew.reporting.sections import REAL, group_content, group_html, summary_l
 
 NAME = "report.html"
 MARK = b'<meta name="generator" content="unskew '
-"""What every report holds near its beginning: another file is not written over."""
+"""Marker near the beginning of every report; a file without it is not overwritten."""
 
 
 def report(

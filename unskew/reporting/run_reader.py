@@ -22,7 +22,7 @@ MOST_RUNS = 500
 LARGEST = 1e300
 CURVES = {"roc", "pr", "calibration"}
 MOST_POINTS = 1000
-"""Of a curve in ``curves.json``."""
+"""Largest number of points of a curve in ``curves.json``."""
 DEEPEST = 4
 """Folders below the one that is named, in which runs are looked for."""
 WORDS = ("method", "data", "partition", "partition_hash", "model", "client_weighting", "engine", "buffers")
@@ -120,7 +120,7 @@ def read_run(folder: Path) -> RunFiles:
     history = read_history(folder)
     path = folder / "metrics.jsonl"
     if not history or not all(is_usable_number(row.get(name)) for row in history for name in PER_ROUND):
-        raise CheckpointError(f"{path} is damaged: it lacks rounds, or their traffic or times.")
+        raise CheckpointError(f"{path} is corrupted: it lacks rounds, or their traffic or times.")
     config = load_yaml(folder / "config.yaml")
     if not all(isinstance(name, str) for name in config):
         raise ConfigError(f"{folder / 'config.yaml'} is not the configuration of a run.")
@@ -162,9 +162,9 @@ def read_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}.") from error
+        raise CheckpointError(f"{path} is corrupted: {error}.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is damaged: it is no JSON object.")
+        raise CheckpointError(f"{path} is corrupted: it is no JSON object.")
     return value
 
 
@@ -175,7 +175,7 @@ def read_curves(path: Path) -> dict[str, Any]:
         CheckpointError: If it is corrupted.
     """
     curves = read_object(path) if path.is_file() else {}
-    damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
+    damaged = CheckpointError(f"{path} is corrupted; remove it, and the report goes without it.")
     for kind in CURVES & set(curves):
         points = [curves[kind].get(way) for way in "xy"] if isinstance(curves[kind], dict) else [None]
         if not all(
@@ -230,7 +230,7 @@ def check_about(about: dict[str, Any], path: Path) -> None:
     if not (isinstance(names, list) and all(isinstance(key, str) for key in names)) or not all(
         isinstance(part, dict) for part in parts
     ):
-        raise CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
+        raise CheckpointError(f"{path} is corrupted; remove it, and the report goes without it.")
 
 
 def read_clients(path: Path) -> list[dict[str, Any]]:
@@ -241,7 +241,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    damaged = CheckpointError(f"{path} is damaged; remove it, and the report goes without it.")
+    damaged = CheckpointError(f"{path} is corrupted; remove it, and the report goes without it.")
     try:
         rows = [parse_json(line) for line in read_file(path).splitlines()]
     except (OSError, ValueError, RecursionError) as error:

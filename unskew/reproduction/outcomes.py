@@ -26,7 +26,7 @@ CURVES = (
     *("accuracy", "perplexity", "local_", "consensus/", "generalization/", "gradients/"),
     *("coefficients/", "surrogate/"),
 )
-"""What is kept of every evaluated round: figures that begin so."""
+"""Prefixes of the metrics that are kept of every evaluated round."""
 DIGITS, LONGEST = 8, 80
 """Digits of the hash in a file's name, and letters of each of its readable pieces."""
 Outcome = dict[str, Any]
@@ -150,5 +150,5 @@ def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
             if identity_hash(outcome["run"]) == key:
                 return outcome
         except (ValueError, LookupError, TypeError) as error:
-            raise DataError(f"{path} is damaged; remove it to repeat the run.") from error
+            raise DataError(f"{path} is corrupted; remove it to repeat the run.") from error
     return None

@@ -60,11 +60,11 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "consensus/": ("consensus distance of {}", 1, 4),
     "gradients/": ("{} of the clients' gradients at the server's model", 1, 4),
 }
-"""What tables show: its name in a summary, how it is called, its factor and its decimals."""
+"""Values that tables show: key in a summary, title, factor and decimals."""
 
 
 TO_TARGET = {"rounds_to_target": "round", "bytes_to_target": "bytes"}
-"""What a table with a target shows, and the curves it can be read from."""
+"""Values of tables with a target, and the curves from which each is read."""
 MEANS = ("coefficients/", "surrogate/")
 """Values of single rounds of which the last tells little: tables show their mean over the evaluated rounds."""
 COUNTED_OVER = 4000  # rounds of 5 steps, to which counted parameters are scaled

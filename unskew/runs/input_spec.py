@@ -176,5 +176,5 @@ def read_inputs(folder: Path) -> InputSpec:
             f"{folder} has no {NAME}: it is not a run folder, or was made before models could be used from it; run it again."
         ) from error
     except (OSError, ValueError, DataError, pydantic.ValidationError) as error:
-        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}.") from error
+        raise CheckpointError(f"{path} is corrupted: {str(error).splitlines()[0]}.") from error
     return inputs

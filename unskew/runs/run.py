@@ -279,4 +279,4 @@ def finished_rounds(folder: Path) -> int | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / 'summary.json'} is damaged; remove it and resume the run.") from error
+        raise CheckpointError(f"{folder / 'summary.json'} is corrupted; remove it and resume the run.") from error

@@ -30,7 +30,7 @@ MEASURED = (
 
 
 MOST_CLIENTS, MOST_CLASSES = 10_000, 1000
-"""Of federations that are no larger it is kept how many samples of each class a client holds."""
+"""Largest number of clients for which the class counts of every client are stored."""
 
 
 def summarize(

@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 FEWEST = 2
 """Tokens that any model of token ids knows."""
 SIZES = (1, 2, 5)
-"""Of the batches that both are asked for: the first axis is free."""
+"""Batch sizes on which both models are compared, because the first axis is free."""
 
 
 class PortableModel(nn.Module):

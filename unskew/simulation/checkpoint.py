@@ -168,11 +168,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
             )
         check_manifest(manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"The checkpoint {path} is damaged: its manifest cannot be read ({error}).") from error
+        raise CheckpointError(f"The checkpoint {path} is corrupted: its manifest cannot be read ({error}).") from error
     for name, expected in manifest["files"].items():
         file = path / name
         if not file.is_file() or _checksum(file) != expected:
-            raise CheckpointError(f"The checkpoint {path} is damaged: {name} is missing or its checksum differs.")
+            raise CheckpointError(f"The checkpoint {path} is corrupted: {name} is missing or its checksum differs.")
     return manifest
 
 
@@ -196,7 +196,7 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
         SafetensorError,
     ) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} is damaged: {what[:200]}.") from error
+        raise CheckpointError(f"{path} is corrupted: {what[:200]}.") from error
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:

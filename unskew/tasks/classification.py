@@ -130,7 +130,7 @@ class MultiLabel(Task):
 
 
 NOTHING = -1
-"""Where a language model has no next token to predict: after the end of a text."""
+"""Target without a next token to predict: after the end of a text."""
 
 
 class LanguageModeling(Task):

@@ -13,7 +13,7 @@ from unskew.errors import ConfigError, short_repr
 from unskew.tasks.primary_metric import RECALL
 
 BINS = 15
-"""Of the calibration error, as in Guo et al. 2017, arXiv:1706.04599."""
+"""Number of bins of the calibration error, as in Guo et al. 2017, arXiv:1706.04599."""
 OwnMetric = Callable[[np.ndarray, np.ndarray], float]
 """A metric of the user's, ``f(y_true, scores)``: classes ``[n]`` and probabilities ``[n, C]``; labels of 0 and 1 and
 probabilities ``[n, L]`` of each; or targets and predictions in their own units, ``[n]``, of several targets ``[n, T]``."""
@@ -108,7 +108,7 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray], list[float]]] = {
     "ece": ece,
     "recall": recall,
 }
-"""What can be asked for, from probabilities ``[n, C]`` and classes ``[n]``."""
+"""Available metrics, computed from probabilities ``[n, C]`` and classes ``[n]``."""
 
 
 @dataclass(frozen=True)

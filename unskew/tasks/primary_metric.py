@@ -9,7 +9,7 @@ from typing import Any
 SCORES: dict[str, str] = {"accuracy": "accuracy", "r2": "R²"}
 """Its names in files, and what readers call it; both are shown in per cent, higher is better, and 1 is perfect."""
 RECALL = "recall/"
-"""What the names of the recalls of single classes begin with."""
+"""Prefix of the names of per-class recalls."""
 WORST = "worst_client"
 """The objective that is the task's own metric of the worst client."""
 

@@ -20,7 +20,7 @@ SHARED = (
 """Fields of a run that may be tuned: those of training, none of the data, the rounds or the machine."""
 BUDGETS = {"local_steps": "local_epochs", "local_epochs": "local_steps"}
 SERVER_BUDGETS = {"steps": "epochs", "epochs": "steps"}
-"""Of each pair only one may be given."""
+"""Pairs of options of which only one may be given."""
 DIGITS = 3
 """Significant digits of a tuned number: more mean nothing, and a spelling stays short."""
 

@@ -215,7 +215,7 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
             before = read_json(path)
             differing = [key for key in {**options, **before} if before.get(key) != options.get(key)]
         except (ValueError, AttributeError) as error:
-            raise ConfigError(f"{path} is damaged; tune in another folder with --out.") from error
+            raise ConfigError(f"{path} is corrupted; tune in another folder with --out.") from error
     if differing:
         key = differing[0]
         raise ConfigError(

@@ -20,7 +20,7 @@ from unskew.progress import report_progress
 JPEG = b"\xff\xd8"
 MOST_PIXELS = 2**27
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""What pillow may read: for others, such as EPS, it runs another program on the file."""
+"""Image formats that pillow may read; for others, such as EPS, it would run another program on the file."""
 """Larger JPEGs are left to pillow, which refuses what would fill the memory."""
 
 

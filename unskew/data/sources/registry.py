@@ -71,7 +71,7 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "folder": class_folders,
     "table": table_files,
 }
-"""What refuses a path that is of another kind, before all files under it are looked at."""
+"""Checks that reject a path of another kind before all files under it are read."""
 
 ALL = ColumnSelection()
 """Nothing is said of a table's columns."""

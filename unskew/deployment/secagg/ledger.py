@@ -48,7 +48,7 @@ class OpenedSumLedger:
             return ()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"The record of opened sums, {self.path}, is damaged; remove it to allow a new run of the experiment."
+                f"The record of opened sums, {self.path}, is corrupted; remove it to allow a new run of the experiment."
             ) from error
         if run != self.run:
             raise ConfigError(

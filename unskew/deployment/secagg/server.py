@@ -239,7 +239,7 @@ class MaskedSum:
 
     def _share(self, parts: Sequence[SumPart]) -> None:
         """Let each site share its secrets."""
-        ready = {str(k): [[*one.keys], one.signature] for k, one in self.ready.items()}
+        ready = {str(k): [[*reply.keys], reply.signature] for k, reply in self.ready.items()}
         text_of_parts = parts_as_text(parts)
         self.view = view_digest(self.sites.run, self.round, self.session, ready, text_of_parts)
 
@@ -303,10 +303,10 @@ class MaskedSum:
             np.add(total, tensor.numpy().view(np.uint32), out=total)
             return error
 
-        found = self._ask("mask", "", configs, take)
+        replies = self._ask("mask", "", configs, take)
         if accusations:
             raise find_wrong_dealers(accusations, len(self.shares), self.sites.name)
-        return list(found), total, sum(found.values())
+        return list(replies), total, sum(replies.values())
 
     def _signed(self, alive: Sequence[int]) -> dict[int, str]:
         """Return the sites' signatures of the list of sites whose masked updates arrived."""

@@ -22,7 +22,7 @@ NODES = 0.5
 SILENCE = 300.0
 """Seconds without an answer after which the user is told who is waited for."""
 OnTimeout = Literal["wait", "continue", "abort"]
-"""What is done when fewer updates than needed have come by the deadline."""
+"""Actions after the deadline if fewer updates than needed have arrived."""
 
 
 FAILURES = 10

@@ -18,7 +18,7 @@ from unskew.errors import ConfigError, plain_message, short_repr
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NAME = r"^[\w.-]{1,64}$"
-"""What a site may be called."""
+"""Pattern of a site's name."""
 LONGEST_SOCKET = 100
 """Characters of a socket's path; systems take about so many."""
 
@@ -59,7 +59,7 @@ class OwnData(Section):
     label: str | None = None
     """Label column of a table."""
     label_separator: str | None = None
-    """What stands between the labels of a sample."""
+    """Separator between the labels of a sample."""
     image: str | None = None
     """Image column of a table."""
     image_size: int | None = None
@@ -86,7 +86,7 @@ class SiteConfig(Section):
     """A site. Paths are relative to the file."""
 
     name: Annotated[str, Field(pattern=NAME)]
-    """What messages call the site."""
+    """Name of the site in messages."""
     client: Annotated[int, Field(ge=0)]
     """Its number among the experiment's clients, from 0."""
     experiments: str = "experiment.yaml"
@@ -108,11 +108,11 @@ class SiteConfig(Section):
     state: str = "state"
     """Folder of what stays at the site between rounds."""
     limits: SiteLimits = SiteLimits()
-    """What is taken from a server at most."""
+    """Limits on what is accepted from a server."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads of the training; the numbers are the simulator's, bit for bit, where it used as many."""
     device: str = "cpu"
-    """Where the site trains."""
+    """Device on which the site trains."""
     trust_code: bool = False
     """Whether the experiment may name code of its own, which is then run."""
 

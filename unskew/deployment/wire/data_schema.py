@@ -26,7 +26,7 @@ from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
 
 PROTOCOL = 5
-"""Of the messages between server and sites; both must have the same."""
+"""Version of the messages between server and sites; both must have the same."""
 
 
 def experiment_digest(config: Experiment) -> str:

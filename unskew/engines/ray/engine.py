@@ -180,9 +180,9 @@ class RayEngine:
             ok, part.answer = self.task.remote(self.run, [self.everything], [common], own)
             flying[ok] = part
 
-        for place in range(len(broadcasts)):
-            while place not in ended:
-                while waiting and len(flying) < ahead and begun - place < 2 * window:
+        for index in range(len(broadcasts)):
+            while index not in ended:
+                while waiting and len(flying) < ahead and begun - index < 2 * window:
                     begun += len(waiting[0].places)
                     begin(waiting.popleft())
                 for ready in self._wait(list(flying)):
@@ -191,10 +191,10 @@ class RayEngine:
                         ended.update(dict.fromkeys(part.places, part))
                     else:
                         begin(part)
-            if place not in here:
-                here.update(zip(ended[place].places, self._receive(ended[place]), strict=True))
-            del ended[place]
-            yield here.pop(place)
+            if index not in here:
+                here.update(zip(ended[index].places, self._receive(ended[index]), strict=True))
+            del ended[index]
+            yield here.pop(index)
 
     def _window(self) -> int:
         """Clients of a cohort that are looked at together: the largest of them are trained first."""

@@ -18,7 +18,7 @@ Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """From what is learned and the step to the loss to minimise (a scalar) and what shall be kept of the best step."""
 
 Maker = tuple[Tensor, Callable[[Tensor], Tensor], tuple[float, float]]
-"""What is learned, at its start; how inputs are made of it; and Adam's decay rates."""
+"""Initial values of the learned inputs, their construction, and Adam's decay rates."""
 
 
 def minimize(

@@ -21,7 +21,7 @@ from unskew.models.zoo.basic import Classifier
 Step = Callable[[Tensor], Tensor]
 POINTWISE: dict[type[nn.Module], Step] = {nn.ReLU: F.relu, nn.Tanh: torch.tanh, nn.Sigmoid: torch.sigmoid}
 IDLE = (KeyedDropout, nn.Dropout, nn.Identity)
-"""What does nothing in eval mode."""
+"""Modules without effect in eval mode."""
 
 
 def sequential_layers(spec: ModelSpec) -> list[tuple[str, nn.Module]] | None:

@@ -172,5 +172,5 @@ def _resume(job: GeneratorJob, trained: TrainingState) -> tuple[int, int]:
         return int(progress["epochs"]), int(progress["steps"])
     except Exception as error:
         raise CheckpointError(
-            f"{path} is damaged ({error}); remove it, and this generator is trained again."
+            f"{path} is corrupted ({error}); remove it, and this generator is trained again."
         ) from error

@@ -226,7 +226,7 @@ MODULES: dict[type, LayerKind] = {
         LayerKind(_given("channels"), _without_indices),
     ),
 }  # fmt: skip
-"""What is known of modules; a subclass may do anything else and is unknown."""
+"""Supported module types; a subclass may compute anything else and is not supported."""
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{f: _together(f) for f in (operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.sub)},

@@ -15,7 +15,7 @@ from unskew.errors import ConfigError
 from unskew.models.zoo.basic import Classifier, hidden_layers, num_features
 
 LARGEST = 50
-"""Of an embedding, however many values a category has."""
+"""Largest width of an embedding, for any number of categories."""
 
 
 class Embeddings(nn.Module):

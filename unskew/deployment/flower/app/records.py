@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from unskew.deployment.wire.frames import Blob, Frame, FrameError
 
 RAW = "unskew.raw"
-"""How Flower's arrays name their bytes: C order, little-endian, no header."""
+"""Encoding of Flower's arrays: C order, little-endian, no header."""
 
 
 def to_records(frame: Frame) -> RecordDict:
