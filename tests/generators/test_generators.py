@@ -233,7 +233,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch
     assert seen == [3, 4], "epochs that were kept are not made again"
     assert torch.equal(rest.sample(wanted), whole.sample(wanted))
     (tmp_path / train_loop.STATE).write_bytes(b"nonsense")
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match="corrupted"):
         generator_factory(spec)(GeneratorJob((1, 8, 8), 3, 7, folder=tmp_path)).fit(x, y)
 
 

@@ -174,7 +174,7 @@ def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch
     assert np.allclose(ask("torchscript", found["file"], x), own, atol=TOLERANCE, rtol=0)
     assert not np.allclose(own, unskew.load_predictor(folder).predict_proba(x))
     (folder / "personal" / "1.safetensors").write_bytes(b"{")
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match="corrupted"):
         unskew.load_predictor(folder, client=1)
     monkeypatch.setattr("unskew.runs.personal_model_files.MOST", 10)
     with pytest.warns(UserWarning, match="are not kept"):

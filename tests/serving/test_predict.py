@@ -141,7 +141,7 @@ def test_folders_without_a_usable_model_are_refused(digits, tmp_path):
         unskew.load_predictor(tmp_path)
     for text in ("{", "[]", '{"task": "classification"}'):
         (tmp_path / "inputs.json").write_text(text)
-        with pytest.raises(CheckpointError, match="damaged"):
+        with pytest.raises(CheckpointError, match="corrupted"):
             unskew.load_predictor(tmp_path)
 
 

@@ -165,20 +165,20 @@ class GroupTrainer:
             for broadcast, plan in zip(broadcasts, plans, strict=True)
         ]
         starts = [own["v_global"] for own in singly]
-        given, dims = stack_trees(singly)
+        stacked, dims = stack_trees(singly)
 
-        def ctxs_of(given: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
+        def ctxs_of(stacked: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
             model = FunctionalModel(setup.spec, b)
-            return model, inputs.contexts(given, model, round, ended)
+            return model, inputs.contexts(stacked, model, round, ended)
 
-        def begin(given: dict[str, Any], b: Tensor) -> list[Tensors]:
-            _, ctxs = ctxs_of(given, b)
+        def begin(stacked: dict[str, Any], b: Tensor) -> list[Tensors]:
+            _, ctxs = ctxs_of(stacked, b)
             return [rule.begin(ctx) for rule, ctx in zip(setup.rules, ctxs, strict=True)]
 
         def step(
-            given: dict[str, Any], b: Tensor, v: Tensor, carries: list[Tensors], state: Tensors, batch: Batch
+            stacked: dict[str, Any], b: Tensor, v: Tensor, carries: list[Tensors], state: Tensors, batch: Batch
         ) -> Tree:
-            model, ctxs = ctxs_of(given, b)
+            model, ctxs = ctxs_of(stacked, b)
             carries = [dict(carry) for carry in carries]
             loss_fn = base_loss(model, setup.task)
             for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
@@ -191,8 +191,8 @@ class GroupTrainer:
             v, state = optimizers.optimizer_step(now, v, grad_fn(v, batch), state, t, moves)
             return model.b, v, carries, state, model.loss
 
-        def end(given: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor, delta: Tensor) -> Tree:
-            _, ctxs = ctxs_of(given, b, ended=True)
+        def end(stacked: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor, delta: Tensor) -> Tree:
+            _, ctxs = ctxs_of(stacked, b, ended=True)
             return apply_end_hooks(setup.rules, ctxs, carries, v, delta)
 
         b = torch.stack([own["b_global"] for own in singly])
@@ -207,7 +207,7 @@ class GroupTrainer:
         with torch.random.fork_rng(enabled=True, devices=[]):
             torch.manual_seed(derive(setup.seed, "vmap", round, broadcasts[0].client))
             began = self._now()
-            carries = self._map(begin, (dims, 0), given, b)
+            carries = self._map(begin, (dims, 0), stacked, b)
             ready = self._now()
             samples = [
                 rule_generated_samples(setup.rules, select_rows(carries, k)) if broadcast.show else {}
@@ -223,7 +223,7 @@ class GroupTrainer:
                     batch = batch._replace(lr=training.rate(round, t))
                     assert batch.x.shape[1] == size
                     args = (
-                        select_rows(given, index, dims),
+                        select_rows(stacked, index, dims),
                         *(select_rows(x, index) for x in (b, v, carries, state)),
                         batch,
                     )
@@ -234,7 +234,7 @@ class GroupTrainer:
                     )
                     total = replace_rows(total, index, select_rows(total, index) + new[4])
             deltas = torch.stack([local_update(broadcast, starts[k], v[k]) for k, broadcast in enumerate(broadcasts)])
-            written, deltas = self._map(end, (dims, 0, 0, 0, 0), given, b, carries, v, deltas)
+            written, deltas = self._map(end, (dims, 0, 0, 0, 0), stacked, b, carries, v, deltas)
         losses = (total / counts.clamp_min(1)).tolist()
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
         # Of the group's time, each client's even share.

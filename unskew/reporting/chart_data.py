@@ -195,11 +195,15 @@ def best_classifiers(part: RunGroup) -> list[MethodRuns]:
     """Return the best methods whose first run has curves of a classifier."""
     judge = part.objective
 
-    def rank(one: MethodRuns) -> float:
-        values = [float(run.summary[judge.name]) for run in one.runs if is_usable_number(run.summary.get(judge.name))]
+    def rank(method_runs: MethodRuns) -> float:
+        values = [
+            float(run.summary[judge.name]) for run in method_runs.runs if is_usable_number(run.summary.get(judge.name))
+        ]
         return judge.rank(float(np.mean(values))) if values else -np.inf
 
-    return sorted((one for one in part.series if one.runs[0].curves), key=rank, reverse=True)[:BEST]
+    return sorted((method_runs for method_runs in part.series if method_runs.runs[0].curves), key=rank, reverse=True)[
+        :BEST
+    ]
 
 
 def classifier_curves(part: RunGroup) -> dict[str, Any]:

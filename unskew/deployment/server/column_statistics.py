@@ -179,11 +179,13 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
     columns, scale, sent = None, None, None
     if known:
         rest = [columns for columns, _, _ in first.values()]
-        columns = fit_encoders(known, drawn.source.indicate, rest, lambda _: (one[:width] for one in second))
+        columns = fit_encoders(known, drawn.source.indicate, rest, lambda _: (sums[:width] for sums in second))
         sent = columns.told
     if regression:
         of_targets = [(counts, sums) for _, counts, sums in first.values()]
-        scale = task_with_moments(global_moments(of_targets, lambda _: (one[width:] for one in second), names[width:]))
+        scale = task_with_moments(
+            global_moments(of_targets, lambda _: (squares[width:] for squares in second), names[width:])
+        )
         cost = target_scaling_bytes(len(first), targets)
         sent = cost if sent is None else sent + cost
     return GlobalStats(columns, scale, sent)

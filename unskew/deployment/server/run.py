@@ -131,20 +131,20 @@ def _carried_out(
     # After every round: so a resumed run never asks a site for a state that it has forgotten.
     config = config.model_copy(update={"checkpoint_every": 1})
     about = initial_header(config, reference)
-    place = deployment.place(config) if place is None else place
+    superlink = place or deployment.place(config)
     folder.chmod(0o700)  # figures of single sites are in it
     within = ExitStack()
     try:
         tell(f"Waiting for {total} sites; unskew deploy status {folder} shows who is there.")
-        link = place.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
-        reopen = partial(place.reopen, deployment.startup_timeout)
+        link = superlink.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
+        reopen = partial(superlink.reopen, deployment.startup_timeout)
         sites = SiteManager(
             link, reopen, deployment.run, about, deployment.round_policy, partial(notify_warning, callbacks)
         )
         sites.total, sites.barred = total, {*deployment.excluded}
         sites.audit = within.enter_context(closing(AuditLog(folder)))
         within.enter_context(closing(ControlSocket(folder, sites, partial(deployment.write_excluded, folder))))
-        roster = place.roster()
+        roster = superlink.roster()
         if config.secure_aggregation == "required" and not {*range(total)} <= {*roster}:
             raise ConfigError(
                 f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing key of each of the "
@@ -171,10 +171,10 @@ def _carried_out(
             session.server.traffic.count(client, "down", down, 0)
         result = session.run(again)
     except EngineError as error:
-        why = place.why()
+        why = superlink.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error
     finally:
         within.close()
-        place.close()
-    place.forget()
+        superlink.close()
+    superlink.forget()
     return result

@@ -212,20 +212,20 @@ def _rounded(sizes: Tensor, choices: Tensor, traffic: Tensor, limit: float, rate
     return chosen(high)
 
 
-def _improved(found: Tensor, distance: Tensor, traffic: Tensor, limit: float) -> Tensor:
+def _improved(choice: Tensor, distance: Tensor, traffic: Tensor, limit: float) -> Tensor:
     """Change one or two choices at a time as long as that reduces the distance within the limit."""
     groups, options = distance.shape
     group = torch.arange(groups).repeat_interleave(options)
     same = group[:, None] == group
     while True:
-        now = found[:, None]
+        now = choice[:, None]
         nearer = (distance - distance.gather(1, now)).flatten()
         more = (traffic - traffic.gather(1, now)).flatten()
         slack = limit - float(traffic.gather(1, now).sum())
         change = torch.where(same | (more[:, None] + more > slack), torch.inf, nearer[:, None] + nearer)
         best = int(change.argmin())
         if not float(change.flatten()[best]) < -1e-12 * float(distance.gather(1, now).sum()):
-            return found
-        found = found.clone()
+            return choice
+        choice = choice.clone()
         for move in divmod(best, groups * options):
-            found[move // options] = move % options
+            choice[move // options] = move % options
