@@ -38,7 +38,8 @@ lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constr
 	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-audit.txt
 	touch $@
 
-audit: .venv-audit/installed  ## bandit on the code; pip-audit on what is installed by version, where the network allows it
+audit: .venv-audit/installed  ## spelling; bandit on the code; pip-audit on what is installed by version, where the network allows it
+	.venv-audit/bin/codespell unskew docs examples README.md CONTRIBUTING.md --skip '*.json,*.html,*.js,*.css,*.svg,*.png,__pycache__'
 	.venv-audit/bin/bandit --quiet --recursive -ll unskew
 	.venv-audit/bin/python .ci/audit.py constraints.txt constraints-deploy.txt
 
