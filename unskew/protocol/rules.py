@@ -73,7 +73,10 @@ class Rule:
         wrap_hooks(cls, __name__)
 
     def build(self) -> Method:
-        """The method made of this rule alone; a rule that fills several slots fills them all."""
+        """Return the method that consists of this rule alone; a rule that fills several slots fills them all.
+
+        Override it if options decide which slots are filled.
+        """
         return Method(
             name=self.name,
             data=(self,) if isinstance(self, DataRule) else (),
@@ -84,7 +87,14 @@ class Rule:
         )
 
     def conflict_with(self, method: Method) -> str | None:
-        """Why this rule cannot be in the composition ``method``, as a sentence, if it cannot."""
+        """Return the reason why this rule cannot be part of a composition, as a sentence.
+
+        Args:
+            method: The composition, with all its rules.
+
+        Returns:
+            The sentence, or None if there is no conflict.
+        """
         return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
@@ -107,7 +117,16 @@ class DataRule(Rule):
     """Whether the first step takes long and makes what another run may be given."""
 
     def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
-        """At the clients: what each client of ``prepared.federation`` sends to the server."""
+        """Compute what every client sends to the server, once before training.
+
+        Args:
+            prepared: The federation, what the server knows of it, and the training budget.
+            seed: Seed of the run; draw with ``unskew.seeding`` and a purpose of your own.
+            workspace: Folder, device, warnings and progress reports of the run.
+
+        Returns:
+            The tensors of each client by name, and metrics about them.
+        """
         return ClientPayloads()
 
     def for_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
@@ -124,15 +143,38 @@ class DataRule(Rule):
         return self
 
     def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
-        """At the server: what each client is sent, of all that was ``sent``."""
+        """Compute what the server sends back to the clients.
+
+        Args:
+            sent: Tensors that the clients sent, by client and name.
+            facts: What the server knows of the federation.
+            seed: Seed of the run.
+
+        Returns:
+            Tensors for single clients, and tensors for all clients.
+        """
         return ServerPayload()
 
     def apply_payload(self, client: ClientData, share: Tensors) -> ClientData:
-        """At a client: its data after its share has come."""
+        """Return a client's data after it has received its share.
+
+        Args:
+            client: The client's data before.
+            share: Tensors that the server sent to this client, by name.
+        """
         return client
 
     def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
-        """The three steps for all clients, with what they cost; works in ``workspace``."""
+        """Run the three steps for all clients and count their traffic.
+
+        Args:
+            prepared: The federation and the training budget before.
+            seed: Seed of the run.
+            workspace: Folder, device, warnings and progress reports of the run.
+
+        Returns:
+            The federation and the budget that training uses.
+        """
         payloads = self.client_payload(prepared, seed, workspace)
         return prepared.received(
             self.name, payloads, self.server_payload(payloads.sent, prepared.federation_info, seed), self.apply_payload
@@ -143,15 +185,30 @@ class WithServerHalf(Rule):
     """A rule at clients that may keep something at the server, too."""
 
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """State of the rule's server half."""
+        """Return the initial state of the rule's server half, by name.
+
+        Args:
+            v: Initial model, ``[d]``.
+            facts: What the server knows of the federation.
+        """
         return {}
 
     def download(self, state: Tensors, client: int) -> Tensors:
-        """Return what a client downloads in addition to the model."""
+        """Return what a client downloads in addition to the model.
+
+        Args:
+            state: State of the server half.
+            client: Number of the client.
+        """
         return {}
 
     def server_update(self, state: Tensors, updates: Updates) -> Tensors:
-        """New state of the server half after the updates of a round (at least one)."""
+        """Return the new state of the server half after a round.
+
+        Args:
+            state: State before.
+            updates: Updates of the round, at least one.
+        """
         return state
 
 
@@ -162,52 +219,120 @@ class ClientRule(WithServerHalf):
     """Whether clients send the model back; if not, only the rule's upload and normalization statistics are sent."""
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Change the model before training (a projection head): the new model and the name of its head."""
+        """Change the model before training, for example by adding a projection head.
+
+        Args:
+            module: The model; it may be changed in place.
+            head: Name of the module that is its head.
+
+        Returns:
+            The new model and the name of its head.
+        """
         return module, head
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """Return what the rule needs to know of a client's data; available as ``ctx.client_info``."""
+        """Return what the rule needs to know of a client's data; it is available as ``ctx.client_info``.
+
+        Args:
+            data: View of the client's training data and of the federation's normalization.
+        """
         return {}
 
     def begin(self, ctx: Context) -> Tensors:
-        """Return the carry of local training, computed before the first step."""
+        """Return the carry of local training, computed before the first step.
+
+        Args:
+            ctx: Context of the client in this round: model, broadcast, state, key.
+        """
         return {}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
-        """Wrap the loss ``(v, batch) -> scalar``; may not write to ``carry``."""
+        """Wrap the loss of local training.
+
+        Args:
+            loss_fn: Function ``(v, batch) -> scalar`` of the parameters ``v [d]``.
+            ctx: Context of the client in this round.
+            carry: Carry of local training; do not write to it.
+
+        Returns:
+            A function of the same kind.
+        """
         return loss_fn
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
-        """Wrap the gradient ``(v, batch) -> g [d]``; may replace entries of ``carry``."""
+        """Wrap the gradient of local training.
+
+        Args:
+            grad_fn: Function ``(v, batch) -> g`` with ``g [d]``.
+            ctx: Context of the client in this round.
+            carry: Carry of local training; its entries may be replaced.
+
+        Returns:
+            A function of the same kind.
+        """
         return grad_fn
 
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
         """Return a mask of the parameters to update in this step, boolean ``[d]``, or None for all.
 
         Other parameters keep their values and momentum.
+
+        Args:
+            ctx: Context of the client in this round.
+            carry: Carry of local training.
+            batch: The mini-batch of the step.
         """
         return None
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """After the last step at ``v``: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent)."""
+        """Finish local training: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent).
+
+        Args:
+            ctx: Context of the client in this round.
+            carry: Carry of local training.
+            v: Local model after the last step, ``[d]``.
+        """
 
     def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
-        """Transform the update ``delta [d]`` (local model minus broadcast) before upload."""
+        """Transform the update before upload.
+
+        Args:
+            ctx: Context of the client in this round.
+            carry: Carry of local training.
+            delta: Local model minus broadcast model, ``[d]``.
+
+        Returns:
+            The vector ``[d]`` that is sent.
+        """
         return delta
 
     def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
-        """Inputs ``[n, ...]`` that the client made in ``begin``, and their targets ``[n]``, for a picture of them."""
+        """Return samples that ``begin`` generated, to be drawn as pictures.
+
+        Args:
+            carry: Carry of local training.
+
+        Returns:
+            Inputs ``[n, ...]`` and targets ``[n]``, or None.
+        """
         return None
 
     def encode_upload(self, upload: Tensors) -> Tensors:
         """Encode ``ctx.upload``, written in ``end``, for sending; shapes may depend on the values.
 
         Only rules that need single updates may send tensors of different shapes: others are added up.
+
+        Args:
+            upload: Tensors by name.
         """
         return upload
 
     def personal(self, state: Tensors) -> Tensor | None:
-        """The model ``[d]`` that serves a client with this state, where that is not the global one."""
+        """Return the personal model of a client, ``[d]``, or None if the global model serves it.
+
+        Args:
+            state: State of the rule at the client; empty if the client never took part.
+        """
         return None
 
 
@@ -220,23 +345,49 @@ class SyncRule(WithServerHalf):
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
-        """Slices to download and to upload in ``round``, for a client that last took part in ``last`` (None: never).
+        """Return the slices of the model that a client downloads and uploads in a round.
 
-        ``state`` is that of the rule's server half. If clients upload different slices, each entry of the model is averaged
-        over the clients that upload it.
+        If clients upload different slices, each entry of the model is averaged over the clients that upload it.
+
+        Args:
+            state: State of the rule's server half.
+            round: Number of the round, from 0.
+            client: Number of the client.
+            last: Last round in which the client took part; None if it never did.
+            spec: Layout of the model.
+
+        Returns:
+            Slices to download and slices to upload, in order, with both ends, without overlap.
         """
         raise NotImplementedError
 
     def round_metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
-        """Figures for the line of ``round`` in ``metrics.jsonl``, after it: numbers, or lists of them."""
+        """Return metrics of a finished round for ``metrics.jsonl``: numbers, or lists of numbers.
+
+        Args:
+            state: State of the rule's server half.
+            round: Number of the round, from 0.
+            spec: Layout of the model.
+        """
         return {}
 
     def local_slices(self, spec: ModelSpec) -> Slices:
-        """Slices that are each client's own for good: its personal model is the global one with its values there."""
+        """Return the slices that always stay at each client; its personal model has its own values there.
+
+        Args:
+            spec: Layout of the model.
+        """
         return ()
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Slices of several rounds do not belong together, so updates must come in their round."""
+        """Require that updates arrive in their round, because slices of different rounds do not belong together.
+
+        Args:
+            run: Configuration, federation and model of the run.
+
+        Raises:
+            ConfigError: If the run has delays.
+        """
         run.need_no_delays(self.name)
         return ()
 
@@ -251,31 +402,57 @@ class ServerRule(Rule):
     """Metrics of the method that the summary of a run repeats."""
 
     def buffer(self) -> int | None:
-        """Updates that the core collects, over rounds if need be, before it calls ``step``; None: those of a round."""
+        """Return the number of updates to collect, over several rounds if necessary, before ``step`` is called.
+
+        Returns:
+            The number, or None to call ``step`` with the updates of each round.
+        """
         return None
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """Server state before the first round; holds at least ``"v"``."""
+        """Return the server state before the first round; it contains at least ``"v"``.
+
+        Args:
+            v: Initial model, ``[d]``.
+            facts: What the server knows of the federation.
+        """
         return {"v": v}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Server state after some updates (at least one, unless the rule ``steps_without`` them).
+        """Return the server state after a list of updates.
 
-        An entry ``"b"`` is the model's new statistics ``[m]`` and is taken out of the state; by default they are the
-        weighted mean of the clients'.
+        An entry ``"b"`` is the model's new buffers ``[m]`` and is taken out of the state; by default they are the weighted
+        mean of the clients' buffers.
+
+        Args:
+            state: State before; ``state["v"]`` is the model.
+            updates: Updates, at least one unless the rule ``steps_without`` them.
         """
         raise NotImplementedError
 
     def evaluated(self, state: Tensors) -> Tensor:
-        """The model that is evaluated and returned, ``[d]``; by default the one that is broadcast."""
+        """Return the model that is evaluated and returned, ``[d]``; by default the one that is broadcast.
+
+        Args:
+            state: State of the server.
+        """
         return state["v"]
 
     def metrics(self, state: Tensors) -> dict[str, Any]:
-        """The method's own figures for the round's line in ``metrics.jsonl``: numbers, or lists of them."""
+        """Return the method's own metrics of the round for ``metrics.jsonl``: numbers, or lists of numbers.
+
+        Args:
+            state: State of the server.
+        """
         return {}
 
     def draw(self, history: Sequence[dict[str, Any]], folder: Path) -> None:
-        """Pictures of what the rule did in all rounds, written into the run folder."""
+        """Draw plots of all rounds into the run folder.
+
+        Args:
+            history: Metrics of each round.
+            folder: Run folder.
+        """
 
 
 def changes_updates(rules: Sequence[ClientRule]) -> bool:
