@@ -3,7 +3,9 @@
 import ast
 import re
 
-from support.pages import ROOT
+from support.pages import DOCS, ROOT
+
+from unskew.cli.app import commands
 
 VAGUE = {"one", "found", "made", "told", "asked", "held", "given", "kept", "mine", "theirs", "cast", "casts"}
 VAGUE |= {"gone", "whole", "piece", "pieces", "place", "places"}
@@ -36,3 +38,35 @@ def test_docstrings_of_functions_and_classes_begin_with_a_verb_or_a_noun():
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and RELATIVE.match(ast.get_docstring(node) or "")
     ]
     assert relative == []
+
+
+def flags_of(command):
+    nested = getattr(command, "commands", {}).values()
+    return {flag for part in command.params for flag in [*part.opts, *part.secondary_opts]}.union(
+        *map(flags_of, nested)
+    )
+
+
+OF_PROGRAMS = """
+--help --version --quiet --verbose --install-completion --show-completion
+--address --head --port --host --generate --node-ip-address --object-store-memory
+--auth-supernode-private-key --database --disable-runtime-dependency-installation --enable-supernode-auth --node-config
+--root-certificates --run-config --ssl-ca-certfile --ssl-certfile --ssl-keyfile --backend-store-uri
+--constraint --extra-index-url --no-build-isolation --no-deps --require-hashes --requirement
+--fl-bench --pfllib --iterations --minutes --only --pages --setting
+"""
+"""Flags of unskew itself, Ray, Flower, MLflow, pip, and of the scripts in ``benchmarks`` and ``conformance``."""
+
+
+def test_messages_and_pages_name_only_flags_that_exist():
+    known = flags_of(commands()) | set(OF_PROGRAMS.split())
+    pages = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
+    texts = {page: page.read_text() for page in pages}
+    for path, tree in modules():
+        if path.name != "renamed.py":
+            strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+            texts[path] = " ".join(value for value in strings if isinstance(value, str))
+    named = {
+        (str(path), flag) for path, text in texts.items() for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", text)
+    }
+    assert sorted((path, flag) for path, flag in named if flag not in known) == []

@@ -134,7 +134,7 @@ def test_the_servers_statistics_are_the_models():
 
 @pytest.mark.parametrize("rule", [Center(), Tuned()])
 def test_without_data_of_its_task_a_rule_is_refused_before_anything_is_trained(rule):
-    with pytest.raises(ConfigError, match="needs data at the server: give --server 1000"):
+    with pytest.raises(ConfigError, match="needs data at the server: give --server-data 1000"):
         train(rule, blobs([9, 8], server=False))
     with pytest.raises(ConfigError, match="another data set"):
         train(rule, with_server(in_domain=False))

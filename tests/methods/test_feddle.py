@@ -419,7 +419,7 @@ def test_statistics_that_stay_at_clients_are_averaged_as_always():
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="feddle needs data at the server: give --server 1000"):
+    with pytest.raises(ConfigError, match="feddle needs data at the server: give --server-data 1000"):
         train("feddle", blobs([9, 8], server=False))
     with pytest.raises(ConfigError, match="nothing but a head"):
         train("feddle", OTHER)

@@ -225,7 +225,7 @@ def test_only_feddf_needs_single_updates():
 
 @pytest.mark.parametrize("method", ["fedft", "hfcl", "feddf", "center"])
 def test_without_data_at_the_server_they_are_refused_with_what_to_do(method):
-    with pytest.raises(ConfigError, match=f"{method} needs data at the server: give --server 1000"):
+    with pytest.raises(ConfigError, match=f"{method} needs data at the server: give --server-data 1000"):
         train(method, fed=blobs(SIZES, server=False))
     if method != "feddf":
         with pytest.raises(ConfigError, match=f"{method} learns from the server's labels"):

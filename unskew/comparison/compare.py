@@ -57,8 +57,8 @@ def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
         return None
     return (
         f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
-        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass --weights samples (or uniform) to use "
-        "one weighting for all."
+        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
+        "--client-weighting samples (or uniform) to use one weighting for all."
     )
 
 

@@ -159,7 +159,8 @@ def apply_end_hooks(
         if not isinstance(sent, Tensor) or sent.shape != delta.shape or sent.dtype != delta.dtype:
             what = f"{sent.dtype} {tuple(sent.shape)}" if isinstance(sent, Tensor) else type(sent).__name__
             raise ConfigError(
-                f"{rule.name}.sends must return a tensor like the update, {delta.dtype} {tuple(delta.shape)}, not {what}."
+                f"{rule.name}.transform_update must return a tensor like the update, {delta.dtype} {tuple(delta.shape)}, "
+                f"not {what}."
             )
         delta = sent
     return [(ctx.state, ctx.upload) for ctx in ctxs], delta

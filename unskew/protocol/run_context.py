@@ -73,8 +73,8 @@ class PreRunContext:
         """The server's data, of whatever kind."""
         if self.federation.server is None:
             raise ConfigError(
-                f"{name} needs data at the server: give --server 1000 to take so many samples out of the test set, "
-                "or --server NAME for another data set."
+                f"{name} needs data at the server: give --server-data 1000 to take that number of samples out of "
+                "the test set, or --server-data NAME for another data set."
             )
         return self.federation.server
 
@@ -84,6 +84,6 @@ class PreRunContext:
         if not data.in_domain:
             raise ConfigError(
                 f"{name} learns from the server's labels, which must be of the clients' classes, but the server holds "
-                "another data set; give --server 1000 to take so many samples out of the test set."
+                "another data set; give --server-data 1000 to take that number of samples out of the test set."
             )
         return data

@@ -101,5 +101,5 @@ def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -
     if early:
         raise ConfigError(
             f"{early[0]} must know of all sites' data before the first round, so none can come later. Leave --quorum out, "
-            "or, where only sizes matter, take weights: uniform."
+            "or, if only sizes matter, set client_weighting: uniform."
         )

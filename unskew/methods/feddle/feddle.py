@@ -14,8 +14,8 @@ Coefficients may be negative. The atlas keeps ``atlas`` anchors: a new one takes
 itself is in ``unskew.methods.feddle.search``.
 
 ``c'_m = eta w_m / sum_j w_j (1 + age_m)^-a ||a_m|| / r`` for the updates since the last search and 0 for older ones, so that
-no step of the search is exactly a step of FedBuff (``weights: samples``: of FedAvg) whatever the norms. With ``lam=inf`` it
-is FedBuff, too.
+no step of the search is exactly a step of FedBuff (``client_weighting: samples``: of FedAvg) whatever the norms.
+With ``lam=inf`` it is FedBuff, too.
 
 What the paper leaves open: Adam's state and the fresh head begin anew in each search (``warm_start`` keeps the head); a
 search is made in each round in which an update arrives, or whenever ``buffer_size`` are in; BatchNorm statistics move by the
@@ -142,7 +142,7 @@ class Feddle(ServerRule):
         if "surrogate" in run.diagnose and data.in_domain:
             raise ConfigError(
                 "diagnose=surrogate compares what a method learns from another data set at the server with what the test "
-                "set would say; give --server NAME, the name of a data set."
+                "set would say; give --server-data NAME, the name of a data set."
             )
         if self.trigger == "buffer" and self.atlas is not None and self.atlas < self.buffer_size:
             raise ConfigError(
@@ -151,7 +151,7 @@ class Feddle(ServerRule):
         if not data.in_domain and not spec.parts["body"]:
             raise ConfigError(
                 "feddle puts a head of its own instead of the model's to learn from another data set, but this model is "
-                "nothing but a head; use a model with hidden layers, or give --server 1000."
+                "nothing but a head; use a model with hidden layers, or give --server-data 1000."
             )
         if not data.in_domain and len(spec.feature_shape) != 1:
             raise ConfigError(
