@@ -247,7 +247,7 @@ def test_from_the_command_line(capsys, tmp_path):
     told = ["run", "--clients", "4", "--model", "logistic", "--local-steps", "1", "--rounds", "2", "--engine", "inline"]
     refused = call(capsys, *told, "--method", "hfcl", "--out", tmp_path / "a")
     assert refused.code == 2
-    assert "--server 1000" in refused.err
+    assert "--server-data 1000" in refused.err
     for number, method in enumerate(("fedft:epochs=1,lr=1e-3", "hfcl", "feddf:steps=2", "center")):
         done = call(
             capsys,
