@@ -218,13 +218,16 @@ class SiteProcess:
                 raise ConfigError(f"Another process of this site answers at {path}; stop it first.")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
+        unready = path.with_suffix(".new")  # it gets its name once it listens, so nobody connects too early
+        unready.unlink(missing_ok=True)
         before = os.umask(0o177)  # the socket is its owner's alone from the first moment
         try:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            listener.bind(str(path))
+            listener.bind(str(unready))
         finally:
             os.umask(before)
         listener.listen(4)
+        unready.rename(path)
         self.log(f"The site {self.config.name}, client {self.config.client}, answers at {path}.")
         try:
             with listener:
