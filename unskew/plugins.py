@@ -1,4 +1,4 @@
-"""Plugins of other packages, found by entry points: methods, models, data sources and partitions, by name.
+"""Plugins of installed packages, found by entry points: methods, models, data sources, partitions and engines, by name.
 
 A package says in its ``pyproject.toml``::
 
@@ -21,7 +21,12 @@ from typing import Any
 
 from unskew.errors import ConfigError, unknown_name
 
-METHODS, MODELS, DATA, PARTITIONS = GROUPS = ("unskew.methods", "unskew.models", "unskew.data", "unskew.partitions")
+METHODS = "unskew.methods"
+MODELS = "unskew.models"
+DATA = "unskew.data"
+PARTITIONS = "unskew.partitions"
+ENGINES = "unskew.engines"
+GROUPS = (METHODS, MODELS, DATA, PARTITIONS, ENGINES)
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,15 @@ def list_plugins(group: str) -> dict[str, Plugin]:
 
 @functools.lru_cache(maxsize=8)
 def _plugins(group: str, path: tuple[str, ...], here: str) -> dict[str, Plugin]:
-    """``path`` is where packages are looked for. What lies in the folder one works in is not installed, and left out."""
+    """Search ``path``. A package in the working directory counts as not installed, unless it is unskew itself."""
     found_plugins: dict[str, Plugin] = {}
     for entry in importlib.metadata.entry_points(group=group):
         dist = entry.dist
-        if dist is not None and Path(str(dist.locate_file(""))).resolve() == Path(here).resolve():
+        if (
+            dist is not None
+            and dist.name != "unskew"
+            and Path(str(dist.locate_file(""))).resolve() == Path(here).resolve()
+        ):
             continue
         package = "an unnamed package" if dist is None else f"{dist.name} {dist.version}"
         found_plugins.setdefault(entry.name.lower(), Plugin(group, entry.name.lower(), package, entry))

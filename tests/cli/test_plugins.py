@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 from support.running import call
 
 import unskew
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 import unskew
+from unskew.engines.local_trainer import LocalTrainer
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,27 @@ def moons(path=None):
 def halves(labels, clients, rng, value="0", shift="0"):
     order = np.roll(np.argsort(labels, kind="stable"), int(value) + int(shift))
     return np.array_split(order, clients)
+
+
+class Counting:
+    name = "counting"
+
+    def __init__(self, setup, log):
+        self.trainer, self.log = LocalTrainer(setup), log
+
+    def train(self, broadcasts):
+        for broadcast in broadcasts:
+            with open(self.log, "a") as file:
+                file.write(f"{broadcast.client}\\n")
+            yield self.trainer.train(broadcast)
+
+    def close(self):
+        with open(self.log, "a") as file:
+            file.write("closed\\n")
+
+
+def counting(setup, workers, clients_per_group, options):
+    return Counting(setup, options["log"])
 '''
 ENTRIES = """
 [unskew.methods]
@@ -54,6 +77,8 @@ tiny = PACKAGE:tiny
 moons = PACKAGE:moons
 [unskew.partitions]
 halves = PACKAGE:halves
+[unskew.engines]
+counting = PACKAGE:counting
 """
 
 
@@ -83,6 +108,29 @@ def test_what_a_package_offers_is_used_by_its_name(package):
     whole = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="fedavg", **RUN)
     start = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="damped:by=0", **RUN).vector
     assert (result.vector - start - 0.25 * (whole.vector - start)).abs().max() < 1e-6
+
+
+def test_an_engine_of_a_package_gives_the_same_numbers(package, tmp_path):
+    log = tmp_path / "log"
+    by_package = unskew.run(data="moons", model="tiny", method="scaffold", **RUN | {"engine": f"counting:log={log}"})
+    own = unskew.run(data="moons", model="tiny", method="scaffold", **RUN)
+    assert by_package.summary["engine"] == f"counting:log={log}"
+    assert torch.equal(by_package.vector, own.vector)
+    assert log.read_text().split() == ["0", "1", "2", "closed"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ("processses", "There is no engine 'processses'. Did you mean 'processes'"),
+        ("inline:threads=2", "'inline' takes no options in its name; remove them"),
+        ("ray:retries=2", "'ray' takes no options in its name; set them in the section ray"),
+        ("counting:log", "is not an option; write counting:"),
+    ],
+)
+def test_a_wrong_engine_is_refused_with_a_remedy(package, engine, words):
+    with pytest.raises(ConfigError, match=words):
+        unskew.run(data="moons", model="tiny", **RUN | {"engine": engine})
 
 
 def test_a_broken_one_is_told_with_its_package_and_the_others_are_shown(package, capsys):

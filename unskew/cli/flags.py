@@ -47,7 +47,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     "class_weights": (str, "Class weights in the clients' loss: balanced, or one for each class: 1,5."),
     "client_weighting": (str, "How clients count: auto, samples or uniform."),
     "seed": (int, "Decides every random draw."),
-    "engine": (str, "auto, inline, processes, vectorized or ray."),
+    "engine": (str, "auto, inline, processes, vectorized, ray, or the engine of a plugin."),
     "device": (str, "auto, cpu, cuda, cuda:1."),
     "delay": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
     "eval_every": (int, "Number of rounds between evaluations."),

@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split
+from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
 from unskew.methods.registry import method, own_diagnostics
 from unskew.models.names import HUB, parse_model
@@ -155,8 +156,9 @@ class Experiment(Section):
     """Folder of a run whose synthetic images are used again instead of making new ones."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides partition, initial model, cohorts, batches and drop-outs."""
-    engine: Literal["auto", "inline", "processes", "vectorized", "ray"] = "auto"
-    """Engine that trains the clients; all engines give the same numbers."""
+    engine: Named = "auto"
+    """Engine that trains the clients: ``auto``, ``inline``, ``processes``, ``vectorized``, ``ray``, or that of a plugin. All
+    engines give the same numbers."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Processes of the engine ``processes``, one per core if None; tasks at a time of ``ray``, as many as there are cores."""
     clients_per_group: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
@@ -195,6 +197,12 @@ class Experiment(Section):
         if isinstance(value, str):
             return [with_provenance(name, value) for name in parse_names(value)]
         return (value,) if callable(value) else value
+
+    @pydantic.field_validator("engine")
+    @classmethod
+    def _engine_exists(cls, value: str) -> str:
+        name, _ = parse_engine(value)
+        return name + value[len(name) :]
 
     @pydantic.field_serializer("metrics", "objective")
     def _paths(self, value: Any) -> Any:

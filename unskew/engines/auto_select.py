@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from unskew.engines import processes, timing
 from unskew.engines.base import EngineConfig
 from unskew.engines.cpu import num_cores, num_threads
+from unskew.engines.names import BUILT_IN, parse_engine
 from unskew.errors import ConfigError
 from unskew.filesystem import read_json, write_atomic
 from unskew.models.grouped.context import grouped_unchecked
@@ -100,10 +101,13 @@ def choose_engine(
         folder: The run folder, which keeps the choice.
         resume: Whether the run goes on: what it did not keep, it never measured.
     """
-    if asked.engine == "ray" or (asked.engine == "auto" and asked.address is not None):
+    cluster = asked.engine == "auto" and asked.address is not None
+    if cluster or parse_engine(asked.engine)[0] not in BUILT_IN:
         # Not measured: nodes differ, and bits must not depend on who trains a client.
         clients_per_group = min(asked.clients_per_group, cohort) if isinstance(asked.clients_per_group, int) else 1
-        return EngineChoice("ray", asked.workers or 0, clients_per_group, "given", asked=asked.identity)
+        return EngineChoice(
+            "ray" if cluster else asked.engine, asked.workers or 0, clients_per_group, "given", asked=asked.identity
+        )
     if asked.engine == "vectorized" and asked.clients_per_group != "auto":
         raise ConfigError("vectorized maps all clients of a round anyway; together is for inline and processes.")
     kept_choice = _kept(folder) if resume else None

@@ -1,4 +1,4 @@
-"""The devices and the engines."""
+"""Devices and engines by name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.inline import InlineEngine
+from unskew.engines.names import BUILT_IN, parse_engine
 from unskew.engines.processes import ProcessesEngine
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.errors import ConfigError
+from unskew.plugins import ENGINES, find_plugin
 
 
 def available_devices() -> list[str]:
@@ -41,27 +43,32 @@ def pick_device(name: str) -> torch.device:
 
 
 def make_engine(
-    name: str,
+    engine: str,
     setup: EngineConfig,
     workers: int | None = None,
     clients_per_group: int = 1,
-    cluster: Mapping[str, Any] | None = None,
+    ray: Mapping[str, Any] | None = None,
 ) -> Engine:
-    """The engine ``name`` (not ``auto``), ready to train.
+    """Create an engine.
 
     Args:
-        name: Which.
-        setup: The run.
-        workers: Processes of ``processes``, tasks at a time of ``ray``; None or 0: as many as there are cores.
-        clients_per_group: Clients that are trained as one network.
-        cluster: Where that of ``ray`` is.
-    """
-    if name == "ray":
-        from unskew.engines.ray.cluster import ClusterConfig
-        from unskew.engines.ray.engine import RayEngine
+        engine: Name of the engine, not ``auto``; the options of a plugin follow it as in ``name:key=value,key=value``.
+        setup: Everything that the engine needs for the run.
+        workers: Number of processes of ``processes``, or of concurrent tasks of ``ray``; None or 0: one per core.
+        clients_per_group: Number of clients that are trained as one network.
+        ray: Options of the engine ``ray``.
 
-        settings = {key: value for key, value in (cluster or {}).items() if value is not None and key != "state"}
-        return RayEngine(setup, workers or None, ClusterConfig(**settings), clients_per_group)
-    if name == "processes":
+    Raises:
+        ConfigError: There is no such engine, or an option is not valid.
+        EngineError: The engine is not available on this machine.
+    """
+    if engine == "inline":
+        return InlineEngine(setup, clients_per_group)
+    if engine == "processes":
         return ProcessesEngine(setup, workers, clients_per_group)
-    return VectorizedEngine(setup) if name == "vectorized" else InlineEngine(setup, clients_per_group)
+    if engine == "vectorized":
+        return VectorizedEngine(setup)
+    name, options = parse_engine(engine)
+    create = find_plugin(ENGINES, "engine", name, BUILT_IN).load_callable()
+    plugin_engine: Engine = create(setup, workers or None, clients_per_group, {**(ray or {}), **options})
+    return plugin_engine

@@ -195,8 +195,8 @@ class Session:
             write_atomic(self.folder / "config.yaml", config.to_yaml().encode())
         request = EngineRequest(config.engine, config.workers, config.clients_per_group, config.ray.address)
         choice = choose_engine(request, self.setup, self.sampler.size, config.rounds, self.folder, resume)
-        cluster = config.ray.model_dump()
-        return make_engine(choice.engine, self.setup, choice.workers, choice.clients_per_group, cluster), choice
+        ray = config.ray.model_dump(exclude_none=True, exclude={"state"}) if choice.engine == "ray" else None
+        return make_engine(choice.engine, self.setup, choice.workers, choice.clients_per_group, ray), choice
 
     def _begin(self, start: int) -> None:
         """Everything fits: write down what is run, and tell the followers."""

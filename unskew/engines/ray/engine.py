@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Event, Thread
 from typing import Any
@@ -281,3 +281,20 @@ class RayEngine:
         """Forget the run. The cluster goes on: it is not ours, or serves the next run of this process."""
         self.ended.set()
         self.everything = None
+
+
+def create_engine(
+    setup: EngineConfig, workers: int | None, clients_per_group: int, options: Mapping[str, Any]
+) -> RayEngine:
+    """Create the engine ``ray``; the entry point of the group ``unskew.engines``.
+
+    Args:
+        setup: Everything that the engine needs for the run.
+        workers: Number of concurrent tasks; None: one per core of the cluster.
+        clients_per_group: Number of clients that a task trains as one network.
+        options: Fields of ``ClusterConfig``.
+
+    Raises:
+        EngineError: There is no such cluster, or it has no room for a task.
+    """
+    return RayEngine(setup, workers, ClusterConfig(**options), clients_per_group)

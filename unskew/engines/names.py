@@ -1,0 +1,25 @@
+"""Names of engines: unskew's own, and those of plugins with their options."""
+
+from __future__ import annotations
+
+from unskew.errors import ConfigError
+from unskew.option_parsing import parse_options
+from unskew.plugins import ENGINES, find_plugin
+
+BUILT_IN = ("auto", "inline", "processes", "vectorized")
+
+
+def parse_engine(engine: str) -> tuple[str, dict[str, str]]:
+    """Return the name and the options of an engine that is written as ``name:key=value,key=value``.
+
+    Raises:
+        ConfigError: There is no such engine, or it takes no options here.
+    """
+    name, _, text = engine.partition(":")
+    options = parse_options(text, ",", f"engine={engine}", f"{name}:workers_per_node=2")
+    if name not in BUILT_IN:
+        name = find_plugin(ENGINES, "engine", name, BUILT_IN).name
+    if options and name in (*BUILT_IN, "ray"):
+        remedy = "set them in the section ray" if name == "ray" else "remove them"
+        raise ConfigError(f"The engine {name!r} takes no options in its name; {remedy}.")
+    return name, options
