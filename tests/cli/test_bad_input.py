@@ -99,7 +99,7 @@ OPTIONS = [
     ("--partition natural:user", "no columns"),
     ("--partition=", "no partition ''"),
     ("--class-weights=-1,2", "class_weights=-1.0 is not valid: it must be greater than 0"),
-    ("--engine gpu", "engine='gpu'"),
+    ("--engine gpu", "There is no engine 'gpu'. Known: auto, inline, processes, ray, vectorized"),
     ("--device gpu", "device='gpu'"),
     ("--device meta", "device='meta' is not valid: the devices of this machine are auto, cpu"),
     ("--device cpu:1", "device='cpu:1' is not valid: the devices of this machine are"),

@@ -27,6 +27,7 @@ import torch
 from unskew.engines.base import EngineConfig
 from unskew.engines.client_inputs import update_from_dict, update_to_dict
 from unskew.engines.cpu import exit_with_parent, keep_freed_memory, num_cores
+from unskew.engines.in_order import in_order
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.shared_memory import SharedMemory
 from unskew.engines.vmap_trainer import GroupTrainer, preload_functorch, schedule_groups, steps_per_client
@@ -155,21 +156,21 @@ class ProcessesEngine:
         waiting = deque(schedule_groups(broadcasts, steps_per_client(self.setup, broadcasts), self.clients_per_group))
         busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
-        done: dict[int, Update] = {}
         # A part of several clients is worth the wait for the worker that is free first.
         for _ in range(AHEAD if self.clients_per_group == 1 else 1):
             for pipe in self.pipes:
                 self._send(pipe, waiting, busy, broadcasts, fresh)
-        for index in range(len(broadcasts)):
-            while index not in done:
-                for ready in self._wait_for_replies([p for p in self.pipes if busy[p]]):
-                    pipe = cast(Connection, ready)
-                    packed, part = self._receive(pipe), busy[pipe].popleft()
-                    self._send(pipe, waiting, busy, broadcasts, fresh)  # first, so that the worker need not wait
-                    outbox = self.outboxes[self.pipes.index(pipe)]
-                    updates = (update_from_dict(Update, outbox.unpack(message, copy=True)) for message in packed)
-                    done.update(zip(part, updates, strict=True))
-            yield done.pop(index)
+
+        def receive(needed: int) -> Iterator[tuple[int, Update]]:
+            for ready in self._wait_for_replies([p for p in self.pipes if busy[p]]):
+                pipe = cast(Connection, ready)
+                packed, part = self._receive(pipe), busy[pipe].popleft()
+                self._send(pipe, waiting, busy, broadcasts, fresh)  # first, so that the worker need not wait
+                outbox = self.outboxes[self.pipes.index(pipe)]
+                updates = (update_from_dict(Update, outbox.unpack(message, copy=True)) for message in packed)
+                yield from zip(part, updates, strict=True)
+
+        yield from in_order(len(broadcasts), receive)
 
     def _send(
         self,

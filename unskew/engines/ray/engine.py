@@ -16,6 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from threading import Event, Thread
 from typing import Any
 from uuid import uuid4
@@ -23,6 +24,7 @@ from uuid import uuid4
 from unskew.data.federation import Federation
 from unskew.engines.base import EngineConfig, ignore_retries
 from unskew.engines.client_inputs import update_from_dict, update_to_dict
+from unskew.engines.in_order import in_order
 from unskew.engines.mmap_pickle import dumps_mmap
 from unskew.engines.ray.cluster import ClusterConfig, connect, head_address, list_nodes, load_ray, watch_head
 from unskew.engines.ray.messages import copy_record, extract_shared
@@ -170,8 +172,7 @@ class RayEngine:
         window = self._window()
         waiting = deque(self._parts(broadcasts, window))
         flying: dict[Any, _TaskGroup] = {}
-        ended: dict[int, _TaskGroup] = {}
-        here: dict[int, Update] = {}
+        fetched: dict[int, Update] = {}
         begun, ahead = 0, AHEAD * self.places()
 
         def begin(part: _TaskGroup) -> None:
@@ -180,21 +181,22 @@ class RayEngine:
             ok, part.answer = self.task.remote(self.run, [self.everything], [common], own)
             flying[ok] = part
 
-        for index in range(len(broadcasts)):
-            while index not in ended:
-                while waiting and len(flying) < ahead and begun - index < 2 * window:
-                    begun += len(waiting[0].places)
-                    begin(waiting.popleft())
-                for ready in self._wait(list(flying)):
-                    part = flying.pop(ready)
-                    if self._succeeded(ready, part):
-                        ended.update(dict.fromkeys(part.places, part))
-                    else:
-                        begin(part)
-            if index not in here:
-                here.update(zip(ended[index].places, self._receive(ended[index]), strict=True))
-            del ended[index]
-            yield here.pop(index)
+        def receive(needed: int) -> Iterator[tuple[int, _TaskGroup]]:
+            nonlocal begun
+            while waiting and len(flying) < ahead and begun - needed < 2 * window:
+                begun += len(waiting[0].places)
+                begin(waiting.popleft())
+            for ready in self._wait(list(flying)):
+                part = flying.pop(ready)
+                if self._succeeded(ready, part):
+                    yield from zip(part.places, repeat(part))
+                else:
+                    begin(part)
+
+        for index, part in enumerate(in_order(len(broadcasts), receive)):
+            if index not in fetched:
+                fetched.update(zip(part.places, self._receive(part), strict=True))
+            yield fetched.pop(index)
 
     def _window(self) -> int:
         """Clients of a cohort that are looked at together: the largest of them are trained first."""
