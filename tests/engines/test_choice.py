@@ -94,7 +94,7 @@ def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tm
     found = []
     choose = auto_select.choose_engine
     monkeypatch.setattr(
-        "unskew.runs.session.choose_engine",
+        "unskew.runs.simulated_clients.choose_engine",
         lambda *args: found.append(choose(*args)) or auto_select.EngineChoice("inline", 1),
     )
     unskew.run(blobs([9, 9, 9, 9]), model=SmallBatchNorm(), **GIVEN)
@@ -148,7 +148,7 @@ def setup_of(monkeypatch, look):
         look(setup)
         return EngineChoice("inline", 1)
 
-    monkeypatch.setattr("unskew.runs.session.choose_engine", looked)
+    monkeypatch.setattr("unskew.runs.simulated_clients.choose_engine", looked)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
-from unskew.runs import session
+from unskew.runs import assembly
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
@@ -118,7 +118,7 @@ def test_clients_that_repeat_their_update_move_the_model_by_the_mean_of_all():
 @pytest.mark.parametrize("limit", [4 << 30, 1500], ids=["memory", "disk"])
 def test_the_cache_goes_on_after_an_interruption_in_memory_and_on_disk(tmp_path, monkeypatch, limit):
     whole = train(rounds=12)
-    monkeypatch.setattr(session, "ClientStore", lambda folder: ClientStore(folder, limit))
+    monkeypatch.setattr(assembly, "ClientStore", lambda folder: ClientStore(folder, limit))
     with pytest.raises(Stop):
         train(rounds=12, out=tmp_path / "a", checkpoint_every=5, callbacks=[StopAfter(7)])
     files = list((tmp_path / "a" / "checkpoints" / "0000005").glob("cached-*.safetensors"))

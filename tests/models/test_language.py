@@ -29,6 +29,7 @@ from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
+from unskew.runs.assembly import assemble
 from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
@@ -485,11 +486,9 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     from unskew.runs.build_model import initial_spec
 
     spec = initial_spec(config, fed, None, method("fedavg"))
-    session = Session(
-        config, PreparedData(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"), None, []
-    )
+    parts = assemble(config, PreparedData(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"))
     frozen = [p for p in spec.module.parameters() if not p.requires_grad]
-    copies = [p for p in session.evaluator.model.module.parameters() if not p.requires_grad]
+    copies = [p for p in parts.evaluator.model.module.parameters() if not p.requires_grad]
     assert len(frozen) > 30
     assert all(a is b for a, b in zip(frozen, copies, strict=True))
     assert about["frozen"] == spec.frozen
@@ -516,7 +515,7 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     class Watching:
         def start(self, config, rounds_done): ...
         def round(self, row):
-            seen.append((session.server.v.clone(), session.server.traffic.up))
+            seen.append((parts.server.v.clone(), parts.server.traffic.up))
 
         def end(self, summary): ...
 
@@ -528,10 +527,10 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     fed, rule = federation_of(config.data_spec, config.seed), method(config.method)
     spec = initial_spec(config, fed, None, rule)
     start = spec.flatten()
-    session = Session(
+    parts = assemble(
         config, PreparedData(fed, config.training), fed, spec, rule, pick_device("cpu"), None, [Watching()]
     )
-    session.run(resume=False)
+    Session(parts).run(resume=False)
     body, head = split_at_depth(layer_groups(spec), 1)
     inside = torch.zeros(spec.size, dtype=torch.bool)
     for group in body:

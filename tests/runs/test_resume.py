@@ -292,7 +292,7 @@ def test_a_relative_folder_stays_where_it_was_when_the_run_began(tmp_path, monke
 
 def test_a_start_that_is_killed_before_the_engine_is_chosen_can_be_resumed(tmp_path, monkeypatch):
     """In the place of a kill: nothing of what would be undone is undone."""
-    monkeypatch.setattr("unskew.runs.session.make_engine", lambda *_: os._exit(9))
+    monkeypatch.setattr("unskew.runs.simulated_clients.make_engine", lambda *_: os._exit(9))
     child = os.fork()
     if not child:
         unskew.run(rounds=2, out=tmp_path / "run", **QUICK)

@@ -17,7 +17,7 @@ from support.tolerance import TRAINING, assert_close, assert_engines_agree
 import unskew
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.protocol.updates import Updates
-from unskew.runs import session
+from unskew.runs import assembly
 from unskew.simulation.checkpoint import read_manifest
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
@@ -207,7 +207,7 @@ CASES = [
 @pytest.mark.parametrize(("method", "room"), slow_but([CASES[1]], CASES))
 def test_a_run_goes_on_with_its_updates_on_their_way(tmp_path, monkeypatch, method, room):
     whole = train("half-normal:3", method, rounds=12)
-    monkeypatch.setattr(session, "ClientStore", lambda folder: ClientStore(folder, room))
+    monkeypatch.setattr(assembly, "ClientStore", lambda folder: ClientStore(folder, room))
     train("half-normal:3", method, rounds=5, out=tmp_path / "a", checkpoint_every=1)
     torch.manual_seed(0)
     rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=12)

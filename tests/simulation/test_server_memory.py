@@ -8,7 +8,7 @@ import torch
 from support.federations import blobs
 
 import unskew
-from unskew.runs import session
+from unskew.runs import assembly
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
 
@@ -71,7 +71,7 @@ CASES = [(method, delay) for method in RULES for delay in ("none", "half-normal:
 def test_the_server_holds_the_model_its_rule_and_what_was_sent(tmp_path, monkeypatch, method, delay):
     """Updates on their way and CA2FL's cache are on disk; whoever remembers what was sent holds each version of it once."""
     made, real = [], Server.__init__
-    monkeypatch.setattr(session, "ClientStore", lambda folder: ClientStore(folder, 0))
+    monkeypatch.setattr(assembly, "ClientStore", lambda folder: ClientStore(folder, 0))
     monkeypatch.setattr(Server, "__init__", lambda self, *args: (made.append(self), real(self, *args))[1])
     count = Count(lambda: made[-1])
     torch.manual_seed(0)

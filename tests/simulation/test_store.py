@@ -16,7 +16,7 @@ import unskew
 from unskew.errors import CheckpointError
 from unskew.filesystem import write_atomic
 from unskew.protocol.messages import ClientState, num_bytes
-from unskew.runs import session
+from unskew.runs import assembly
 from unskew.simulation.client_store import ClientStore, encode_tensors
 
 
@@ -207,7 +207,7 @@ def test_run_with_states_on_disk(tmp_path, monkeypatch, links):
     """Same numbers as in memory, also when resumed from a checkpoint of states on disk, hard links or not."""
     fed = blobs([6, 9, 12, 7, 8, 10, 5, 11])
     unskew.run(fed, **OPTIONS, out=tmp_path / "memory")
-    monkeypatch.setattr(session, "ClientStore", partial(ClientStore, limit=2000))
+    monkeypatch.setattr(assembly, "ClientStore", partial(ClientStore, limit=2000))
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "no links here")))
     with pytest.raises(Stop):
@@ -230,7 +230,7 @@ def test_resumed_in_memory_what_was_on_disk(tmp_path, monkeypatch):
     fed = blobs([6, 9, 12, 7, 8, 10, 5, 11])
     unskew.run(fed, **OPTIONS, out=tmp_path / "memory")
     with monkeypatch.context() as patch:
-        patch.setattr(session, "ClientStore", partial(ClientStore, limit=2000))
+        patch.setattr(assembly, "ClientStore", partial(ClientStore, limit=2000))
         with pytest.raises(Stop):
             unskew.run(fed, **OPTIONS, out=tmp_path / "disk", callbacks=[StopAfter(5)])
     unskew.resume(tmp_path / "disk", federation=fed, model=OPTIONS["model"])

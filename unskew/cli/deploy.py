@@ -49,7 +49,7 @@ def init(
     """Write all that a deployment needs: the app, a site's configuration, scripts for keys, units, compose."""
     from unskew.config.loader import experiment
     from unskew.deployment.flower.project_files import init_project as write_folder
-    from unskew.deployment.server.session import check_deployable
+    from unskew.deployment.server.site_clients import check_deployable
 
     if config is None:
         raise ConfigError("Name the experiment that was simulated: --config experiment.yaml.")

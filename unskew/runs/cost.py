@@ -25,8 +25,8 @@ from unskew.errors import ConfigError, short_repr
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.messages import replace_fields
 from unskew.protocol.rules import Method
+from unskew.runs.assembly import RunParts, assemble
 from unskew.runs.build_model import ModelLike
-from unskew.runs.session import Session
 from unskew.runs.validation import check_method
 
 WORTH = 10.0
@@ -207,16 +207,16 @@ def seconds_of_run(
         if not rule.generates_data:
             prepared = rule.prepare(prepared, config.seed)
     device = pick_device(config.device)
-    session = Session(config_here, prepared, original, spec, method, device, None, ())
-    cohort = session.sampler.size
+    parts = assemble(config_here, prepared, original, spec, method, device)
+    cohort = parts.sampler.size
     per_run = max(1, num_cores() // at_once)
     workers = 1
     if config.engine in ("auto", "processes") and device.type == "cpu" and processes.fork_available():
         workers = min(config.workers or per_run, cohort)
-    client, steps = typical_client(session.setup)
+    client, steps = typical_client(parts.setup)
     turns = config.rounds * math.ceil(cohort / workers)
     with torch.random.fork_rng(), num_threads(1 if workers > 1 else max(1, torch.get_num_threads() // at_once)):
-        alone = timing.median_seconds(timing.steps_workload(session.setup, None, 1, 1), 0)
+        alone = timing.median_seconds(timing.steps_workload(parts.setup, None, 1, 1), 0)
         usual = turns * steps * alone * sum(count for _, _, count in runs.values()) / at_once
         if usual < worth:
             return None, True
@@ -224,11 +224,11 @@ def seconds_of_run(
         limit, idle = max(LIMIT, SHARE * usual), first_active_round(method)
         try:
             with time_limited(limit):
-                begin, train, server = measured_seconds(session, config.rounds, client, few)
+                begin, train, server = measured_seconds(parts, config.rounds, client, few)
         except TooLongError:
             return limit / 2 * max(1, config.rounds - idle), False
         began = time.perf_counter()
-        session.evaluator.evaluate_test(session.server.evaluated, session.server.evaluated_b)
+        parts.evaluator.evaluate_test(parts.server.evaluated, parts.server.evaluated_b)
         evaluation = time.perf_counter() - began
     acting, step = max(0, config.rounds - idle), train / few
     idle = config.rounds - acting
@@ -256,11 +256,11 @@ def typical_client(setup: EngineConfig) -> tuple[int, float]:
     return min(sizes, key=lambda k: abs(sizes[k] - mean)), sum(steps) / len(steps)
 
 
-def measured_seconds(session: Session, rounds: int, client: int, steps: int) -> tuple[float, float, float]:
+def measured_seconds(parts: RunParts, rounds: int, client: int, steps: int) -> tuple[float, float, float]:
     """Train a client in the first round and, if that was fast, in the last one, in which each method acts.
 
     Args:
-        session: A run that is not used for anything else.
+        parts: Parts of a run that is not used for anything else.
         rounds: Number of rounds of the run.
         client: The client.
         steps: Number of local steps that are measured.
@@ -268,9 +268,9 @@ def measured_seconds(session: Session, rounds: int, client: int, steps: int) -> 
     Returns:
         Seconds of the client before its first step, of its steps, and of the server.
     """
-    server = session.server
-    training = replace(session.setup.training, local_steps=steps, local_epochs=None, counted=None)
-    trainer = LocalTrainer(replace(session.setup, training=training))
+    server = parts.server
+    training = replace(parts.setup.training, local_steps=steps, local_epochs=None, counted=None)
+    trainer = LocalTrainer(replace(parts.setup, training=training))
     seconds = (0.0, 0.0, 0.0)
     for t in sorted({0, rounds - 1}):
         began = time.perf_counter()
@@ -280,6 +280,6 @@ def measured_seconds(session: Session, rounds: int, client: int, steps: int) -> 
         trained = time.perf_counter()
         figures = server.step(t, updates)
         seconds = figures["setup_seconds"], figures["train_seconds"], time.perf_counter() - trained
-        if t >= first_active_round(session.method) and trained - began > ENOUGH:
+        if t >= first_active_round(parts.method) and trained - began > ENOUGH:
             break
     return seconds

@@ -34,6 +34,7 @@ from unskew.runs.api_arguments import (
     method_expression,
     model_object,
 )
+from unskew.runs.assembly import assemble
 from unskew.runs.build_model import ModelLike, match_model_input_range
 from unskew.runs.preparation import SYNTHETIC, check_given_set, find_synthetic_folder, prepare
 from unskew.runs.session import Session
@@ -159,12 +160,8 @@ def _execute(
     original = match_model_input_range(original, spec)
     prepared = prepare(method, original, config, device, folder, shared, callbacks)
     everyone = [*callbacks, *trackers]
-    session = Session(config, prepared, original, spec, method, device, folder, everyone, warnings)
-    traffic = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
-    for client, (up, down) in (*traffic, *prepared.traffic):
-        session.server.traffic.count(client, "up", up, 0)
-        session.server.traffic.count(client, "down", down, 0)
-    return session.run(resume)
+    parts = assemble(config, prepared, original, spec, method, device, folder, everyone)
+    return Session(parts, warnings=warnings).run(resume)
 
 
 def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Federation:

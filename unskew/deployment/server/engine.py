@@ -105,16 +105,29 @@ class FlowerEngine:
         server: Of the run; a client that has lost what it kept becomes a newcomer there.
         terms: What is checked of messages.
         budget: What the method changed of the clients' budget before the first round.
+        roster: Public signing keys, by client.
+        folder: Run folder, in which early updates are stored until those before them have arrived; None: in memory.
     """
 
     name = "flower"
-    roster: Mapping[int, Any] = {}  # public signing keys of the clients
-    folder: Path | None = None  # where updates wait that came before those that are added up first
 
     def __init__(
-        self, setup: EngineConfig, sites: SiteManager, server: Server, terms: WireContext, budget: dict[str, int]
+        self,
+        setup: EngineConfig,
+        sites: SiteManager,
+        server: Server,
+        terms: WireContext,
+        budget: dict[str, int],
+        roster: Mapping[int, Any],
+        folder: Path | None,
     ):
-        self.setup, self.sites, self.server, self.terms, self.budget = setup, sites, server, terms, budget
+        self.setup = setup
+        self.sites = sites
+        self.server = server
+        self.terms = terms
+        self.budget = budget
+        self.roster = roster
+        self.folder = folder
         self.shapes: dict[str, tuple[str, tuple[int, ...]]] | None = None
         self.alike = not any("individual" in rule.needs for rule in terms.method.client)
         self.outdated: set[int] = set()

@@ -28,7 +28,7 @@ from unskew.deployment.server.handshake import (
 )
 from unskew.deployment.server.joining import SiteRegistry, wait_for_sites
 from unskew.deployment.server.membership import Membership
-from unskew.deployment.server.session import DeployedSession, check_deployable
+from unskew.deployment.server.site_clients import SiteClients, check_deployable
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.messages import WireContext
 from unskew.engines.registry import pick_device
@@ -40,8 +40,10 @@ from unskew.provenance import TRUST
 from unskew.records.recorder import Callback, notify_warning
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
+from unskew.runs.assembly import assemble
 from unskew.runs.build_model import match_model_input_range
 from unskew.runs.run import check_unfinished, keep_on_error, notify_loaded, override_paths, resumed_folder
+from unskew.runs.session import Session
 
 
 def run(
@@ -161,15 +163,13 @@ def _carried_out(
         prepared = run_data_rules(
             method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm
         )
-        session = DeployedSession(config, prepared, federation, spec, method, device, folder, followers, warnings)
-        session.connect(sites, terms, changed_budget(config, prepared), roster, deployment.asynchronous)
+        parts = assemble(config, prepared, federation, spec, method, device, folder, followers)
+        present = None
         if deployment.quorum is not None:
-            session.network.present = Membership(sites, door, prepared.federation, deployment.quorum)
-        traffic = [] if federation.stats_traffic is None else enumerate(federation.stats_traffic.tolist())
-        for client, (up, down) in (*traffic, *prepared.traffic):
-            session.server.traffic.count(client, "up", up, 0)
-            session.server.traffic.count(client, "down", down, 0)
-        result = session.run(again)
+            present = Membership(sites, door, prepared.federation, deployment.quorum)
+        budget = changed_budget(config, prepared)
+        clients = SiteClients(parts, sites, terms, budget, roster, deployment.asynchronous, present)
+        result = Session(clients.parts, clients, warnings).run(again)
     except EngineError as error:
         why = superlink.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error

@@ -1,4 +1,4 @@
-"""One sitting of a deployed run: the session of a simulation with sites instead of simulated clients."""
+"""Clients of a deployed run: real sites in the place of simulated clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from unskew.engines.auto_select import EngineChoice
 from unskew.engines.base import Engine
 from unskew.errors import ConfigError
 from unskew.protocol.messages import Update, replace_fields
-from unskew.runs.session import Session
+from unskew.runs.assembly import RunParts
+from unskew.runs.simulated_clients import SimulatedClients
 from unskew.runs.summary import client_metrics, client_rows
 from unskew.simulation import personal_models
 from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores, evaluated_clients
@@ -30,12 +31,21 @@ from unskew.tasks.primary_metric import WORST
 
 
 class SitesNetwork(Network):
-    """Updates arrive when they arrive; the round's line tells of those that did not."""
+    """Network of real sites: updates arrive when they arrive, and each round's metrics count failures.
 
-    sites: SiteManager
-    engine: FlowerEngine
-    asynchronous = False
-    present: Membership | None = None
+    Args:
+        network: Simulated network of the same run.
+        engine: Engine that trains at the sites.
+        asynchronous: Whether updates are accepted in later rounds, too.
+        present: Sites that are present between rounds; None: all take part in the whole run.
+    """
+
+    def __init__(self, network: Network, engine: FlowerEngine, asynchronous: bool, present: Membership | None):
+        super().__init__(0.0, network.seed, network.delays, network.store, network.device)
+        self.engine = engine
+        self.sites = engine.sites
+        self.asynchronous = asynchronous
+        self.present = present
 
     @property
     def in_flight(self) -> frozenset[int]:
@@ -46,7 +56,7 @@ class SitesNetwork(Network):
         return frozenset(self.engine.in_flight | {*self.sites.excluded} if self.asynchronous else ())
 
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
-        """All that have come."""
+        """Return all updates that have arrived."""
         if not self.asynchronous:
             return super().deliver(round, results)
         arrivals = [replace_fields(update, arrived=round) for update in results]
@@ -62,128 +72,124 @@ class SitesNetwork(Network):
         return {**late, **self.engine.figures(), **there, **counts, **excluded}
 
 
-class DeployedSession(Session):
-    """``Session`` over sites; ``connect`` it before it goes."""
+class SiteClients(SimulatedClients):
+    """Clients at real sites instead of simulated ones.
 
-    sites: SiteManager
-    terms: WireContext
-    budget: dict[str, int]
-    network: SitesNetwork
-    complete = True  # whether the whole model is averaged in this round
-    roster: Mapping[int, Any]
+    Args:
+        parts: Parts of the run; its network is replaced by that of the sites.
+        sites: Connected sites.
+        terms: Checks of messages.
+        budget: What data rules changed of the clients' budget.
+        roster: Public signing keys, by client.
+        asynchronous: Whether updates are accepted in later rounds, too.
+        present: Sites that are present between rounds; None: all take part in the whole run.
 
-    def connect(
+    Attributes:
+        parts: Parts of the run over these sites.
+    """
+
+    parts: RunParts
+
+    def __init__(
         self,
+        parts: RunParts,
         sites: SiteManager,
         terms: WireContext,
         budget: dict[str, int],
         roster: Mapping[int, Any],
         asynchronous: bool = False,
-    ) -> None:
-        """Set the sites that train.
-
-        Args:
-            sites: Connected sites.
-            terms: Checks of messages.
-            budget: What data rules changed of the clients' budget.
-            roster: Public signing keys, by client.
-            asynchronous: Whether updates are accepted in later rounds, too.
-        """
-        self.roster = roster
-        self.sites, self.terms, self.budget = sites, terms, budget
-        network = SitesNetwork(0.0, self.config.seed, self.network.delays, self.network.store, self.network.device)
-        network.sites, network.asynchronous = sites, asynchronous
-        self.network = network
+        present: Membership | None = None,
+    ):
+        masked = parts.config.secure_aggregation == "required"
+        kind = MaskedEngine if masked else AsyncFlowerEngine if asynchronous else FlowerEngine
+        self.engine = kind(parts.setup, sites, parts.server, terms, budget, roster, parts.folder)
+        self.network = SitesNetwork(parts.network, self.engine, asynchronous, present)
+        super().__init__(replace(parts, network=self.network))
+        self.sites = sites
+        self.complete = True  # whether the whole model is averaged in this round
 
         def warn(text: str) -> None:
             sites.last_warning = text
-            self.recorder.warn(text)
+            parts.recorder.warn(text)
 
         sites.warn = warn
 
     def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
-        """The sites."""
-        masked = self.config.secure_aggregation == "required"
-        kind = MaskedEngine if masked else AsyncFlowerEngine if self.network.asynchronous else FlowerEngine
-        engine = kind(self.setup, self.sites, self.server, self.terms, self.budget)
-        engine.roster, engine.folder = self.roster, self.folder
-        for client in [*self.server.sent]:
-            self.server.lost(client)  # what was on its way when the last sitting ended
-        self.network.engine = engine
-        return engine, EngineChoice("flower", 0)
+        """Return the engine that trains at the sites."""
+        server = self.parts.server
+        for client in [*server.sent]:
+            server.lost(client)  # what was on its way when the run was interrupted
+        return self.engine, EngineChoice("flower", 0)
 
-    def _reports(self, t: int) -> bool:
+    def sends_model(self, t: int) -> bool:
         """Return whether sites send their whole model in round ``t``: in the last one, if the result needs it."""
-        _, up = self.server.exchange.slices(self.server.rules, t, 0, None)
-        self.complete = up is None or sum(span.stop - span.start for span in up) == self.spec.size
-        return t + 1 == self.config.rounds and not self.complete
+        server = self.parts.server
+        _, up = server.exchange.slices(server.rules, t, 0, None)
+        self.complete = up is None or sum(span.stop - span.start for span in up) == self.parts.spec.size
+        return t + 1 == self.parts.config.rounds and not self.complete
 
-    def _evaluates(self, t: int) -> bool:
+    def evaluates(self, t: int) -> bool:
         """Return whether the model is evaluated after round ``t``.
 
         Not while parts of the evaluated model are only at the sites.
         """
-        last = t + 1 == self.config.rounds
-        return last or (super()._evaluates(t) and (not self.server.wants_models or self.complete))
+        last = t + 1 == self.parts.config.rounds
+        return last or (super().evaluates(t) and (not self.parts.server.wants_models or self.complete))
 
-    def _begin(self, start: int) -> None:
-        """Start or resume the run, and log the start of the session."""
-        super()._begin(start)
-        self.server.evaluates = self._reports
-        if start < self.config.rounds:
-            self.server.mean = None  # that of a run that was made longer is out of date
+    def begin(self, start: int) -> None:
+        """Log the start of the run, or its resumption after ``start`` rounds."""
+        if start < self.parts.config.rounds:
+            self.parts.server.mean = None  # that of a run that was made longer is out of date
         self.sites.round = start
         self.sites.log("resumed" if start else "started")
         self.sites.round = start + 1
 
-    def _finished(self, t: int, figures: dict[str, Any]) -> bool:
-        """Finish a round, log the digest of its model, and stop if the operator requested it."""
-        sites, server = self.sites, self.server
+    def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
+        """Log the updates left out in round ``t``, and the digest of its model."""
+        server = self.parts.server
         for client in server.skipped_clients:
-            sites.log("left out", client, reason="not finite")
+            self.sites.log("left out", client, reason="not finite")
         model = arrays_digest(encode_record("model", {"v": server.v, "b": server.b}))
-        sites.log("round finished", updates=figures.get("updates"), digest=model)
-        if last := super()._finished(t, figures):
-            sites.log("finished")
-            return last
-        sites.check_stopped(between_rounds=True)
-        sites.round = t + 2
-        return last
+        self.sites.log("round finished", updates=figures.get("updates"), digest=model)
 
-    def _save(self, done: int) -> None:
-        if done != self._saved:
-            super()._save(done)
-            self.sites.log("checkpoint", rounds=done)
+    def finished_round(self, t: int, last: bool) -> None:
+        """Stop between two rounds if the operator requested it."""
+        if last:
+            self.sites.log("finished")
+            return
+        self.sites.check_stopped(between_rounds=True)
+        self.sites.round = t + 2
 
-    def _client_scores(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def saved(self, rounds: int) -> None:
+        """Log a checkpoint."""
+        self.sites.log("checkpoint", rounds=rounds)
+
+    def score(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Evaluate the final model and the personal models at each site on its held-out samples."""
-        assert isinstance(engine, FlowerEngine)
-        federation, most = self.evaluator.federation, self.config.eval_clients
-        ids = evaluated_clients(len(federation.clients), most, self.config.seed)
+        parts, config, server = self.parts, self.parts.config, self.parts.server
+        federation, most = parts.evaluator.federation, config.eval_clients
+        ids = evaluated_clients(len(federation.clients), most, config.seed)
         away = self.network.present.away() if self.network.present is not None else ()
         who = [k for k in ids if len(federation.clients[k].y_test) and k not in away]
-        tunes = personal_models.has_fine_tuning(self.method)
-        with_own = personal_models.has_personal_models(self.method, self.spec)
+        tunes = personal_models.has_fine_tuning(parts.method)
+        with_own = personal_models.has_personal_models(parts.method, parts.spec)
         # The whole model is sent to be measured; a simulation hands it over, too.
-        b = self.server.evaluated_b  # with ``buffers: reset`` nobody trains from these
-        broadcasts = [
-            replace(self.server.final_broadcast(self.config.rounds, k), b=b, down=None, report=False) for k in who
-        ]
-        personal_scores = engine.measure(broadcasts, with_own) if who else {}
+        b = server.evaluated_b  # with ``buffers: reset`` nobody trains from these
+        broadcasts = [replace(server.final_broadcast(config.rounds, k), b=b, down=None, report=False) for k in who]
+        personal_scores = self.engine.measure(broadcasts, with_own) if who else {}
         scores, own = self._scores(personal_scores, ""), self._scores(personal_scores, "own_") if with_own else None
         if not who and most and not tunes:
-            scores = self.evaluator.evaluate_clients(
-                self.server.evaluated, self.server.evaluated_b, most, self.config.seed
-            )  # by class, which the server knows
-        figures = client_metrics(scores, own, self.metrics, federation.client_names)
-        return figures, client_rows(federation, scores, own, self.server.last)
+            # By class, which the server knows.
+            scores = parts.evaluator.evaluate_clients(server.evaluated, server.evaluated_b, most, config.seed)
+        figures = client_metrics(scores, own, parts.metrics, federation.client_names)
+        return figures, client_rows(federation, scores, own, server.last)
 
     def _scores(self, found: dict[int, dict[str, float]], which: str) -> ClientScores:
         if not found:
-            return ClientScores(np.zeros(0), NOTHING, scored=self.task.scored)
+            return ClientScores(np.zeros(0), NOTHING, scored=self.parts.task.scored)
         pairs = [(row[f"{which}accuracy"], row[f"{which}loss"]) for row in found.values()]
         accuracies, losses = np.array(pairs).T
-        return ClientScores(accuracies, HELD_OUT, losses, np.array(list(found), np.int64), self.task.scored)
+        return ClientScores(accuracies, HELD_OUT, losses, np.array(list(found), np.int64), self.parts.task.scored)
 
 
 def check_deployable(config: Experiment) -> None:

@@ -1,0 +1,146 @@
+"""Assembly of a run: everything that works together in it, before the first round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from unskew.config.experiment import Experiment
+from unskew.data.federation import Federation
+from unskew.engines.base import EngineConfig
+from unskew.methods.fedavg import FedAvg
+from unskew.models.spec import ModelSpec
+from unskew.protocol.data_preparation import PreparedData
+from unskew.protocol.rules import Method
+from unskew.records.recorder import Callback, Recorder
+from unskew.runs.metrics import RunMetrics, run_metrics
+from unskew.runs.state_stores import make_client_store
+from unskew.runs.validation import resolve_weighting
+from unskew.simulation.client_store import ClientStore
+from unskew.simulation.delays import Delays
+from unskew.simulation.evaluate import Evaluator
+from unskew.simulation.network import Network
+from unskew.simulation.sampler import Sampler
+from unskew.simulation.server import Server
+from unskew.simulation.server_trainer import ServerTrainer
+from unskew.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """Parts of a run that is ready to start.
+
+    Attributes:
+        config: Configuration of the run.
+        prepared: Data that clients train with, after the method prepared them.
+        spec: Layout and initial parameters of the model, on the run's device.
+        method: Method of the run.
+        folder: Run folder, or None.
+        callbacks: Objects that are notified during the run.
+        task: Loss and scores for evaluation, without class weights.
+        metrics: Metrics that the run reports.
+        sampler: Draws the cohort of each round.
+        server: Holds the global model and aggregates updates.
+        network: Delivers updates to the server.
+        evaluator: Evaluates models on test data.
+        recorder: Writes metrics and warnings.
+        setup: Everything that an engine needs.
+    """
+
+    config: Experiment
+    prepared: PreparedData
+    spec: ModelSpec
+    method: Method
+    folder: Path | None
+    callbacks: Sequence[Callback]
+    task: Task
+    metrics: RunMetrics
+    sampler: Sampler
+    server: Server
+    network: Network
+    evaluator: Evaluator
+    recorder: Recorder
+    setup: EngineConfig
+
+
+def assemble(
+    config: Experiment,
+    prepared: PreparedData,
+    original: Federation,
+    spec: ModelSpec,
+    method: Method,
+    device: torch.device,
+    folder: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> RunParts:
+    """Create the parts of a run, and count the traffic that preparing its data took.
+
+    Args:
+        config: Configuration of the run.
+        prepared: Data that clients train with.
+        original: Data before the method prepared them; models are evaluated on these.
+        spec: Layout and initial parameters of the model.
+        method: Method of the run.
+        device: Device that computes.
+        folder: Run folder; None writes nothing.
+        callbacks: Objects that are notified during the run.
+    """
+    spec = spec.to(device)
+    if device.type != "cpu":
+        moved = prepared.to(device)
+        original, prepared = moved.federation if original is prepared.federation else original, moved
+    federation = prepared.federation
+    task = federation.objective.unweighted
+    metrics = run_metrics(config, original)
+    rule = method.server or FedAvg()
+    weights = resolve_weighting(config, method)
+    clients, cache, in_flight = (
+        ClientStore(None if folder is None else folder / name) for name in ("clients", "cache", "in-flight")
+    )
+    store = make_client_store(config, folder, clients)
+    sampler = Sampler(len(federation.clients), config.participation, config.seed)
+    observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
+    trainer = ServerTrainer(spec, federation, config.training, device, sampler.size, observed, weights)
+    server = Server(
+        method, rule, spec, prepared.federation_info, weights, config.buffers, store, config.seed, trainer, cache
+    )
+    traffic = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
+    for client, (up, down) in (*traffic, *prepared.traffic):
+        server.traffic.count(client, "up", up, 0)
+        server.traffic.count(client, "down", down, 0)
+    delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
+    delays.check(len(federation.clients))
+    recorder = Recorder(folder, callbacks)
+    setup = EngineConfig(
+        spec,
+        federation,
+        method.client,
+        federation.objective,
+        prepared.training,
+        config.seed,
+        device,
+        config.buffers,
+        prepared.common,
+        config.stall_warning_seconds,
+        recorder.warn,
+        recorder.retried,
+    )
+    return RunParts(
+        config=config,
+        prepared=prepared,
+        spec=spec,
+        method=method,
+        folder=folder,
+        callbacks=callbacks,
+        task=task,
+        metrics=metrics,
+        sampler=sampler,
+        server=server,
+        network=Network(config.network.drop, config.seed, delays, in_flight, device),
+        evaluator=Evaluator(spec, original, task, device, metrics.computed),
+        recorder=recorder,
+        setup=setup,
+    )

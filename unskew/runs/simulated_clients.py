@@ -1,0 +1,83 @@
+"""Clients of a run that are simulated on this machine or on a cluster."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
+from unskew.engines.base import Engine
+from unskew.engines.registry import make_engine
+from unskew.filesystem import write_atomic
+from unskew.runs.assembly import RunParts
+from unskew.runs.personal_model_files import kept_personal_models
+from unskew.runs.summary import client_metrics, client_rows
+from unskew.simulation import personal_models
+from unskew.simulation.evaluate import ClientScores, Models
+
+
+class SimulatedClients:
+    """Where the clients of a run train and are evaluated, and what happens there at the events of a run.
+
+    Args:
+        parts: Parts of the run.
+    """
+
+    def __init__(self, parts: RunParts):
+        self.parts = parts
+
+    def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
+        """Create the engine and return it with the reason for its choice."""
+        parts, config = self.parts, self.parts.config
+        if parts.folder is not None and not resume:
+            # Before engine.json, so that a run that is killed in between can be resumed.
+            write_atomic(parts.folder / "config.yaml", config.to_yaml().encode())
+        request = EngineRequest(config.engine, config.workers, config.clients_per_group, config.ray.address)
+        choice = choose_engine(request, parts.setup, parts.sampler.size, config.rounds, parts.folder, resume)
+        ray = config.ray.model_dump(exclude_none=True, exclude={"state"}) if choice.engine == "ray" else None
+        return make_engine(choice.engine, parts.setup, choice.workers, choice.clients_per_group, ray), choice
+
+    def evaluates(self, t: int) -> bool:
+        """Return whether the model is evaluated after round ``t``."""
+        config = self.parts.config
+        return t + 1 == config.rounds or (t + 1) % config.eval_every == 0
+
+    def sends_model(self, t: int) -> bool:
+        """Return whether clients send their whole model in round ``t``, if the evaluated model is made of these."""
+        return self.evaluates(t)
+
+    def begin(self, start: int) -> None:
+        """Handle the start of the run, or its resumption after ``start`` rounds."""
+
+    def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
+        """Handle the end of round ``t``, before it is evaluated and recorded."""
+
+    def finished_round(self, t: int, last: bool) -> None:
+        """Handle the end of round ``t``, after it was recorded; ``last`` if the run ends with it."""
+
+    def saved(self, rounds: int) -> None:
+        """Handle a checkpoint after so many rounds."""
+
+    def score(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Evaluate the final model and the personal models on clients.
+
+        Returns:
+            Metrics over all clients, and one row per client.
+        """
+        parts, config, server = self.parts, self.parts.config, self.parts.server
+
+        def evaluate(own: Models | None) -> ClientScores:
+            v, b = server.evaluated, server.evaluated_b
+            return parts.evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
+
+        own_statistics = config.buffers == "local" and parts.spec.buffer_sizes
+        scores = evaluate(partial(personal_models.with_client_buffers, server) if own_statistics else None)
+        own: ClientScores | None = None
+        if personal_models.has_fine_tuning(parts.method):
+            tuned = partial(personal_models.fine_tuned_models, server, engine, config.rounds, parts.sampler.size)
+            own = evaluate(kept_personal_models(tuned, parts.folder, parts.recorder.warn))
+        elif personal_models.has_personal_models(parts.method, parts.spec):
+            own = evaluate(partial(personal_models.kept_model, server))
+        federation = parts.evaluator.federation
+        figures = client_metrics(scores, own, parts.metrics, federation.client_names)
+        return figures, client_rows(federation, scores, own, server.last)
