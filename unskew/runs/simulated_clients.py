@@ -17,7 +17,7 @@ from unskew.simulation.evaluate import ClientScores, Models
 
 
 class SimulatedClients:
-    """Where the clients of a run train and are evaluated, and what happens there at the events of a run.
+    """Train and evaluate the clients of a run on this machine or a cluster, and handle the events of the run.
 
     Args:
         parts: Parts of the run.
