@@ -33,7 +33,7 @@ from unskew.engines.auto_select import EngineRequest, choose_engine
 from unskew.engines.base import EngineConfig
 from unskew.engines.cpu import keep_freed_memory
 from unskew.engines.registry import make_engine
-from unskew.methods.fedavg import FedAvg
+from unskew.methods.fedavg import server_rule
 from unskew.models.registry import build_model
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
@@ -78,7 +78,7 @@ class UnskewLoop:
             ).clients_per_group
         self.engine = make_engine(engine, setup, clients_per_group=clients_per_group)
         facts = FederationInfo.of(federation)
-        self.server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
+        self.server = Server(what, server_rule(what), spec, facts, what.weights or "samples")
         self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)
         self.network = Network(0.0, seed)
 

@@ -10,7 +10,7 @@ from support.federations import QUICK, SmallBatchNorm, blobs
 from unskew import ModelSpec, method
 from unskew.engines.base import EngineConfig
 from unskew.engines.vectorized import VectorizedEngine
-from unskew.methods.fedavg import FedAvg
+from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
@@ -40,7 +40,7 @@ def test_a_cohort_trains_there_and_is_read_once(name, there, monkeypatch):
     data = federation.to(device) if there else federation
     setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, device)
     facts = FederationInfo.of(federation)
-    server = Server(what, what.server or FedAvg(), spec, facts, what.weights or "samples")
+    server = Server(what, server_rule(what), spec, facts, what.weights or "samples")
     engine, before = VectorizedEngine(setup), torch.Tensor.tolist
 
     def tolist(tensor):

@@ -7,7 +7,7 @@ from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.base import EngineConfig
 from unskew.engines.inline import InlineEngine
 from unskew.engines.vectorized import VectorizedEngine
-from unskew.methods.fedavg import FedAvg
+from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
@@ -85,7 +85,7 @@ class Quadratics:
         setup = EngineConfig(self.spec, fed, self.method.client, HalfSquares(), training, seed, torch.device("cpu"))
         self.engine = {"inline": InlineEngine, "vectorized": VectorizedEngine}[engine](setup)
         weights = weights or self.method.weights or "samples"
-        self.server = Server(self.method, self.method.server or FedAvg(), self.spec, FederationInfo.of(fed), weights)
+        self.server = Server(self.method, server_rule(self.method), self.spec, FederationInfo.of(fed), weights)
         self.sampler, self.network = Sampler(len(A), participation, seed), Network(0.0, seed)
         self.done = 0
 

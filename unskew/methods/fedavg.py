@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.protocol.rules import ServerRule, Tensors, Updates
+from unskew.protocol.rules import Method, ServerRule, Tensors, Updates
 
 
 @dataclass(frozen=True)
@@ -40,3 +40,8 @@ class FedAvg(ServerRule):
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """``v <- v + eta * sum_k p_k delta_k``."""
         return {"v": state["v"].add(updates.aggregate.delta, alpha=self.eta)}
+
+
+def server_rule(method: Method) -> ServerRule:
+    """Return the server rule of a method: its own, or ``FedAvg()`` where it has none."""
+    return method.server or FedAvg()

@@ -11,7 +11,7 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.engines.base import EngineConfig
-from unskew.methods.fedavg import FedAvg
+from unskew.methods.fedavg import server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.rules import Method
@@ -95,7 +95,7 @@ def assemble(
     federation = prepared.federation
     task = federation.objective.unweighted
     metrics = run_metrics(config, original)
-    rule = method.server or FedAvg()
+    rule = server_rule(method)
     weights = resolve_weighting(config, method)
     clients, cache, in_flight = (
         ClientStore(None if folder is None else folder / name) for name in ("clients", "cache", "in-flight")

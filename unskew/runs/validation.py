@@ -12,7 +12,7 @@ from unskew.config.renamed import FORMER_HOOKS
 from unskew.data.federation import Federation
 from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflictError, unknown_name
-from unskew.methods.fedavg import FedAvg
+from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.registry import MODELS
 from unskew.models.spec import ModelSpec
@@ -83,7 +83,7 @@ def resolve_weighting(config: Experiment, method: Method) -> Weights:
     """Return the client weighting: as configured, otherwise as the method defines it."""
     if config.client_weighting != "auto":
         return config.client_weighting
-    return method.weights or (method.server or FedAvg()).weights or "samples"
+    return method.weights or server_rule(method).weights or "samples"
 
 
 def check_task(method: Method, federation: Federation) -> None:
@@ -112,7 +112,7 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         ConfigError: A diagnosis does.
     """
     readers = [rule.name for rule in method.client if "individual" in rule.needs]
-    server = method.server or FedAvg()
+    server = server_rule(method)
     if "individual" in server.needs:
         readers.append(server.name)
     if readers:

@@ -12,7 +12,7 @@ from unskew.deployment.server.data_exchange import remote_client
 from unskew.deployment.server.joining import SiteRegistry
 from unskew.deployment.server.sites import SiteManager
 from unskew.errors import ConfigError, EngineError
-from unskew.methods.fedavg import FedAvg
+from unskew.methods.fedavg import server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import Method
@@ -91,7 +91,7 @@ def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -
 
     blank = replace(facts, size=asks, sizes=asks, class_counts=asks)
     early = [rule.name for rule in method.data]
-    server = method.server or FedAvg()
+    server = server_rule(method)
     halves = [(rule.name, rule.server_init) for rule in (*method.client, *filter(None, [method.sync]))]
     for name, begin in (*halves, (server.name, server.init)):
         try:

@@ -29,7 +29,7 @@ from unskew.deployment.site.state import SiteState
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.site.trainer import SiteTrainer
 from unskew.errors import UnskewError
-from unskew.methods.fedavg import FedAvg
+from unskew.methods.fedavg import server_rule
 from unskew.protocol.federation_info import FederationInfo
 from unskew.simulation.server import Server
 from unskew.simulation.server_trainer import ServerTrainer
@@ -136,7 +136,7 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
     federation = work.with_data(work.data)
     total = torch.zeros(work.total, work.reference.classes).long().numpy()
     facts = replace(FederationInfo.of(federation), size=lambda k: work.data.examples, class_counts=lambda: total + 1)
-    rule = work.method.server or FedAvg()
+    rule = server_rule(work.method)
     trainer = ServerTrainer(work.spec, federation, small.training, work.device)
     server = Server(work.method, rule, work.spec, facts, "samples", small.buffers, seed=small.seed, at_server=trainer)
     request = encode_broadcast(server.broadcast(0, client), work.terms, "train", {})
