@@ -1,13 +1,17 @@
 """The stacked twin of a network does to every client what the module does to it alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
-from support.federations import SmallBatchNorm
-from support.tolerance import MAGNIFIED, assert_close
+from support.federations import SmallBatchNorm, blobs
+from support.tolerance import MAGNIFIED, assert_close, assert_engines_agree
 from torch import nn
 
+import unskew
 from unskew.models.execution import Batch, BoundModel, FunctionalModel
+from unskew.models.grouped import functorch_api
 from unskew.models.grouped.context import grouped_form_or_reason, grouped_unchecked, use_grouped
 from unskew.models.grouped.vmap_op import GroupingError
 from unskew.models.registry import MODELS, build_model
@@ -234,6 +238,16 @@ def test_every_model_but_the_pretrained_ones_has_a_twin():
     specs.append(ModelSpec(build_model("resnet20", (3, 16, 16), 2, norm="group", shortcut="none"), (3, 16, 16), 2))
     assert all(grouped_unchecked(spec) is not None for spec in specs)
     assert grouped_unchecked(ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, autocast=True)) is None
+
+
+def test_a_pytorch_without_the_private_functions_trains_one_client_after_another(monkeypatch):
+    options = {"model": SmallBatchNorm(), "rounds": 2, "local_steps": 3, "engine": "inline", "clients_per_group": 4}
+    together = unskew.run(blobs([9, 9, 9, 9], shape=(2, 6, 6)), **options)
+    monkeypatch.setattr(functorch_api, "_functorch", SimpleNamespace(current_level=None))
+    _, reason = grouped_form_or_reason(ModelSpec(Body([nn.ReLU()], 2), (2,), CLASSES))
+    assert "without _add_batch_dim, get_unwrapped" in reason
+    single = unskew.run(blobs([9, 9, 9, 9], shape=(2, 6, 6)), **options)
+    assert_engines_agree(single.vector, together.vector)
 
 
 @pytest.mark.parametrize(

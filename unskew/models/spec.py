@@ -62,7 +62,7 @@ class ModelSpec:
         blocks: Name of the list of a transformer's blocks, each of which is one layer; None for other models.
         intensities: Whether inputs must be intensities of pixels from 0 to 1, which the model normalises itself.
         widest: Largest number of values that a layer gives for one sample.
-        together: What runs passes that are mapped over clients as one network, while there is any.
+        grouped_model: What runs passes that are mapped over clients as one network, while there is any.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from unskew.models.grouped import vmap_op
+from unskew.models.grouped import functorch_api, vmap_op
 from unskew.models.grouped.network import GroupedNetwork
 from unskew.models.grouped.values import UnsupportedLayerError
 from unskew.models.grouped.vmap_op import GroupingError, MappedPass, PassInputs
@@ -24,13 +24,18 @@ T = TypeVar("T")
 
 
 class GroupedModel:
-    """The stacked form of a model.
+    """Model of several clients as one network.
+
+    Args:
+        spec: Layout of the model of one client.
 
     Raises:
-        Unknown: It has none.
+        UnsupportedLayerError: The model has a layer that cannot be grouped, or PyTorch lacks a function for it.
     """
 
     def __init__(self, spec: ModelSpec):
+        if reason := functorch_api.missing_functions():
+            raise UnsupportedLayerError(reason)
         if spec.autocast:
             raise UnsupportedLayerError("precision bf16")
         self.spec = spec
@@ -39,7 +44,7 @@ class GroupedModel:
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
         """Outputs at ``v`` and the statistics afterwards; None where nothing is mapped or someone listens inside."""
-        if any(norm._forward_pre_hooks for norm in self.norms) or not vmap_op.is_mapped(v, b, x):
+        if any(norm._forward_pre_hooks for norm in self.norms) or not functorch_api.is_mapped(v, b, x):
             return None
         twin, stream = self.twins[train], self.spec.stream
         drawn = [stream.next() for _ in range(twin.dropouts)] if stream is not None else []
@@ -53,23 +58,23 @@ class GroupedModel:
 
         Clients do not mix, so the gradient of the sum of their losses is each client's own.
         """
-        unwrapped = vmap_op.unwrap_batched(v)
+        unwrapped = functorch_api.unwrap_batched(v)
         if unwrapped is None or not unwrapped[1]:
             gradient, also = torch.func.grad(value, has_aux=True)(v)
             return gradient, also
-        with vmap_op.outside_vmap():
+        with functorch_api.outside_vmap():
             leaf = unwrapped[0].detach().requires_grad_()
         with torch.enable_grad():
-            loss, also = value(vmap_op.wrap_batched(leaf))
-        summed = vmap_op.unwrap_batched(loss)
+            loss, also = value(functorch_api.wrap_batched(leaf))
+        summed = functorch_api.unwrap_batched(loss)
         if summed is None:
             raise GroupingError("a loss of another mapping")
-        with vmap_op.outside_vmap():
+        with functorch_api.outside_vmap():
             slope = (
                 torch.autograd.grad(summed[0].sum(), leaf, allow_unused=True)[0] if summed[0].requires_grad else None
             )
             slope = torch.zeros_like(leaf) if slope is None else slope
-        return vmap_op.wrap_batched(slope), also
+        return functorch_api.wrap_batched(slope), also
 
     def check(self) -> None:
         """Compare with the model itself on two small batches.

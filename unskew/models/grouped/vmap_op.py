@@ -7,14 +7,12 @@ with a rule for ``vmap`` and a gradient of its own, which cannot be differentiat
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+from unskew.models.grouped.functorch_api import is_mapped, outside_vmap, unwrap_batched, wrap_batched
 from unskew.models.grouped.network import GroupedNetwork
 from unskew.models.spec import ModelSpec
 
@@ -135,33 +133,6 @@ class MappedPass:
         return logits, features, b
 
 
-def is_mapped(*tensors: Tensor) -> bool:
-    """Return whether some inputs are under a transform such as the mapping over clients."""
-    return any(_functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-
-
-def outside_vmap() -> AbstractContextManager[None]:
-    """Context manager outside of all transforms."""
-    return retrieve_current_functorch_interpreter().lower()
-
-
-def unwrap_batched(t: Tensor) -> tuple[Tensor, bool] | None:
-    """The tensor below the client axis and whether it has one, which is first then; None if more lies between."""
-    if not _functorch.is_functorch_wrapped_tensor(t):
-        return t, False
-    if not _functorch.is_batchedtensor(t) or _functorch.maybe_get_level(t) != _functorch.current_level():
-        return None
-    inner = _functorch.get_unwrapped(t)
-    if _functorch.is_functorch_wrapped_tensor(inner):
-        return None
-    return inner.movedim(_functorch.maybe_get_bdim(t), 0), True
-
-
-def wrap_batched(t: Tensor) -> Tensor:
-    """Inverse of ``unwrap_batched``."""
-    return _functorch._add_batch_dim(t, 0, _functorch.current_level())
-
-
 def run_pass(one: MappedPass, given: PassInputs) -> tuple[Tensor, ...]:
     """Carry out a pass within the mapping over clients."""
     unwrapped = [(None, False) if t is None else unwrap_batched(t) for t in given]
@@ -177,7 +148,7 @@ def run_pass(one: MappedPass, given: PassInputs) -> tuple[Tensor, ...]:
 
 def _first(args: tuple[Any, ...], dims: tuple[Any, ...]) -> list[Any]:
     """The arguments with their client axis first."""
-    if any(isinstance(a, Tensor) and _functorch.is_functorch_wrapped_tensor(a) for a in args):
+    if is_mapped(*args):
         raise GroupingError("a mapping within the mapping over clients")
     return [a if d is None else a.movedim(d, 0) for a, d in zip(args, dims, strict=True)]
 

@@ -1,0 +1,70 @@
+"""PyTorch's private interface to ``torch.func.vmap``; no other file of unskew uses it.
+
+A version of PyTorch that lacks one of these functions trains clients one at a time, with the same numbers.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_functorch: Any = None
+_interpreter: Any = None
+try:
+    from torch._C import _functorch
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter as _interpreter
+except ImportError:
+    pass
+_NAMES = (
+    "_add_batch_dim",
+    "current_level",
+    "get_unwrapped",
+    "is_batchedtensor",
+    "is_functorch_wrapped_tensor",
+    "maybe_get_bdim",
+    "maybe_get_level",
+)
+
+
+def missing_functions() -> str:
+    """Return why this version of PyTorch cannot train clients as one network; empty if it can."""
+    missing = [name for name in _NAMES if not hasattr(_functorch, name)]
+    if _interpreter is None:
+        missing.append("retrieve_current_functorch_interpreter")
+    return f"PyTorch {torch.__version__} without {', '.join(missing)}" if missing else ""
+
+
+def is_mapped(*tensors: object) -> bool:
+    """Return whether some tensors are under a transform such as the mapping over clients."""
+    return any(isinstance(t, Tensor) and _functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
+def outside_vmap() -> AbstractContextManager[None]:
+    """Return a context manager outside of the innermost transform."""
+    context: AbstractContextManager[None] = _interpreter().lower()
+    return context
+
+
+def unwrap_batched(t: Tensor) -> tuple[Tensor, bool] | None:
+    """Remove the client axis of a tensor.
+
+    Returns:
+        The tensor below the axis, and whether it has the axis, which is first then. None if another transform lies between.
+    """
+    if not is_mapped(t):
+        return t, False
+    if not _functorch.is_batchedtensor(t) or _functorch.maybe_get_level(t) != _functorch.current_level():
+        return None
+    inner: Tensor = _functorch.get_unwrapped(t)
+    if is_mapped(inner):
+        return None
+    return inner.movedim(_functorch.maybe_get_bdim(t), 0), True
+
+
+def wrap_batched(t: Tensor) -> Tensor:
+    """Return the tensor with its first axis as the client axis: the inverse of ``unwrap_batched``."""
+    wrapped: Tensor = _functorch._add_batch_dim(t, 0, _functorch.current_level())
+    return wrapped
