@@ -207,7 +207,7 @@ def test_made_images_stand_beside_real_ones_and_layers_beside_their_periods(tmp_
     assert "real images of a client's data; unskew report --no-images leaves them out" in " ".join(text.split())
     page = Page((folder / "report.html").read_text())
     images = [attrs for tag, attrs in page.tags if tag == "img" and "images of" in attrs["alt"]]
-    assert [one["alt"] for one in images[:2]] == ["real images of 0", "made images of 0"]
+    assert [one["alt"] for one in images[:2]] == ["real images of 0", "generated images of 0"]
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(images[0]["src"].partition(",")[2]))))
     fed = unskew.load_federation("digits", clients=2, max_train_samples=60)
     who = next(k for k in (0, 1) if f"client {k}, seed 0" in page.texts)
@@ -330,7 +330,7 @@ def test_older_folders_have_a_report_that_says_what_is_missing(run, light):
     assert "do not say how many samples of each" in "".join(Page(unskew.report(run).read_text()).texts)
     (run / "clients.jsonl").unlink()
     told = "".join(Page(unskew.report(run).read_text()).texts)
-    assert "do not say what each client holds" in told
+    assert "do not say which samples each client has" in told
     assert "an earlier version made them" in told
 
 

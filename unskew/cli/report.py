@@ -72,11 +72,11 @@ def report_after_runs(console: Console, runs: Sequence[Path], out: Path | None =
     """
     from unskew.cli.progress import progress_while_waiting
     from unskew.errors import UnskewError
-    from unskew.reporting.page import MISSING
     from unskew.reporting.report import report as write
+    from unskew.reporting.templating import MISSING
 
     try:
-        if find_spec("plotly") is None:
+        if find_spec("plotly") is None or find_spec("jinja2") is None:
             console.print(MISSING, style="dim", markup=False, highlight=False, soft_wrap=True)
         else:
             with broken_sections(console), progress_while_waiting("report"):

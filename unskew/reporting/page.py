@@ -1,27 +1,26 @@
-"""The page itself: one file that holds everything and asks nothing of a network."""
+"""File of a report: it holds everything and needs no network."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import math
 import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from unskew.errors import ConfigError
+from unskew.reporting.templating import MISSING, render_page
 from unskew.version import __version__
-
-MISSING = "A report's figures need plotly. Install it with: pip install 'unskew[report]'."
 
 
 def plotly_script() -> str:
-    """The library that draws the figures.
+    """Return the source of plotly.js.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs
@@ -31,8 +30,8 @@ def plotly_script() -> str:
 
 
 def page_file(name: str) -> str:
-    """A file that lies beside this one."""
-    return resources.files("unskew.reporting").joinpath("page", name).read_text(encoding="utf-8")
+    """Return the text of a file of the page: its style, or a script."""
+    return resources.files("unskew.reporting").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def escape_script(text: str) -> str:
@@ -67,43 +66,35 @@ def csp_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def page(title: str, body: str, data: object) -> str:
-    """The whole file.
+def render_file(title: str, notes: Sequence[str], parts: Sequence[Mapping[str, Any]], data: object) -> str:
+    """Render the whole file of a report.
 
     Args:
-        title: Of the page.
-        body: What stands in it, as HTML.
-        data: What its figures show.
+        title: Title of the page.
+        notes: Notes above its parts.
+        parts: ``title``, ``summary`` and ``sections`` of each part.
+        data: Data of its charts.
 
     Raises:
-        ConfigError: The library that draws the figures is not installed.
+        ConfigError: plotly or jinja2 is not installed.
     """
     library, style = escape_script(plotly_script()), page_file("report.css")
     own = escape_script(page_file("tables.js") + page_file("report.js"))
-    # The library makes an empty style element that it fills by calls, and empties attributes: the empty text is allowed.
+    # Plotly creates an empty style element that it fills by calls, and empties attributes: the empty text is allowed.
     policy = (
         f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(own)}; style-src {csp_hash(style)} {csp_hash('')}; "
         f"style-src-attr 'unsafe-hashes' {csp_hash('')}; img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    # It also brings styles for maps, unless they are there; there are no maps here.
-    maps = "".join(f'<meta id="{name}">' for name in re.findall(r'getElementById\("([0-9a-f]{40,})"\)', library))
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="generator" content="unskew {html.escape(__version__)}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-{maps}
-<title>{html.escape(title)}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-<script type="application/json" id="data">{to_json(data)}</script>
-<script>{library}</script>
-<script>{own}</script>
-</body>
-</html>
-"""
+    return render_page(
+        title=title,
+        notes=notes,
+        parts=parts,
+        policy=policy,
+        version=__version__,
+        # Plotly also adds styles for maps unless elements of these names are there; there are no maps here.
+        map_styles=re.findall(r'getElementById\("([0-9a-f]{40,})"\)', library),
+        style=style,
+        data=to_json(data),
+        library=library,
+        own=own,
+    )

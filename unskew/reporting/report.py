@@ -11,16 +11,17 @@ from unskew.errors import ConfigError, short_repr
 from unskew.filesystem import make_folder, parse_path, write_atomic
 from unskew.progress import report_progress
 from unskew.records.result import Result
-from unskew.reporting import html_elements
 from unskew.reporting.chart_data import method_style
-from unskew.reporting.page import page, plotly_script
+from unskew.reporting.page import plotly_script, render_file
 from unskew.reporting.run_groups import RunGroup, group_runs
 from unskew.reporting.run_reader import read_runs
-from unskew.reporting.sections import REAL, group_content, group_html, summary_line
+from unskew.reporting.sections import group_content, group_sections, summary_line
 
 NAME = "report.html"
 MARK = b'<meta name="generator" content="unskew '
 """Marker near the beginning of every report; a file without it is not overwritten."""
+REAL_IMAGES = '<table data-name="beside">'
+"""Start of the table that holds real images beside generated ones."""
 
 
 def report(
@@ -91,40 +92,21 @@ def check_report_file(file: Path) -> None:
 
 def shows_real_images(file: Path) -> bool:
     """Return whether a report has real images of clients' data."""
-    return REAL in file.read_text(encoding="utf-8", errors="replace")
+    return REAL_IMAGES in file.read_text(encoding="utf-8", errors="replace")
 
 
 def render_report(
     parts: Sequence[RunGroup], notes: Iterable[str], images: bool = True, title: str | None = None
 ) -> str:
-    """The page on these parts; a method has one colour in all of them."""
+    """Render the page of these parts; a method has one color in all of them."""
     labels = list(dict.fromkeys(method_runs.label for part in parts for method_runs in part.series))
     styles = {label: method_style(number) for number, label in enumerate(labels)}
     data = [group_content(part, styles) for part in parts]
     runs = sum(len(method_runs.runs) for part in parts for method_runs in part.series)
     title = title or (f"Report: {parts[0].title}" if len(parts) == 1 else f"Report on {runs} runs")
-    head = f'<header><h1>{html_elements.text(title)}</h1><button type="button" id="theme">Dark</button></header>'
-    html = [head]
-    notes = list(notes)
-    if notes:
-        html.append(html_elements.bullet_list(notes, "told"))
-    html.append(
-        '<noscript><p class="soft">The figures are drawn by a script; the tables are here without it.</p></noscript>'
-    )
-    if len(parts) > 1:
-        links = "".join(
-            f'<li><a href="#part-{number}">{html_elements.text(part.title)}</a></li>'
-            for number, part in enumerate(parts)
-        )
-        html.append(f'<nav aria-label="Parts"><ul>{links}</ul></nav>')
-    for number, (part, shown_) in enumerate(zip(parts, data, strict=True)):
+    entries = []
+    for number, (part, shown) in enumerate(zip(parts, data, strict=True)):
         report_progress("parts written", number, len(parts))
-        inside = group_html(part, shown_, f"part-{number}", images)
-        line = f'<p class="soft">{html_elements.text(summary_line(part))}</p>'
-        if len(parts) == 1:
-            html.append(f'<main class="part" id="part-0">{line}{inside}</main>')
-        else:
-            opened = " open" if number == 0 else ""
-            head = f"<summary><h2>{html_elements.text(part.title)}</h2></summary>"
-            html.append(f'<details class="part" id="part-{number}"{opened}>{head}{line}{inside}</details>')
-    return page(title, "\n".join(html), {"parts": data})
+        sections = group_sections(part, shown, f"part-{number}", images)
+        entries.append({"title": part.title, "summary": summary_line(part), "sections": sections})
+    return render_file(title, list(notes), entries, {"parts": data})

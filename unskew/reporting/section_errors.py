@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from unskew.reporting import html_elements
+from unskew.reporting.templating import render_section
 
 T = TypeVar("T")
 
@@ -34,4 +34,4 @@ def guard_section(title: str, write: Callable[[], T], instead: Callable[[str], T
 
 def section_html(title: str, write: Callable[[], str]) -> str:
     """The HTML of a section; of a broken one its heading and the error."""
-    return guard_section(title, write, lambda text: f'<h3>{title}</h3><p class="warned">{html_elements.text(text)}</p>')
+    return guard_section(title, write, lambda reason: render_section("failed", title=title, reason=reason))

@@ -1,0 +1,49 @@
+"""Jinja2 templates of the report. Text from data or files is escaped wherever it stands."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from unskew.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jinja2
+
+MISSING = "A report needs plotly and jinja2. Install them with: pip install 'unskew[report]'."
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ConfigError(MISSING) from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("unskew.reporting", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["repr"] = repr
+    return environment
+
+
+def render_section(macro: str, **values: Any) -> str:
+    """Render a section of the report.
+
+    Args:
+        macro: Name of a macro in ``sections.html.j2``.
+        values: Its arguments.
+
+    Returns:
+        HTML that is marked as safe, so that a template does not escape it again.
+    """
+    section: str = getattr(_environment().get_template("sections.html.j2").module, macro)(**values)
+    return section
+
+
+def render_page(**values: Any) -> str:
+    """Render the whole file from ``page.html.j2``."""
+    return _environment().get_template("page.html.j2").render(**values)
