@@ -1,4 +1,4 @@
-"""Options written as text, and objects named by an import path: one reading of both for all that has a name.
+"""Objects named by an import path, and objects built from checked options.
 
 Methods, generators, models and studies are named in a configuration. Their options are the fields of a dataclass, whose types
 say which values are allowed.
@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
@@ -81,61 +81,6 @@ def import_callable(path: str, what: str) -> Callable[..., Any]:
     if not callable(target):
         raise ConfigError(f"{what} is not a function or a class.")
     return cast(Callable[..., Any], target)
-
-
-def parse_options(text: str, separator: str, where: str, example: str, flags: Collection[str] = ()) -> dict[str, str]:
-    """The values in ``key=value`` pieces, by key, still as text.
-
-    Args:
-        text: The pieces.
-        separator: Between two pieces.
-        where: Where they stand, as an error says it.
-        example: How an option is written, as an error says it.
-        flags: Keys that mean ``true`` where they stand alone.
-
-    Raises:
-        ConfigError: A piece is not an option, or a key stands twice.
-
-    >>> parse_options("a=1, b", ",", "x", "x:a=1", flags=["b"])
-    {'a': '1', 'b': 'true'}
-    """
-    options: dict[str, str] = {}
-    for option in filter(None, (option.strip() for option in text.split(separator))):
-        key, equals, value = (part.strip() for part in option.partition("="))
-        if not equals and key not in flags:
-            raise ConfigError(f"{option!r} in {where} is not an option; write {example}.")
-        if key in options:
-            raise ConfigError(f"{where} gives {key} twice.")
-        options[key] = value if equals else "true"
-    return options
-
-
-MOST_SEEDS = 1000
-
-
-def parse_seed_list(text: str) -> list[int]:
-    """The seeds that a text lists.
-
-    Raises:
-        ConfigError: It is not a list of seeds, has one twice, or absurdly many.
-
-    >>> parse_seed_list("0..2,7")
-    [0, 1, 2, 7]
-    """
-    wrong = ConfigError(f"seeds={text!r} is not a list of seeds; write 0,1,2 or 0..2: each once, at most {MOST_SEEDS}.")
-    seeds: list[int] = []
-    for part in text.split(","):
-        first, dots, last = part.partition("..")
-        try:
-            low, high = int(first), int(last if dots else first)
-        except ValueError:
-            raise wrong from None
-        if not 0 <= low <= high < 2**63 or high - low >= MOST_SEEDS:
-            raise wrong
-        seeds += range(low, high + 1)
-    if len(set(seeds)) < len(seeds) or len(seeds) > MOST_SEEDS:
-        raise wrong
-    return seeds
 
 
 def option_defaults(cls: type) -> dict[str, object]:

@@ -125,7 +125,7 @@ def test_an_engine_of_a_package_gives_the_same_numbers(package, tmp_path):
         ("processses", "There is no engine 'processses'. Did you mean 'processes'"),
         ("inline:threads=2", "'inline' takes no options in its name; remove them"),
         ("ray:retries=2", "'ray' takes no options in its name; set them in the section ray"),
-        ("counting:log", "is not an option; write counting:"),
+        ("counting:log", "is not an option; write option=value"),
     ],
 )
 def test_a_wrong_engine_is_refused_with_a_remedy(package, engine, words):

@@ -163,7 +163,7 @@ def parse_seeds(text: str, first: int = 0) -> list[int]:
         text: As it was written.
         first: The first of so many.
     """
-    from unskew.option_parsing import parse_seed_list
+    from unskew.expressions import parse_seed_list
 
     which = parse_seed_list(text)
     if text.strip().isdigit() and which[0] > 0:

@@ -53,7 +53,7 @@ def reproduce(
     """Run a table of a paper, or go on with it, and print the paper's numbers beside ours."""
     from unskew.cli.fit_table import ReflowTable
     from unskew.cli.progress import ProgressLine, make_progress
-    from unskew.option_parsing import parse_seed_list
+    from unskew.expressions import parse_seed_list
     from unskew.reproduction import tables as report
     from unskew.reproduction.figures import draw_curves, draw_points
     from unskew.reproduction.legacy_outcomes import notes

@@ -25,9 +25,9 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, list_items, short_repr
+from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import output_folder, parse_path, write_atomic
 from unskew.methods.registry import MethodLike, method
-from unskew.option_parsing import MOST_SEEDS, parse_seed_list
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
 from unskew.records.notebook import format_mean_std, html_table, to_data_frame
 from unskew.records.recorder import Callback, first_reaching

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unskew.errors import ConfigError
-from unskew.option_parsing import parse_options
+from unskew.expressions import parse_expression
 from unskew.plugins import ENGINES, find_plugin
 
 BUILT_IN = ("auto", "inline", "processes", "vectorized")
@@ -15,8 +15,8 @@ def parse_engine(engine: str) -> tuple[str, dict[str, str]]:
     Raises:
         ConfigError: There is no such engine, or it takes no options here.
     """
-    name, _, text = engine.partition(":")
-    options = parse_options(text, ",", f"engine={engine}", f"{name}:workers_per_node=2")
+    expression = parse_expression(engine)
+    name, options = expression.name, expression.with_flags(())
     if name not in BUILT_IN:
         name = find_plugin(ENGINES, "engine", name, BUILT_IN).name
     if options and name in (*BUILT_IN, "ray"):

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any, cast
 
 from unskew.errors import ConfigError, unknown_name
+from unskew.expressions import parse_expression
 from unskew.generators.base import GeneratorJob, ImageGenerator
-from unskew.option_parsing import build_from_options, import_callable, import_own, parse_options
+from unskew.option_parsing import build_from_options, import_callable, import_own
 
 Factory = Callable[[GeneratorJob], ImageGenerator]
 
@@ -84,5 +85,9 @@ def normalize_expression(spec: str, epochs: int | None = None) -> tuple[str, int
 
 def _parts(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options."""
-    name, _, rest = (part.strip() for part in spec.partition(";"))
-    return name, parse_options(rest, ";", f"generator={spec!r}", f"{name};option=value")
+    expression = parse_expression(spec, ";", ";")
+    if expression.values:
+        raise ConfigError(
+            f"{expression.values[0]!r} in generator={spec!r} is not an option; write {expression.name};option=value."
+        )
+    return expression.name, dict(expression.options)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unskew import plugins
 from unskew.errors import ConfigError, MethodConflictError, short_repr
+from unskew.expressions import parse_expression
 from unskew.option_parsing import (
     build_from_options,
     check_finite,
     import_from_path,
     import_own,
     option_defaults,
-    parse_options,
 )
 from unskew.provenance import on_behalf_of
 
@@ -166,7 +166,7 @@ def _parse_one(text: str) -> Method:
     name, rest = _split(text)
     cls = rule_class(name)
     flags = [key for key, default in option_defaults(cls).items() if isinstance(default, bool)]  # fedals:auto
-    options = parse_options(rest, ",", repr(text), f"{name}:option=value", flags)
+    options = parse_expression(f"{name}:{rest}").with_flags(flags)
     return build_from_options(cls, options, name, f"{name}:").build()
 
 

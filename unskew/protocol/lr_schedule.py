@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass
 
 from unskew.errors import ConfigError, unknown_name
+from unskew.expressions import parse_expression
 
 EXAMPLES = {
     "constant": "constant",
@@ -100,16 +101,15 @@ def parse_schedule(text: str) -> LRSchedule:
 
 def _read(piece: str, text: str) -> tuple[str, tuple[float, ...]]:
     """Kind and numbers of one piece."""
-    kind, colon, value = piece.partition(":")
+    expression = parse_expression(piece)
+    kind, numbers = expression.name, expression.numbers()
     if kind not in EXAMPLES:
         raise ConfigError(unknown_name("learning-rate schedule", kind, EXAMPLES))
-    try:
-        numbers = tuple(float(number) for number in value.split(",")) if colon else ()
-    except ValueError:
-        numbers = (math.nan,)
-    if kind == "cosine" and not colon:
+    if piece == "cosine":
         numbers = (0.0,)
     reason = _wrong(kind, numbers)
+    if expression.options or len(numbers) != len(expression.values) + (piece == "cosine") or piece.endswith(":"):
+        reason = reason or f"{kind} takes only numbers"
     if reason:
         raise ConfigError(
             f"The learning-rate schedule {text!r} is not valid: {reason}. It is written like {EXAMPLES[kind]}."
@@ -120,7 +120,7 @@ def _read(piece: str, text: str) -> tuple[str, tuple[float, ...]]:
 def _wrong(kind: str, numbers: tuple[float, ...]) -> str | None:
     """Return what is wrong with the numbers of a schedule; None if nothing is."""
     wanted = {"constant": 0, "step": 2, "cosine": 1, "inverse": 2, "warmup": 1}[kind]
-    if len(numbers) != wanted or not all(map(math.isfinite, numbers)):
+    if len(numbers) != wanted:
         return f"{kind} takes {wanted or 'no'} number{'' if wanted == 1 else 's'}"
     if kind in ("step", "warmup") and (numbers[0] != int(numbers[0]) or numbers[0] < 1):
         return f"the {'first ' if kind == 'step' else ''}number of {kind} is a whole one from 1"

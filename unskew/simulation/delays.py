@@ -14,6 +14,7 @@ import math
 from pathlib import Path
 
 from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.expressions import parse_expression
 from unskew.seeding import numpy_generator
 
 KINDS = ("none", "fixed", "half-normal", "lognormal", "trace")
@@ -101,20 +102,16 @@ def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
         raise ConfigError(unknown_name("delay", kind, KINDS))
     if kind == "none" and value:
         raise ConfigError(f"The delay none takes no value; {spec!r} gives it {value!r}.")
-    if kind == "trace":
-        if not value:
-            raise ConfigError("The delay trace needs a file: trace:delays.csv.")
-        return kind, ()
-    if kind == "none":
+    if kind == "trace" and not value:
+        raise ConfigError("The delay trace needs a file: trace:delays.csv.")
+    if kind in ("none", "trace"):
         return kind, ()
     wanted = 2 if kind == "lognormal" else 1
     example = {"fixed": "fixed:3", "half-normal": "half-normal:20", "lognormal": "lognormal:4,0.5"}[kind]
-    try:
-        numbers = tuple(float(part) for part in value.split(","))
-    except ValueError:
-        numbers = ()
-    integral = kind != "fixed" or all(n == int(n) for n in numbers if math.isfinite(n))
-    if len(numbers) != wanted or not all(math.isfinite(n) and n >= 0 for n in numbers) or not integral:
+    expression = parse_expression(spec)
+    numbers = expression.numbers()
+    integral = kind != "fixed" or all(number == int(number) for number in numbers)
+    if len(numbers) != wanted or min(numbers) < 0 or not integral or expression.options:
         raise ConfigError(f"The delay {spec!r} is not written like {example}.")
     if max(numbers) > LONGEST:
         raise ConfigError(f"The delay {spec!r} is longer than any run; its numbers are at most {LONGEST:,}.")

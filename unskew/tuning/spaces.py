@@ -9,6 +9,7 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.errors import ConfigError, unknown_name
+from unskew.expressions import Expression, parse_expression
 from unskew.methods.registry import check_expression, rule_class
 from unskew.option_parsing import build_from_options, option_defaults
 from unskew.protocol.search_space import CategoricalSpace, RangeSpace, Space, log_range, one_of, read_space
@@ -25,14 +26,13 @@ DIGITS = 3
 """Significant digits of a tuned number: more mean nothing, and a spelling stays short."""
 
 
-def split_expression(spelling: str) -> list[tuple[str, dict[str, str]]]:
-    """The names of the methods of a sum, and the options that are written, as text."""
+def split_expression(composition: str) -> list[tuple[str, dict[str, str]]]:
+    """Return the name of each method of a composition, and the options that are written, as text."""
     parts = []
-    for part in check_expression(spelling):
-        name, _, rest = (text.strip() for text in part.partition(":"))
-        pairs = (text.partition("=") for text in rest.split(",") if text.strip())
-        name = name if "." in name else name.lower()
-        parts.append((name, {key.strip(): value.strip() if equals else "true" for key, equals, value in pairs}))
+    for part in check_expression(composition):
+        expression = parse_expression(part)
+        name = expression.name if "." in expression.name else expression.name.lower()
+        parts.append((name, expression.with_flags(expression.values)))
     return parts
 
 
@@ -42,11 +42,7 @@ def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
     >>> join_expression(split_expression("fedprox:mu=0.1 + scaffold"))
     'fedprox:mu=0.1+scaffold'
     """
-    texts = []
-    for name, options in parts:
-        text = ",".join(f"{key}={value}" for key, value in options.items())
-        texts.append(f"{name}:{text}" if text else name)
-    return "+".join(texts)
+    return "+".join(str(Expression(name, options=options)) for name, options in parts)
 
 
 def common_spaces(config: Experiment) -> dict[str, Space]:

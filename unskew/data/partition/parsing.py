@@ -6,6 +6,7 @@ import math
 
 from unskew import plugins
 from unskew.errors import ConfigError, unknown_name
+from unskew.expressions import parse_expression
 
 PARTITIONS: dict[str, str] = {
     "iid": "iid: shuffle and cut",
@@ -32,27 +33,24 @@ def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
     >>> parse_partition("dirichlet:0.1,min=half")
     ('dirichlet', '0.1', {'min': 'half'})
     """
-    head, *rest = (part.strip() for part in spec.split(","))
-    name, _, value = (part.strip() for part in head.partition(":"))
+    expression = parse_expression(spec)
+    name, options = expression.name, dict(expression.options)
+    value = expression.values[0] if expression.values else ""
     if name not in PARTITIONS:
         plugins.find_plugin(plugins.PARTITIONS, "partition", name, PARTITIONS)
     if name in EXAMPLES and not value:
         raise ConfigError(f"The partition {name} needs a value, for example {EXAMPLES[name]}.")
     if name == "iid" and value:
         raise ConfigError(f"The partition iid takes no value; {spec!r} gives it {value!r}.")
-    options: dict[str, str] = {}
-    for part in rest:
-        key, equals, text = (text_part.strip() for text_part in part.partition("="))
-        allowed = OPTIONS.get(name, ())
-        if not equals or not text:
-            raise ConfigError(f"In the partition {spec!r}, {part!r} is not of the form option=value.")
-        if not allowed and name in PARTITIONS:
+    allowed = OPTIONS.get(name, ())
+    wrong = [*expression.values[1:], *(f"{key}=" for key, text in options.items() if not text)]
+    if wrong:
+        raise ConfigError(f"In the partition {spec!r}, {wrong[0]!r} is not of the form option=value.")
+    for key in options if name in PARTITIONS else ():
+        if not allowed:
             raise ConfigError(f"The partition {name} takes no options; {spec!r} gives it {key!r}.")
-        if key not in allowed and name in PARTITIONS:
+        if key not in allowed:
             raise ConfigError(unknown_name("option", key, allowed, f"The partition {name}"))
-        if key in options:
-            raise ConfigError(f"The partition {spec!r} gives {key} twice.")
-        options[key] = text
     return name, value, options
 
 

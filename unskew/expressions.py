@@ -1,0 +1,114 @@
+"""Grammar of expressions: ``name:value,key=value`` for partitions, delays, schedules, engines, generators and methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from unskew.errors import ConfigError
+
+MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A name with values and options.
+
+    Attributes:
+        name: What stands before the first colon or comma.
+        values: Pieces without an equals sign, in order.
+        options: Texts of the other parts, by key.
+    """
+
+    name: str
+    values: tuple[str, ...] = ()
+    options: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the expression as it is written."""
+        parts = [*self.values, *(f"{key}={value}" for key, value in self.options.items())]
+        return f"{self.name}:{','.join(parts)}" if parts else self.name
+
+    def numbers(self) -> tuple[float, ...]:
+        """Return the values as numbers; one that is not a finite number makes the result empty."""
+        try:
+            numbers = tuple(float(value) for value in self.values)
+        except ValueError:
+            return ()
+        return numbers if all(map(math.isfinite, numbers)) else ()
+
+    def with_flags(self, flags: Collection[str]) -> dict[str, str]:
+        """Return the options, where a value that names a flag means ``flag=true``.
+
+        Args:
+            flags: Options that are true where they stand without a value.
+
+        Raises:
+            ConfigError: A value is not a flag, or is given twice.
+        """
+        options = dict(self.options)
+        for value in self.values:
+            if value not in flags:
+                raise ConfigError(f"{value!r} in {str(self)!r} is not an option; write option=value.")
+            if value in options:
+                raise ConfigError(f"{str(self)!r} gives {value} twice.")
+            options[value] = "true"
+        return options
+
+
+def parse_expression(text: str, opener: str = ":", separator: str = ",") -> Expression:
+    """Read an expression.
+
+    Args:
+        text: The expression.
+        opener: Ends the name.
+        separator: Ends each value and each option; it also ends a name without values.
+
+    Raises:
+        ConfigError: An option has no key, or a key is given twice.
+
+    >>> parse_expression("dirichlet:0.1, min=half")
+    Expression(name='dirichlet', values=('0.1',), options={'min': 'half'})
+    >>> parse_expression("iid,each=5").options, parse_expression("ddpm;steps=9;ema", ";", ";").values
+    ({'each': '5'}, ('ema',))
+    """
+    end = min((text.index(sign) for sign in (opener, separator) if sign in text), default=len(text))
+    values: list[str] = []
+    options: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text[end + 1 :].split(separator))):
+        key, equals, value = (side.strip() for side in part.partition("="))
+        if not equals:
+            values.append(part)
+            continue
+        if not key:
+            raise ConfigError(f"{part!r} in {text!r} is not an option; write option=value.")
+        if key in options:
+            raise ConfigError(f"{text!r} gives {key} twice.")
+        options[key] = value
+    return Expression(text[:end].strip(), tuple(values), options)
+
+
+def parse_seed_list(text: str) -> list[int]:
+    """Return the seeds that a text lists.
+
+    Raises:
+        ConfigError: The text is not a list of seeds, has one twice, or absurdly many.
+
+    >>> parse_seed_list("0..2,7")
+    [0, 1, 2, 7]
+    """
+    wrong = ConfigError(f"seeds={text!r} is not a list of seeds; write 0,1,2 or 0..2: each once, at most {MOST_SEEDS}.")
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        try:
+            low, high = int(first), int(last if dots else first)
+        except ValueError:
+            raise wrong from None
+        if not 0 <= low <= high < 2**63 or high - low >= MOST_SEEDS:
+            raise wrong
+        seeds += range(low, high + 1)
+    if len(set(seeds)) < len(seeds) or len(seeds) > MOST_SEEDS:
+        raise wrong
+    return seeds
