@@ -62,6 +62,10 @@ def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "",
 def short_repr(value: object, write: Callable[[object], str] = repr) -> str:
     """A value as a sentence shows it, whatever it is: Python does not write integers of more than 4300 digits.
 
+    Args:
+        value: Any value.
+        write: Converts the value to text.
+
     >>> short_repr("a"), short_repr(10**5000)
     ("'a'", 'an object of type int that cannot be written out')
     """
@@ -73,6 +77,10 @@ def short_repr(value: object, write: Callable[[object], str] = repr) -> str:
 
 def list_items(values: Any, wrong: UnskewError) -> list[Any]:
     """Return the items of a list-like value; text and scalars raise the error ``wrong``.
+
+    Args:
+        values: Value that should be a list.
+        wrong: Error to raise.
 
     Raises:
         UnskewError: ``wrong``.

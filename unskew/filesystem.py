@@ -26,7 +26,12 @@ NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def disk_error(path: Path, error: OSError) -> CheckpointError:
-    """The sentence for a write that failed."""
+    """The sentence for a write that failed.
+
+    Args:
+        path: File that was written.
+        error: Error of the operating system.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CheckpointError(
             f"The disk is full: {path} could not be written. What was saved before is intact; "
@@ -67,6 +72,10 @@ def open_to_append(path: Path) -> int:
 
 def append_text(path: Path, text: str) -> None:
     """Append a text to a file.
+
+    Args:
+        path: File to extend or create.
+        text: Text to append.
 
     Raises:
         CheckpointError: If the file is a link, or the disk is full.
@@ -169,6 +178,10 @@ def check_plain(folder: Path) -> None:
 def write_synced(path: Path, data: bytes) -> None:
     """Write a new file and wait until it is on the disk.
 
+    Args:
+        path: File to create.
+        data: Content of the file.
+
     Raises:
         FileExistsError: If something is there.
     """
@@ -194,6 +207,10 @@ def temporary_path(path: Path) -> Path:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write a file so that it is there whole or not at all, also after a power cut; a link there is replaced.
+
+    Args:
+        path: File to write or replace.
+        data: Content of the file.
 
     Raises:
         CheckpointError: The disk is full or the folder cannot be written.
@@ -264,7 +281,12 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def unmake_folder(folder: Path, added: list[Path]) -> None:
-    """Undo ``make_folder``: empty the folder, and remove the folders it ``added`` that are empty then."""
+    """Undo ``make_folder``: empty the folder, and remove the folders it ``added`` that are empty then.
+
+    Args:
+        folder: Folder to empty.
+        added: Folders that ``make_folder`` created.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     if folder not in added:
         folder.mkdir(exist_ok=True)
@@ -284,6 +306,10 @@ def file_lock(path: Path, seconds: float) -> Iterator[None]:
     It waits for the lock and removes the file at the end.
 
     The lock ends with the process, however that ends.
+
+    Args:
+        path: Lock file.
+        seconds: How long to wait for the lock.
 
     Raises:
         ConfigError: Another one has it for more than ``seconds``.

@@ -74,6 +74,10 @@ def import_own(path: str) -> Any:
 def import_callable(path: str, what: str) -> Callable[..., Any]:
     """Import a function or class; see ``import_from_path``.
 
+    Args:
+        path: ``package.module:name``.
+        what: What the path stands for, for the error.
+
     Raises:
         ConfigError: There is none.
     """
@@ -109,6 +113,10 @@ def _reader(hint: Any, default: object) -> pydantic.TypeAdapter[Any]:
 
 def check_finite(rule: object, owner: str) -> None:
     """Refuse numbers that are not finite in an instance that was made in Python.
+
+    Args:
+        rule: Instance of a rule.
+        owner: Name of the rule, for the error.
 
     Raises:
         ConfigError: There is one, and its type does not allow it.

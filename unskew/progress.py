@@ -18,6 +18,10 @@ _follow: ContextVar[Follow | None] = ContextVar("follow", default=None)
 def report_progress_to(follow: Follow, after: float = PATIENCE) -> Iterator[None]:
     """Context manager that forwards progress of operations longer than ``after`` seconds to ``follow``.
 
+    Args:
+        follow: Receives text, finished amount and total.
+        after: Seconds before the first report.
+
     >>> with report_progress_to(print, after=0):
     ...     report_progress("files read", 1, 2)
     files read 1 2
@@ -37,7 +41,13 @@ def report_progress_to(follow: Follow, after: float = PATIENCE) -> Iterator[None
 
 
 def report_progress(text: str, done: float, total: float) -> None:
-    """Say how much is done, if anybody listens."""
+    """Say how much is done, if anybody listens.
+
+    Args:
+        text: Name of the operation.
+        done: Finished amount.
+        total: Total amount.
+    """
     follow = _follow.get()
     if follow is not None:
         follow(text, done, total)

@@ -42,7 +42,12 @@ class UntrustedText(str):
 
 
 def with_provenance(text: str, origin: object) -> str:
-    """Give a text that was made from ``origin`` the mark of ``origin``, if it has one."""
+    """Give a text that was made from ``origin`` the mark of ``origin``, if it has one.
+
+    Args:
+        text: The new text.
+        origin: Value from which the text was made.
+    """
     return UntrustedText(text, origin.source, origin.remedy) if isinstance(origin, UntrustedText) else text
 
 

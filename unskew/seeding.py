@@ -21,6 +21,12 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 def derive(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
     """A 63-bit seed for one purpose in one round at one client.
 
+    Args:
+        seed: Seed of the run.
+        purpose: Name of what the numbers are used for.
+        round: Number of the round.
+        client: Number of the client.
+
     >>> derive(0, "batches", 1, 2) == derive(0, "batches", 1, 2)
     True
     >>> derive(0, "batches", 1, 2) == derive(0, "batches", 2, 1)
@@ -31,12 +37,26 @@ def derive(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
 
 
 def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
-    """A CPU generator seeded by ``derive``."""
+    """A CPU generator seeded by ``derive``.
+
+    Args:
+        seed: Seed of the run.
+        purpose: Name of what the numbers are used for.
+        round: Number of the round.
+        client: Number of the client.
+    """
     return torch.Generator().manual_seed(derive(seed, purpose, round, client))
 
 
 def numpy_generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
-    """A NumPy generator seeded by ``derive``."""
+    """A NumPy generator seeded by ``derive``.
+
+    Args:
+        seed: Seed of the run.
+        purpose: Name of what the numbers are used for.
+        round: Number of the round.
+        client: Number of the client.
+    """
     return np.random.default_rng(derive(seed, purpose, round, client))
 
 
@@ -53,7 +73,12 @@ def _wrapped(number: int) -> int:
 
 
 def fold(key: Tensor, number: int | Tensor) -> Tensor:
-    """A new key from a key and a number (a step, a layer)."""
+    """A new key from a key and a number (a step, a layer).
+
+    Args:
+        key: Random key, int64.
+        number: Number to fold into the key.
+    """
     if isinstance(number, int):  # in Python: to make a tensor of it on a GPU would wait for that
         return _mix(key + _wrapped((number + 1) * _GOLDEN))
     return _mix(key + (number + 1) * _GOLDEN)
@@ -63,6 +88,10 @@ def uniform(key: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Uniform float32 numbers in [0, 1) of ``shape``, a pure function of the 64-bit integer tensor ``key``.
 
     Unlike a generator it can be mapped over clients and gives the same numbers on every device.
+
+    Args:
+        key: Random key, int64.
+        shape: Shape of the result.
     """
     counter = torch.arange(math.prod(shape), device=key.device).reshape(shape)
     bits = _mix(_mix(counter * _GOLDEN + key) + counter)
@@ -70,6 +99,11 @@ def uniform(key: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal float64 numbers of ``shape``, a pure function of ``key`` (Box and Muller's transform)."""
+    """Standard normal float64 numbers of ``shape``, a pure function of ``key`` (Box and Muller's transform).
+
+    Args:
+        key: Random key, int64.
+        shape: Shape of the result.
+    """
     radius = torch.sqrt(-2 * torch.log1p(-uniform(fold(key, 1), shape).to(torch.float64)))
     return radius * torch.cos(2 * math.pi * uniform(fold(key, 2), shape).to(torch.float64))

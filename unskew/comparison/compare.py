@@ -344,7 +344,12 @@ def compare(
 
 
 def is_finished(folder: Path | None, config: Experiment) -> bool:
-    """Check if a run folder has all rounds of a run."""
+    """Check if a run folder has all rounds of a run.
+
+    Args:
+        folder: Run folder, or None.
+        config: Configuration of the run.
+    """
     return folder is not None and folder.exists() and finished_rounds(folder) == config.rounds
 
 

@@ -69,6 +69,11 @@ def target_costs(
 def traffic_saving(mine: float, needed: float | None, spent: float) -> float:
     """``1 - mine / needed``; where another did not reach the target, what it ``spent`` in vain gives a lower bound.
 
+    Args:
+        mine: Bytes that the method needed.
+        needed: Bytes that the other method needed; None: it did not reach the target.
+        spent: Bytes that the other method sent in the whole run.
+
     >>> traffic_saving(3, 6, 12), traffic_saving(3, None, 12)
     (0.5, 0.75)
     """

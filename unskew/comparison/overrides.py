@@ -15,6 +15,10 @@ from unskew.errors import ConfigError, short_repr, unknown_name
 def overrides_by_method(each: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The fields that differ for each of the methods.
 
+    Args:
+        each: Fields by method name.
+        names: Method expressions of the comparison.
+
     Raises:
         ConfigError: There are some of a method that is not compared, or of what a comparison decides.
     """

@@ -37,7 +37,12 @@ def is_local(spelling: str) -> bool:
 
 
 def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]:
-    """Return the fields of a reference's run, from those of the methods: what concerns an exchange is left at its default."""
+    """Return the fields of a reference's run, from those of the methods: what concerns an exchange is left at its default.
+
+    Args:
+        values: Fields of the methods' runs.
+        spelling: Expression of the reference.
+    """
     fields = {**values, "network": "none", "secure_aggregation": "off", "diagnose": [], "synthetic": None}
     fields |= {"save_samples": False, "base_run": False, "client_weighting": "auto", "buffers": "average"}
     if is_local(spelling):

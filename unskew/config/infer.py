@@ -58,7 +58,13 @@ class InferredConfig:
     seen: list[str] = field(default_factory=list)
 
     def set(self, name: str, value: Any, why: str = "") -> None:
-        """Add a field."""
+        """Add a field.
+
+        Args:
+            name: Name of the field.
+            value: Value of the field.
+            why: Reason that is printed.
+        """
         self.values[name] = value
         self.why[name] = why
 

@@ -61,7 +61,13 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
 
 
 def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
-    """Unknown keys are refused with the nearest known ones, also inside sections."""
+    """Unknown keys are refused with the nearest known ones, also inside sections.
+
+    Args:
+        values: Fields by name.
+        model: Section of the configuration.
+        prefix: Name of the section with a dot, for the error.
+    """
     for key, value in values.items():
         if key not in model.model_fields:
             known = [f"{prefix}{name}" for name in model.model_fields]
@@ -84,7 +90,12 @@ class Loader(yaml.SafeLoader):
     """Source and remedy of ``UntrustedText``; None: the text is trusted."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Reject aliases and tags: a few bytes of aliases mean gigabytes, and a tag names a type to construct."""
+        """Reject aliases and tags: a few bytes of aliases mean gigabytes, and a tag names a type to construct.
+
+        Args:
+            parent: Node that contains the next one.
+            index: Position in the parent.
+        """
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             raise _wrong(f"the alias *{event.anchor} is not supported; write the value out", event)
@@ -117,7 +128,12 @@ class Loader(yaml.SafeLoader):
         return UntrustedText(value, *self.origin) if kind == "str" and self.origin is not None else value
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Name the line of a value that cannot be read, such as the date 2020-13-45."""
+        """Name the line of a value that cannot be read, such as the date 2020-13-45.
+
+        Args:
+            node: Node of a value.
+            deep: Whether nested values are constructed at once.
+        """
         try:
             return super().construct_object(node, deep)
         except ValueError as error:
@@ -193,6 +209,10 @@ def load_yaml(path: Path, remedy: str | None = TRUST) -> dict[str, Any]:
 
 def set_field(values: dict[str, Any], assignment: str) -> None:
     """Apply ``any.field=value``; the value is read as YAML.
+
+    Args:
+        values: Fields by name, which are changed in place.
+        assignment: Text such as ``network.drop=0.1``.
 
     >>> values = {}
     >>> set_field(values, "network.drop=0.1")

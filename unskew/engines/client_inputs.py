@@ -33,12 +33,22 @@ def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
 
 
 def client_key(seed: int, broadcast: Broadcast) -> Tensor:
-    """The random key of a client in a round."""
+    """The random key of a client in a round.
+
+    Args:
+        seed: Seed of the run.
+        broadcast: Message from the server.
+    """
     return torch.tensor(derive(seed, "key", broadcast.round, broadcast.client))
 
 
 def to_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
-    """The same tensors on ``device``, by name in order, as stacking needs it; on the CPU they are not copied."""
+    """The same tensors on ``device``, by name in order, as stacking needs it; on the CPU they are not copied.
+
+    Args:
+        nested: Tensors by rule and name.
+        device: Device that computes.
+    """
     # What comes from a checkpoint is in another order than what a rule has written since.
     return {
         rule: {name: t.to(device) for name, t in sorted(tensors.items())} for rule, tensors in sorted(nested.items())
@@ -87,13 +97,24 @@ class ClientInputs:
         return b.to(self.setup.device)
 
     def optimizer_state(self, broadcast: Broadcast, v: Tensor) -> Tensors:
-        """The optimizer's state at the first step: fresh, or what stayed at the client."""
+        """The optimizer's state at the first step: fresh, or what stayed at the client.
+
+        Args:
+            broadcast: Message from the server.
+            v: Parameters at the first step, ``[d]``.
+        """
         if broadcast.keeps and broadcast.state.optimizer:
             return {name: tensor.to(v.device).clone() for name, tensor in broadcast.state.optimizer.items()}
         return optimizers.init_state(self.setup.training, v, has_frozen_parameters(self.setup.rules) or broadcast.keeps)
 
     def of(self, broadcast: Broadcast, plan: BatchPlan, full_gradient: Tensor | None) -> dict[str, Any]:
-        """Return the tensors that differ between clients; ``state``, ``download`` and ``client_info`` are by rule."""
+        """Return the tensors that differ between clients; ``state``, ``download`` and ``client_info`` are by rule.
+
+        Args:
+            broadcast: Message from the server.
+            plan: Batches of the client.
+            full_gradient: Gradient over all samples of the client, ``[d]``, if a rule needs it.
+        """
         device = self.setup.device
         v = self.initial_params(broadcast)
         epoch = len(self.setup.training.cuts(self.setup.federation.clients[broadcast.client].examples))
@@ -123,6 +144,12 @@ class ClientInputs:
         """One context per rule: its own state, download, upload, facts and common tensors, all else shared.
 
         Once local training has ``ended``, state and upload may be written.
+
+        Args:
+            given: Result of ``of``.
+            model: Model that rules may call.
+            round: Number of the round, from 0.
+            ended: Whether local training has ended.
         """
         kind = dict if ended else ReadOnlyDict
         shared = {name: value for name, value in given.items() if name not in ("state", "download", "facts")}
@@ -149,6 +176,13 @@ def apply_end_hooks(
 
     Return their state and uploads, and the update to send instead of ``delta``.
 
+    Args:
+        rules: Client rules in order.
+        ctxs: Context of each rule.
+        carries: Values that each rule kept during training.
+        v: Parameters after local training, ``[d]``.
+        delta: Update before the hooks, ``[d]``.
+
     Raises:
         ConfigError: What a rule sends has another shape or precision.
     """
@@ -170,6 +204,11 @@ def local_update(broadcast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
     """The local result minus the server's model, ``[d]``; 0 on slices that are not sent back.
 
     Of slices that are sent back but were not sent to it, a client far away sends its values, and the server subtracts.
+
+    Args:
+        broadcast: Message from the server.
+        v_start: Parameters at the first step, ``[d]``.
+        v: Parameters after local training, ``[d]``.
     """
     if broadcast.up is None:
         return v - v_start
@@ -189,7 +228,19 @@ def pack_update(
     made: Tensors,
     moments: Tensors,
 ) -> Update:
-    """Pack what a client sends (``written``: per rule, its state and its upload) and what stays with it."""
+    """Pack what a client sends (``written``: per rule, its state and its upload) and what stays with it.
+
+    Args:
+        setup: Configuration of the engine.
+        broadcast: Message from the server.
+        delta: Update, ``[d]``.
+        v: Parameters after local training, ``[d]``.
+        b: Buffers after local training, ``[m]``.
+        written: State and upload of each rule.
+        metrics: Metrics of local training.
+        made: Samples that a rule generated.
+        moments: State of the optimizer, if it stays at the client.
+    """
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
     upload = {r.name: r.encode_upload(u) for r, (_, u) in zip(setup.rules, written, strict=True) if u}
     parted = broadcast.up is not None
@@ -221,5 +272,10 @@ def update_to_dict(record: Broadcast | Update) -> dict[str, Any]:
 
 
 def update_from_dict(record: type[Broadcast] | type[Update], values: dict[str, Any]) -> Any:
-    """Inverse of ``update_to_dict``."""
+    """Inverse of ``update_to_dict``.
+
+    Args:
+        record: Class to create.
+        values: Result of ``update_to_dict``.
+    """
     return record(**{**values, "state": ClientState.of(values["state"])})

@@ -26,7 +26,12 @@ Function = TypeVar("Function")
 
 
 def base_loss(model: Model, task: Task) -> LossFn:
-    """The task's loss of a batch, which rules wrap."""
+    """The task's loss of a batch, which rules wrap.
+
+    Args:
+        model: Model of the client.
+        task: Task of the data.
+    """
 
     def loss_fn(v: Tensor, batch: Batch) -> Tensor:
         return task.loss(model(v, batch.x, batch.track).logits, batch.y)
@@ -36,6 +41,11 @@ def base_loss(model: Model, task: Task) -> LossFn:
 
 def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
     """Return the loss or gradient function of a rule after validation.
+
+    Args:
+        rule: The rule.
+        hook: Name of its hook.
+        made: Function that the hook returned.
 
     Raises:
         ConfigError: It is not a function.
@@ -56,14 +66,26 @@ def single_sample_error(client: int) -> DataError:
 def combined_trainable_mask(
     rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], batch: Batch
 ) -> Tensor | None:
-    """The parameters that every rule lets move in this step, boolean ``[d]``; None if that is all of them."""
+    """The parameters that every rule lets move in this step, boolean ``[d]``; None if that is all of them.
+
+    Args:
+        rules: Client rules in order.
+        ctxs: Context of each rule.
+        carries: Values that each rule kept during training.
+        batch: Batch of the step.
+    """
     masks = [rule.trainable_mask(ctx, carry, batch) for rule, ctx, carry in zip(rules, ctxs, carries, strict=True)]
     known = [mask for mask in masks if mask is not None]
     return reduce(torch.logical_and, known) if known else None
 
 
 def rule_generated_samples(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
-    """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing."""
+    """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing.
+
+    Args:
+        rules: Client rules in order.
+        carries: Values that each rule kept during training.
+    """
     generated = [
         samples
         for rule, carry in zip(rules, carries, strict=True)

@@ -42,6 +42,10 @@ class _Pickler(pickle.Pickler):
 def dump_mmap(value: Any, path: Path) -> None:
     """Write an object into a new file.
 
+    Args:
+        value: Object to write.
+        path: File to create.
+
     Raises:
         pickle.PicklingError: It, or a part of it, cannot be found by its name in another process.
     """

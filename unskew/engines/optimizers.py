@@ -15,7 +15,13 @@ State = dict[str, Tensor]
 
 
 def init_state(training: Training, v: Tensor, freezes: bool = False) -> State:
-    """Fresh state of the optimizer for the vector ``v``; ``freezes``: some steps will move only a part of it."""
+    """Fresh state of the optimizer for the vector ``v``; ``freezes``: some steps will move only a part of it.
+
+    Args:
+        training: Optimizer and its options.
+        v: Parameters, ``[d]``.
+        freezes: Whether some steps move only a part of the parameters.
+    """
     if training.optimizer == "sgd":
         return {"momentum": torch.zeros_like(v)} if training.momentum else {}
     moments = {"m": torch.zeros_like(v), "v": torch.zeros_like(v)}
@@ -28,6 +34,14 @@ def optimizer_step(
     """One step from ``v`` along the gradient ``g``; ``t`` counts from 0. Both ``v`` and ``state`` are overwritten.
 
     Where ``moves`` (boolean, ``[d]``) is false nothing changes: no decay, no momentum, as if the parameter were not there.
+
+    Args:
+        training: Optimizer and its options.
+        v: Parameters, ``[d]``; overwritten.
+        g: Gradient, ``[d]``.
+        state: State of the optimizer; overwritten.
+        t: Number of the step, from 0.
+        moves: Entries that may move, boolean ``[d]``; None: all.
 
     Raises:
         ConfigError: The gradient has another shape than the vector, as a rule of one's own may make it.
@@ -43,7 +57,15 @@ def optimizer_step(
 
 
 def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
-    """One step of all parameters."""
+    """One step of all parameters.
+
+    Args:
+        training: Optimizer and its options.
+        v: Parameters, ``[d]``; overwritten.
+        g: Gradient, ``[d]``.
+        state: State of the optimizer; overwritten.
+        t: Number of the step, from 0.
+    """
     if training.clip_grad_norm is not None:
         g = g * torch.clamp(training.clip_grad_norm / (torch.linalg.vector_norm(g) + 1e-6), max=1.0)
     if training.optimizer == "sgd":
@@ -52,7 +74,14 @@ def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -
 
 
 def sgd(training: Training, v: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
-    """SGD with momentum, Nesterov momentum and weight decay, as ``torch.optim.SGD``."""
+    """SGD with momentum, Nesterov momentum and weight decay, as ``torch.optim.SGD``.
+
+    Args:
+        training: Options of SGD.
+        v: Parameters, ``[d]``; overwritten.
+        g: Gradient, ``[d]``.
+        state: Momentum buffer; overwritten.
+    """
     if training.weight_decay:
         g = g.add(v, alpha=training.weight_decay)
     if training.momentum:
@@ -65,6 +94,13 @@ def adam(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tupl
     """Adam (decay added to the gradient) or AdamW (decay apart), as ``torch.optim``; betas 0.9 and 0.999.
 
     The bias is corrected by a parameter's own number of steps, where ``state`` counts them.
+
+    Args:
+        training: Options of Adam.
+        v: Parameters, ``[d]``; overwritten.
+        g: Gradient, ``[d]``.
+        state: Moments, and numbers of steps where parameters were frozen; overwritten.
+        t: Number of the step, from 0.
     """
     beta1, beta2, eps = 0.9, 0.999, 1e-8
     if training.optimizer == "adamw":

@@ -80,7 +80,12 @@ class SharedMemory:
         return value
 
     def unpack(self, value: Any, copy: bool = False) -> Any:
-        """Inverse of ``pack``: views, or copies that outlive the next ``clear``; what was one tensor is one again."""
+        """Inverse of ``pack``: views, or copies that outlive the next ``clear``; what was one tensor is one again.
+
+        Args:
+            value: Result of ``pack``.
+            copy: Whether to copy the tensors.
+        """
         return self._unpack(value, copy, {})
 
     def _unpack(self, value: Any, copy: bool, known: dict[TensorRef, Tensor]) -> Any:

@@ -39,7 +39,14 @@ def largest_client(setup: EngineConfig) -> int:
 
 
 def steps_workload(setup: EngineConfig, form: GroupedModel | None, k: int, steps: int) -> Callable[[], Any]:
-    """So many local steps of ``k`` times the same client without any rule, as one network if there is more than one."""
+    """So many local steps of ``k`` times the same client without any rule, as one network if there is more than one.
+
+    Args:
+        setup: Configuration of the engine.
+        form: Grouped form of the model; None trains one client after another.
+        k: Number of clients.
+        steps: Number of local steps of each client.
+    """
     training = replace(setup.training, local_steps=steps, local_epochs=None, counted=None)
     plain = replace(setup, rules=(), training=training, common={})
     spec = setup.spec
@@ -52,7 +59,12 @@ def steps_workload(setup: EngineConfig, form: GroupedModel | None, k: int, steps
 
 
 def median_seconds(work: Callable[[], Any], slot: float) -> float:
-    """Seconds of some work: the median of a few times, no more than fit into ``slot`` seconds, but at least one."""
+    """Seconds of some work: the median of a few times, no more than fit into ``slot`` seconds, but at least one.
+
+    Args:
+        work: Function to time.
+        slot: Time limit in seconds.
+    """
     until = time.perf_counter() + slot
     work()
     taken: list[float] = []

@@ -51,7 +51,13 @@ def stack_trees(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
 
 
 def select_rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tree:
-    """The rows ``index`` of every mapped leaf (all rows, uncopied, if ``index`` is None)."""
+    """The rows ``index`` of every mapped leaf (all rows, uncopied, if ``index`` is None).
+
+    Args:
+        tree: Nested containers of tensors.
+        index: Rows to select; None: all.
+        dims: Which leaves have a client axis; None: all.
+    """
     if index is None:
         return tree
     if dims is None:
@@ -63,7 +69,13 @@ def select_rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None
 
 
 def replace_rows(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
-    """``tree`` with its rows ``index`` replaced by ``new``."""
+    """``tree`` with its rows ``index`` replaced by ``new``.
+
+    Args:
+        tree: Nested containers of tensors.
+        index: Rows to replace; None: all.
+        new: Values of these rows.
+    """
     if index is None:
         return new
     return pytree.tree_map(lambda old, part: old.index_copy(0, index, part), tree, new)
@@ -76,7 +88,12 @@ def client_kind(broadcast: Broadcast) -> Hashable:
 
 
 def steps_per_client(setup: EngineConfig, broadcasts: Sequence[Broadcast]) -> list[int]:
-    """Local steps of each client."""
+    """Local steps of each client.
+
+    Args:
+        setup: Configuration of the engine.
+        broadcasts: Messages from the server.
+    """
     clients, steps = setup.federation.clients, setup.training.steps
     return [steps(clients[broadcast.client].examples, broadcast.client) for broadcast in broadcasts]
 

@@ -30,7 +30,12 @@ class ImageGenerator(Protocol):
     """Makes labelled images like those it was fitted to."""
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Learn from images ``[n, C, H, W]``, uint8, and their classes ``[n]``."""
+        """Learn from images ``[n, C, H, W]``, uint8, and their classes ``[n]``.
+
+        Args:
+            images: Images, uint8 ``[n, C, H, W]``.
+            labels: Class of each image, ``[n]``.
+        """
 
     def sample(self, labels: Tensor) -> Tensor:
         """One image for each of the classes ``[m]``: ``[m, C, H, W]``, uint8."""
@@ -72,6 +77,10 @@ def to_uint8(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
     Intensities outside are clipped, and rows and columns beyond ``shape``, from ``pad_to_halvings``, are cut off.
 
+    Args:
+        x: Images with intensities from 0 to 1, ``[n, C, H, W]``.
+        shape: Shape of an image, ``(C, H, W)``.
+
     >>> to_uint8(torch.tensor([-0.1, 0.5, 1.2]).view(1, 1, 1, 3), (1, 1, 2)).flatten().tolist()
     [0, 128]
     """
@@ -81,6 +90,10 @@ def to_uint8(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 def padded_size(side: int, halvings: int) -> int:
     """The smallest side that can be halved so often.
+
+    Args:
+        side: Side of an image in pixels.
+        halvings: Number of halvings.
 
     >>> padded_size(28, 3), padded_size(8, 1)
     (32, 8)
@@ -92,6 +105,10 @@ def padded_size(side: int, halvings: int) -> int:
 def num_halvings(sides: tuple[int, int], most: int) -> int:
     """Return how often an image can be halved until its smaller (padded) side is below 4, up to ``most`` times.
 
+    Args:
+        sides: Height and width in pixels.
+        most: Largest number of halvings.
+
     >>> num_halvings((32, 32), 3), num_halvings((8, 8), 3), num_halvings((28, 28), 3), num_halvings((3, 9), 3)
     (3, 1, 3, 0)
     """
@@ -102,7 +119,12 @@ def num_halvings(sides: tuple[int, int], most: int) -> int:
 
 
 def pad_to_halvings(x: Tensor, times: int) -> Tensor:
-    """Repeat the last row and column until both sides can be halved ``times`` times; images ``[n, C, H, W]``."""
+    """Repeat the last row and column until both sides can be halved ``times`` times; images ``[n, C, H, W]``.
+
+    Args:
+        x: Images, ``[n, C, H, W]``.
+        times: Number of halvings.
+    """
     height, width = x.shape[2:]
     extra = (0, padded_size(width, times) - width, 0, padded_size(height, times) - height)
     return torch.nn.functional.pad(x, extra, mode="replicate") if any(extra) else x

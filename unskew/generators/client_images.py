@@ -216,7 +216,12 @@ class _Work:
 
 
 def append_log(path: Path, line: Figures) -> None:
-    """Append a line to a log; lines of the same client and epoch or later ones, from before a kill, go."""
+    """Append a line to a log; lines of the same client and epoch or later ones, from before a kill, go.
+
+    Args:
+        path: The log.
+        line: Values of the new line.
+    """
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     rows = text.splitlines(keepends=True)
     last = json.loads(rows[-1]) if rows and rows[-1].endswith("\n") else {}
@@ -232,13 +237,26 @@ def _earlier(row: Figures, line: Figures) -> bool:
 
 
 def draw_subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
-    """``rho n`` (rounded, at least one) of a client's samples, drawn uniformly without replacement; ascending."""
+    """``rho n`` (rounded, at least one) of a client's samples, drawn uniformly without replacement; ascending.
+
+    Args:
+        examples: Number ``n`` of samples of the client.
+        rho: Share of them.
+        seed: Seed of the run.
+        client: Number of the client.
+    """
     order = torch.randperm(examples, generator=generator(seed, "generator subset", 0, client))
     return order[: max(1, round(rho * examples))].sort().values
 
 
 def draw_picture(folder: Path, images: SyntheticSet, federation: Federation) -> None:
-    """A picture of what each client made, ``client-K.png``: a row for each of its classes."""
+    """A picture of what each client made, ``client-K.png``: a row for each of its classes.
+
+    Args:
+        folder: Folder of the pictures.
+        images: Generated images of all clients.
+        federation: Data of all clients.
+    """
     from unskew.plots.image_grid import save_images_by_class
 
     for k in images.makers[:DRAWN]:

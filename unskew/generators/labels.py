@@ -20,6 +20,10 @@ LabelList = Annotated[
 def allocate_counts(shares: Tensor, total: int) -> Tensor:
     """Integers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
 
+    Args:
+        shares: Share of each class, ``[C]``.
+        total: Sum of the result.
+
     >>> allocate_counts(torch.tensor([0.0, 500.0, 100.0, 300.0, 100.0]), 1000).tolist()
     [0, 500, 100, 300, 100]
     >>> allocate_counts(torch.ones(3), 10).tolist()
@@ -36,6 +40,10 @@ def allocate_counts(shares: Tensor, total: int) -> Tensor:
 def labels_from_counts(counts: Tensor, total: int) -> Tensor:
     """Labels ``[total]`` in ascending order from counts ``[C]`` that sum to ``total``.
 
+    Args:
+        counts: Number of samples per class, ``[C]``.
+        total: Sum of the counts.
+
     >>> labels_from_counts(torch.tensor([1, 0, 2]), 3).tolist()
     [0, 2, 2]
     """
@@ -45,6 +53,10 @@ def labels_from_counts(counts: Tensor, total: int) -> Tensor:
 
 def repeat_labels(labels: tuple[int, ...], total: int) -> Tensor:
     """The labels in order, again and again until there are ``total``.
+
+    Args:
+        labels: Labels to repeat.
+        total: Length of the result.
 
     >>> repeat_labels((2, 0, 1), 5).tolist()
     [2, 0, 1, 2, 0]

@@ -59,13 +59,23 @@ def diversity(eps: Tensor, z: Tensor) -> Tensor:
 
     Distances are per coordinate, as in the code of FedGen's authors: the mean square of ``eps [B, k]`` and the mean modulus
     of ``z [B, f]``. Norms would grow with the widths until the exponential vanishes.
+
+    Args:
+        eps: Noise, ``[B, k]``.
+        z: Features, ``[B, f]``.
     """
     noise = (eps[:, None] - eps[None]).square().mean(-1)
     return torch.exp(-(noise * (z[:, None] - z[None]).abs().mean(-1)).mean())
 
 
 def draw_labels(key: Tensor, present: Tensor, count: int) -> Tensor:
-    """Labels ``[count]``, each of the classes that ``present [C]`` marks with 1 (others 0) equally likely."""
+    """Labels ``[count]``, each of the classes that ``present [C]`` marks with 1 (others 0) equally likely.
+
+    Args:
+        key: Random key.
+        present: 1 for classes that are drawn, 0 for others, ``[C]``.
+        count: Number of labels.
+    """
     ends = torch.cumsum(present.to(torch.float64), 0)
     drawn = uniform(key, (count,)).to(torch.float64) * ends[-1]
     return (drawn[:, None] >= ends[None, :]).sum(1)

@@ -74,6 +74,10 @@ def generator_factory(spec: str, epochs: int | None = None) -> Factory:
 def normalize_expression(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
     """The same generator in one spelling, so that equal ones are known as equal: options sorted, epochs apart.
 
+    Args:
+        spec: Generator expression.
+        epochs: Epochs of a method that uses it; None leaves those of the expression.
+
     >>> normalize_expression("ddpm; steps=9;epochs=5;batch=4;"), normalize_expression("vae", 5)
     (('ddpm;batch=4;steps=9', 5), ('vae', 5))
     """

@@ -85,6 +85,12 @@ def check_can_store() -> None:
 def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence[str]) -> None:
     """Write ``images`` into ``folder``; ``synthetic.json`` comes last, so a folder that has it is whole.
 
+    Args:
+        folder: Folder to write.
+        images: Generated images of all clients.
+        classes: Number of classes.
+        class_names: Names of the classes.
+
     Raises:
         CheckpointError: The disk is full.
     """
@@ -166,5 +172,10 @@ def load(folder: Path) -> SyntheticSet:
 
 
 def remove_work_folder(folder: Path, name: str) -> None:
-    """Remove a folder of work that is done."""
+    """Remove a folder of work that is done.
+
+    Args:
+        folder: Folder of the data set.
+        name: Name of the folder to remove.
+    """
     shutil.rmtree(folder / name, ignore_errors=True)

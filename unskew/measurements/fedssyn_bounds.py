@@ -22,17 +22,36 @@ import math
 
 
 def sigma2_bound(p: float, sigma2: float, synthetic: float, zeta2: float, delta2: float) -> float:
-    """Lemma 1's bound of the noise ``sigma_p^2``; ``synthetic`` is the noise ``sigma~_avg^2`` of the synthetic pool."""
+    """Lemma 1's bound of the noise ``sigma_p^2``; ``synthetic`` is the noise ``sigma~_avg^2`` of the synthetic pool.
+
+    Args:
+        p: Share of synthetic data.
+        sigma2: Largest gradient noise of a client.
+        synthetic: Gradient noise of the synthetic data.
+        zeta2: Gradient dissimilarity of the clients.
+        delta2: Squared distance between the gradients of real and synthetic data.
+    """
     return (1 - p) * sigma2 + p * synthetic + p * (1 - p) * (zeta2 + delta2)
 
 
 def zeta2_bound(p: float, zeta2: float) -> float:
-    """Lemma 1's bound of the dissimilarity ``zeta_p^2``."""
+    """Lemma 1's bound of the dissimilarity ``zeta_p^2``.
+
+    Args:
+        p: Share of synthetic data.
+        zeta2: Gradient dissimilarity of the clients.
+    """
     return (1 - p) * (1 - p) * zeta2
 
 
 def smoothness_bound(p: float, largest: float, synthetic: float) -> float:
-    """Lemma 1's bound of ``L_p``; ``synthetic`` is ``L~_avg`` of the synthetic pool."""
+    """Lemma 1's bound of ``L_p``; ``synthetic`` is ``L~_avg`` of the synthetic pool.
+
+    Args:
+        p: Share of synthetic data.
+        largest: Largest smoothness constant of a client.
+        synthetic: Smoothness constant of the synthetic data.
+    """
     return (1 - p) * largest + p * synthetic
 
 

@@ -41,7 +41,13 @@ class GroupMoments:
     scatter: float = 0.0
 
     def add(self, count: int, mean: Tensor, scatter: float = 0.0) -> None:
-        """Take in a group of ``count`` vectors with this mean and scatter."""
+        """Take in a group of ``count`` vectors with this mean and scatter.
+
+        Args:
+            count: Number of vectors.
+            mean: Their mean, ``[d]``.
+            scatter: Sum of their squared distances from the mean.
+        """
         total, apart = self.count + count, mean - self.mean
         self.scatter += scatter + float(apart.square().sum()) * self.count * count / total
         self.mean = self.mean + apart * (count / total)
@@ -69,16 +75,33 @@ class GradientProbe:
         self.normalise = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, v.device)
 
     def loss(self, v: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Mean loss at ``v`` of normalised inputs."""
+        """Mean loss at ``v`` of normalised inputs.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            x: Inputs of the model, ``[B, ...]``.
+            y: Targets, ``[B]``.
+        """
         return self.task.loss(self.spec.forward(v, self.b, x).logits, y)
 
     def batches(self, x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalised inputs and targets on the model's device."""
+        """Normalised inputs and targets on the model's device.
+
+        Args:
+            x: Stored samples, ``[n, ...]``.
+            y: Targets, ``[n]``.
+            size: Samples per batch.
+        """
         for index in torch.split(torch.arange(len(y), device=y.device), size):
             yield self.normalise(take_rows(x, index)), y[index].to(self.v.device)
 
     def moments(self, x: Tensor, y: Tensor) -> GroupMoments:
-        """Mean and scatter of the gradients of single samples at the model; ``x, y`` as stored."""
+        """Mean and scatter of the gradients of single samples at the model; ``x, y`` as stored.
+
+        Args:
+            x: Stored samples, ``[n, ...]``.
+            y: Targets, ``[n]``.
+        """
         each = torch.func.vmap(torch.func.grad(lambda v, x, y: self.loss(v, x[None], y[None])), in_dims=(None, 0, 0))
         moments = GroupMoments(0, torch.zeros_like(self.v))
         for inputs, targets in self.batches(x, y, max(1, min(BATCH, NUMBERS // self.spec.size))):
@@ -88,7 +111,12 @@ class GradientProbe:
         return moments
 
     def products(self, x: Tensor, y: Tensor) -> Products:
-        """Products with the Hessian of the mean loss over a set."""
+        """Products with the Hessian of the mean loss over a set.
+
+        Args:
+            x: Stored samples, ``[n, ...]``.
+            y: Targets, ``[n]``.
+        """
 
         def times(directions: Tensor) -> Tensor:
             total = torch.zeros_like(directions)

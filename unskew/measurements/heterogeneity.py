@@ -85,7 +85,12 @@ class HeterogeneityMeasurement:
 
 
 def selected_clients(federation: Federation, scope: MeasurementScope) -> list[int]:
-    """The clients that are looked at."""
+    """The clients that are looked at.
+
+    Args:
+        federation: Data of all clients.
+        scope: Limits of the measurement.
+    """
     total = len(federation.clients)
     if scope.clients is None or scope.clients >= total:
         return list(range(total))
@@ -94,7 +99,12 @@ def selected_clients(federation: Federation, scope: MeasurementScope) -> list[in
 
 
 def selected_samples(client: ClientData, scope: MeasurementScope) -> Pair:
-    """The samples of a client that are looked at."""
+    """The samples of a client that are looked at.
+
+    Args:
+        client: Data of the client.
+        scope: Limits of the measurement.
+    """
     x, y = client.x, client.y
     if scope.samples is None or len(y) <= scope.samples:
         return x, y
@@ -204,7 +214,16 @@ def curvature(
     synthetic: SyntheticOf | None,
     follow: Callable[[int, int], None],
 ) -> dict[str, float | list[float] | None]:
-    """``L_max``, ``L_avg`` and, with synthetic data, ``L_synthetic`` and for each share ``L_p``, the largest of a client."""
+    """``L_max``, ``L_avg`` and, with synthetic data, ``L_synthetic`` and for each share ``L_p``, the largest of a client.
+
+    Args:
+        probe: Computes gradients and Hessian products at the model.
+        federation: Data of all clients.
+        scope: Limits of the measurement.
+        ids: Clients to measure.
+        synthetic: Synthetic data of a client, or None.
+        follow: Receives the number of finished steps and of all steps.
+    """
     shares = torch.tensor(scope.shares, dtype=probe.v.dtype, device=probe.v.device)[:, None]
     rows = 1 if synthetic is None else len(scope.shares) + 1
     key = torch.tensor(derive(scope.seed, "power iteration"), device=probe.v.device)
@@ -256,7 +275,13 @@ def curvature(
 
 
 def predict_rounds(result: HeterogeneityMeasurement, scope: MeasurementScope, clients: int) -> None:
-    """Add Corollary I's rounds, relative to no synthetic data, for every share."""
+    """Add Corollary I's rounds, relative to no synthetic data, for every share.
+
+    Args:
+        result: Measurement, which is extended in place.
+        scope: Limits of the measurement.
+        clients: Number of clients.
+    """
     figures = result.metrics
     # With strong convexity the loss is at most ||grad f||^2 / (2 mu) above its minimum: a tenth of that.
     unit = 1.0 if scope.mu is None else 2 * scope.mu

@@ -28,7 +28,12 @@ class UpdateNorms(Diagnostic):
 
 
 def mean_min_max(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Mean, least and largest of ``values``; not a number if there are none."""
+    """Mean, least and largest of ``values``; not a number if there are none.
+
+    Args:
+        name: Prefix of the metrics.
+        values: Values, ``[n]``.
+    """
     mean, least, largest = (math.nan,) * 3 if not len(values) else (values.mean(), values.min(), values.max())
     return {
         f"updates/{name}": float(mean),

@@ -150,7 +150,12 @@ class Dense(ServerRule):
         return {"v": v, "b": b}
 
     def distillation(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """``T^2 mean KL(softmax(teacher / T) || softmax(student / T))`` of logits ``[B, C]``."""
+        """``T^2 mean KL(softmax(teacher / T) || softmax(student / T))`` of logits ``[B, C]``.
+
+        Args:
+            student: Logits of the student, ``[B, C]``.
+            teacher: Logits of the teacher, ``[B, C]``.
+        """
         return self.t**2 * divergence(teacher / self.t, student / self.t).mean()
 
     def generate(
@@ -178,7 +183,15 @@ class Dense(ServerRule):
     def generator_loss(
         self, spec: ModelSpec, models: Models, student: tuple[Tensor, Tensor], x: Tensor, y: Tensor
     ) -> Tensor:
-        """Compute the generator's objective for images ``x`` and labels ``y``."""
+        """Compute the generator's objective for images ``x`` and labels ``y``.
+
+        Args:
+            spec: Layout of the model.
+            models: Parameters and buffers of the clients' models.
+            student: Parameters and buffers of the global model.
+            x: Generated images, ``[B, C, H, W]``.
+            y: Their labels, ``[B]``.
+        """
         outputs, distances = zip(*(statistics_distance(spec, v, b, x) for v, b in models), strict=True)
         ensemble = torch.stack([output.logits for output in outputs]).mean(0)
         loss = F.cross_entropy(ensemble, y) + self.lambda_bn * torch.stack(distances).mean()
@@ -190,11 +203,22 @@ class Dense(ServerRule):
 
 
 def ensemble_logits(spec: ModelSpec, models: Models, x: Tensor) -> Tensor:
-    """The mean of the models' logits ``[B, C]``, in eval mode."""
+    """The mean of the models' logits ``[B, C]``, in eval mode.
+
+    Args:
+        spec: Layout of the model.
+        models: Parameters and buffers of the clients' models.
+        x: Inputs, ``[B, ...]``.
+    """
     return torch.stack([spec.forward(v, b, x).logits for v, b in models]).mean(0)
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """``KL(softmax(teacher) || softmax(student))`` of each sample, ``[B]``, from logits ``[B, C]``."""
+    """``KL(softmax(teacher) || softmax(student))`` of each sample, ``[B]``, from logits ``[B, C]``.
+
+    Args:
+        teacher: Logits of the teacher, ``[B, C]``.
+        student: Logits of the student, ``[B, C]``.
+    """
     log_p, log_q = F.log_softmax(teacher, dim=1), F.log_softmax(student, dim=1)
     return (log_p.exp() * (log_p - log_q)).sum(1)

@@ -204,6 +204,11 @@ class FedDM(ClientRule, ServerRule):
 
 
 def shortened(vector: Tensor, radius: float) -> Tensor:
-    """The vector, or the one of length ``radius`` in its direction if it is longer."""
+    """The vector, or the one of length ``radius`` in its direction if it is longer.
+
+    Args:
+        vector: Vector to shorten.
+        radius: Largest length.
+    """
     factor: Tensor = (radius / torch.linalg.vector_norm(vector).clamp_min(1e-30)).clamp_max(1.0)
     return vector * factor

@@ -197,6 +197,11 @@ class FedGen(ClientRule):
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """Mean over the batch of ``KL(softmax(teacher) || softmax(student))`` for logits ``[B, C]``."""
+    """Mean over the batch of ``KL(softmax(teacher) || softmax(student))`` for logits ``[B, C]``.
+
+    Args:
+        teacher: Logits of the teacher, ``[B, C]``.
+        student: Logits of the student, ``[B, C]``.
+    """
     log_p, log_q = F.log_softmax(teacher, dim=-1), F.log_softmax(student, dim=-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()

@@ -61,7 +61,14 @@ class FedNTD(ClientRule):
 
 
 def not_true(teacher: Tensor, student: Tensor, y: Tensor, tau: float) -> Tensor:
-    """``tau^2 mean KL`` of logits ``[B, C]`` without the classes ``y [B]``; a scalar, 0 with two classes."""
+    """``tau^2 mean KL`` of logits ``[B, C]`` without the classes ``y [B]``; a scalar, 0 with two classes.
+
+    Args:
+        teacher: Logits of the global model, ``[B, C]``.
+        student: Logits of the client's model, ``[B, C]``.
+        y: True classes, ``[B]``.
+        tau: Temperature.
+    """
     others = torch.arange(student.shape[1] - 1, device=y.device)
     index = others + (others >= y[:, None]).to(others.dtype)
     log_p, log_q = ((logits.gather(1, index) / tau).log_softmax(dim=1) for logits in (teacher, student))

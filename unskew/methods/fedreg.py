@@ -83,7 +83,14 @@ class FedReg(ClientRule):
         return ()
 
     def moved(self, ctx: Context, x: Tensor, y: Tensor, eta: float) -> Tensor:
-        """``x`` after the sign-gradient steps that lower the global model's loss."""
+        """``x`` after the sign-gradient steps that lower the global model's loss.
+
+        Args:
+            ctx: Context of the client in this round.
+            x: Inputs, ``[B, ...]``.
+            y: Targets, ``[B]``.
+            eta: Size of a step.
+        """
 
         def loss(x: Tensor) -> Tensor:
             return ctx.task.loss(ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits, y)
@@ -118,5 +125,10 @@ class FedReg(ClientRule):
 
 
 def projection(vector: Tensor, onto: Tensor) -> Tensor:
-    """``max(0, <vector, onto> / ||onto||^2)``; 0 where ``onto`` is zero."""
+    """``max(0, <vector, onto> / ||onto||^2)``; 0 where ``onto`` is zero.
+
+    Args:
+        vector: Vector to project.
+        onto: Vector that gives the direction.
+    """
     return (vector @ onto).clamp_min(0) / (onto @ onto).clamp_min(1e-30)

@@ -94,7 +94,14 @@ class Moon(ClientRule):
 
 
 def contrast(z: Tensor, z_g: Tensor, z_p: Tensor, temperature: float) -> Tensor:
-    """Mean over the batch of ``-log(e^g / (e^g + e^p))`` with ``g, p`` the cosines over the temperature."""
+    """Mean over the batch of ``-log(e^g / (e^g + e^p))`` with ``g, p`` the cosines over the temperature.
+
+    Args:
+        z: Features of the client's model, ``[B, f]``.
+        z_g: Features of the global model, ``[B, f]``.
+        z_p: Features of the client's previous model, ``[B, f]``.
+        temperature: Temperature of the softmax.
+    """
     g = F.cosine_similarity(z, z_g, dim=-1) / temperature
     p = F.cosine_similarity(z, z_p, dim=-1) / temperature
     return F.softplus(p - g).mean()

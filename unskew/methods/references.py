@@ -32,7 +32,12 @@ LARGEST = 4_000_000_000
 
 
 def without_exchange(name: str, whole: Method) -> str | None:
-    """Explain that a reference cannot be in a sum; None for the reference itself."""
+    """Explain that a reference cannot be in a sum; None for the reference itself.
+
+    Args:
+        name: Name of the reference.
+        whole: Composition that contains it.
+    """
     return f"{name} is a reference and is not combined with other methods." if len(whole.rules) > 1 else None
 
 

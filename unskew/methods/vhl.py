@@ -148,7 +148,15 @@ class VHL(DataRule, ClientRule):
 
 
 def alignment_loss(z: Tensor, y: Tensor, virtual: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Supervised contrastive loss of anchors ``z [B, f]`` against the virtual features ``[V, f]``; a scalar."""
+    """Supervised contrastive loss of anchors ``z [B, f]`` against the virtual features ``[V, f]``; a scalar.
+
+    Args:
+        z: Features of the batch, ``[B, f]``.
+        y: Classes of the batch, ``[B]``.
+        virtual: Features of the virtual set, ``[V, f]``.
+        labels: Classes of the virtual set, ``[V]``.
+        temperature: Temperature of the softmax.
+    """
     cosines = F.normalize(z, dim=-1) @ F.normalize(virtual, dim=-1).T / temperature
     same = (y[:, None] == labels[None, :]).to(z.dtype)
     positives = same.sum(1)
@@ -160,6 +168,11 @@ def encode_virtual_set(x: Tensor, normalisation: Normalization | None, dtype: to
     """Standardised inputs ``x [n, c, ...]`` on the scale of the data: pixels where these are 8-bit, else floats.
 
     Pixels that nothing normalises get the mean 1/2 and the deviation 1/4 of their range; other such data keep 0 and 1.
+
+    Args:
+        x: Standardized inputs, ``[n, c, ...]``.
+        normalisation: Normalization of the data, or None.
+        dtype: Data type in which samples are stored.
     """
     pixels = dtype == torch.uint8
     if normalisation is None and pixels:
@@ -172,7 +185,12 @@ def encode_virtual_set(x: Tensor, normalisation: Normalization | None, dtype: to
 
 
 def virtual_normalizer(normalisation: Normalization | None, dims: int) -> tuple[Tensor, Tensor]:
-    """``factor`` and ``offset`` that standardise inputs with so many axes: ``x * factor + offset``, as engines do."""
+    """``factor`` and ``offset`` that standardise inputs with so many axes: ``x * factor + offset``, as engines do.
+
+    Args:
+        normalisation: Normalization of the data, or None.
+        dims: Number of axes of the inputs.
+    """
     if normalisation is None:
         return torch.ones(()), torch.zeros(())
     mean, std = (torch.tensor(t, dtype=torch.float64) for t in (normalisation.mean, normalisation.std))

@@ -13,6 +13,11 @@ from unskew.errors import ConfigError
 def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
     """The name of the head: the one given, or the last linear layer in ``used``, the modules in order of first use.
 
+    Args:
+        module: The model.
+        head: Name of the head; None chooses the last linear layer.
+        used: Names of the modules in order of first use.
+
     Raises:
         ConfigError: There is no such module, or no linear layer.
     """
@@ -34,6 +39,10 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
 def last_layer(layers: Sequence[str], blocks: str | None) -> tuple[str, ...]:
     """Return the name prefix of the last layer's parameters; with blocks, of the last block and everything after it.
 
+    Args:
+        layers: Names of the layers in order of depth.
+        blocks: Name of the list of blocks, or None if the model has none.
+
     >>> last_layer(["embed", "h.0.fc", "h.1.fc", "h.1.out", "norm"], "h")
     ('h.1.fc.', 'h.1.out.', 'norm.')
     """
@@ -49,6 +58,11 @@ def last_layer(layers: Sequence[str], blocks: str | None) -> tuple[str, ...]:
 
 def split_parts(names: Sequence[str], sizes: Sequence[int], beginnings: tuple[str, ...]) -> dict[str, list[slice]]:
     """``{"body": slices, "head": slices}`` of the vector; parameters whose names begin so are the head.
+
+    Args:
+        names: Names of the parameters.
+        sizes: Number of entries of each parameter.
+        beginnings: Prefixes of the head's parameters.
 
     >>> split_parts(["a.w", "b.w", "b.b", "c.w"], [2, 3, 1, 4], ("b.",))
     {'body': [slice(0, 2, None), slice(6, 10, None)], 'head': [slice(2, 6, None)]}

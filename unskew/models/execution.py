@@ -119,6 +119,10 @@ class BoundModel:
         """Begin a client's training with the statistics ``b`` (copied); step counters begin again.
 
         Without ``train`` the model is in eval mode: its statistics are read and stay as they are.
+
+        Args:
+            b: Buffers to start from, ``[m]``.
+            train: Whether the model is in training mode.
         """
         self._switch(train)
         self.b.copy_(b)
@@ -146,7 +150,12 @@ class BoundModel:
         return self._once.put(v, x, track, output)
 
     def predict(self, v: Tensor, b: Tensor) -> Callable[[Tensor], ModelOutput]:
-        """The model in eval mode at ``v, b``: a function of inputs, for evaluation without gradients."""
+        """The model in eval mode at ``v, b``: a function of inputs, for evaluation without gradients.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+        """
         self.leaf.data.copy_(v)
         self.b.copy_(b)
         self._switch(False)

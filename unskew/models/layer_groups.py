@@ -120,13 +120,22 @@ def _nearest_group(name: str, spec: ModelSpec, owner: dict[str, int], rest: int)
 
 @lru_cache(maxsize=256)
 def parameter_slices(spec: ModelSpec, wanted: tuple[bool, ...]) -> tuple[slice, ...]:
-    """The parameters of the groups that are wanted."""
+    """The parameters of the groups that are wanted.
+
+    Args:
+        spec: Layout of the model.
+        wanted: Whether each layer group is selected.
+    """
     pairs = zip(layer_groups(spec), wanted, strict=True)
     return merge_slices([span for group, is_wanted in pairs if is_wanted for span in group.slices])
 
 
 def split_at_depth(groups: tuple[LayerGroup, ...], depth: int) -> tuple[tuple[LayerGroup, ...], tuple[LayerGroup, ...]]:
     """Body and head: the first ``depth`` groups, and the others; -1 stands for all but the last. Embeddings are not counted.
+
+    Args:
+        groups: Layer groups in order of depth.
+        depth: Number of groups in the body; -1: all but the last.
 
     Raises:
         ConfigError: The model has fewer groups.
@@ -153,5 +162,10 @@ def _buffer_mask(spec: ModelSpec, edges: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def buffer_mask(spec: ModelSpec, slices: Sequence[slice]) -> Tensor:
-    """The statistics that travel with slices of the parameters, boolean ``[m]``: those of layers that travel whole."""
+    """The statistics that travel with slices of the parameters, boolean ``[m]``: those of layers that travel whole.
+
+    Args:
+        spec: Layout of the model.
+        slices: Slices of the parameter vector.
+    """
     return _buffer_mask(spec, tuple((span.start, span.stop) for span in slices))

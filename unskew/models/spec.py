@@ -29,10 +29,22 @@ class GroupedForm(Protocol):
     """Form of a model in which several clients run as one grouped network (``unskew.models.grouped``)."""
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
-        """Run a mapped pass; None if the grouped network cannot run it."""
+        """Run a mapped pass; None if the grouped network cannot run it.
+
+        Args:
+            v: Parameters under the mapping over clients, ``[d]``.
+            b: Buffers, ``[m]``.
+            x: Inputs, ``[B, ...]``.
+            train: Whether the model is in training mode.
+        """
 
     def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
-        """Return the gradient of the first output of ``value`` at ``v``, and the second output."""
+        """Return the gradient of the first output of ``value`` at ``v``, and the second output.
+
+        Args:
+            value: Function of the parameters that returns a loss and further results.
+            v: Parameters under the mapping over clients, ``[d]``.
+        """
 
 
 class ModelOutput(NamedTuple):
@@ -284,7 +296,12 @@ class ModelSpec:
         return logits.to(v.dtype)
 
     def load(self, v: Tensor, b: Tensor) -> nn.Module:
-        """A stand-alone copy of the model with the weights ``v`` and the statistics ``b``, in eval mode."""
+        """A stand-alone copy of the model with the weights ``v`` and the statistics ``b``, in eval mode.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+        """
         module = copy.deepcopy(self.module)
         restore_dropout(module)
         named = {**self.parameters(v.detach()), **self.buffers(b.detach())}
@@ -297,7 +314,12 @@ class ModelSpec:
 
 
 def slices_mask(slices: Sequence[slice], size: int) -> Tensor:
-    """Boolean ``[d]``, true on the slices of a vector."""
+    """Boolean ``[d]``, true on the slices of a vector.
+
+    Args:
+        slices: Slices that are true.
+        size: Length ``d`` of the mask.
+    """
     mask = torch.zeros(size, dtype=torch.bool)
     for span in slices:
         mask[span] = True

@@ -89,7 +89,14 @@ def plot_signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: 
 
 
 def save_sign_histogram(rounds: Sequence[int], above: Sequence[float], below: Sequence[float], path: Path) -> Path:
-    """``plot_signs`` as a figure of its own."""
+    """``plot_signs`` as a figure of its own.
+
+    Args:
+        rounds: Numbers of the rounds.
+        above: Value of each round above the axis.
+        below: Value of each round below the axis.
+        path: File to write.
+    """
     figure, ((axis,),) = new_figure(6, 3.4)
     plot_signs(axis, rounds, above, below)
     return save_figure(figure, path)

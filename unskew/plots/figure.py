@@ -19,7 +19,14 @@ MARKERS = "osD^vPX*<>"
 
 
 def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
-    """A figure of so many inches and its axes ``[rows][columns]``, without a screen."""
+    """A figure of so many inches and its axes ``[rows][columns]``, without a screen.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+        columns: Number of columns of axes.
+        rows: Number of rows of axes.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -39,6 +46,10 @@ def set_round_axis(axis: Any) -> None:
 def literal_text(text: str, most: int | None = None) -> str:
     """A text that is shown as it is, without formulas, and cut to ``most`` characters.
 
+    Args:
+        text: Text to show.
+        most: Largest number of characters; None: all.
+
     >>> literal_text("to $10", 3)
     'to…'
     """
@@ -48,6 +59,10 @@ def literal_text(text: str, most: int | None = None) -> str:
 
 def check_ending(figure: Any, path: Path) -> None:
     """Refuse a file of no known kind.
+
+    Args:
+        figure: The figure.
+        path: File to write.
 
     Raises:
         ConfigError: The ending is not one of a figure.
@@ -80,6 +95,10 @@ def check_place(path: Path) -> None:
 
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure; the ending of ``path`` decides the format.
+
+    Args:
+        figure: The figure.
+        path: File to write.
 
     Raises:
         ConfigError: The ending is not one of a figure.

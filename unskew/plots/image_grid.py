@@ -49,6 +49,12 @@ def make_image_grid(images: np.ndarray, labels: np.ndarray, classes: int, column
 
     Three channels are colours; of any other number the mean is shown as grey. Images with several labels are in several rows.
 
+    Args:
+        images: Images, uint8 ``[n, C, H, W]``.
+        labels: Class of each image ``[n]``, or labels ``[n, L]``.
+        classes: Number of classes.
+        columns: Number of images in a row.
+
     >>> images, labels = np.arange(3.0).reshape(3, 1, 1, 1) / 4, np.array([1, 0, 1])
     >>> make_image_grid(images, labels, classes=2, columns=2)[:, :, 0]
     array([[0.25, 1.  , 1.  , 1.  ],

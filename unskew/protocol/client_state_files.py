@@ -25,7 +25,12 @@ def encode_tensors(tensors: Tensors) -> bytes:
 
 
 def write_state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
-    """Write a client's state; gives its place and its SHA-256."""
+    """Write a client's state; gives its place and its SHA-256.
+
+    Args:
+        path: File to write.
+        tensors: Tensors of the state by name.
+    """
     data = encode_tensors(tensors)
     make_folder(path.parent)
     write_atomic(path, data)
@@ -51,7 +56,12 @@ def load_client_state(broadcast: Broadcast) -> Broadcast:
 
 
 def store_client_state(broadcast: Broadcast, update: Update) -> Update:
-    """The update with the client's new state in its file; one that the server will not take in stays as it is."""
+    """The update with the client's new state in its file; one that the server will not take in stays as it is.
+
+    Args:
+        broadcast: Message from the server.
+        update: Message from the client.
+    """
     if broadcast.kept is None or not update.is_finite():
         return update
     tensors = broadcast.state.updated(update.state).tensors()

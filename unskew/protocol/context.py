@@ -98,6 +98,10 @@ class Context:
         """Return the part of ``v - start`` that is sent, ``[d]``, 0 elsewhere.
 
         ``start`` is kept for parts that are sent later.
+
+        Args:
+            start: Parameters at the start of the round, ``[d]``.
+            v: Parameters after local training, ``[d]``.
         """
         if self.sent is None:
             return v - start

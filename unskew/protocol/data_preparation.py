@@ -50,7 +50,12 @@ NOWHERE = Workspace()
 
 
 def smallest_integer_dtype(y: Tensor, classes: int) -> Tensor:
-    """Labels ``[n]`` as they are sent: in the smallest integers that hold them."""
+    """Labels ``[n]`` as they are sent: in the smallest integers that hold them.
+
+    Args:
+        y: Labels, ``[n]``.
+        classes: Number of classes.
+    """
     return y.to(torch.uint8 if classes <= 256 else torch.int16 if classes <= 1 << 15 else torch.int32)
 
 

@@ -57,6 +57,10 @@ class FederationInfo:
         """Collect the information of a federation.
 
         ``counted [K]`` is given if clients train on more samples than those that count.
+
+        Args:
+            federation: Data of all clients.
+            counted: Samples per client and class that count, ``[K]``; None: all.
         """
 
         def size(client: int) -> int:
@@ -101,7 +105,15 @@ class ClientDataView:
     def of(
         federation: Federation, client: int, inputs: Callable[[Tensor], Tensor], like: Tensor, seed: int
     ) -> ClientDataView:
-        """Return the view of one client."""
+        """Return the view of one client.
+
+        Args:
+            federation: Data of all clients.
+            client: Number of the client.
+            inputs: Converts stored samples to inputs of the model.
+            like: Tensor with the data type and device of inputs.
+            seed: Seed of the run.
+        """
         task, classes = federation.objective, federation.classes
         return ClientDataView(federation.clients[client], classes, task, inputs, federation.normalisation, like, seed)
 

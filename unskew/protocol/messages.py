@@ -74,12 +74,22 @@ class ClientState:
 
 
 def flatten_records(kind: str, rules: dict[str, Tensors]) -> Tensors:
-    """``{rule: {name: tensor}}`` as ``{"kind/rule/name": tensor}``."""
+    """``{rule: {name: tensor}}`` as ``{"kind/rule/name": tensor}``.
+
+    Args:
+        kind: Prefix of the names.
+        rules: Tensors by rule and name.
+    """
     return {f"{kind}/{rule}/{name}": t.contiguous() for rule, ts in rules.items() for name, t in ts.items()}
 
 
 def unflatten_records(kind: str, tensors: Tensors) -> dict[str, Tensors]:
-    """Inverse of ``flatten_records``; what is of another kind is passed over."""
+    """Inverse of ``flatten_records``; what is of another kind is passed over.
+
+    Args:
+        kind: Prefix of the names.
+        tensors: Tensors by full name.
+    """
     rules: dict[str, Tensors] = {}
     for key, tensor in tensors.items():
         if key.startswith(f"{kind}/"):
@@ -198,7 +208,13 @@ class Update:
 
     @staticmethod
     def of(fields: dict[str, Any], tensors: Tensors, device: torch.device | None = None) -> Update:
-        """Inverse of ``fields`` and ``tensors``, on ``device``; without tensors it is an update that is on its way."""
+        """Inverse of ``fields`` and ``tensors``, on ``device``; without tensors it is an update that is on its way.
+
+        Args:
+            fields: Plain values by field name.
+            tensors: Tensors by full name.
+            device: Device of the tensors; None leaves them where they are.
+        """
         moved = {name: t.to(device) for name, t in tensors.items()}
         state, report = (
             {n.removeprefix(k): t for n, t in moved.items() if n.startswith(k)} for k in ("state/", "report/")

@@ -44,7 +44,13 @@ class PreRunContext:
         return self.build()
 
     def need_rounds_after(self, name: str, option: str, idle: int) -> None:
-        """More rounds than those in which the rule does nothing: else its results would be another method's."""
+        """More rounds than those in which the rule does nothing: else its results would be another method's.
+
+        Args:
+            name: Name of the rule.
+            option: Option that sets the number of idle rounds.
+            idle: Number of rounds in which the rule does nothing.
+        """
         if self.rounds <= idle and not self.base_run:
             raise ConfigError(
                 f"{name} would never act: with {option}={idle} it does so after {idle} rounds, and the run has "
@@ -59,7 +65,12 @@ class PreRunContext:
             )
 
     def told_without_body(self, name: str, option: str) -> tuple[str, ...]:
-        """Return a warning for a rule that acts on features if no trained layer precedes the head."""
+        """Return a warning for a rule that acts on features if no trained layer precedes the head.
+
+        Args:
+            name: Name of the rule.
+            option: Option of the rule that uses features.
+        """
         if self.spec.parts["body"]:
             return ()
         return (f"{name} changes how features are learned, but this model trains none: {option} has no effect.",)

@@ -45,12 +45,22 @@ Space: TypeAlias = RangeSpace | CategoricalSpace
 
 
 def log_range(low: float, high: float) -> RangeSpace:
-    """A range where a factor counts: 0.01 to 0.1 is as wide as 0.1 to 1."""
+    """A range where a factor counts: 0.01 to 0.1 is as wide as 0.1 to 1.
+
+    Args:
+        low: Smallest value.
+        high: Largest value.
+    """
     return RangeSpace(low, high, log=True, whole=isinstance(low, int) and isinstance(high, int))
 
 
 def uniform_range(low: float, high: float) -> RangeSpace:
-    """A range where a difference counts."""
+    """A range where a difference counts.
+
+    Args:
+        low: Smallest value.
+        high: Largest value.
+    """
     return RangeSpace(low, high, whole=isinstance(low, int) and isinstance(high, int))
 
 

@@ -89,7 +89,14 @@ class ServerTraining(Protocol):
         """
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
-        """Samples ``index [B]`` of the server's data, or of ``x, y``, as a batch."""
+        """Samples ``index [B]`` of the server's data, or of ``x, y``, as a batch.
+
+        Args:
+            index: Indices of samples, ``[B]``.
+            step: Number of the step, which seeds augmentation.
+            x: Stored samples; None: those of the server.
+            y: Targets of ``x``.
+        """
 
     def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
         """The function ``(v, batch) -> gradient [d]`` of a loss, by default the task's.
@@ -101,7 +108,13 @@ class ServerTraining(Protocol):
         """
 
     def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> ModelOutput:
-        """The model's outputs for all of the stored samples ``x``, in eval mode and without gradient."""
+        """The model's outputs for all of the stored samples ``x``, in eval mode and without gradient.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+            x: Stored samples, ``[n, ...]``.
+        """
 
     def train(
         self,

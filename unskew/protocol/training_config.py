@@ -84,11 +84,21 @@ class Training:
         return self.lr * self.schedule.factor(round * steps + step, self.rounds * steps)
 
     def at(self, round: int, step: int | None = None) -> Training:
-        """The same with the learning rate that is then in force, for good; see ``rate``."""
+        """The same with the learning rate that is then in force, for good; see ``rate``.
+
+        Args:
+            round: Number of the round, from 0.
+            step: Number of the local step; None: the rate of the round.
+        """
         return replace(self, lr=self.rate(round, step), lr_schedule="constant") if self.scheduled else self
 
     def steps(self, examples: int, client: int) -> int:
-        """Number of local steps of ``client`` with ``examples`` samples."""
+        """Number of local steps of ``client`` with ``examples`` samples.
+
+        Args:
+            examples: Number of samples of the client.
+            client: Number of the client.
+        """
         if self.local_steps is not None:
             return self.local_steps
         examples = examples if self.counted is None else self.counted[client]

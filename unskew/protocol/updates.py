@@ -17,7 +17,12 @@ Masks = tuple[Tensor, Tensor]
 
 
 def same_masks(one: Masks | None, other: Masks | None) -> bool:
-    """Return whether two pairs of masks select the same entries; None stands for all."""
+    """Return whether two pairs of masks select the same entries; None stands for all.
+
+    Args:
+        one: Masks of parameters and buffers, or None.
+        other: Masks to compare with.
+    """
     if one is other:
         return True
     if one is None or other is None:
@@ -26,7 +31,12 @@ def same_masks(one: Masks | None, other: Masks | None) -> bool:
 
 
 def full_masks(masks: Masks | None, update: Update) -> Masks:
-    """Return the masks, or masks that select every entry of ``update`` if there are none."""
+    """Return the masks, or masks that select every entry of ``update`` if there are none.
+
+    Args:
+        masks: Masks of parameters and buffers, or None.
+        update: Update whose entries are selected.
+    """
     if masks is not None:
         return masks
     return torch.ones_like(update.delta, dtype=torch.bool), torch.ones_like(update.buffers, dtype=torch.bool)
@@ -142,7 +152,14 @@ class Aggregate:
         return {**{name: t for name, t in sums.items() if t is not None}, **flatten_records("upload", self.upload)}
 
     def restore(self, tensors: Tensors, count: int, weight: float, examples: int) -> None:
-        """Put back what ``tensors`` gave, and the three counts."""
+        """Put back what ``tensors`` gave, and the three counts.
+
+        Args:
+            tensors: Tensors of the aggregate by name.
+            count: Number of updates.
+            weight: Sum of their weights.
+            examples: Sum of their numbers of samples.
+        """
         self.count, self.weight, self.examples = count, weight, examples
         self._delta, self._buffers, self._moved = (tensors.get(name) for name in ("delta", "buffers", "moved"))
         self._sent_buffers = tensors.get("sent_buffers")

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 def format_mean_std(value: float | None, std: float | None = None, factor: float = 1.0) -> str:
     """Format a number with its standard deviation, or a dash if it is not known.
 
+    Args:
+        value: The mean, or None.
+        std: The standard deviation, or None.
+        factor: Factor of both.
+
     >>> format_mean_std(0.81234, 0.01), format_mean_std(2_500_000, factor=1e-6), format_mean_std(None)
     ('0.8123 ± 0.01', '2.5', '–')
     """

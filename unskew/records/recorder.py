@@ -63,7 +63,12 @@ class Callback:
 
 
 def callback_hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
-    """Return the hooks of a name that callbacks define themselves; objects of other classes need not have all."""
+    """Return the hooks of a name that callbacks define themselves; objects of other classes need not have all.
+
+    Args:
+        callbacks: Objects that are notified during the run.
+        name: Name of the hook.
+    """
     hooks = [getattr(callback, name, None) for callback in callbacks]
     return [
         hook for hook in hooks if hook is not None and getattr(hook, "__func__", None) is not getattr(Callback, name)
@@ -71,7 +76,12 @@ def callback_hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..
 
 
 def notify_warning(callbacks: Sequence[Callback], text: str) -> None:
-    """Tell the user through the callbacks that can, else as a Python warning."""
+    """Tell the user through the callbacks that can, else as a Python warning.
+
+    Args:
+        callbacks: Objects that are notified during the run.
+        text: The warning.
+    """
     listeners = callback_hooks(callbacks, "warn")
     for listener in listeners:
         listener(text)
@@ -117,6 +127,10 @@ class Recorder:
     def resume(self, rounds: int, seconds: float) -> None:
         """Go back to the state after ``rounds`` rounds: later lines are dropped, the clock goes on from ``seconds``.
 
+        Args:
+            rounds: Number of rounds to keep.
+            seconds: Seconds that these rounds took.
+
         Raises:
             CheckpointError: The lines of these rounds are missing or damaged.
         """
@@ -129,7 +143,12 @@ class Recorder:
         write_atomic(self._path, b"".join(line + b"\n" for line in lines))
 
     def adopt(self, rows: list[Row], seconds: float) -> None:
-        """Begin with the history of another run, which this one goes on from."""
+        """Begin with the history of another run, which this one goes on from.
+
+        Args:
+            rows: Rows of the other run.
+            seconds: Seconds that they took.
+        """
         self.history[:], self._before = rows, seconds
         if self._path is not None:
             write_atomic(self._path, b"".join((json.dumps(row) + "\n").encode() for row in rows))
@@ -215,6 +234,10 @@ MEASURED = ("loss", "bytes_up", "bytes_down", "setup_seconds", "train_seconds")
 def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
     """The lines of ``metrics.jsonl``.
 
+    Args:
+        lines: Lines of the file.
+        path: The file, for the error.
+
     Raises:
         CheckpointError: One of them is corrupted.
     """
@@ -234,6 +257,11 @@ def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
 
 def check_rounds(rows: list[Row], path: Path, rounds: int) -> list[Row]:
     """The rows, if they are those of so many rounds.
+
+    Args:
+        rows: Rows of the table.
+        path: The file, for the error.
+        rounds: Expected number of rounds.
 
     Raises:
         CheckpointError: Some are missing.
@@ -272,12 +300,23 @@ def finite_or_none(row: Row) -> Row:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """Write ``summary.json``."""
+    """Write ``summary.json``.
+
+    Args:
+        folder: Run folder.
+        summary: Summary of the run.
+    """
     write_atomic(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
 
 
 def write_about(folder: Path, device: torch.device, class_names: Sequence[str]) -> None:
-    """Write ``about.json``: with what the run is made, and what its classes are called."""
+    """Write ``about.json``: with what the run is made, and what its classes are called.
+
+    Args:
+        folder: Run folder.
+        device: Device that computes.
+        class_names: Names of the classes.
+    """
     import numpy
     import torch
 
@@ -290,5 +329,10 @@ def write_about(folder: Path, device: torch.device, class_names: Sequence[str]) 
 
 
 def write_clients(folder: Path, clients: Sequence[Row]) -> None:
-    """Write ``clients.jsonl``."""
+    """Write ``clients.jsonl``.
+
+    Args:
+        folder: Run folder.
+        clients: One row per client.
+    """
     write_atomic(folder / "clients.jsonl", b"".join((json.dumps(row) + "\n").encode() for row in clients))

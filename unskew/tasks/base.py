@@ -37,11 +37,21 @@ class Task:
         return self
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean loss of a batch, a scalar."""
+        """Mean loss of a batch, a scalar.
+
+        Args:
+            logits: Outputs of the model, ``[B, C]``.
+            y: Targets, ``[B]`` or ``[B, L]``.
+        """
         raise NotImplementedError
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """The loss of each sample as a batch of its own, ``[B]``."""
+        """The loss of each sample as a batch of its own, ``[B]``.
+
+        Args:
+            logits: Outputs of the model, ``[B, C]``.
+            y: Targets, ``[B]`` or ``[B, L]``.
+        """
         raise NotImplementedError
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -53,19 +63,39 @@ class Task:
         raise NotImplementedError
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Share of each sample's predictions that are right, 0 to 1: ``[B]``."""
+        """Share of each sample's predictions that are right, 0 to 1: ``[B]``.
+
+        Args:
+            logits: Outputs of the model, ``[B, C]``.
+            y: Targets, ``[B]`` or ``[B, L]``.
+        """
         raise NotImplementedError
 
     def counts(self, y: Tensor, classes: int) -> Tensor:
-        """Samples of each class or label, ``[C]``."""
+        """Samples of each class or label, ``[C]``.
+
+        Args:
+            y: Targets of all samples, ``[n]`` or ``[n, L]``.
+            classes: Number of classes.
+        """
         raise NotImplementedError
 
     def pairs(self, y: Tensor, classes: int) -> Tensor:
-        """Samples that have both of two labels, ``[C, C]``; the diagonal is ``counts``."""
+        """Samples that have both of two labels, ``[C, C]``; the diagonal is ``counts``.
+
+        Args:
+            y: Targets of all samples, ``[n]`` or ``[n, L]``.
+            classes: Number of classes.
+        """
         raise NotImplementedError
 
     def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """Targets of samples that have one label each, ``labels [B]``."""
+        """Targets of samples that have one label each, ``labels [B]``.
+
+        Args:
+            labels: One label per sample, ``[B]``.
+            classes: Number of classes.
+        """
         raise NotImplementedError
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -81,15 +111,31 @@ class Task:
         return torch.ones(len(y), dtype=torch.float64, device=y.device)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the batch statistics that ``measure`` needs; those of several batches are added."""
+        """Return the batch statistics that ``measure`` needs; those of several batches are added.
+
+        Args:
+            logits: Outputs of the model, ``[B, C]``.
+            y: Targets, ``[B]`` or ``[B, L]``.
+        """
         return logits.new_zeros(0)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """The task's ``figures``, and the scored one where it is no mean over samples, from a tally and the mean loss."""
+        """The task's ``figures``, and the scored one where it is no mean over samples, from a tally and the mean loss.
+
+        Args:
+            tally: Sum of the statistics of all batches.
+            loss: Mean loss over all samples.
+        """
         return {}
 
     def divergence(self, teacher: Tensor, student: Tensor, t: float = 1.0) -> Tensor:
-        """Mean over samples (and labels) of ``KL(teacher || student)`` at temperature ``t``, from logits ``[B, C]``."""
+        """Mean over samples (and labels) of ``KL(teacher || student)`` at temperature ``t``, from logits ``[B, C]``.
+
+        Args:
+            teacher: Logits of the teacher, ``[B, C]``.
+            student: Logits of the student, ``[B, C]``.
+            t: Temperature.
+        """
         log_p, log_q = self.beliefs(teacher / t), self.beliefs(student / t)
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
@@ -98,6 +144,11 @@ class Task:
 
         1 where the models agree, at least ``1 - ln 2``. With ``m`` the mean of ``p`` and ``q``,
         ``log(p / m) = ln 2 - softplus(log q - log p)``, which no logit can make infinite or anything but 0 for ``p = q``.
+
+        Args:
+            teacher: Logits of the teacher, ``[B, C]``.
+            student: Logits of the student, ``[B, C]``.
+            t: Temperature.
         """
         log_p, log_q = self.beliefs(teacher / t), self.beliefs(student / t)
         p_term = log_p.exp() * (math.log(2) - F.softplus(log_q - log_p))

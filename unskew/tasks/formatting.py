@@ -28,6 +28,12 @@ def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
 def value_text(one: MetricInfo, value: float | None, spread: float | None = None, sign: str = "%") -> str:
     """Return a value of a metric as text: in per cent with the sign, or as a plain number.
 
+    Args:
+        one: The metric.
+        value: Its value, or None if it is not known.
+        spread: Its standard deviation, or None.
+        sign: Text after a percentage.
+
     >>> value_text(metric_info("auroc"), 0.5), value_text(metric_info("loss"), 0.5, 0.1)
     ('50.0%', '0.5000 ± 0.1000')
     """
@@ -60,6 +66,10 @@ def method_title(row: Mapping[str, Any]) -> str:
 def format_percent(value: float | None, spread: float | None = None) -> str:
     """A share as per cent.
 
+    Args:
+        value: Share from 0 to 1, or None if it is not known.
+        spread: Its standard deviation, or None.
+
     >>> format_percent(0.5, 0.012), format_percent(None), format_percent(-1e12)
     ('50.0 ± 1.2', '-', '-1.0e+14')
     """
@@ -83,6 +93,10 @@ def format_megabytes(value: float) -> str:
 
 def format_number(value: float | None, spread: float | None = None) -> str:
     """A loss or a perplexity.
+
+    Args:
+        value: Value, or None if it is not known.
+        spread: Its standard deviation, or None.
 
     >>> format_number(1.25, 0.0125), format_number(None), format_number(31.4)
     ('1.2500 ± 0.0125', '-', '31.40')

@@ -22,6 +22,10 @@ probabilities ``[n, L]`` of each; or targets and predictions in their own units,
 def metric_names(metrics: Sequence[str], class_names: Sequence[str]) -> list[str]:
     """Names of the figures that are asked for: those of ``recall`` are one for each class.
 
+    Args:
+        metrics: Requested metrics.
+        class_names: Names of the classes.
+
     >>> metric_names(["auroc", "recall"], ["no", "yes"])
     ['auroc', 'recall/no', 'recall/yes']
     """
@@ -49,7 +53,13 @@ def compute_metric_values(
 
 
 def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray, y: np.ndarray) -> list[float]:
-    """A score of probabilities for the positive class, or the mean over classes; NaN if one is not there, or all are."""
+    """A score of probabilities for the positive class, or the mean over classes; NaN if one is not there, or all are.
+
+    Args:
+        score: Score of true labels (0 or 1) and probabilities of the positive class.
+        p: Probabilities, ``[n, C]``.
+        y: Labels, ``[n]``.
+    """
     classes = [1] if p.shape[1] == 2 else range(p.shape[1])
     if any((y == c).all() or not (y == c).any() for c in classes):
         return [float("nan")]
@@ -57,21 +67,36 @@ def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray,
 
 
 def auroc(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Area under the curve of true against false positives."""
+    """Area under the curve of true against false positives.
+
+    Args:
+        p: Probabilities, ``[n, C]``.
+        y: Labels, ``[n]``.
+    """
     from sklearn.metrics import roc_auc_score
 
     return one_vs_rest(roc_auc_score, p, y)
 
 
 def auprc(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Average precision."""
+    """Average precision.
+
+    Args:
+        p: Probabilities, ``[n, C]``.
+        y: Labels, ``[n]``.
+    """
     from sklearn.metrics import average_precision_score
 
     return one_vs_rest(average_precision_score, p, y)
 
 
 def f1(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """F1 of the positive class, or the mean over classes; 0 where there is nothing to divide by."""
+    """F1 of the positive class, or the mean over classes; 0 where there is nothing to divide by.
+
+    Args:
+        p: Probabilities, ``[n, C]``.
+        y: Labels, ``[n]``.
+    """
     from sklearn.metrics import f1_score
 
     labels = [1] if p.shape[1] == 2 else list(range(p.shape[1]))
@@ -79,13 +104,23 @@ def f1(p: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def recall(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Share of each class that is found; NaN of a class that is not there."""
+    """Share of each class that is found; NaN of a class that is not there.
+
+    Args:
+        p: Probabilities, ``[n, C]``.
+        y: Labels, ``[n]``.
+    """
     right = p.argmax(1) == y
     return [float(right[y == c].mean()) if (y == c).any() else float("nan") for c in range(p.shape[1])]
 
 
 def balanced_accuracy(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Mean recall of the classes that are there."""
+    """Mean recall of the classes that are there.
+
+    Args:
+        p: Probabilities, ``[n, C]``.
+        y: Labels, ``[n]``.
+    """
     return [float(np.nanmean(recall(p, y)))]
 
 
@@ -93,6 +128,10 @@ def ece(p: np.ndarray, y: np.ndarray) -> list[float]:
     """Expected calibration error: how far the probability of the predicted class is from how often it is right.
 
     In each of ``BINS`` equal bins of that probability the distance of the means, weighted by samples.
+
+    Args:
+        p: Probabilities, ``[n, C]``.
+        y: Labels, ``[n]``.
     """
     sure, right = p.max(1), p.argmax(1) == y
     bins = np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1)
@@ -152,7 +191,16 @@ class MetricSet:
 
 
 def custom_metric_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where: str, defined: bool) -> float:
-    """Compute a metric of the user's and validate the result; see ``MetricSet.of``."""
+    """Compute a metric of the user's and validate the result; see ``MetricSet.of``.
+
+    Args:
+        name: Name of the metric.
+        f: The user's function.
+        y: Targets, ``[n]``.
+        scores: Probabilities or predictions, ``[n, C]``.
+        where: What was evaluated, for the error.
+        defined: Whether the value must be finite.
+    """
     try:
         value: Any = f(y.copy(), scores.astype(np.float64))
     except (Exception, SystemExit) as error:  # the user's function may fail in any way

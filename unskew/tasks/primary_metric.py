@@ -111,6 +111,10 @@ def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
 def client_metric_name(objective: str, scored: str) -> str:
     """Return the name of the metric of single clients that goes with an objective.
 
+    Args:
+        objective: Name of the objective.
+        scored: Name of the task's primary metric.
+
     >>> client_metric_name("auroc", "accuracy"), client_metric_name("worst_client", "accuracy")
     ('auroc', 'accuracy')
     """

@@ -91,6 +91,10 @@ def regression_sums(predicted: Tensor, y: Tensor) -> Tensor:
     """Compute sums over predictions and targets ``[B, T]``.
 
     Count, sums of ``y``, ``y²``, squared and absolute errors, ``[5, T]``.
+
+    Args:
+        predicted: Predictions, ``[B, T]``.
+        y: Targets, ``[B, T]``.
     """
     y, error = y.to(torch.float64), (predicted - y).to(torch.float64)
     return torch.stack([torch.ones_like(y), y, y.square(), error.square(), error.abs()]).sum(1)

@@ -66,6 +66,10 @@ def load_ray() -> Any:
 def connect(address: str, workers: int | None) -> None:
     """Connect this process to a cluster, unless it is connected already; tensors travel as NumPy arrays from then on.
 
+    Args:
+        address: ``local``, ``auto``, or ``HOST:PORT`` of the head.
+        workers: Cores of a local cluster; None: those of this machine.
+
     Raises:
         ConfigError: If an untrusted file names a cluster on another machine.
         EngineError: If there is no such cluster.
@@ -137,7 +141,12 @@ def check_reachable(address: str) -> None:
 
 
 def check_connection(address: str, seconds: float) -> None:
-    """Open and close a connection to ``HOST:PORT``."""
+    """Open and close a connection to ``HOST:PORT``.
+
+    Args:
+        address: ``HOST:PORT``.
+        seconds: Time limit.
+    """
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()
 

@@ -53,14 +53,24 @@ def extract_shared(broadcasts: list[dict[str, Any]]) -> tuple[list[Tensor], list
 
 
 def restore_shared(record: Any, shared: list[Tensor]) -> Any:
-    """Inverse of ``extract_shared`` for one record."""
+    """Inverse of ``extract_shared`` for one record.
+
+    Args:
+        record: Record with places in the place of shared tensors.
+        shared: The shared tensors.
+    """
     if isinstance(record, dict):
         return {key: restore_shared(inner, shared) for key, inner in record.items()}
     return shared[record.number] if isinstance(record, SharedTensorRef) else record
 
 
 def copy_record(value: Any, device: torch.device) -> Any:
-    """A record with its tensors in memory of their own, on a device."""
+    """A record with its tensors in memory of their own, on a device.
+
+    Args:
+        value: Nested containers of tensors.
+        device: Device that computes.
+    """
     if isinstance(value, dict):
         return {key: copy_record(inner, device) for key, inner in value.items()}
     return value.to(device, copy=True) if isinstance(value, Tensor) else value

@@ -33,7 +33,12 @@ Shape = tuple[int, int, int]
 
 
 def decoder_layout(n: int, shape: Shape) -> dict[str, tuple[tuple[int, ...], float, float]]:
-    """Return shape, initial mean and initial standard deviation of each tensor in the flat vector, in order."""
+    """Return shape, initial mean and initial standard deviation of each tensor in the flat vector, in order.
+
+    Args:
+        n: Number of images.
+        shape: Shape of an image, ``(C, H, W)``.
+    """
     channels, height, width = shape
     pixels = WIDE * math.ceil(height / 4) * math.ceil(width / 4)
     return {
@@ -78,13 +83,26 @@ def make_decoder(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype
     """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates.
 
     See ``initial_decoder``.
+
+    Args:
+        key: Random key.
+        n: Number of images.
+        shape: Shape of an image, ``(C, H, W)``.
+        dtype: Data type of the images.
+        pixels: Range and normalization of the model's inputs.
     """
     image = (shape[0], shape[1], shape[2])
     return initial_decoder(key, n, image, dtype), lambda vector: pixels.inputs(decode(vector, n, image)), BETAS
 
 
 def unflatten(vector: Tensor, n: int, shape: Shape) -> dict[str, Tensor]:
-    """The tensors by name, as views of the flat vector; differentiable."""
+    """The tensors by name, as views of the flat vector; differentiable.
+
+    Args:
+        vector: All parameters of the decoder.
+        n: Number of images.
+        shape: Shape of an image, ``(C, H, W)``.
+    """
     tensors = decoder_layout(n, shape)
     cuts = torch.split(vector, [math.prod(dims) for dims, _, _ in tensors.values()])
     return {name: cut.view(dims) for (name, (dims, _, _)), cut in zip(tensors.items(), cuts, strict=True)}
@@ -112,7 +130,14 @@ def decode(vector: Tensor, n: int, shape: Shape) -> Tensor:
 
 
 def batch_norm(x: Tensor, scale: Tensor, offset: Tensor, eps: float = 1e-5) -> Tensor:
-    """Batch normalisation of ``x [n, c, h, w]`` by its own statistics."""
+    """Batch normalisation of ``x [n, c, h, w]`` by its own statistics.
+
+    Args:
+        x: Activations, ``[n, c, h, w]``.
+        scale: Factor per channel, ``[c]``.
+        offset: Summand per channel, ``[c]``.
+        eps: Summand of the variance.
+    """
     # Not F.batch_norm, which refuses a single value per channel: one image of at most 4 x 4 pixels.
     return torch.batch_norm(x, scale, offset, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
 

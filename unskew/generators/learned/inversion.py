@@ -98,6 +98,12 @@ def statistics_distance(spec: ModelSpec, v: Tensor, b: Tensor, x: Tensor) -> tup
 
     The sum over BatchNorm layers of ``||var_running - var_batch||_2 + ||mean_running - mean_batch||_2``, with the biased
     variance over batch and space of the layer's input. Zero for a model without such layers.
+
+    Args:
+        spec: Layout of the model.
+        v: Parameters of the model, ``[d]``.
+        b: Buffers of the model, ``[m]``.
+        x: Inputs of the model, ``[B, C, H, W]``.
     """
     terms: list[Tensor] = []
     running = spec.buffers(b)

@@ -87,6 +87,11 @@ def _unet_class() -> Any:
 def build_unet(options: DDPM, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """The network ``(x [B, C, H, W], t [B], y [B]) -> eps [B, C, H, W]``; sides must divide by its halvings.
 
+    Args:
+        options: Options of the generator.
+        shape: Shape of an image, ``(C, H, W)``.
+        classes: Number of classes.
+
     Raises:
         ConfigError: diffusers is not installed.
     """
@@ -144,7 +149,13 @@ class DDPMGenerator:
         self.epsilon: float | None = None
 
     def loss(self, x0: Tensor, y: Tensor, net: nn.Module | None = None) -> Tensor:
-        """``mean ||eps - eps_theta(x_t, t, y)||^2`` of a batch in [-1, 1], with times and noise drawn anew."""
+        """``mean ||eps - eps_theta(x_t, t, y)||^2`` of a batch in [-1, 1], with times and noise drawn anew.
+
+        Args:
+            x0: Images in [-1, 1], ``[B, C, H, W]``.
+            y: Class of each image, ``[B]``.
+            net: Network to evaluate; None: the trained one.
+        """
         # Drawn on the CPU, so that every device sees the same.
         t = torch.randint(0, self.diffusion.steps, (len(x0),)).to(x0.device)
         eps = torch.randn(x0.shape).to(x0.device)
@@ -152,7 +163,12 @@ class DDPMGenerator:
         return (predicted - eps).square().mean()
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Train, and keep the averaged weights."""
+        """Train, and keep the averaged weights.
+
+        Args:
+            images: Images, uint8 ``[n, C, H, W]``.
+            labels: Class of each image, ``[n]``.
+        """
         options, job = self.options, self.job
         x = pad_to_halvings(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
         y = labels.to(job.device)

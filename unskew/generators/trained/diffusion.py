@@ -29,7 +29,12 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 
 
 def beta_schedule(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
-    """The noise of each step, float64 ``[steps]``."""
+    """The noise of each step, float64 ``[steps]``.
+
+    Args:
+        schedule: Name of the schedule.
+        steps: Number ``T`` of diffusion steps.
+    """
     if schedule == "linear":
         scale = 1000 / steps
         return torch.linspace(scale * 1e-4, scale * 0.02, steps, dtype=torch.float64).clamp_max(0.999)
@@ -40,6 +45,10 @@ def beta_schedule(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
 
 def spaced_timesteps(steps: int, count: int) -> list[int]:
     """``count`` of ``steps`` times, evenly spaced, ascending, the first and the last among them.
+
+    Args:
+        steps: Number of diffusion steps.
+        count: Number of times to select.
 
     >>> spaced_timesteps(1000, 5)
     [0, 250, 500, 749, 999]
@@ -65,7 +74,13 @@ class Diffusion:
         self.abar = torch.cumprod(1 - beta_schedule(schedule, steps), 0)
 
     def noised(self, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """``x_t`` from ``x_0 [B, ...]``, times ``[B]`` and noise."""
+        """``x_t`` from ``x_0 [B, ...]``, times ``[B]`` and noise.
+
+        Args:
+            x0: Images, ``[B, ...]``.
+            t: Time of each image, ``[B]``.
+            eps: Standard normal noise, ``[B, ...]``.
+        """
         abar = self.abar.to(t.device)[t].view(-1, *(1,) * (x0.dim() - 1))
         return abar.sqrt().to(x0.dtype) * x0 + (1 - abar).sqrt().to(x0.dtype) * eps
 

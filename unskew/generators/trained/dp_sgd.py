@@ -54,14 +54,24 @@ class PrivacyOptions:
         _opacus()
 
     def sentence(self, epsilon: float, share: str) -> str:
-        """The guarantee in words: ``epsilon`` is the most that any client spent; ``share`` says what the client sends."""
+        """The guarantee in words: ``epsilon`` is the most that any client spent; ``share`` says what the client sends.
+
+        Args:
+            epsilon: Largest privacy loss of a client.
+            share: What a client sends.
+        """
         return (
             f"Each client's generator is ({round_up(epsilon):g}, {self.delta:g})-differentially private for one example of "
             f"that client, added or removed (DP-SGD, clip {self.clip:g}, accountant {self.accountant}); {share}"
         )
 
     def check_delta(self, examples: int, warn: Callable[[str], None]) -> None:
-        """Say so where ``delta`` is so large that a generator may give some of its ``examples`` away entirely."""
+        """Say so where ``delta`` is so large that a generator may give some of its ``examples`` away entirely.
+
+        Args:
+            examples: Number of samples of the client.
+            warn: Receives the warning.
+        """
         if self.delta * examples >= 1:
             warn(
                 f"delta={self.delta:g} guarantees little to generators of up to {examples} samples: one that gives each "
@@ -91,7 +101,15 @@ def _opacus() -> Any:
 
 @lru_cache(maxsize=4096)
 def spent_epsilon(steps: int, sigma: float, q: float, delta: float, accountant: str) -> float:
-    """The privacy spent by so many steps with noise ``sigma`` and sampling rate ``q``."""
+    """The privacy spent by so many steps with noise ``sigma`` and sampling rate ``q``.
+
+    Args:
+        steps: Number of steps.
+        sigma: Noise multiplier.
+        q: Sampling rate.
+        delta: Probability of the guarantee's failure.
+        accountant: Name of Opacus's accountant.
+    """
     if steps == 0:
         return 0.0
     account = _opacus().accountants.create_accountant(mechanism=accountant)
@@ -104,6 +122,11 @@ def spent_epsilon(steps: int, sigma: float, q: float, delta: float, accountant: 
 
 def noise_multiplier(privacy: PrivacyOptions, q: float, steps: int) -> float:
     """The noise multiplier: the one given, or the one that spends ``epsilon`` in ``steps`` steps.
+
+    Args:
+        privacy: Privacy options of the generator.
+        q: Sampling rate.
+        steps: Number of steps.
 
     Raises:
         ConfigError: None does.
@@ -133,6 +156,10 @@ def noise_multiplier(privacy: PrivacyOptions, q: float, steps: int) -> float:
 
 def replace_batchnorm(module: nn.Module, warn: Callable[[str], None]) -> nn.Module:
     """``module`` with GroupNorm for every BatchNorm, which mixes samples; says so. Call it before making an optimizer.
+
+    Args:
+        module: Network to copy.
+        warn: Receives the warning.
 
     Raises:
         ConfigError: Something else in the module has no gradient per sample.

@@ -111,7 +111,12 @@ class GANGenerator:
         self.maker, self.judge = maker.to(job.device), judge.to(job.device)
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Let maker and judge play."""
+        """Let maker and judge play.
+
+        Args:
+            images: Images, uint8 ``[n, C, H, W]``.
+            labels: Class of each image, ``[n]``.
+        """
         options, job, maker, judge = self.options, self.job, self.maker, self.judge
         x = pad_to_halvings(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
         labels = labels.to(job.device)

@@ -85,12 +85,25 @@ class ConvVAE(nn.Module):
 
 
 def kl_divergence(mu: Tensor, logvar: Tensor) -> Tensor:
-    """``KL(N(mu, e^logvar) || N(0, I))`` of each row, ``[B]``."""
+    """``KL(N(mu, e^logvar) || N(0, I))`` of each row, ``[B]``.
+
+    Args:
+        mu: Means, ``[B, k]``.
+        logvar: Logarithms of the variances, ``[B, k]``.
+    """
     return 0.5 * (mu.square() + logvar.exp() - 1 - logvar).sum(1)
 
 
 def negative_elbo(logits: Tensor, x: Tensor, mu: Tensor, logvar: Tensor, beta: float) -> Tensor:
-    """The loss: reconstruction summed over pixels plus ``beta`` KL, mean over the batch."""
+    """The loss: reconstruction summed over pixels plus ``beta`` KL, mean over the batch.
+
+    Args:
+        logits: Outputs of the decoder, ``[B, C, H, W]``.
+        x: Images with intensities from 0 to 1, ``[B, C, H, W]``.
+        mu: Means of the codes, ``[B, k]``.
+        logvar: Logarithms of their variances, ``[B, k]``.
+        beta: Weight of the KL divergence.
+    """
     reconstruction = F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1)
     return (reconstruction + beta * kl_divergence(mu, logvar)).mean()
 
@@ -109,7 +122,12 @@ class VAEGenerator:
         self.means: Tensor | None = None
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Train, and note the mean code of each class."""
+        """Train, and note the mean code of each class.
+
+        Args:
+            images: Images, uint8 ``[n, C, H, W]``.
+            labels: Class of each image, ``[n]``.
+        """
         options, job, net = self.options, self.job, self.net
         x = pad_to_halvings(images.float().div(255), self.times).contiguous().to(job.device)
         optimizer = torch.optim.Adam(net.parameters(), lr=options.lr)

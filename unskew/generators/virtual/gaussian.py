@@ -19,6 +19,12 @@ def samples_around_centers(key: Tensor, y: Tensor, shape: tuple[int, ...], sprea
     """Float64 samples ``[n, *shape]``: for each label in ``y [n]`` a point near the centre of its class.
 
     Centres are standard normal, and so is the noise around them times ``spread``.
+
+    Args:
+        key: Random key.
+        y: Class of each sample, ``[n]``.
+        shape: Shape of a sample.
+        spread: Standard deviation around the center.
     """
     centres = normal(fold(key, 1), (int(y.max()) + 1, *shape))
     return centres[y] + spread * normal(fold(key, 2), (len(y), *shape))
@@ -35,6 +41,11 @@ def gaussian_clusters(key: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
 
     The deviation within a class is half of that between the centres. Images are drawn on a coarse grid and enlarged, other
     inputs directly. Both are as in the code of VHL's authors (arXiv:2206.02465).
+
+    Args:
+        key: Random key.
+        y: Class of each sample, ``[n]``.
+        shape: Shape of a sample.
     """
     if len(shape) != 3:
         return standardize(samples_around_centers(key, y, shape, 0.5)).float()

@@ -54,7 +54,13 @@ def style_images(key: Tensor, y: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def random_weights(key: Tensor, sizes: int, channels: int) -> Weights:
-    """Weights of a generator with so many sizes of image; scaled to keep the deviation of what passes through."""
+    """Weights of a generator with so many sizes of image; scaled to keep the deviation of what passes through.
+
+    Args:
+        key: Random key.
+        sizes: Number of image sizes.
+        channels: Number of channels of an image.
+    """
 
     def draw(number: int, *shape: int) -> Tensor:
         return (normal(fold(key, number), shape) / math.sqrt(math.prod(shape[1:]))).float()
@@ -67,7 +73,15 @@ def random_weights(key: Tensor, sizes: int, channels: int) -> Weights:
 
 
 def synthesize(weights: Weights, z: Tensor, key: Tensor, shape: tuple[int, int, int], sizes: int) -> Tensor:
-    """Images ``[n, *shape]`` for latents ``z [n, LATENT]``."""
+    """Images ``[n, *shape]`` for latents ``z [n, LATENT]``.
+
+    Args:
+        weights: Weights of the generator.
+        z: Latents, ``[n, LATENT]``.
+        key: Random key of the noise.
+        shape: Shape of an image, ``(C, H, W)``.
+        sizes: Number of image sizes.
+    """
     w = z / z.square().mean(1, keepdim=True).sqrt()
     for name in ("map0", "map1"):
         w = F.leaky_relu(w @ weights[name].T, 0.2) * math.sqrt(2)
@@ -86,6 +100,12 @@ def modulated_conv(x: Tensor, style: Tensor, kernel: Tensor, demodulate: bool = 
 
     Demodulation divides each output channel by the norm of its scaled kernel. Scaling the input and dividing the output is
     the same as a kernel per sample, and much faster.
+
+    Args:
+        x: Activations, ``[n, in, H, W]``.
+        style: Factor of each input channel, ``[n, in]``.
+        kernel: Kernel, ``[out, in, k, k]``.
+        demodulate: Whether to divide each output channel by the norm of its scaled kernel.
     """
     out = F.conv2d(x * style[:, :, None, None], kernel, padding=kernel.shape[-1] // 2)
     if not demodulate:

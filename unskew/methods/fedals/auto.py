@@ -132,7 +132,12 @@ class AutoPeriods(ClientRule, SyncRule):
         }
 
     def due(self, state: Tensors, round: int) -> list[bool]:
-        """Return the layers that are averaged after ``round``."""
+        """Return the layers that are averaged after ``round``.
+
+        Args:
+            state: State of the method.
+            round: Number of the round, from 0.
+        """
         age = round - int(state["begun"]) + 1
         # Beyond the end: the epoch's last round had no update, so the next one with any is its last.
         return [age % p == 0 or age >= self.longest for p in state["periods"].tolist()]
@@ -140,6 +145,10 @@ class AutoPeriods(ClientRule, SyncRule):
 
 def average_layers(which: Sequence[bool], periods: Sequence[int]) -> dict[str, Any]:
     """The figures of a round.
+
+    Args:
+        which: Whether each layer is averaged.
+        periods: Period of each layer in rounds.
 
     >>> average_layers([False, True], [10, 1])
     {'fedals_averaged': [2], 'fedals_periods': [10, 1]}
@@ -149,7 +158,12 @@ def average_layers(which: Sequence[bool], periods: Sequence[int]) -> dict[str, A
 
 
 def group_by_layer(spec: ModelSpec, values: Tensor) -> Tensor:
-    """Sums ``[G]`` of ``values [d]`` over each layer group."""
+    """Sums ``[G]`` of ``values [d]`` over each layer group.
+
+    Args:
+        spec: Layout of the model.
+        values: Value of each parameter, ``[d]``.
+    """
     return torch.stack([torch.stack([values[s].sum() for s in group.slices]).sum() for group in layer_groups(spec)])
 
 

@@ -179,7 +179,12 @@ class FedCOG(ClientRule):
         return labels_from_counts(allocate_counts(shares, self.n), self.n)
 
     def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
-        """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``."""
+        """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``.
+
+        Args:
+            ctx: Context of the client in this round.
+            primary: One label per input, ``[N]``.
+        """
         counts = ctx.client_info["counts"]
         y = ctx.task.targets(primary, len(counts))
         if not self.cooccurrence:
@@ -196,7 +201,13 @@ class FedCOG(ClientRule):
         return 1 - w_kd, w_kd
 
     def in_batches(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """All inputs for the labels ``y``, in batches that are learned by themselves: each keeps its own best step."""
+        """All inputs for the labels ``y``, in batches that are learned by themselves: each keeps its own best step.
+
+        Args:
+            ctx: Context of the client in this round.
+            y: Targets of the inputs, ``[N]`` or ``[N, L]``.
+            key: Random key.
+        """
         if not 0 < self.g_batch < len(y):
             return self.synthesise(ctx, y, key)
         parts = [
@@ -206,7 +217,13 @@ class FedCOG(ClientRule):
         return torch.cat(x), torch.cat(z)
 
     def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Learn the inputs for the labels ``y``; returns them with the teacher's logits."""
+        """Learn the inputs for the labels ``y``; returns them with the teacher's logits.
+
+        Args:
+            ctx: Context of the client in this round.
+            y: Targets of the inputs, ``[n]`` or ``[n, L]``.
+            key: Random key.
+        """
         start, make, betas = self.maker(ctx, key, len(y))
         disagree = self.source == "both" and "v" in ctx.state
         weight = torch.as_tensor(self.lambda_dis if disagree else 0.0)
@@ -246,13 +263,25 @@ class FedCOG(ClientRule):
         return x, z
 
     def maker(self, ctx: Context, key: Tensor, count: int) -> Maker:
-        """Return the initial variables, the function that makes ``count`` inputs of them, and Adam's decay rates."""
+        """Return the initial variables, the function that makes ``count`` inputs of them, and Adam's decay rates.
+
+        Args:
+            ctx: Context of the client in this round.
+            key: Random key.
+            count: Number of inputs.
+        """
         if self.generator == "network":
             return decoder.make_decoder(key, count, ctx.spec.shape, ctx.v_global.dtype, ctx.pixels)
         return normal(key, (count, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)
 
     def disagreement(self, task: Task, teacher: Tensor, student: Tensor) -> Tensor:
-        """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``."""
+        """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``.
+
+        Args:
+            task: Task of the data.
+            teacher: Logits of the global model, ``[n, C]``.
+            student: Logits of the client's model, ``[n, C]``.
+        """
         if self.js == "paper":
             return task.disagreement(teacher, student, self.t_js)
         p, q = (task.beliefs(logits / self.t_js).exp() for logits in (teacher, student))
@@ -278,7 +307,14 @@ class FedCOG(ClientRule):
         return distilled
 
     def taken(self, ctx: Context, step: Tensor, size: int, carry: Tensors) -> Tensor:
-        """Places of the ``size`` inputs of a step; a cycle goes on where the batch before ended."""
+        """Places of the ``size`` inputs of a step; a cycle goes on where the batch before ended.
+
+        Args:
+            ctx: Context of the client in this round.
+            step: Number of the local step.
+            size: Number of inputs of a step.
+            carry: Values kept during local training.
+        """
         indices = torch.arange(size, device=carry["z"].device)
         if self.cycle == "by_step":
             return (step * size + indices) % self.n
@@ -300,5 +336,10 @@ class FedCOG(ClientRule):
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Mean of ``sum p log(p / q)`` over all axes but the last, for positive ``p`` and ``q``."""
+    """Mean of ``sum p log(p / q)`` over all axes but the last, for positive ``p`` and ``q``.
+
+    Args:
+        p: Positive values; the last axis sums to 1.
+        q: Positive values of the same shape.
+    """
     return (p * (p / q).log()).sum(-1).mean()

@@ -202,7 +202,12 @@ class Feddle(ServerRule):
         return now
 
     def evict(self, atlas: list[Anchor], most: int) -> None:
-        """Shorten the atlas, which is in order of arrival, to ``most`` anchors, but for those that no search has seen."""
+        """Shorten the atlas, which is in order of arrival, to ``most`` anchors, but for those that no search has seen.
+
+        Args:
+            atlas: Anchors in order of arrival, changed in place.
+            most: Number of anchors to keep.
+        """
         while len(atlas) > most:
             seen = [anchor for anchor in atlas if anchor.c is not None]
             if not seen:
@@ -211,7 +216,13 @@ class Feddle(ServerRule):
             del atlas[next(i for i, anchor in enumerate(atlas) if anchor is goes)]
 
     def search(self, state: Tensors, atlas: list[Anchor], updates: Updates) -> Tensors:
-        """Find the coefficients, write them into the atlas, and step."""
+        """Find the coefficients, write them into the atlas, and step.
+
+        Args:
+            state: State of the server.
+            atlas: Anchors in order of arrival.
+            updates: Updates that the server received.
+        """
         at, v = updates.at_server, state["v"]
         assert at.data is not None
         moved = updates.aggregate.moved
@@ -255,7 +266,13 @@ class Feddle(ServerRule):
         }
 
     def fallback(self, atlas: list[Anchor], lengths: Tensor, r: Tensor | None) -> Tensor:
-        """``c' [n]``, with which the step is FedBuff's; ``r`` is the common length of the directions, None: their own."""
+        """``c' [n]``, with which the step is FedBuff's; ``r`` is the common length of the directions, None: their own.
+
+        Args:
+            atlas: Anchors in order of arrival.
+            lengths: Norms of the anchors, ``[n]``.
+            r: Common length of the directions; None: the anchors' own lengths.
+        """
         total = sum(anchor.weight for anchor in atlas if anchor.c is None)
         weights = [self.eta * anchor.weight * anchor.share / total if anchor.c is None else 0.0 for anchor in atlas]
         c = torch.tensor(weights, dtype=lengths.dtype, device=lengths.device)

@@ -39,7 +39,12 @@ class Directions:
     scale: Tensor
 
     def at(self, v: Tensor, c: Tensor) -> Tensor:
-        """``v + sum_m c_m a_bar_m``, ``[d]``."""
+        """``v + sum_m c_m a_bar_m``, ``[d]``.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            c: Coefficients, ``[n]``.
+        """
         v, weights = v.clone(), c * self.scale
         for rows, part in self._parts(v.dtype):
             v.addmv_(part.T, weights[rows])
@@ -57,7 +62,12 @@ class Directions:
 
 
 def norms(A: Tensor, dtype: torch.dtype) -> Tensor:
-    """Norms of the anchors in the model's precision, ``[n]``."""
+    """Norms of the anchors in the model's precision, ``[n]``.
+
+    Args:
+        A: Anchors, ``[n, d]``.
+        dtype: Data type of the model.
+    """
     return torch.stack([torch.linalg.vector_norm(row.to(dtype)) for row in A])
 
 
@@ -81,7 +91,17 @@ def scales(lengths: Tensor) -> tuple[Tensor, Tensor]:
 def minimize(
     grad_fn: GradFn, batches: Iterable[Batch], v: Tensor, directions: Directions, c0: Tensor, lr: float, lam: float
 ) -> Tensor:
-    """The coefficients ``[n]`` after one step of Adam per batch, beginning at ``c0``, to which ``lam`` draws them."""
+    """The coefficients ``[n]`` after one step of Adam per batch, beginning at ``c0``, to which ``lam`` draws them.
+
+    Args:
+        grad_fn: Returns gradient and loss at parameters and a batch.
+        batches: Batches of the server's data.
+        v: Parameters of the model, ``[d]``.
+        directions: Directions of the search.
+        c0: Initial coefficients, ``[n]``.
+        lr: Learning rate of Adam.
+        lam: Weight of the distance from ``c0``.
+    """
     c, m, s = c0.clone(), torch.zeros_like(c0), torch.zeros_like(c0)
     for t, batch in enumerate(batches, start=1):
         g = directions.slopes(grad_fn(directions.at(v, c), batch)) + lam * (c - c0)
@@ -91,7 +111,12 @@ def minimize(
 
 
 def surrogate(at: ServerTraining, theta: Tensor) -> LossFn:
-    """``h``: the loss of the features under the linear head ``theta [C', f + 1]``, whose last column is the bias."""
+    """``h``: the loss of the features under the linear head ``theta [C', f + 1]``, whose last column is the bias.
+
+    Args:
+        at: Training at the server.
+        theta: Linear head, ``[C', f + 1]``.
+    """
 
     def loss_fn(v: Tensor, batch: Batch) -> Tensor:
         return at.task.loss(linear(theta, at.model(v, batch.x).features), batch.y)
@@ -100,12 +125,24 @@ def surrogate(at: ServerTraining, theta: Tensor) -> LossFn:
 
 
 def linear(theta: Tensor, features: Tensor) -> Tensor:
-    """Logits ``[B, C']`` of the head ``theta [C', f + 1]``."""
+    """Logits ``[B, C']`` of the head ``theta [C', f + 1]``.
+
+    Args:
+        theta: Linear head, ``[C', f + 1]``.
+        features: Features, ``[B, f]``.
+    """
     return F.linear(features.to(theta.dtype), theta[:, :-1], theta[:, -1])
 
 
 def new_head(key: Tensor, classes: int, width: int, like: Tensor) -> Tensor:
-    """A fresh linear head ``[C', f + 1]``, drawn as PyTorch's linear layers are."""
+    """A fresh linear head ``[C', f + 1]``, drawn as PyTorch's linear layers are.
+
+    Args:
+        key: Random key.
+        classes: Number of classes.
+        width: Number ``f`` of features.
+        like: Tensor with the data type and device of the head.
+    """
     bound = 1 / math.sqrt(width)
     return ((2 * uniform(key, (classes, width + 1)) - 1) * bound).to(like.dtype).to(like.device)
 
@@ -145,6 +182,15 @@ def cosine(
     """Cosine between the gradients over ``c`` of ``h`` and of the clients' own loss ``l``; None without samples of theirs.
 
     Both are means over as many samples as there are, but at most ``MEASURED``.
+
+    Args:
+        at: Training at the server.
+        theta: Linear head, ``[C', f + 1]``.
+        v: Parameters of the model, ``[d]``.
+        b: Buffers of the model, ``[m]``.
+        directions: Directions of the search.
+        c: Coefficients, ``[n]``.
+        key: Random key that selects samples.
     """
     if at.witness is None:
         return None

@@ -21,7 +21,13 @@ def mean_size(federation: Federation) -> int:
 
 
 def only_own_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule) -> PreparedData:
-    """Every client trains on the images that it made itself; nothing is sent."""
+    """Every client trains on the images that it made itself; nothing is sent.
+
+    Args:
+        prepared: Data before the exchange.
+        made: Generated images of all clients.
+        rule: Data rule of the method.
+    """
     nothing = {"x": prepared.federation.clients[0].x[:0], "y": prepared.federation.clients[0].y[:0]}
     shares = {k: made.sent.get(k, nothing) for k in range(len(prepared.federation.clients))}
     after = prepared.received(rule.name, replace(made, sent={}), ServerPayload(shares), rule.apply_payload)
@@ -29,7 +35,13 @@ def only_own_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule
 
 
 def single_client_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule) -> PreparedData:
-    """A single client with all that was sent, which is all real, or all synthetic, samples."""
+    """A single client with all that was sent, which is all real, or all synthetic, samples.
+
+    Args:
+        prepared: Data before the exchange.
+        made: What each client sends.
+        rule: Data rule of the method.
+    """
     x = concatenate_inputs([sent["x"] for sent in made.sent.values()])
     y = torch.cat([sent["y"] for sent in made.sent.values()]).to(torch.int64)
     clients = ArrayClients(x, y, np.array([0, len(y)]), np.array([len(y)]))

@@ -216,7 +216,13 @@ class Fedssyn(DataRule):
         return replace(after, training=replace(after.training, local_epochs=matched))
 
     def made(self, federation: Federation, seed: int, workspace: Workspace) -> SyntheticSet:
-        """The images of all clients, before they are shuffled."""
+        """The images of all clients, before they are shuffled.
+
+        Args:
+            federation: Data of all clients.
+            seed: Seed of the run.
+            workspace: Folders of the run, and progress reports.
+        """
         sharing = [
             k for k in range(len(federation.clients)) if k not in mismatch_error(self.refuse, len(federation.clients))
         ]

@@ -15,6 +15,10 @@ from unskew.generators.trained.dp_sgd import PrivacyOptions
 def check_fits(made: SyntheticSet, federation: Federation) -> None:
     """Refuse a given set that was made for other data.
 
+    Args:
+        made: Generated images.
+        federation: Data of all clients.
+
     Raises:
         ConfigError: Classes, shape or clients differ.
     """
@@ -36,7 +40,12 @@ def set_metrics(about: dict[str, Any]) -> dict[str, object]:
 
 
 def logged_epsilons(made: SyntheticSet, folder: Path) -> SyntheticSet:
-    """The set, knowing where it lies."""
+    """The set, knowing where it lies.
+
+    Args:
+        made: Generated images.
+        folder: Folder that contains them.
+    """
     return replace(made, about={**made.about, "folder": str(folder)})
 
 

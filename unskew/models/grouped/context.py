@@ -43,7 +43,14 @@ class GroupedModel:
         self.norms = [m for m in spec.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
-        """Outputs at ``v`` and the statistics afterwards; None where nothing is mapped or someone listens inside."""
+        """Outputs at ``v`` and the statistics afterwards; None where nothing is mapped or someone listens inside.
+
+        Args:
+            v: Parameters under the mapping over clients, ``[d]``.
+            b: Buffers, ``[m]``.
+            x: Inputs, ``[B, ...]``.
+            train: Whether the model is in training mode.
+        """
         if any(norm._forward_pre_hooks for norm in self.norms) or not functorch_api.is_mapped(v, b, x):
             return None
         twin, stream = self.twins[train], self.spec.stream
@@ -57,6 +64,10 @@ class GroupedModel:
         """Gradient of the first thing that ``value`` returns with respect to ``v``, and the second.
 
         Clients do not mix, so the gradient of the sum of their losses is each client's own.
+
+        Args:
+            value: Function of the parameters that returns a loss and further results.
+            v: Parameters under the mapping over clients, ``[d]``.
         """
         unwrapped = functorch_api.unwrap_batched(v)
         if unwrapped is None or not unwrapped[1]:
@@ -151,7 +162,12 @@ def grouped_form(spec: ModelSpec) -> GroupedModel | None:
 
 @contextmanager
 def use_grouped(spec: ModelSpec, form: GroupedModel | None) -> Iterator[None]:
-    """Context manager in which mapped passes of ``spec`` run as one grouped network; no effect if ``form`` is None."""
+    """Context manager in which mapped passes of ``spec`` run as one grouped network; no effect if ``form`` is None.
+
+    Args:
+        spec: Layout of the model whose passes are grouped.
+        form: Grouped form of the model, or None.
+    """
     spec.grouped_model = form
     try:
         yield

@@ -255,7 +255,12 @@ VIEWS = {nn.Flatten, nn.Identity, KeyedDropout, torch.flatten, operator.getitem,
 
 
 def is_in_place(node: fx.Node, layers: dict[str, nn.Module]) -> bool:
-    """Return whether a node overwrites its input."""
+    """Return whether a node overwrites its input.
+
+    Args:
+        node: Node of the traced graph.
+        layers: Modules of the model by name.
+    """
     if node.op == "call_module":
         return bool(getattr(layers[str(node.target)], "inplace", False))
     return node.target is operator.iadd or bool(node.kwargs.get("inplace", False))

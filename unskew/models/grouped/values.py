@@ -63,14 +63,29 @@ class GroupedPass:
         return last.permute(0, 3, 1, 2)
 
     def samples(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
-        """Apply a function that treats every sample separately, on ``[k B, ...]``."""
+        """Apply a function that treats every sample separately, on ``[k B, ...]``.
+
+        Args:
+            value: Value of all clients.
+            function: Function to apply.
+        """
         rows = self.rows(value)
         return GroupedValue(torch.unflatten(function(rows.flatten(0, 1)), 0, rows.shape[:2]), False)
 
     def each(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
-        """Apply an elementwise function."""
+        """Apply an elementwise function.
+
+        Args:
+            value: Value of all clients.
+            function: Function to apply.
+        """
         return GroupedValue(function(value.data), value.image)
 
     def channels(self, value: GroupedValue, function: Callable[[Tensor], Tensor]) -> GroupedValue:
-        """Apply a function that treats every channel separately."""
+        """Apply a function that treats every channel separately.
+
+        Args:
+            value: Value of all clients.
+            function: Function to apply.
+        """
         return GroupedValue(function(self.image(value)), True)

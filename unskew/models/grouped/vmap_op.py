@@ -48,7 +48,13 @@ class MappedPass:
         self.out: list[Tensor] = []
 
     def through(self, k: int, given: PassInputs, mapped: tuple[bool, ...]) -> Outputs:
-        """The outputs, which know how they came about; what is ``mapped`` has a client axis first."""
+        """The outputs, which know how they came about; what is ``mapped`` has a client axis first.
+
+        Args:
+            k: Number of clients.
+            given: Inputs of the pass.
+            mapped: Whether each input has a client axis.
+        """
         if self._shared(mapped):
             return self._one_batch(k, given, given.x)
         every = self._every(k, given, mapped)
@@ -56,7 +62,13 @@ class MappedPass:
             return self._stacked(k, every, self._pieces(k, every.v), every.x)
 
     def begin(self, k: int, given: PassInputs, mapped: tuple[bool, ...]) -> Outputs:
-        """The outputs alone; ``backward`` knows how they came about."""
+        """The outputs alone; ``backward`` knows how they came about.
+
+        Args:
+            k: Number of clients.
+            given: Inputs of the pass.
+            mapped: Whether each input has a client axis.
+        """
         if self.grad and (given.v.requires_grad or given.x.requires_grad):
             raise GroupingError("a derivative within the loss")
         self.k, self.given, self.mapped = k, given, mapped
@@ -75,7 +87,13 @@ class MappedPass:
             return self._stacked(self.k, every, self.pieces, self.x)
 
     def backward(self, wants_v: bool, wants_x: bool, slopes: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Gradients of the model ``[k, d]`` and of its inputs ``[k, B, ...]``; of no meaning where they are not wanted."""
+        """Gradients of the model ``[k, d]`` and of its inputs ``[k, B, ...]``; of no meaning where they are not wanted.
+
+        Args:
+            wants_v: Whether the gradient of the parameters is needed.
+            wants_x: Whether the gradient of the inputs is needed.
+            slopes: Gradients of the outputs.
+        """
         if wants_v and not self.pieces:  # one model for all after all, and each client's own gradient of it
             self.out = list(self._leaves()[:2])
         leaves = [*(self.pieces.values() if wants_v else ()), *([self.x] if wants_x else [])]
@@ -134,7 +152,12 @@ class MappedPass:
 
 
 def run_pass(one: MappedPass, given: PassInputs) -> tuple[Tensor, ...]:
-    """Carry out a pass within the mapping over clients."""
+    """Carry out a pass within the mapping over clients.
+
+    Args:
+        one: The pass.
+        given: Its inputs, under the mapping over clients.
+    """
     unwrapped = [(None, False) if t is None else unwrap_batched(t) for t in given]
     plain = [pair for pair in unwrapped if pair is not None]
     if len(plain) < len(unwrapped) or not any(own for _, own in plain):

@@ -104,7 +104,12 @@ class MLP(Classifier):
 
 
 def hidden_layers(inputs: int, hidden: Sequence[int]) -> tuple[list[nn.Module], int]:
-    """Linear layers of these widths with ReLU, and how many features the last one gives."""
+    """Linear layers of these widths with ReLU, and how many features the last one gives.
+
+    Args:
+        inputs: Number of input features.
+        hidden: Width of each layer.
+    """
     widths = [inputs, *_hidden_widths(hidden)]
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
@@ -121,7 +126,12 @@ def _vgg_conv(inputs: int, outputs: int, init: str) -> nn.Conv2d:
 
 
 def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
-    """The shape, if it is that of an image."""
+    """The shape, if it is that of an image.
+
+    Args:
+        name: Name of the model, for the error.
+        shape: Shape of a sample.
+    """
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError(
             f"{name} needs an image shape (channels, height, width), but got {tuple(shape)}. "
@@ -131,14 +141,26 @@ def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def num_features(name: str, shape: Sequence[int]) -> int:
-    """Numbers in a sample."""
+    """Numbers in a sample.
+
+    Args:
+        name: Name of the model, for the error.
+        shape: Shape of a sample.
+    """
     if not shape or min(shape) < 1:
         raise ConfigError(f"{name} needs the shape of a sample as positive numbers, but got {tuple(shape)}.")
     return math.prod(shape)
 
 
 def check_choice(name: str, option: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Refuse a value that is not ``allowed``."""
+    """Refuse a value that is not ``allowed``.
+
+    Args:
+        name: Name of the model, for the error.
+        option: Name of the option.
+        value: Value of the option.
+        allowed: Allowed values.
+    """
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ConfigError(f"{name} takes one of {choices} as {option!r}, but got {short_repr(value)}.")

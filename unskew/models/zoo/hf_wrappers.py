@@ -153,6 +153,10 @@ class ImageClassifier(HuggingFaceModel):
 def token_ids(x: Tensor, config: Any) -> Tensor:
     """Ids that the model may look up: padding gets the model's own id for it.
 
+    Args:
+        x: Token ids, ``[B, L]``; negative for padding.
+        config: Configuration of the model.
+
     Raises:
         TypeError: The inputs are not integers.
     """

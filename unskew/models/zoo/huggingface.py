@@ -101,7 +101,17 @@ def resnet18(
     config: Options | None = None,
     lora: Options | None = None,
 ) -> nn.Module:
-    """ResNet-18 trained on ImageNet (not from the weights of Feddle's paper); see `hugging_face` for the options."""
+    """ResNet-18 trained on ImageNet (not from the weights of Feddle's paper); see `hugging_face` for the options.
+
+    Args:
+        shape: Shape of a sample, ``(C, H, W)``.
+        classes: Number of outputs.
+        weights: Name or folder of the checkpoint.
+        pretrained: Whether to load the trained weights.
+        size: Side to which images are resized, in pixels.
+        config: Changes of the model's configuration.
+        lora: Options of LoRA; None trains all parameters.
+    """
     if not pretrained:
         weights, config = "resnet", {**RESNET18, **(config or {})}
     return require_image_shape(
@@ -118,7 +128,17 @@ def vit_b16(
     config: Options | None = None,
     lora: Options | None = VIT_LORA,
 ) -> nn.Module:
-    """ViT-B/16 trained on ImageNet (not Feddle's weights), with LoRA on the projections of attention; see `hugging_face`."""
+    """ViT-B/16 trained on ImageNet (not Feddle's weights), with LoRA on the projections of attention; see `hugging_face`.
+
+    Args:
+        shape: Shape of a sample, ``(C, H, W)``.
+        classes: Number of outputs.
+        weights: Name or folder of the checkpoint.
+        pretrained: Whether to load the trained weights.
+        size: Side to which images are resized, in pixels; None uses that of the checkpoint.
+        config: Changes of the model's configuration.
+        lora: Options of LoRA; None trains all parameters.
+    """
     weights = weights if pretrained else "vit"
     return require_image_shape(
         shape, classes, weights=weights, pretrained=pretrained, size=size, config=config, lora=lora
@@ -126,7 +146,13 @@ def vit_b16(
 
 
 def require_image_shape(shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-    """A classifier of images, refused for anything else."""
+    """A classifier of images, refused for anything else.
+
+    Args:
+        shape: Shape of a sample.
+        classes: Number of outputs.
+        **options: Further options of the model.
+    """
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError(f"This model needs an image shape (channels, height, width), but got {tuple(shape)}.")
     return hugging_face(shape, classes, **options)
@@ -147,14 +173,27 @@ def is_folder(name: str) -> bool:
 
 
 def is_architecture_name(transformers: Any, name: str) -> bool:
-    """Return whether a name is that of an architecture such as ``opt``, and not of a folder."""
+    """Return whether a name is that of an architecture such as ``opt``, and not of a folder.
+
+    Args:
+        transformers: The package.
+        name: Name to look up.
+    """
     return not is_folder(name) and name in transformers.CONFIG_MAPPING
 
 
 def load_configuration(
     transformers: Any, weights: str, pretrained: bool, changes: Options, revision: str | None
 ) -> Any:
-    """The model's configuration, with changes."""
+    """The model's configuration, with changes.
+
+    Args:
+        transformers: The package.
+        weights: Name or folder of the checkpoint, or name of an architecture.
+        pretrained: Whether the trained weights will be loaded.
+        changes: Fields to change.
+        revision: Commit, branch or tag of the checkpoint.
+    """
     if not pretrained and is_architecture_name(transformers, weights):
         settings = transformers.AutoConfig.for_model(weights)
     else:
@@ -173,6 +212,13 @@ def load_configuration(
 
 def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revision: str | None) -> Any:
     """The model in float32 with eager attention, the only one that can be mapped over clients.
+
+    Args:
+        auto: Class of the package that creates the model.
+        weights: Name or folder of the checkpoint.
+        pretrained: Whether to load the trained weights.
+        settings: Configuration of the model.
+        revision: Commit, branch or tag of the checkpoint.
 
     Raises:
         ConfigError: There are no safetensors, or they are of another model.
@@ -210,7 +256,14 @@ def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revis
 
 
 def image_preprocessing(weights: str, settings: Any, revision: str | None, pretrained: bool) -> tuple[Any, Any, int]:
-    """Mean, deviation and size of a checkpoint's images; the usual ones of its kind where it does not say."""
+    """Mean, deviation and size of a checkpoint's images; the usual ones of its kind where it does not say.
+
+    Args:
+        weights: Name or folder of the checkpoint.
+        settings: Configuration of the model.
+        revision: Commit, branch or tag of the checkpoint.
+        pretrained: Whether the trained weights are loaded.
+    """
     mean, std = IMAGENET if settings.model_type == "resnet" else HALVES
     side = getattr(settings, "image_size", 224)
     path: str | Path | None = None

@@ -47,6 +47,10 @@ def parse_lora(options: Mapping[str, Any]) -> LoraOptions:
 def add_lora(net: Any, options: LoraOptions) -> None:
     """Put LoRA factors into a model, in place; they and a classifier's head are what is trained.
 
+    Args:
+        net: The model.
+        options: Options of LoRA.
+
     Raises:
         ConfigError: peft is not installed, or no layer has such a name.
     """

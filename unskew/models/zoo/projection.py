@@ -27,6 +27,11 @@ class ModelWithProjection(nn.Module):
 def with_projection(module: nn.Module, head: str, width: int) -> tuple[nn.Module, str]:
     """A copy of ``module`` with a projection of ``width`` units before its head, and the name of the new head.
 
+    Args:
+        module: The model.
+        head: Name of its head.
+        width: Number of units of the projection.
+
     Raises:
         ConfigError: The head is not a linear layer.
     """
