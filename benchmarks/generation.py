@@ -1,6 +1,6 @@
 """What FedCOG's generation costs beside local training: ``python -m benchmarks.generation [--json FILE]``.
 
-The setting of the paper's Table 11: CNN-A, 32 x 32 colour images, 400 local steps of batch 64, 100 steps of generation for
+The setting of the paper's Table 11: CNN-A, 32 x 32 color images, 400 local steps of batch 64, 100 steps of generation for
 N = 16 ... 1024 inputs; seconds of one client, on the engine ``inline`` with one thread (as a worker of ``processes`` has)
 and for four clients at once on ``vectorized``. The paper's own figures stand beside them; machines differ, so compare ratios.
 """

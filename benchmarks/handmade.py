@@ -39,8 +39,8 @@ from benchmarks.baselines import MEAN, STD, CnnA
 #
 #   - weights channels-last: little once the input is; kept, since the vector is then in the kernels' order
 #   - fc1 with its inputs channels-last, so that flattening is a view: kept for simplicity
-#   - normalised float32 images in memory instead of uint8 normalised per batch: same time, four times the memory
-#   - gathering, or normalising, a whole epoch at once instead of batch by batch
+#   - normalized float32 images in memory instead of uint8 normalized per batch: same time, four times the memory
+#   - gathering, or normalizing, a whole epoch at once instead of batch by batch
 #   - torch._fused_sgd_ called directly instead of torch._foreach_add_
 #   - gradients as views of one flat buffer and one v.add_(g, alpha=-lr): same time, as the buffer has to be zeroed
 #     and accumulated into; concatenating the gradients first: 1 to 4 % slower
@@ -179,7 +179,7 @@ class HandmadeTrainer:
                 done += 1
 
     def images(self, index: torch.Tensor) -> torch.Tensor:
-        """Normalised images [batch, 3k, 32, 32], channels last, of indices [k, batch]."""
+        """Normalized images [batch, 3k, 32, 32], channels last, of indices [k, batch]."""
         k, batch = index.shape
         x = self.x.index_select(0, index.reshape(-1))
         x = torch.addcmul(self.shift, x.float(), self.scale)

@@ -80,7 +80,7 @@ def one_case(loop: str, setting: str, kind: str) -> dict[str, float]:
     """One line of the table, in this process."""
     from unskew.data.normalization import Normalization
 
-    options = {"normalise": Normalization(MEAN, STD, 1 / 255)} if kind == "mapped" else {}
+    options = {"normalize": Normalization(MEAN, STD, 1 / 255)} if kind == "mapped" else {}
     with tempfile.TemporaryDirectory() as folder:
         if loop == "tuned":
             x, y = given(setting, kind)

@@ -98,7 +98,7 @@ def federation_of(x: np.ndarray, y: np.ndarray, clients: int, per_client: int) -
         ArrayClients(images, labels, offsets, offsets[1:]),
         test=(images[:100], labels[:100]),
         classes=10,
-        normalisation=Normalization(MEAN[: x.shape[3]], STD[: x.shape[3]], 1 / 255),
+        normalization=Normalization(MEAN[: x.shape[3]], STD[: x.shape[3]], 1 / 255),
     )
 
 
@@ -162,7 +162,7 @@ def _registered(x: np.ndarray, y: np.ndarray, clients: int, spelling: str, round
     images, labels = torch.from_numpy(x).permute(0, 3, 1, 2), torch.from_numpy(y)
     fed = Federation(
         Registered(images, labels, clients), test=(images[:100], labels[:100]), classes=10,
-        normalisation=Normalization(MEAN, STD, 1 / 255),
+        normalization=Normalization(MEAN, STD, 1 / 255),
     )  # fmt: skip
     loop = UnskewLoop(fed, cohort=10, steps=8, batch=64, lr=0.05, seed=1, spelling=spelling)
     loop.round(0)

@@ -59,7 +59,7 @@ def fedavg(run: Run) -> Iterator[Array]:
 
 
 def fedprox(run: Run, mu: float) -> Iterator[Array]:
-    """Li et al. 2018, Algorithm 2: each client has ``mu/2 ||w - x||^2`` more to minimise."""
+    """Li et al. 2018, Algorithm 2: each client has ``mu/2 ||w - x||^2`` more to minimize."""
     x = run.start
     for S in run.cohorts:
         x = run.mean({k: run.local(k, x, lambda g, w, x=x: g + mu * (w - x)) for k in S})

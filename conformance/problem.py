@@ -1,6 +1,6 @@
 """A convex problem on which the papers' algorithms are deterministic, and how a library is asked to run one of them.
 
-Softmax regression without a penalty: client ``k`` minimises the mean cross-entropy of its samples. Labels are skewed and
+Softmax regression without a penalty: client ``k`` minimizes the mean cross-entropy of its samples. Labels are skewed and
 noisy, inputs are shifted from client to client, batches are full and every model starts at zero. So nothing is left to
 chance, the optimum is finite, and Newton's method finds it.
 """

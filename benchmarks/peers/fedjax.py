@@ -48,7 +48,7 @@ def main(folder: str) -> None:
             work.begin()
             for k in cohort:
                 if k not in held:
-                    held[k] = fedjax.ClientDataset(dict(zip("xy", work.normalised(k), strict=True)))
+                    held[k] = fedjax.ClientDataset(dict(zip("xy", work.normalized(k), strict=True)))
             state, _ = algorithm.apply(state, [(str(k).encode(), held[k], key) for k in cohort])
             jax.block_until_ready(state.params)
             work.end()

@@ -31,7 +31,7 @@ class Data:
     def get_dataloader(self, client: int, batch_size: int) -> list:
         """The batches of a client's round."""
         if client not in self.held:
-            self.held[client] = TensorDataset(*map(torch.from_numpy, self.work.normalised(client)))
+            self.held[client] = TensorDataset(*map(torch.from_numpy, self.work.normalized(client)))
         batches: list = []
         while len(batches) < self.work.steps:
             batches += list(DataLoader(self.held[client], batch_size, shuffle=True))

@@ -32,7 +32,7 @@ class Client(NumPyClient):
         torch.set_num_threads(1)
         work, k = self.work, int(config["client"])
         if k not in HELD:
-            HELD[k] = tuple(map(torch.from_numpy, work.normalised(k)))
+            HELD[k] = tuple(map(torch.from_numpy, work.normalized(k)))
         x, y = HELD[k]
         model = CnnA()
         with torch.no_grad():

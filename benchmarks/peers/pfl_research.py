@@ -74,7 +74,7 @@ def main(folder: str) -> None:
 
     def client(k: int) -> PyTorchTensorDataset:
         if k not in held:
-            held[k] = PyTorchTensorDataset(tuple(map(torch.from_numpy, work.normalised(k))), user_id=str(k))
+            held[k] = PyTorchTensorDataset(tuple(map(torch.from_numpy, work.normalized(k))), user_id=str(k))
         return held[k]
 
     order = iter([k for cohort in work.cohorts for k in cohort])

@@ -45,7 +45,7 @@ class Work:
         """Which samples a client owns."""
         return slice(client * self.per_client, (client + 1) * self.per_client)
 
-    def normalised(self, client: int) -> tuple[np.ndarray, np.ndarray]:
+    def normalized(self, client: int) -> tuple[np.ndarray, np.ndarray]:
         """A client's images, float32 ``[n, 3, 32, 32]``, and its labels."""
         x = (self.x[self.rows(client)].astype(np.float32) / 255 - np.float32(MEAN)) / np.float32(STD)
         return np.ascontiguousarray(x.transpose(0, 3, 1, 2)), self.y[self.rows(client)]

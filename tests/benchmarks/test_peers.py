@@ -33,7 +33,7 @@ def test_all_are_given_the_same_model_clients_and_cohorts(shared):
     for given, expected in zip(work.start(), CnnA().parameters(), strict=True):
         assert np.array_equal(given, expected.detach().numpy())
     assert [len(set(cohort)) for cohort in work.cohorts] == [2, 2, 2]
-    x, y = work.normalised(3)
+    x, y = work.normalized(3)
     assert (x.shape, y.tolist()) == ((6, 3, 32, 32), [8, 9, 0, 1, 2, 3])
     mean, std = (np.float32(v)[:, None, None] for v in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))
     np.testing.assert_allclose((x * std + mean) * 255, work.x[18:24].transpose(0, 3, 1, 2), atol=1e-3)

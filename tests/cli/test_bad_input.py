@@ -625,7 +625,7 @@ def test_what_a_newcomer_gets_wrong_in_python():
     class Rule(unskew.ClientRule):
         name, summary, paper = "rule", "for tests", "none"
 
-    normalised = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    normalized = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
     lonely = unskew.Federation.from_arrays([(x, y), (x[:1], y[:1])], test=(x, y), classes=3, holdout=0)
     integers = unskew.Federation.from_arrays(
         [((x * 9).astype("int64"), y)], test=((x * 9).astype("int64"), y), classes=3
@@ -639,9 +639,9 @@ def test_what_a_newcomer_gets_wrong_in_python():
         (lambda: unskew.run(fed, method=Rule, **given), r"Rule is not a method"),
         (lambda: unskew.run(fed, method=[3], **given), r"3 is not a method"),
         (lambda: unskew.run(fed, model=torch.nn.LazyLinear(3), rounds=1), r"lazy layers"),
-        (lambda: unskew.run(lonely, model=normalised, engine="inline", rounds=1), r"Client 1 trains on a batch of one"),
+        (lambda: unskew.run(lonely, model=normalized, engine="inline", rounds=1), r"Client 1 trains on a batch of one"),
         (
-            lambda: unskew.run(lonely, model=normalised, engine="processes", rounds=1),
+            lambda: unskew.run(lonely, model=normalized, engine="processes", rounds=1),
             r"Client 1 trains on a batch of one",
         ),
         (lambda: unskew.run(integers, model="mlp", rounds=1), r"give floats if they are features"),

@@ -1,4 +1,4 @@
-"""What a terminal shows: narrow ones, without colours, quiet or verbose, and completion."""
+"""What a terminal shows: narrow ones, without colors, quiet or verbose, and completion."""
 
 import io
 import re
@@ -105,12 +105,12 @@ def test_quiet_says_the_result_and_verbose_every_round(capsys):
     assert call(capsys, "run", "--quiet", "--verbose").code == 2
 
 
-def test_colours_can_be_turned_off(capsys, monkeypatch):
+def test_colors_can_be_turned_off(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    coloured = r"\x1b\[[\d;]*3[1-7]m"
-    assert re.search(coloured, call(capsys, "run", "--method", "fedprix").err)
+    colored = r"\x1b\[[\d;]*3[1-7]m"
+    assert re.search(colored, call(capsys, "run", "--method", "fedprix").err)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not re.search(coloured, call(capsys, "run", "--method", "fedprix").err)
+    assert not re.search(colored, call(capsys, "run", "--method", "fedprix").err)
 
 
 def test_the_shell_can_complete(capsys, monkeypatch):

@@ -33,7 +33,7 @@ def test_images_follow_their_factors():
     area = white.sum((1, 2))
     middle = np.stack([(white * columns).sum((1, 2)), (white * rows).sum((1, 2))], 1) / area[:, None]
     known_middle = np.stack([known["x"], known["y"]], 1) + 16
-    symmetric = known["shape"] < 2  # the heart's middle is not its centre of mass
+    symmetric = known["shape"] < 2  # the heart's middle is not its center of mass
     assert np.abs(middle - known_middle)[symmetric].max() < 0.3
     assert np.abs(middle - known_middle).max() < 4
     scale = 0.5 + 0.1 * known["scale"]

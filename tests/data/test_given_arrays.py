@@ -78,7 +78,7 @@ def test_a_federation_can_be_copied_to_another_process():
 def test_types_that_differ_become_one():
     fed = federation([*given(dtype="uint8"), *given(dtype="float64")])
     assert {client.x.dtype for client in fed.clients} == {torch.float64}
-    assert fed.normalisation is None
+    assert fed.normalization is None
 
 
 def test_double_precision_is_kept_where_the_run_has_it():

@@ -33,7 +33,7 @@ def test_a_folder_of_arrays_stays_in_its_files(tmp_path):
     mapped = unskew.load_federation(f"npy:file://{tmp_path / 'arrays'}", **options)
     held = unskew.load_federation(f"npz:{tmp_path / 'arrays.npz'}", **options)
     assert (mapped.clients.mapped, held.clients.mapped) == (True, False)
-    assert (mapped.fingerprint, mapped.normalisation) == (held.fingerprint, held.normalisation)
+    assert (mapped.fingerprint, mapped.normalization) == (held.fingerprint, held.normalization)
     sent = dumps_mmap(mapped.clients)
     assert len(sent) < arrays["x"].nbytes / 4 < len(dumps_mmap(held.clients))
     there = pickle.loads(sent)

@@ -194,14 +194,14 @@ def leaf(folder, split, held, file="all_data_0.json", **changes):
     (folder / split / file).write_text(json.dumps(content | changes))
 
 
-def grey(n):
+def gray(n):
     """Flat images as FEMNIST's in LEAF: 784 numbers from 0 to 1, 255ths."""
     images = pixels(n, 28, 28)
     return images, [[float(p) / 255 for p in image.ravel()] for image in images]
 
 
 def test_leaf_with_pixels(tmp_path):
-    (a, x_a), (b, x_b), (c, x_c), (t, x_t) = grey(4), grey(2), grey(3), grey(2)
+    (a, x_a), (b, x_b), (c, x_c), (t, x_t) = gray(4), gray(2), gray(3), gray(2)
     leaf(tmp_path, "train", {"f1": (x_a, [0, 1, 61, 40]), "f2": (x_b, [5, 1])})
     leaf(tmp_path, "train", {"f3": (x_c, [3, 40, 0])}, "all_data_1.json")
     leaf(tmp_path, "test", {"f1": (x_t[:1], [61]), "f2": (x_t[1:], [0])})
@@ -321,15 +321,15 @@ def test_another_data_set_at_the_server_in_the_clients_size_and_channels(cifar10
     assert len(fed.test[1]) == 30, "the test set stays whole"
     faces = load_federation("cifar100", **options, server_data="celeba", server_data_path=celeba, image_size=16)
     assert faces.server.x.shape == (9, 3, 16, 16)
-    grey = load_federation("digits", partition="iid", clients=3, server_data="celeba", server_data_path=celeba)
-    assert grey.server.x.shape == (9, 3, 8, 8), "its colours stay"
-    assert not torch.equal(grey.server.x[:, 0], grey.server.x[:, 2])
+    gray = load_federation("digits", partition="iid", clients=3, server_data="celeba", server_data_path=celeba)
+    assert gray.server.x.shape == (9, 3, 8, 8), "its colors stay"
+    assert not torch.equal(gray.server.x[:, 0], gray.server.x[:, 2])
     alone = load_federation("digits", partition="iid", clients=3)
-    for x, one in ((grey.clients[1].x, alone.clients[1].x), (grey.test[0], alone.test[0])):
+    for x, one in ((gray.clients[1].x, alone.clients[1].x), (gray.test[0], alone.test[0])):
         assert torch.equal(x, one.expand(-1, 3, -1, -1))
-    assert grey.shape == (3, 8, 8)
-    assert grey.normalisation == replace(
-        alone.normalisation, mean=alone.normalisation.mean * 3, std=alone.normalisation.std * 3
+    assert gray.shape == (3, 8, 8)
+    assert gray.normalization == replace(
+        alone.normalization, mean=alone.normalization.mean * 3, std=alone.normalization.std * 3
     )
     with pytest.raises(DataError, match="must both hold images"):
         load_federation("digits", partition="iid", clients=3, server_data="gaussians")

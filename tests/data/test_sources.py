@@ -133,15 +133,15 @@ def test_grey_images_have_one_channel(tmp_path, form, fallback, monkeypatch):
     assert np.array_equal(nhwc(source.train.x)[..., 0], np.stack([by_pillow(b, "L") for b in blobs]))
 
 
-def test_one_colour_image_makes_all_colour(tmp_path):
-    grey, colour = pixels(3, (8, 8)), pixels(2)
-    blobs = [encode(grey[0], "JPEG"), encode(grey[1]), encode(colour[0], "JPEG"), encode(grey[2], "JPEG")]
+def test_one_color_image_makes_all_color(tmp_path):
+    gray, color = pixels(3, (8, 8)), pixels(2)
+    blobs = [encode(gray[0], "JPEG"), encode(gray[1]), encode(color[0], "JPEG"), encode(gray[2], "JPEG")]
     write_hub(tmp_path / "train.parquet", blobs, [0, 1, 2, 0])
-    write_hub(tmp_path / "test.parquet", [encode(grey[0])], [0])
+    write_hub(tmp_path / "test.parquet", [encode(gray[0])], [0])
     source = load_source("cifar10", path=tmp_path)
     assert np.array_equal(nhwc(source.train.x), np.stack([by_pillow(b) for b in blobs]))
     assert source.test.x.shape == (1, 3, 8, 8)
-    assert np.array_equal(nhwc(source.test.x)[0], np.repeat(grey[0][..., None], 3, -1))
+    assert np.array_equal(nhwc(source.test.x)[0], np.repeat(gray[0][..., None], 3, -1))
 
 
 @pytest.mark.parametrize("kind", [("RGB", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG"), ("P", "PNG"), ("1", "PNG")])
@@ -246,7 +246,7 @@ def test_the_hub_out_of_reach_is_a_sentence(monkeypatch):
         load_source("cifar10")
     assert len(asked) == 1, "asked once, and not again and again"
     with pytest.raises(DataError, match=r"it is not on this machine, and the Hugging Face hub cannot be reached\."):
-        HuggingFaceTokenizer("no-such/tokeniser")
+        HuggingFaceTokenizer("no-such/tokenizer")
     assert (datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()) == (verbosity, bars)
 
 
@@ -352,11 +352,11 @@ def test_csv_with_string_labels_and_a_user_column(tmp_path):
     assert np.array_equal(source.train.columns["age"], source.train.x[:, 0].numpy())
     federation = load_federation(str(file), label="kind", partition="natural:user", clients=None)
     assert len(federation.clients) == 4
-    assert federation.normalisation is not None
-    assert len(federation.normalisation.mean) == 3
-    assert federation.normalisation.scale == 1.0
+    assert federation.normalization is not None
+    assert len(federation.normalization.mean) == 3
+    assert federation.normalization.scale == 1.0
     mean = source.train.x.mean(0).tolist()
-    assert federation.normalisation.mean == near(mean, FEW, dtype=torch.float32)
+    assert federation.normalization.mean == near(mean, FEW, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -486,9 +486,9 @@ def test_federation_lays_clients_out_as_slices():
     )
     for client in clients:
         assert len(client.y_test) == max(1, round(0.1 * (len(client.y) + len(client.y_test))))
-    assert federation.normalisation is not None
+    assert federation.normalization is not None
     scaled = source.train.x.double() / 255
-    assert federation.normalisation.mean[0] == pytest.approx(scaled.mean().item())
+    assert federation.normalization.mean[0] == pytest.approx(scaled.mean().item())
 
 
 def test_the_seed_decides_partition_and_holdout_and_nothing_else():
@@ -500,7 +500,7 @@ def test_the_seed_decides_partition_and_holdout_and_nothing_else():
     sorted_a, sorted_c = (load_federation("digits", partition="sorted", clients=10, seed=s) for s in (1, 2))
     assert sorted_a.fingerprint == sorted_c.fingerprint
     assert not torch.equal(sorted_a.clients[0].x, sorted_c.clients[0].x)  # another part is held out
-    assert a.normalisation == c.normalisation
+    assert a.normalization == c.normalization
 
 
 def test_the_held_out_part_is_random_inside_a_client():
@@ -528,17 +528,17 @@ def test_server_samples_leave_the_test_set(server):
 
 
 def test_server_may_hold_another_data_set(tmp_path):
-    grey = pixels(4, (28, 28))
-    write_hub(tmp_path / "train.parquet", [encode(x) for x in grey], [0, 1, 2, 0], image="image")
-    write_hub(tmp_path / "test.parquet", [encode(x) for x in grey], [0, 1, 2, 0], image="image")
+    gray = pixels(4, (28, 28))
+    write_hub(tmp_path / "train.parquet", [encode(x) for x in gray], [0, 1, 2, 0], image="image")
+    write_hub(tmp_path / "test.parquet", [encode(x) for x in gray], [0, 1, 2, 0], image="image")
     federation = load_federation("digits", clients=3, server_data="mnist", server_data_path=tmp_path)
     assert federation.server is not None
     assert not federation.server.in_domain
     assert federation.server.x.shape == (4, 1, 8, 8)
     assert federation.server.x.dtype == torch.uint8
     assert len(federation.test[1]) == 360
-    write_folder(tmp_path / "colour", shape=(28, 28, 3))
-    federation = load_federation(f"folder:{tmp_path / 'colour'}", clients=2, partition="iid", server_data="digits")
+    write_folder(tmp_path / "color", shape=(28, 28, 3))
+    federation = load_federation(f"folder:{tmp_path / 'color'}", clients=2, partition="iid", server_data="digits")
     assert federation.server is not None
     assert federation.server.x.shape == (1437, 3, 28, 28)
     assert channels_last(federation.server.x)
@@ -547,10 +547,10 @@ def test_server_may_hold_another_data_set(tmp_path):
 
 def test_conversion_of_images():
     x = torch.from_numpy(pixels(5, (6, 6, 3))).permute(0, 3, 1, 2)
-    grey = images.convert_channels(x, 1)
+    gray = images.convert_channels(x, 1)
     expected = (x.double() * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
-    assert (grey.double() - expected).abs().max() <= 0.51
-    assert torch.equal(images.convert_channels(grey, 3)[:, 1:2], grey)
+    assert (gray.double() - expected).abs().max() <= 0.51
+    assert torch.equal(images.convert_channels(gray, 3)[:, 1:2], gray)
     assert images.resize_images(x, 6, 6) is x
     flat = torch.full((3, 3, 8, 8), 77, dtype=torch.uint8)
     assert (images.resize_images(flat, 5, 11) == 77).all()
@@ -579,8 +579,8 @@ def test_natural_with_fewer_clients_uses_their_samples_only(tmp_path):
     source = load_source(f"{tmp_path}/t.csv", label="kind")
     x = torch.cat([client.x for client in federation.clients])
     assert federation.sizes.sum() == len(x) < len(source.train)
-    assert federation.normalisation is not None
-    assert federation.normalisation.mean == near(x.mean(0).tolist(), FEW, dtype=torch.float32)
+    assert federation.normalization is not None
+    assert federation.normalization.mean == near(x.mean(0).tolist(), FEW, dtype=torch.float32)
 
 
 # The real thing
@@ -601,8 +601,8 @@ def test_real_cifar10():
     assert source.class_names[:3] == ("airplane", "automobile", "bird")
     federation = load_federation("cifar10", data_path=real_cifar10(), clients=10, server_data=1000)
     assert federation.sizes.sum() == pytest.approx(45_000, abs=10)
-    assert federation.normalisation is not None
-    assert federation.normalisation.mean == pytest.approx((0.4914, 0.4822, 0.4465), abs=2e-3)
+    assert federation.normalization is not None
+    assert federation.normalization.mean == pytest.approx((0.4914, 0.4822, 0.4465), abs=2e-3)
     table = parquet.read_table(real_cifar10() / "test.parquet")
     for i in range(0, 10_000, 997):
         assert np.array_equal(nhwc(source.test.x[i : i + 1])[0], by_pillow(table["img"][i].as_py()["bytes"]))

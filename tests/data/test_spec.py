@@ -19,7 +19,7 @@ def test_an_experiment_says_its_data_in_one_object():
     assert Experiment().data_spec == DataSpec("digits")  # the same defaults
 
 
-def test_texts_take_the_tokeniser_of_the_model_unless_one_is_named():
+def test_texts_take_the_tokenizer_of_the_model_unless_one_is_named():
     assert experiment({"data": "sentences", "model": "hf:some/net"}).data_spec.text.tokenizer == "some/net"
     assert experiment({"data": "digits", "model": "hf:some/net"}).data_spec.text == TextSpec()
     named = experiment({"data": "sentences", "model": "hf:some/net", "text": {"tokenizer": "bytes"}})

@@ -33,7 +33,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"name": 3}, "name must be text, not 3"),
         ({"server_in_domain": torch.zeros(2)}, "server_in_domain must be True or False"),
         ({"holdout": 10**400}, "holdout must be a share"),
-        ({"normalise": 10**5000}, "an object of type int that cannot be written out"),
+        ({"normalize": 10**5000}, "an object of type int that cannot be written out"),
         ({"client_names": Path("x")}, "client_names must be a list of texts"),
         ({"client_names": ["a\nb"]}, "cannot be printed; client names must be texts of one line"),
         ({"class_names": np.array(3)}, "class_names must be a list"),
@@ -42,7 +42,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"seed": "1"}, "seed must be an integer"),
         ({"holdout": "0.1"}, "holdout must be a share"),
         ({"task": ["multilabel"]}, "There is no task"),
-        ({"normalise": "yes"}, "normalise must be True, False"),
+        ({"normalize": "yes"}, "normalize must be True, False"),
         ({"class_names": ["a", "b"]}, "3 classes but only 2 class_names"),
         ({"class_names": "abc"}, "class_names must be a list"),
         ({"clients": X}, "a list with one .x, y. per client, not ndarray"),
@@ -65,7 +65,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"task": "regression", "clients": [(X, Y * 1e300)], "test": (X, Y)}, "targets are too large"),
         ({"clients": [(X, Y, X[:, :2], Y)]}, r"shape \(4,\), but \(2,\) to test on"),
         (
-            {"clients": [(IMAGES, Y)], "test": (IMAGES, Y), "normalise": Normalization((0.0,), (1.0,))},
+            {"clients": [(IMAGES, Y)], "test": (IMAGES, Y), "normalize": Normalization((0.0,), (1.0,))},
             "1 means; the inputs have 3",
         ),
     ],
@@ -104,14 +104,14 @@ def test_one_class_of_several_may_be_all_there_is():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (((0.0, 0.0), (1.0, 0.0)), "std of a normalisation must be above 0"),
-        (((0.0,), (float("nan"),)), "std of a normalisation must be above 0 and finite"),
+        (((0.0, 0.0), (1.0, 0.0)), "std of a normalization must be above 0"),
+        (((0.0,), (float("nan"),)), "std of a normalization must be above 0 and finite"),
         (((float("inf"),), (1.0,)), "must be finite"),
         (((0.0, 0.0), (1.0,)), "as many means as stds, not 2 and 1"),
         (("a", "b"), "are numbers"),
     ],
 )
-def test_normalisations(values, words):
+def test_normalizations(values, words):
     with pytest.raises(DataError, match=words):
         Normalization(*values)
 

@@ -78,7 +78,7 @@ def test_more_data_than_the_store_holds_are_moved_to_the_disk(nodes):
     given = [(x.reshape(60, -1), np.arange(60) % 2) for x in numbers]
     assert sum(x.nbytes for x, _ in given) > STORE
     federation = unskew.Federation.from_arrays(
-        given, test=(given[0][0][:2], np.arange(2)), holdout=0.0, normalise=False
+        given, test=(given[0][0][:2], np.arange(2)), holdout=0.0, normalize=False
     )
     options = {"model": "logistic", "rounds": 1, "local_steps": 1, "batch_size": 2, "eval_clients": 0}
     there = unskew.run(federation, engine="ray", ray={"address": nodes[0], "deadline": 240}, **options)

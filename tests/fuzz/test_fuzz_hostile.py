@@ -306,7 +306,7 @@ STRANGE = {
     "inputs.json": [
         ("shape", [2**30] * 3),
         ("kind", "x"),
-        ("normalisation", {"mean": [0, 0, 0], "std": [1, 1, 1]}),
+        ("normalization", {"mean": [0, 0, 0], "std": [1, 1, 1]}),
         ("class_names", ["\ud800", *map(str, range(9))]),
     ],
 }
@@ -406,4 +406,4 @@ def test_no_program_is_run_for_an_image(here, monkeypatch):
     monkeypatch.setenv("PATH", str(here), prepend=os.pathsep)
     image = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
     with pytest.raises(OSError, match="cannot identify image"):
-        decode(image, colour=True, simplejpeg=None)
+        decode(image, color=True, simplejpeg=None)

@@ -127,10 +127,10 @@ def test_batches_of_inputs_are_learned_by_themselves(spec):
     ctx = context(rule, spec, previous=other_vector(spec))
     x, z = rule.in_batches(ctx, labels, ctx.key)
     for i, part in enumerate(labels.split(4)):
-        alone = FedCOG(n=len(part), g_steps=3).synthesise(ctx, part, fold(fold(ctx.key, 11), i))
+        alone = FedCOG(n=len(part), g_steps=3).synthesize(ctx, part, fold(fold(ctx.key, 11), i))
         assert torch.equal(x[4 * i : 4 * i + 4], alone[0])
         assert torch.equal(z[4 * i : 4 * i + 4], alone[1])
-    whole = FedCOG(n=10, g_steps=3).synthesise(ctx, labels, ctx.key)
+    whole = FedCOG(n=10, g_steps=3).synthesize(ctx, labels, ctx.key)
     for size in (0, 10, 99):
         assert torch.equal(FedCOG(n=10, g_steps=3, g_batch=size).in_batches(ctx, labels, ctx.key)[0], whole[0])
 

@@ -95,7 +95,7 @@ def test_the_network_can_be_mapped_over_clients():
 
 
 def test_synthesis_with_a_network_equals_a_loop_of_torch(spec):
-    """Ten steps of torch.optim.Adam on modules; the images are normalised before the model sees them."""
+    """Ten steps of torch.optim.Adam on modules; the images are normalized before the model sees them."""
     rule = FedCOG(n=9, g_steps=10, generator="network", lambda_dis=0.0)
     ctx = context(rule, spec)
     object.__setattr__(ctx, "pixels", PixelScaling((0.5, 0.4), (0.1, 0.2)))
@@ -199,7 +199,7 @@ def test_the_authors_settings():
         method("fedcog+fedcog-authors")
 
 
-def test_uint8_images_are_normalised_as_the_data_are():
+def test_uint8_images_are_normalized_as_the_data_are():
     """The network's images reach the model in the range that the client's own images have there."""
     draws = np.random.default_rng(0)
     images, labels = draws.integers(90, 110, size=(30, 8, 8, 1)).astype("uint8"), draws.integers(0, 2, 30)

@@ -80,7 +80,7 @@ class Server:
 
 
 @pytest.mark.parametrize("model", slow_but(["mlp"], ["logistic", "mlp"]))
-@pytest.mark.parametrize("options", ["epochs=0", "lam=inf,epochs=2", "epochs=0,normalise=false", "epochs=0,atlas=3"])
+@pytest.mark.parametrize("options", ["epochs=0", "lam=inf,epochs=2", "epochs=0,normalize=false", "epochs=0,atlas=3"])
 def test_without_search_it_is_fedavg_over_the_arrivals(model, options):
     feddle, fedavg = train(f"feddle:{options}", model=model), train("fedavg", model=model, client_weighting="uniform")
     assert_close(feddle.vector, fedavg.vector, TRAINING)
@@ -488,7 +488,7 @@ def test_the_best_of_the_last_five_evaluations():
     assert result.summary["best_last_5"] == max(scored[5:])
 
 
-def test_minimise_stops_at_the_minimum_of_a_parabola():
+def test_minimize_stops_at_the_minimum_of_a_parabola():
     """f(w) = |w - 1|^2 / 2 along the axes: the coefficients go to 1, with lam=1 half way."""
     directions = Directions(torch.eye(3, dtype=FULL), torch.ones(3, dtype=FULL))
     zero = torch.zeros(3, dtype=FULL)

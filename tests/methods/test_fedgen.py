@@ -1,4 +1,4 @@
-"""FedGen: the generator, what it minimises, and what clients learn from it, against NumPy."""
+"""FedGen: the generator, what it minimizes, and what clients learn from it, against NumPy."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_labels_are_drawn_evenly_from_those_present():
     assert bool((counts[[1, 2, 4]] - 3000).abs().max() < 200)
 
 
-def test_what_the_generator_minimises_equals_numpy(spec):
+def test_what_the_generator_minimizes_equals_numpy(spec):
     draws = np.random.default_rng(0)
     z, eps, y = draws.normal(size=(6, 5)), draws.normal(size=(6, 4)), np.array([0, 1, 2, 0, 1, 1])
     heads, student = draws.normal(size=(4, 18)), draws.normal(size=18)

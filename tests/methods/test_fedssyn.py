@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from support.colours import Colours
+from support.colors import Colors
 from support.federations import SmallBatchNorm
 from support.protocol import prepared
 from support.running import call
@@ -29,7 +29,7 @@ from unskew.errors import ConfigError, DataError, MethodConflictError
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.client_images import append_log, draw_subset
 from unskew.methods.fedssyn.fedssyn import Fedssyn
-from unskew.methods.fedssyn.synthetic_sets import mismatch_error
+from unskew.methods.fedssyn.synthetic_sets import refusing_clients
 from unskew.protocol.data_preparation import Workspace
 from unskew.protocol.rules import ClientRule
 
@@ -39,7 +39,7 @@ SIZES = [12, 20, 8, 15]
 SHAPE = (3, 6, 6)
 
 
-MINE = "generator=support.colours:Colours"
+MINE = "generator=support.colors:Colors"
 
 
 def pictures(sizes=SIZES, classes=3, seed=0, holdout=0.0):
@@ -73,7 +73,7 @@ def synthetic_part(before, after, k):
 
 def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
     fed = pictures(holdout=0.25)
-    rule = Fedssyn(n_syn=7, generator="support.colours:Colours")
+    rule = Fedssyn(n_syn=7, generator="support.colors:Colors")
     made = rule.made(fed, 3, Workspace())
     ready = prepared(rule, fed, 3)
     after, traffic = ready.federation, dict(ready.traffic)
@@ -93,7 +93,7 @@ def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
 def test_the_permutation_is_uniform_over_places():
     """Where the first image of the pool ends up, over seeds: each client about as often (chi-square, 3 degrees)."""
     fed = pictures([3, 3, 3, 3])
-    rule = Fedssyn(n_syn=1, generator="support.colours:Colours", rho=1.0)
+    rule = Fedssyn(n_syn=1, generator="support.colors:Colors", rho=1.0)
     ends = []
     for seed in range(80):
         made, after = rule.made(fed, seed, Workspace()), prepared(rule, fed, seed).federation
@@ -104,9 +104,9 @@ def test_the_permutation_is_uniform_over_places():
 
 def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
     fed = pictures()
-    Colours.fitted.clear()
-    made = Fedssyn(n_syn=11, rho=0.5, generator="support.colours:Colours").made(fed, 0, Workspace())
-    for k, (x, y) in enumerate(Colours.fitted):
+    Colors.fitted.clear()
+    made = Fedssyn(n_syn=11, rho=0.5, generator="support.colors:Colors").made(fed, 0, Workspace())
+    for k, (x, y) in enumerate(Colors.fitted):
         assert len(y) == round(0.5 * SIZES[k])
         own = multiset(fed.clients[k].x, fed.clients[k].y)
         assert all(own[item] >= count for item, count in multiset(x, y).items()), "without replacement"
@@ -123,8 +123,7 @@ def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
 def test_by_default_as_many_as_the_training_set_over_the_clients_held_out_samples_included():
     fed = pictures(holdout=0.25)
     assert (
-        Fedssyn(generator="support.colours:Colours").made(fed, 0, Workspace()).about["recipe"]["count"]
-        == sum(SIZES) // 4
+        Fedssyn(generator="support.colors:Colors").made(fed, 0, Workspace()).about["recipe"]["count"] == sum(SIZES) // 4
     )
 
 
@@ -135,7 +134,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
     def dark(images, labels):
         return labels != 2
 
-    rule = unskew.method("fedssyn", n_syn=5, generator="support.colours:Colours", refuse="1", keep=dark).data[0]
+    rule = unskew.method("fedssyn", n_syn=5, generator="support.colors:Colors", refuse="1", keep=dark).data[0]
     made = rule.made(fed, 0, Workspace())
     assert set(made.source.tolist()) == {0, 2, 3}
     assert 2 not in made.y.tolist()
@@ -145,7 +144,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
     assert sum(shares) == len(made.y)
     assert max(shares) - min(shares) <= 1
     assert traffic[1] == (0, shares[1] * size)
-    assert [mismatch_error("0;2", 4), mismatch_error("0.5", 4), mismatch_error("", 4)] == [{0, 2}, {2, 3}, set()]
+    assert [refusing_clients("0;2", 4), refusing_clients("0.5", 4), refusing_clients("", 4)] == [{0, 2}, {2, 3}, set()]
     for refuse, words in (
         ("7", "there are 4 clients"),
         ("-1", "numbered from 0"),
@@ -166,7 +165,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
 
 def test_ablations():
     fed = pictures()
-    rule = Fedssyn(n_syn=6, generator="support.colours:Colours")
+    rule = Fedssyn(n_syn=6, generator="support.colors:Colors")
     made, size = rule.made(fed, 0, Workspace()), 3 * 6 * 6 + 1
     ready = prepared(replace(rule, data="real"), fed)
     same, cost = ready.federation, dict(ready.traffic)
@@ -196,7 +195,7 @@ def test_ablations():
 
 def test_steps_stay_as_many_and_real_samples_weigh():
     fed = pictures([16, 16, 16, 16])
-    rule = Fedssyn(n_syn=16, generator="support.colours:Colours")
+    rule = Fedssyn(n_syn=16, generator="support.colors:Colors")
     before = replace(rule, match_steps="epochs")
     # The authors' code: 50,000 images, as many synthetic ones, ten epochs.
     assert [prepared(before, fed, epochs=n).training.local_epochs for n in (10, 1)] == [5, 1]
@@ -264,7 +263,7 @@ HOSTS = [
 @pytest.mark.parametrize("host", slow_but(HOSTS[2:5], HOSTS))
 def test_a_sum_is_the_host_on_the_augmented_data(host):
     """What a host makes of data that were augmented beforehand, to the bit, with uniform weights and matched epochs."""
-    rule = Fedssyn(n_syn=15, generator="support.colours:Colours", match_steps="epochs")
+    rule = Fedssyn(n_syn=15, generator="support.colors:Colors", match_steps="epochs")
     ready = prepared(rule, pictures())
     assert ready.training.local_epochs == 1
     plain = train(host, federation=ready.federation, client_weighting="uniform", local_epochs=1)
@@ -286,7 +285,7 @@ def test_before_feddle_it_is_feddle_on_the_augmented_data():
         x = draws.integers(0, 255, (9, *SHAPE)).astype(np.uint8)
         return replace(fed, server=ServerData(torch.from_numpy(x), torch.arange(9) % 3, True))
 
-    rule, host = Fedssyn(n_syn=15, generator="support.colours:Colours", match_steps="epochs"), "feddle:epochs=2"
+    rule, host = Fedssyn(n_syn=15, generator="support.colors:Colors", match_steps="epochs"), "feddle:epochs=2"
     after = prepared(rule, pictures()).federation
     plain = train(host, federation=served(after), client_weighting="uniform", local_epochs=1)
     summed = train(f"fedssyn:{MINE},n_syn=15,match_steps=epochs+{host}", federation=served(pictures()))
@@ -366,10 +365,10 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
     log = [json.loads(line) for line in (folder / "generators.jsonl").read_text().splitlines()]
     assert [row["client"] for row in log] == [0, 1, 2, 3]
 
-    Colours.fitted.clear()
+    Colors.fitted.clear()
     again = train("fedssyn", tmp_path / "b", synthetic=str(tmp_path / "a"))
     assert torch.equal(again.vector, first.vector)
-    assert not Colours.fitted
+    assert not Colors.fitted
     assert not (tmp_path / "b" / "synthetic").exists()
     assert again.summary["synthetic"] == str(folder)
     assert again.summary["bytes_up"] == first.summary["bytes_up"]
@@ -418,12 +417,12 @@ def test_grey_images_and_a_small_diffusion_model_from_the_command_line(tmp_path,
 @pytest.mark.slow
 def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Colours.fitted.clear()
+    Colors.fitted.clear()
     methods = [f"fedssyn:{MINE},n_syn=5", f"fedssyn:{MINE},n_syn=5+scaffold", f"fedssyn:{MINE},n_syn=5,data=local"]
     made = unskew.compare(
         pictures(), methods=methods, seeds=1, rounds=1, model="logistic", engine="inline", out=tmp_path / "c"
     )
-    assert len(Colours.fitted) == 4, "one generator a client for all methods"
+    assert len(Colors.fitted) == 4, "one generator a client for all methods"
     assert len(list((tmp_path / "c" / "synthetic").iterdir())) == 1
     spellings = [
         "vae-small;beta=2;epochs=1",
@@ -445,14 +444,14 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
     }
     assert train("fedssyn:generator=vae-small;epochs=1;beta=2", **other).summary["synthetic_images"] == 20
     assert made.summaries[methods[0]][0]["synthetic"] == made.summaries[methods[2]][0]["synthetic"]
-    Colours.fitted.clear()
+    Colors.fitted.clear()
     again = unskew.resume(
-        tmp_path / "c" / "fedssyn-generator=support.colours-Colours,n_syn=5" / "seed-0",
+        tmp_path / "c" / "fedssyn-generator=support.colors-Colors,n_syn=5" / "seed-0",
         federation=pictures(),
         rounds=2,
         trust_code=True,
     )
-    assert not Colours.fitted, "a single run of a comparison goes on with the images of all"
+    assert not Colors.fitted, "a single run of a comparison goes on with the images of all"
     assert Path(again.summary["synthetic"]) == Path(made.summaries[methods[0]][0]["synthetic"])
     args = ["compare", "fedavg", "fedssyn:generator=vae-small,epochs=1,n_syn=5", "--seeds", "1", "--model", "logistic"]
     out = call(capsys, *args, "--rounds", "2", "--target", "0.05", "--clients", "3", "--out", "d").out
@@ -473,17 +472,17 @@ def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch):
     with pytest.raises(ConfigError, match="There is no generator 'vea'"):
         unskew.method("fedssyn:generator=vea")
 
-    class Wrong(Colours):
+    class Wrong(Colors):
         def sample(self, labels):
             return super().sample(labels).float()
 
-    monkey = Fedssyn(n_syn=2, generator="support.colours:Colours")
-    monkeypatch.setattr("support.colours.Wrong", Wrong, raising=False)
-    words = Fedssyn(n_syn=2, generator="support.colours:Colours", keep=lambda images, labels: ["no", "yes"])
+    monkey = Fedssyn(n_syn=2, generator="support.colors:Colors")
+    monkeypatch.setattr("support.colors.Wrong", Wrong, raising=False)
+    words = Fedssyn(n_syn=2, generator="support.colors:Colors", keep=lambda images, labels: ["no", "yes"])
     with pytest.raises(DataError, match="keep must return 2 booleans"):
         prepared(words, pictures())
     with pytest.raises(DataError, match="must return uint8 images"):
-        prepared(replace(monkey, generator="support.colours:Wrong"), pictures())
+        prepared(replace(monkey, generator="support.colors:Wrong"), pictures())
 
 
 def test_missing_libraries_are_named_before_anything_is_made(tmp_path, monkeypatch):

@@ -195,8 +195,8 @@ def test_each_class_is_a_cluster(source, shape):
     torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(shape[0]), rtol=0, atol=1e-3)
     torch.testing.assert_close(x.std((0, 2, 3), correction=0), torch.ones(shape[0]), rtol=0, atol=1e-3)
     flat = x.flatten(1)
-    centres = torch.stack([flat[:100][y[:100] == k].mean(0) for k in range(10)])
-    nearest = torch.cdist(flat[100:], centres).argmin(1)
+    centers = torch.stack([flat[:100][y[:100] == k].mean(0) for k in range(10)])
+    nearest = torch.cdist(flat[100:], centers).argmin(1)
     assert (nearest == y[100:]).float().mean() > 0.9
     assert not torch.equal(x[0], x[10]), "samples of a class differ"
     assert torch.equal(make(key, y, shape), x)
@@ -215,15 +215,15 @@ def test_a_modulated_convolution_is_one_kernel_per_sample():
 
 @pytest.mark.parametrize("source", ["gaussian", "style"])
 def test_clients_see_the_virtual_set_as_they_see_their_data(source):
-    """Pixels, normalised by the engine's own normaliser, are standardised but for rounding and the ends of the range."""
+    """Pixels, normalized by the engine's own normalizer, are standardized but for rounding and the ends of the range."""
     rule, fed = VHL(source=source), images()
     sent, own = prepared(rule, fed).common["vhl"], rule.client_info(holdings(fed, 0))
     assert sent["x"].dtype == torch.uint8
-    theirs = InputNormalizer(fed.normalisation, fed.shape, torch.float64, torch.device("cpu"))(sent["x"])
+    theirs = InputNormalizer(fed.normalization, fed.shape, torch.float64, torch.device("cpu"))(sent["x"])
     assert_close(sent["x"].double() * own["factor"] + own["offset"], theirs, MAGNIFIED)
     assert abs(float(theirs.mean())) < 0.05
     assert float(theirs.std()) == pytest.approx(1, abs=0.15)
-    raw = dataclasses.replace(images(), normalisation=None)
+    raw = dataclasses.replace(images(), normalization=None)
     unscaled, own = prepared(rule, raw).common["vhl"], rule.client_info(holdings(raw, 0))
     assert float((unscaled["x"] * own["factor"] + own["offset"]).mean()) == pytest.approx(127.5, abs=5)
 

@@ -270,9 +270,9 @@ def test_multi_nli_from_a_folder_as_at_the_hub(tmp_path, opt):
     import pyarrow as pa
     from pyarrow import parquet
 
-    labelled = [{**row, "label": int(row["label"] == "yes")} for row in rows(30)]
+    labeled = [{**row, "label": int(row["label"] == "yes")} for row in rows(30)]
     for name in ("train-00000-of-00001", "validation_matched-00000-of-00001"):
-        parquet.write_table(pa.Table.from_pylist(labelled), tmp_path / f"{name}.parquet")
+        parquet.write_table(pa.Table.from_pylist(labeled), tmp_path / f"{name}.parquet")
     fed = load_federation("multi_nli", data_path=tmp_path, partition="sorted:genre", clients=3, tokenizer=str(opt))
     assert (fed.task, len(fed.test[0]), fed.label_distribution()[1]) == ("language", 30, GENRES)
     fed = load_federation(
@@ -290,11 +290,11 @@ def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
             load_federation(name, **options)
 
     refused(ConfigError, "Texts need a tokenizer", tokenizer=None)
-    refused(DataError, "tokeniser '/nowhere' cannot be loaded", tokenizer="/nowhere")
+    refused(DataError, "tokenizer '/nowhere' cannot be loaded", tokenizer="/nowhere")
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(opt / "config.json", bare)
-    refused(DataError, "bare has no tokeniser; name another", tokenizer=str(bare))
+    refused(DataError, "bare has no tokenizer; name another", tokenizer=str(bare))
     (tmp_path / "none.jsonl").write_text("\n")
     refused(DataError, "training rows are empty", name=f"text:{tmp_path / 'none.jsonl'}")
     refused(DataError, "no column 'text'.*Name the text's column with text.columns", text=())
@@ -323,8 +323,8 @@ def test_made_up_sentences_need_nothing():
     assert fed.sizes.tolist() == [720] * 5
     assert (np.diag(fed.label_distribution()[0]) == 800).all()
     assert len(fed.test[0]) == 1000
-    labelled = load_federation("sentences", partition="dirichlet:1", clients=5, tokenizer="bytes", label="label")
-    assert labelled.class_names == ("contradiction", "entailment", "neutral")
+    labeled = load_federation("sentences", partition="dirichlet:1", clients=5, tokenizer="bytes", label="label")
+    assert labeled.class_names == ("contradiction", "entailment", "neutral")
 
 
 def test_tokens_may_come_as_arrays(opt):
@@ -656,7 +656,7 @@ def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path)
     shutil.copytree(opt, broken)
     (broken / "model.safetensors").write_bytes(b"nothing")
     refused("cannot be loaded", broken)
-    with pytest.raises(ConfigError, match="knows 24 tokens, but the tokeniser of the data has 257"):
+    with pytest.raises(ConfigError, match="knows 24 tokens, but the tokenizer of the data has 257"):
         run(opt, texts, text={"columns": ["premise"], "tokenizer": "bytes"})
     with pytest.raises(ConfigError, match="does not accept inputs of shape"):
         unskew.run(data="gaussians", model={"hf": str(opt)}, rounds=1, clients=2, partition="iid")

@@ -157,7 +157,7 @@ def test_vgg11_first_linear_layer_follows_the_image():
     assert linear[0].in_features == 512 * 2 * 3
 
 
-def test_vgg11_he_initialisation_lets_the_image_reach_the_logits():
+def test_vgg11_he_initialization_lets_the_image_reach_the_logits():
     x = torch.randn(8, *SMALL)
     spread = {init: build_model("vgg11", SMALL, 5, init=init).eval()(x).std(0).mean() for init in ("he", "default")}
     assert spread["he"] > 10 * spread["default"]

@@ -79,7 +79,7 @@ def test_engines_agree_and_the_model_trains(kind, channels, folders):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inputs_are_resized_repeated_and_normalised_as_the_checkpoint_wants(kind, folders):
+def test_inputs_are_resized_repeated_and_normalized_as_the_checkpoint_wants(kind, folders):
     mean, std = ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)) if kind == "resnet-18" else HALVES
     mean, std = torch.tensor(mean)[:, None, None], torch.tensor(std)[:, None, None]
     for channels in (1, 3):
@@ -95,9 +95,9 @@ def test_inputs_are_resized_repeated_and_normalised_as_the_checkpoint_wants(kind
         assert result.summary["loss"] == near(float(F.cross_entropy(logits, fed.test[1])), FEW, dtype=torch.float32)
 
 
-def test_images_are_given_as_intensities_whatever_normalised_them_before(folders):
+def test_images_are_given_as_intensities_whatever_normalized_them_before(folders):
     spec = ModelSpec(build_model("resnet-18", (1, 8, 8), 3, weights=str(folders["resnet-18"]), size=16), (1, 8, 8), 3)
-    wanted = match_model_input_range(federation(1), spec).normalisation
+    wanted = match_model_input_range(federation(1), spec).normalization
     assert (wanted.mean, wanted.std, wanted.scale) == ((0.0,), (1.0,), 1 / 255)
     plain = federation(1)
     assert match_model_input_range(plain, ModelSpec(build_model("cnn", (1, 8, 8), 3), (1, 8, 8), 3)) is plain
@@ -217,7 +217,7 @@ def test_models_of_images_that_cannot_be_are_refused(folders, tmp_path):
     )
     other = tmp_path / "other"
     shutil.copytree(folders["vit-b16"], other)
-    (other / "preprocessor_config.json").write_text(json.dumps({"image_mean": "grey", "image_std": [1, 1, 1]}))
+    (other / "preprocessor_config.json").write_text(json.dumps({"image_mean": "gray", "image_std": [1, 1, 1]}))
     refused("image_mean in the preprocessor_config.json of .* must be 3 numbers", "vit-b16", weights=str(other))
     refused("does not fit the model", "vit-b16", weights=str(folders["vit-b16"]), lora={"targets": ["query"]})
     with pytest.raises(ConfigError, match="no option 'depth'"):

@@ -180,7 +180,7 @@ def test_batches_are_those_of_a_reshuffled_data_loader(training, examples, expec
     assert any(not torch.equal(a, b) for a, b in zip(plan.batches, other.batches, strict=True))
 
 
-def test_normalisation_is_the_textbook_formula_and_leaves_the_data_alone():
+def test_normalization_is_the_textbook_formula_and_leaves_the_data_alone():
     torch.manual_seed(0)
     x = torch.randint(0, 256, (40, 3, 5, 4), dtype=torch.uint8)
     fit = unskew.Normalization.fit(x)

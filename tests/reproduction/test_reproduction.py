@@ -582,7 +582,7 @@ def test_the_least_and_the_largest_are_a_band_about_the_mean(tmp_path, monkeypat
             assert {tuple(c) for c in corners} == {(2, 0.5), (4, 1.0), (4, 4.0), (2, 3.0)}
 
 
-def test_a_row_that_lacks_a_value_keeps_the_colours_of_the_others_and_its_place_in_the_legend(tmp_path, monkeypatch):
+def test_a_row_that_lacks_a_value_keeps_the_colors_of_the_others_and_its_place_in_the_legend(tmp_path, monkeypatch):
     from unskew.reproduction import figures
 
     preset = load_preset("fedssyn/gradients")

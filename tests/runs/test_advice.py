@@ -135,7 +135,7 @@ def test_feature_skew_is_the_share_between_clients():
         [((draws.normal(size=(4000, 2)) + s).astype("float32"), np.zeros(4000, int)) for s in (-1, 1)],
         test=(np.zeros((2, 2), "float32"), [0, 1]),
         holdout=0.0,
-        normalise=False,
+        normalize=False,
     )
     pairs = [(c.x, c.y) for c in fed.clients]
     assert feature_skew(pairs.__getitem__, [0, 1]) == pytest.approx(0.5, abs=0.02)

@@ -166,7 +166,7 @@ def test_nobody_is_evaluated():
     assert "nothing" in shown(summary_table(result.summary))
 
 
-# ---- normalisation statistics -----------------------------------------------------------------------------------------
+# ---- normalization statistics -----------------------------------------------------------------------------------------
 
 
 def stats(result):

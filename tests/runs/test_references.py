@@ -28,7 +28,7 @@ def test_pooled_is_fedavg_of_one_client_with_all_training_data():
     pooled = unskew.run(fed, method="pooled", **QUICK)
     x, y = (np.concatenate([getattr(client, name).numpy() for client in fed.clients]) for name in "xy")
     test = tuple(t.numpy() for t in fed.test)
-    union = unskew.Federation.from_arrays([(x, y, x[:9], y[:9])], test=test, classes=10, normalise=fed.normalisation)
+    union = unskew.Federation.from_arrays([(x, y, x[:9], y[:9])], test=test, classes=10, normalize=fed.normalization)
     by_hand = unskew.run(union, method="fedavg", **QUICK)
     assert [row["accuracy"] for row in pooled.history] == [row["accuracy"] for row in by_hand.history]
     assert np.array_equal(pooled.vector, by_hand.vector)

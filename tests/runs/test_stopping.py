@@ -44,7 +44,7 @@ def test_a_run_ends_when_nothing_better_came_for_so_many_evaluations(digits, pat
 def test_it_looks_at_all_that_clients_hold_out_and_at_nothing_else(digits):
     result = train(digits, 2, rounds=2)
     x, y = (torch.cat([getattr(client, name) for client in digits.clients]) for name in ("x_test", "y_test"))
-    known = digits.normalisation
+    known = digits.normalization
     mean, std = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (known.mean, known.std))
     logits = result.model.double()((x.double() * known.scale - mean) / std)
     assert result.summary["validation_accuracy"] == max(row["validation_accuracy"] for row in result.history)

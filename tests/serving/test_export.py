@@ -245,9 +245,9 @@ def test_models_of_texts_are_written_for_transformers(tmp_path, task):
     transformers = pytest.importorskip("transformers")
     from support.tiny import opt_folder, rows, write_jsonl
 
-    labelled = {"label": "label"} if task == "classification" else {}
+    labeled = {"label": "label"} if task == "classification" else {}
     unskew.run(
-        data=f"text:{write_jsonl(tmp_path / 't.jsonl', rows())}", text={"columns": ["premise"], "block": 12}, **labelled,
+        data=f"text:{write_jsonl(tmp_path / 't.jsonl', rows())}", text={"columns": ["premise"], "block": 12}, **labeled,
         partition="iid", clients=2, rounds=1, local_steps=1, lr=0.01, model=f"hf:{opt_folder(tmp_path / 'opt')}",
         engine="inline", out=tmp_path / "run",
     )  # fmt: skip

@@ -59,8 +59,8 @@ def test_images_of_any_size_and_order_of_channels_are_brought_to_the_models(digi
     loaded = unskew.load_predictor(digits.folder)
     first = loaded.predict_proba(x)
     assert np.array_equal(loaded.predict_proba(x.permute(0, 2, 3, 1).numpy()), first)
-    colours = x.expand(-1, 3, -1, -1)
-    assert np.allclose(loaded.predict_proba(colours), first, atol=0.02)  # luminance is rounded to integers
+    colors = x.expand(-1, 3, -1, -1)
+    assert np.allclose(loaded.predict_proba(colors), first, atol=0.02)  # luminance is rounded to integers
     for number, image in enumerate(x):
         Image.fromarray(image[0].numpy()).save(tmp_path / f"{number}.png")
     said = []

@@ -103,11 +103,11 @@ def test_what_makes_nothing_is_said(tmp_path):
         train(save_samples=True)
 
 
-def test_pixels_undo_the_normalisation_of_the_data():
+def test_pixels_undo_the_normalization_of_the_data():
     raw = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8)
     given = Normalization((0.3, 0.5, 0.6), (0.2, 0.1, 0.4), 1 / 255)
     for known in (given, None):
-        fed = unskew.Federation(clients=[], test=(raw, torch.zeros(5)), normalisation=known)
+        fed = unskew.Federation(clients=[], test=(raw, torch.zeros(5)), normalization=known)
         inputs = InputNormalizer(known, (3, 4, 4), torch.float64, torch.device("cpu"))(raw)
         pixels = PixelScaling.of(fed)
         torch.testing.assert_close(pixels.intensities(inputs), raw.double() / 255)

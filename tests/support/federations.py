@@ -67,7 +67,7 @@ class Spy(ServerRule):
 
 
 def with_server(n=16, in_domain=True, seed=5):
-    """Blobs with ``n`` samples at the server, of the clients' classes or labelled for another task."""
+    """Blobs with ``n`` samples at the server, of the clients' classes or labeled for another task."""
     fed = blobs([9, 14, 11, 8])
     draws = np.random.default_rng(seed)
     x, y = fed.clients[0].x, fed.clients[0].y

@@ -1,4 +1,4 @@
-"""Tiny models of ``transformers`` with random weights, a tokeniser, and texts; made here, nothing is downloaded."""
+"""Tiny models of ``transformers`` with random weights, a tokenizer, and texts; made here, nothing is downloaded."""
 
 import json
 
@@ -73,7 +73,7 @@ def tokenizer():
 
 
 def opt_folder(path, **changes):
-    """A hub folder with a tiny OPT and its tokeniser."""
+    """A hub folder with a tiny OPT and its tokenizer."""
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(1)

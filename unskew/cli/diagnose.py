@@ -29,7 +29,7 @@ COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 def diagnose(
     context: typer.Context,
     run: Annotated[
-        Path | None, typer.Argument(help="A run folder, or a checkpoint of one; without it, a model as initialised.")
+        Path | None, typer.Argument(help="A run folder, or a checkpoint of one; without it, a model as initialized.")
     ] = None,
     config: ConfigFile = None,
     images: Annotated[

@@ -101,7 +101,7 @@ class Experiment(Section):
     head: str | None = None
     """Module that is the head; by default the last linear layer."""
     buffers: Literal["average", "local", "reset"] = "average"
-    """Normalisation statistics: averaged like parameters; kept at each client; or begun anew in every round."""
+    """Normalization statistics: averaged like parameters; kept at each client; or begun anew in every round."""
 
     method: Named = "fedavg"
     """A method or a sum of methods with options."""
@@ -308,7 +308,7 @@ class Experiment(Section):
 
     @property
     def data_spec(self) -> DataSpec:
-        """The data, with the model's own tokeniser for texts where none is named."""
+        """The data, with the model's own tokenizer for texts where none is named."""
         from unskew.data.readers.text import is_text
 
         own = None

@@ -119,7 +119,7 @@ def infer_config(data: str | None, label: str | None = None, seed: int = 0) -> I
     classes = f", of {len(names)} classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
     inferred.seen.append(
         f"{len(fed.clients)} clients hold {_from_to(int(sizes.min()), int(sizes.max()))} training samples each"
-        f"{classes if fed.objective.labelled else ''}"
+        f"{classes if fed.objective.labeled else ''}"
     )
     if fed.task == "classification":
         _imbalance(inferred, fed)

@@ -35,7 +35,7 @@ def keyed_crop_and_flip(key: Tensor, n: int, padding: int) -> tuple[Tensor, Tens
 def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4) -> Tensor:
     """Pad with zeros, crop back to the size at each image's own offset, then mirror where asked.
 
-    Apply it before normalisation, where zero is black.
+    Apply it before normalization, where zero is black.
 
     Args:
         x: Images ``[B, C, H, W]`` of any type.

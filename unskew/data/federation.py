@@ -1,7 +1,7 @@
 """A federation: who holds which samples.
 
 Samples stay in the arrays that were given or read, in their own type. A client is an offset and a length, so a million
-registered clients cost two integers each; its inputs are brought together when it is drawn. Images are normalised batch
+registered clients cost two integers each; its inputs are brought together when it is drawn. Images are normalized batch
 by batch on the device that trains.
 """
 
@@ -71,7 +71,7 @@ class Federation:
         server: Data at the server, or None.
         task: ``"classification"``, ``"multilabel"``, ``"language"`` or ``"regression"``.
         classes: Number of classes ``C``, of labels ``L``, of tokens, or of targets.
-        normalisation: Applied to every batch, on the device; None leaves inputs as they are.
+        normalization: Applied to every batch, on the device; None leaves inputs as they are.
         class_names: Names of the classes or labels, in order.
         name: The data set and partition, for tables.
         fingerprint: Hash of the partition (which sample sits where); every run records it.
@@ -88,7 +88,7 @@ class Federation:
     server: ServerData | None = None
     task: str = "classification"
     classes: int = 10
-    normalisation: Normalization | None = None
+    normalization: Normalization | None = None
     class_names: tuple[str, ...] = ()
     name: str = "arrays"
     partition: str = "given"
@@ -155,7 +155,7 @@ class Federation:
 
     def label_distribution(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return samples per client and class ``[K, C]`` with the class names; for texts without labels, per kind of text."""
-        if self.objective.labelled:
+        if self.objective.labeled:
             return self.class_counts(), self.names
         what = "texts" if self.task == "language" else "samples"
         return (self.sizes[:, None], (what,)) if self.text_groups is None else self.text_groups
@@ -178,7 +178,7 @@ class Federation:
         *,
         holdout: float = 0.1,
         seed: int = 0,
-        normalise: bool | Normalization | None = None,
+        normalize: bool | Normalization | None = None,
         server_in_domain: bool = True,
         class_names: Sequence[str] = (),
         client_names: Sequence[str] = (),
@@ -187,7 +187,7 @@ class Federation:
         """Build a federation from arrays; they are used where they are, so do not change them afterwards.
 
         Arrays that are mapped from files (``np.load(path, mmap_mode="r")``) stay there: the inputs of a client are read, and
-        checked, when it is drawn. But of 8-bit inputs all are read once for their mean and deviation, unless ``normalise``
+        checked, when it is drawn. But of 8-bit inputs all are read once for their mean and deviation, unless ``normalize``
         gives them or is False. Each input keeps its type, float64 too; it is brought to the model's precision in its batch.
 
         Args:
@@ -199,13 +199,13 @@ class Federation:
             server: ``(x, y)`` held by the server.
             task: ``"classification"``, where ``y`` is one class index per sample; ``"multilabel"``, where ``y`` is
                 ``[n, L]`` of 0 and 1; ``"regression"``, where ``y`` is one number per sample or ``[n, T]``, in its own
-                units; the federation holds it standardised; or ``"language"``, where ``x`` and ``y`` are token ids
+                units; the federation holds it standardized; or ``"language"``, where ``x`` and ``y`` are token ids
                 ``[n, L]`` with -1 for padding and ``y`` holds the tokens that follow those of ``x``.
             classes: Number of classes; found from the labels if None.
             holdout: Share of each client's samples kept for its own evaluation (when it brings no test set).
             seed: Decides which samples are held out.
-            normalise: True or None: uint8 images are standardised per channel, floats are left alone; False:
-                nothing is normalised; or a ``Normalization``.
+            normalize: True or None: uint8 images are standardized per channel, floats are left alone; False:
+                nothing is normalized; or a ``Normalization``.
             server_in_domain: Whether the server's samples come from the clients' task; if not, it has classes of its own.
             class_names: Names of the classes.
             client_names: Names of the clients.
@@ -273,8 +273,8 @@ class Federation:
                 lambda: (targets[start:stop] for start, stop in spans), class_names
             )
             y_all, pairs = (
-                trained_for.standardise(y_all),
-                {w: (x, trained_for.standardise(y)) for w, (x, y) in pairs.items()},
+                trained_for.standardize(y_all),
+                {w: (x, trained_for.standardize(y)) for w, (x, y) in pairs.items()},
             )
         return Federation(
             clients=DrawnClients(readers, readers.like, y_all, offsets, begins, readers.mapped),
@@ -282,7 +282,7 @@ class Federation:
             server=ServerData(*pairs["the server"], server_in_domain) if server is not None else None,
             task=task,
             classes=classes,
-            normalisation=fit_normalization(normalise, readers.like, readers.all()),
+            normalization=fit_normalization(normalize, readers.like, readers.all()),
             class_names=validate_class_names(class_names, 0 if task == "language" else classes),
             client_names=names,
             name=name,

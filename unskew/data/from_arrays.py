@@ -185,26 +185,26 @@ def num_training_samples(n: int, holdout: object) -> int:
     return n - min(n - 1, max(1, round(n * float(holdout))))
 
 
-def fit_normalization(normalise: object, x: Tensor, inputs: Iterable[Tensor]) -> Normalization | None:
-    """The normalisation that ``normalise`` asks for: of 8-bit inputs their own, unless it is one, or False.
+def fit_normalization(normalize: object, x: Tensor, inputs: Iterable[Tensor]) -> Normalization | None:
+    """The normalization that ``normalize`` asks for: of 8-bit inputs their own, unless it is one, or False.
 
     Args:
-        normalise: What was asked for.
+        normalize: What was asked for.
         x: Some inputs, in the type of all.
         inputs: All of them.
 
     Raises:
-        DataError: It is neither a boolean nor a normalisation, or one of another number of channels.
+        DataError: It is neither a boolean nor a normalization, or one of another number of channels.
     """
-    if isinstance(normalise, Normalization):
-        if len(normalise.mean) != x.shape[1]:
+    if isinstance(normalize, Normalization):
+        if len(normalize.mean) != x.shape[1]:
             raise DataError(
-                f"The normalisation has {len(normalise.mean)} means; the inputs have {x.shape[1]} channels or features."
+                f"The normalization has {len(normalize.mean)} means; the inputs have {x.shape[1]} channels or features."
             )
-        return normalise
-    if normalise is not None and not isinstance(normalise, bool):
-        raise DataError(f"normalise must be True, False, None or a Normalisation, not {short_repr(normalise)}.")
-    return Normalization.fit(x[:0], inputs) if normalise is not False and x.dtype == torch.uint8 else None
+        return normalize
+    if normalize is not None and not isinstance(normalize, bool):
+        raise DataError(f"normalize must be True, False, None or a Normalization, not {short_repr(normalize)}.")
+    return Normalization.fit(x[:0], inputs) if normalize is not False and x.dtype == torch.uint8 else None
 
 
 def validate_class_names(class_names: object, classes: int) -> tuple[str, ...]:

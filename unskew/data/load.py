@@ -87,8 +87,8 @@ def load_federation(
         max_train_samples: Train on so many samples only, drawn uniformly by the seed; the test part stays whole.
         holdout: Share of each client's samples kept for its own evaluation.
         server_data: A number of test samples that move to the server and are no longer used for evaluation; or a data
-            set: the server gets its training images, brought to the clients' size; they are out of domain. Grey
-            images, the server's or the clients', are repeated to three channels where the others have colours.
+            set: the server gets its training images, brought to the clients' size; they are out of domain. Gray
+            images, the server's or the clients', are repeated to three channels where the others have colors.
         server_data_path: Local files of the server's data set.
         text: Text columns of a data set of texts, one or a pair. Without a label the task is then ``language``.
         tokenizer: Of texts: a name at the hub, a folder, or ``bytes``.
@@ -197,7 +197,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
         train = train.rows(
             np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.max_train_samples])
         )
-    labels = train.y.numpy() if TASKS[source.task].labelled else None
+    labels = train.y.numpy() if TASKS[source.task].labeled else None
     parts = make_partition(
         spec.partition, labels, spec.clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
     )

@@ -26,13 +26,13 @@ class Normalization:
         try:
             mean, std, scale = (np.atleast_1d(np.asarray(v, float)) for v in (self.mean, self.std, self.scale))
         except (TypeError, ValueError) as error:
-            raise DataError("The mean, std and scale of a normalisation are numbers.") from error
+            raise DataError("The mean, std and scale of a normalization are numbers.") from error
         if mean.ndim > 1 or mean.shape != std.shape or not mean.size:
-            raise DataError(f"A normalisation needs as many means as stds, not {mean.size} and {std.size}.")
+            raise DataError(f"A normalization needs as many means as stds, not {mean.size} and {std.size}.")
         if not (np.isfinite(std).all() and (std > 0).all()):
-            raise DataError(f"The std of a normalisation must be above 0 and finite, not {self.std}.")
+            raise DataError(f"The std of a normalization must be above 0 and finite, not {self.std}.")
         if not (np.isfinite(mean).all() and np.isfinite(scale).all()):
-            raise DataError(f"The mean and scale of a normalisation must be finite, not {self.mean} and {self.scale}.")
+            raise DataError(f"The mean and scale of a normalization must be finite, not {self.mean} and {self.scale}.")
 
     @staticmethod
     def fit(x: Tensor, further: Iterable[Tensor] = ()) -> Normalization:

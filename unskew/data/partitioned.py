@@ -98,18 +98,18 @@ class PartitionedSource:
         """The federation, with inputs and targets as the clients' sums make them."""
         source, train, test, at_server, rows = self.source, self.train, self.test, self.at_server, self.rows
         y, offsets, spec = train.y[rows], self.parts.offsets, self.spec
-        normalisation: Normalization | None
+        normalization: Normalization | None
         if known.columns is not None:
             apply = known.columns.apply
             train, test = (replace(part, x=apply(part.x)) for part in (train, test))
             at_server = None if at_server is None else replace(at_server, x=apply(at_server.x))
-            normalisation = known.columns.normalisation
+            normalization = known.columns.normalization
         elif len(y) == len(train):
-            normalisation = source.normalisation
+            normalization = source.normalization
         else:
-            normalisation = fit_normalization(take_rows(train.x, rows))
+            normalization = fit_normalization(take_rows(train.x, rows))
         if known.targets is not None:
-            scaled = known.targets.standardise
+            scaled = known.targets.standardize
             y, test = scaled(y), replace(test, y=scaled(test.y))
             at_server = None if at_server is None else replace(at_server, y=scaled(at_server.y))
         in_file = locate_tensor(train.x) is not None
@@ -123,7 +123,7 @@ class PartitionedSource:
             server=at_server,
             task=source.task,
             classes=source.classes,
-            normalisation=normalisation,
+            normalization=normalization,
             class_names=source.class_names,
             name=source.name,
             partition=self.parts.name,

@@ -24,9 +24,9 @@ class PixelScaling:
     @staticmethod
     def of(federation: Federation) -> PixelScaling:
         """Return the scaling of a federation's images. Floats without normalization are taken as intensities."""
-        normalisation = federation.normalisation
-        if normalisation is not None:
-            return PixelScaling(normalisation.mean, normalisation.std)
+        normalization = federation.normalization
+        if normalization is not None:
+            return PixelScaling(normalization.mean, normalization.std)
         return PixelScaling(std=(1 / 255,)) if federation.test[0].dtype == torch.uint8 else PixelScaling()
 
     def inputs(self, x: Tensor) -> Tensor:

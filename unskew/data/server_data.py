@@ -74,7 +74,7 @@ def remaining_rows(order: np.ndarray, count: int, units: SplitUnits | None) -> n
 
 
 def load_other_dataset(name: str, path: str | Path | None, source: Source, test: SampleTable) -> ServerData:
-    """The training images of another data set, brought to the clients' size; grey ones to their channels, too."""
+    """The training images of another data set, brought to the clients' size; gray ones to their channels, too."""
     # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
     size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
     images = load_source(name, path=path, size=size).train
@@ -91,7 +91,7 @@ def load_other_dataset(name: str, path: str | Path | None, source: Source, test:
 
 
 def repeat_channels(source: Source, test: SampleTable, channels: int) -> tuple[Source, SampleTable]:
-    """The clients' grey images repeated, so that one model takes them and the server's in colour (Zhu et al. 2025)."""
+    """The clients' gray images repeated, so that one model takes them and the server's in color (Zhu et al. 2025)."""
     if source.train.x.shape[1] == channels:
         return source, test
     train, test = (replace(part, x=convert_channels(part.x, channels)) for part in (source.train, test))

@@ -41,7 +41,7 @@ def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
         )
     if s.features is not None and s.features >= 0.1:
         lines.append(
-            f"{s.features:.0%} of the variance of one class's inputs lies between clients. Only models with normalisation "
+            f"{s.features:.0%} of the variance of one class's inputs lies between clients. Only models with normalization "
             "have a rule for that."
         )
     if limits.epsilon is not None:

@@ -94,7 +94,7 @@ def label_skew_evidence(s: SkewFeatures) -> str:
 
 def skew_unknown(s: SkewFeatures) -> str:
     """Return whether label skew is unknown."""
-    if not TASKS[s.task].labelled:
+    if not TASKS[s.task].labeled:
         return f"the task {s.task} has no labels by which clients could be compared"
     return f"{label_skew_evidence(s)}: no label skew to speak of"
 
@@ -104,7 +104,7 @@ RULES: tuple[AdviceRule, ...] = (
         lambda s: "fedft",
         lambda s: is_strongly_skewed(s) and s.task != "language",
         lambda s: (
-            f"{label_skew_evidence(s)}, and training on labelled samples at the server was 8 to 25 points above FedAvg "
+            f"{label_skew_evidence(s)}, and training on labeled samples at the server was 8 to 25 points above FedAvg "
             "where clients do little in a round; with five local epochs it was even with Feddle."
         ),
         "docs/results/feddle.md, Table 5",
@@ -177,7 +177,7 @@ RULES: tuple[AdviceRule, ...] = (
         lambda s: "feddyn",
         lambda s: is_skewed(s) and s.participation == 1 and not s.delayed,
         lambda s: (
-            f"{label_skew_evidence(s)}; dynamic regularisation took 4 to 5 rounds fewer on digits, within what seeds differ."
+            f"{label_skew_evidence(s)}; dynamic regularization took 4 to 5 rounds fewer on digits, within what seeds differ."
         ),
         "docs/results/fedssyn.md, Table 1",
         2,
@@ -231,7 +231,7 @@ RULES: tuple[AdviceRule, ...] = (
         lambda s: s.norms and (s.features or 0.0) >= 0.1 and not is_skewed(s) and not s.delayed,
         lambda s: (
             f"{s.features:.0%} of the variance of one class's inputs lies between clients while labels hardly "
-            "differ; each client keeps its own normalisation. Read its personal accuracy."
+            "differ; each client keeps its own normalization. Read its personal accuracy."
         ),
         "Li et al. 2021, arXiv:2102.07623",
         1,

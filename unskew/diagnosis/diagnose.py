@@ -58,7 +58,7 @@ def diagnose(
     Args:
         federation: The data; without it they are loaded as ``data``, ``partition``, ``clients`` ... say, or as the run did.
         run: A run folder, whose initial model, kept checkpoints and final model are looked at; or one checkpoint of it.
-        model: A registered name, a module, a factory, or ``"package.module:factory"``; looked at as it is initialised. With
+        model: A registered name, a module, a factory, or ``"package.module:factory"``; looked at as it is initialized. With
             ``run`` only where the run's model was given in Python.
         synthetic: Synthetic data, given as arrays like those of ``Federation.from_arrays``: one ``(x, y)`` that all clients
             share, a list with one for each client, or a ``Federation`` of them. Or where images are kept: a parquet file

@@ -132,7 +132,7 @@ class SkewFeatures:
         dissimilarity: ``zeta^2`` beyond what finite clients give, over ``||grad f||^2``.
         noise: ``sigma^2`` over the batch and ``zeta^2``: the local steps from which drift outweighs noise.
         linear: Share of the parameters that are in linear layers.
-        norms: Whether the model has normalisation statistics.
+        norms: Whether the model has normalization statistics.
         predicted: Corollary I's rounds with a quarter of shuffled synthetic data, over those without.
         asked: Rounds that were configured; ``rounds`` are fewer where a limit of traffic says so.
         over_traffic: FedAvg's traffic over the limit; None without a limit.

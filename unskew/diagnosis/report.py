@@ -106,7 +106,7 @@ class DiagnosisReport:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Against the share ``p``: what was measured (markers) and Lemma 1's bounds (dashed), a colour for each model.
+        """Against the share ``p``: what was measured (markers) and Lemma 1's bounds (dashed), a color for each model.
 
         Args:
             path: Image file to write; its ending decides the format.

@@ -33,7 +33,7 @@ class EngineConfig:
         training: The clients' budget.
         seed: Of the run.
         device: Where the model is.
-        buffers: Whether normalisation statistics are averaged, stay at the client, or begin anew in every round.
+        buffers: Whether normalization statistics are averaged, stay at the client, or begin anew in every round.
         common: What each rule sent to every client alike before the first round.
         stall_warning_seconds: Warn through ``warn`` after this many seconds without a reply from any worker.
         tell: Tells the user something.

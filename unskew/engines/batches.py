@@ -50,10 +50,10 @@ class BatchPlan:
 
 
 class InputNormalizer:
-    """Turns stored inputs into the model's: type, device and standardisation, one batch at a time.
+    """Turns stored inputs into the model's: type, device and standardization, one batch at a time.
 
     Args:
-        normalisation: Mean and deviation per channel or feature; None leaves values alone.
+        normalization: Mean and deviation per channel or feature; None leaves values alone.
         shape: Shape of one input, channels first.
         dtype: Of the model.
         device: Where the model is.
@@ -61,23 +61,23 @@ class InputNormalizer:
 
     def __init__(
         self,
-        normalisation: Normalization | None,
+        normalization: Normalization | None,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ):
         self.dtype, self.device = dtype, device
         self.factor: Tensor | None = None
-        if normalisation is not None:
-            mean = torch.tensor(normalisation.mean, dtype=torch.float64)
-            std = torch.tensor(normalisation.std, dtype=torch.float64)
-            factor, offset = (normalisation.scale / std).to(dtype), (-mean / std).to(dtype)
+        if normalization is not None:
+            mean = torch.tensor(normalization.mean, dtype=torch.float64)
+            std = torch.tensor(normalization.std, dtype=torch.float64)
+            factor, offset = (normalization.scale / std).to(dtype), (-mean / std).to(dtype)
             # Repeated over the pixels of an image: broadcasting three channels that lie last is four times slower.
             pixels = math.prod(shape[1:])
             self.factor, self.offset = factor.repeat(pixels).to(device), offset.repeat(pixels).to(device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalised ``x`` on the device; integers that are not images (token ids) keep their type."""
+        """Normalized ``x`` on the device; integers that are not images (token ids) keep their type."""
         if x.dtype == torch.int64:
             return x.to(self.device, non_blocking=True)
         x = x.to(self.device, non_blocking=True).to(self.dtype)

@@ -61,7 +61,7 @@ class ClientInputs:
     def __init__(self, setup: EngineConfig):
         self.setup = setup
         federation, spec = setup.federation, setup.spec
-        self.normalise = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, setup.device)
+        self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, setup.device)
         self.common = to_device(setup.common, setup.device)
         self.fixed: dict[str, Any] = {
             "spec": spec,
@@ -75,7 +75,7 @@ class ClientInputs:
     def _client_info(self, client: int) -> dict[str, Tensors]:
         """Return what each rule knows of a client's data."""
         like = torch.empty(0, dtype=self.setup.spec.dtype, device=self.setup.device)
-        data = ClientDataView.of(self.setup.federation, client, self.normalise, like, self.setup.seed)
+        data = ClientDataView.of(self.setup.federation, client, self.normalize, like, self.setup.seed)
         return {rule.name: rule.client_info(data) for rule in self.setup.rules}
 
     def initial_params(self, broadcast: Broadcast) -> Tensor:

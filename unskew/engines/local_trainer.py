@@ -58,7 +58,7 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
 def single_sample_error(client: int) -> DataError:
     """Return the error message for a batch of one sample in front of BatchNorm."""
     return DataError(
-        f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalise: give it more samples, "
+        f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalize: give it more samples, "
         "set drop_last if it is the rest of an epoch, or use a model with GroupNorm."
     )
 
@@ -113,7 +113,7 @@ class LocalTrainer:
         total = torch.zeros_like(v)
         for cut in torch.split(torch.arange(client.examples), self.setup.training.batch_size):
             index = cut.to(client.y.device)
-            x = self.inputs.normalise(take_rows(client.x, index))
+            x = self.inputs.normalize(take_rows(client.x, index))
             key = client_key(self.setup.seed, broadcast).to(x.device)
             batch = Batch(x, client.y[index].to(x.device), key, torch.tensor(0))
             total.add_(grad_fn(v, batch), alpha=len(cut) / client.examples)
@@ -144,7 +144,7 @@ class LocalTrainer:
         moments = self.inputs.optimizer_state(broadcast, v)
         total = torch.zeros((), dtype=v.dtype, device=device)
         for step, index in enumerate(plan.batches):
-            x = self.inputs.normalise(plan.augment(take_rows(client.x, index)))
+            x = self.inputs.normalize(plan.augment(take_rows(client.x, index)))
             at = torch.tensor(step)
             now = training.at(broadcast.round, step)
             y, own_key = client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key

@@ -290,8 +290,8 @@ class GroupTrainer:
     ) -> Batch:
         index = [plan.batches[t] for plan in plans]
         xs = [p.augment(take_rows(c.x, i)) for c, p, i in zip(clients, plans, index, strict=True)]
-        # One transfer and one normalisation for the whole group.
-        flat = self.single.inputs.normalise(torch.cat(xs))
+        # One transfer and one normalization for the whole group.
+        flat = self.single.inputs.normalize(torch.cat(xs))
         if flat.dim() == 4 and self.form is None:
             x = torch.stack(flat.chunk(len(clients)))
         else:

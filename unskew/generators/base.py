@@ -1,6 +1,6 @@
 """Interface of image generators, and the job of training one at a client.
 
-A generator learns from one client's labelled images and then makes images for labels that are asked for::
+A generator learns from one client's labeled images and then makes images for labels that are asked for::
 
     generator = factory(job)
     generator.fit(images, labels)     # uint8 [n, C, H, W] and int64 [n]
@@ -27,7 +27,7 @@ Figures = dict[str, Any]
 
 
 class ImageGenerator(Protocol):
-    """Makes labelled images like those it was fitted to."""
+    """Makes labeled images like those it was fitted to."""
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
         """Learn from images ``[n, C, H, W]``, uint8, and their classes ``[n]``.

@@ -15,7 +15,7 @@ from unskew.seeding import fold, uniform
 class LatentGenerator:
     """``G(y, eps) = W2 relu(W1 [onehot(y), eps] + b1) + b2`` as a pure function of a flat vector ``g``.
 
-    There is no normalisation in it, so that a feature does not depend on the batch it is made in.
+    There is no normalization in it, so that a feature does not depend on the batch it is made in.
 
     Attributes:
         classes, noise, hidden, features: Numbers of classes, of noise inputs, of hidden units and of outputs.

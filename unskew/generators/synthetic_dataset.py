@@ -41,7 +41,7 @@ How they were made is in {about}.
 
 @dataclass(frozen=True)
 class SyntheticSet:
-    """Labelled images and who made them.
+    """Labeled images and who made them.
 
     Attributes:
         x: ``[M, C, H, W]``, uint8 over channels-last memory; ``y``: classes ``[M]``; ``source``: clients ``[M]``, ascending.

@@ -44,8 +44,8 @@ def feature_skew(pairs: Callable[[int], Pair], ids: Sequence[int]) -> float | No
         n, K = sum(count for count, _, _ in client_sums), len(client_sums)
         if K < 2:
             continue
-        centre = sum((count * mean for count, mean, _ in client_sums), torch.zeros_like(client_sums[0][1])) / n
-        between = sum(count * float((mean - centre).square().sum()) for count, mean, _ in client_sums)
+        center = sum((count * mean for count, mean, _ in client_sums), torch.zeros_like(client_sums[0][1])) / n
+        between = sum(count * float((mean - center).square().sum()) for count, mean, _ in client_sums)
         within = sum(scatter for _, _, scatter in client_sums)
         error = within / (n - K)
         total = between + within + error

@@ -1,9 +1,9 @@
-"""The quantities of the generalisation bounds of Gholami and Seferoglu 2024, arXiv:2404.11754, section 4, in a run.
+"""The quantities of the generalization bounds of Gholami and Seferoglu 2024, arXiv:2404.11754, section 4, in a run.
 
 With ``S_k`` the training samples of client ``k``, ``R_{S_k}`` the mean loss on them, ``R_k`` the expected loss on the
 client's distribution, ``theta_k`` its model after local training, ``w_k`` its weight and ``mean`` the weighted average::
 
-    Delta_k = R_k(theta_k) - R_{S_k}(theta_k)        generalisation gap of a client's model
+    Delta_k = R_k(theta_k) - R_{S_k}(theta_k)        generalization gap of a client's model
     delta_k = R_{S_k}(mean) - R_{S_k}(theta_k)       non-iidness
     gap     = sum_k w_k (R_k(mean) - R_{S_k}(mean))
 

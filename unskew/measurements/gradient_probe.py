@@ -1,6 +1,6 @@
 """A model looked at from outside: gradients, their noise and the curvature of mean losses over sets of samples.
 
-All is in eval mode: the normalisation statistics are those given, and nothing is dropped out, so a set's loss is the mean of
+All is in eval mode: the normalization statistics are those given, and nothing is dropped out, so a set's loss is the mean of
 its samples' losses. Sets are read in batches; nothing grows with their size.
 """
 
@@ -65,17 +65,17 @@ class GradientProbe:
     Args:
         spec: The model's layout.
         task: Its loss.
-        federation: Whose inputs are normalised.
+        federation: Whose inputs are normalized.
         v: The model, ``[d]``.
         b: Its statistics, ``[m]``.
     """
 
     def __init__(self, spec: ModelSpec, task: Task, federation: Federation, v: Tensor, b: Tensor):
         self.spec, self.task, self.v, self.b = spec, task, v, b
-        self.normalise = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, v.device)
+        self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, v.device)
 
     def loss(self, v: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Mean loss at ``v`` of normalised inputs.
+        """Mean loss at ``v`` of normalized inputs.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -85,7 +85,7 @@ class GradientProbe:
         return self.task.loss(self.spec.forward(v, self.b, x).logits, y)
 
     def batches(self, x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalised inputs and targets on the model's device.
+        """Normalized inputs and targets on the model's device.
 
         Args:
             x: Stored samples, ``[n, ...]``.
@@ -93,7 +93,7 @@ class GradientProbe:
             size: Samples per batch.
         """
         for index in torch.split(torch.arange(len(y), device=y.device), size):
-            yield self.normalise(take_rows(x, index)), y[index].to(self.v.device)
+            yield self.normalize(take_rows(x, index)), y[index].to(self.v.device)
 
     def moments(self, x: Tensor, y: Tensor) -> GroupMoments:
         """Mean and scatter of the gradients of single samples at the model; ``x, y`` as stored.

@@ -28,7 +28,7 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Figures:
     """
     task, sizes = federation.objective, federation.sizes.astype(float)
     effective = float(sizes.sum() ** 2 / np.square(sizes).sum())
-    if not task.labelled:
+    if not task.labeled:
         nothing = dict.fromkeys(
             ("label_distance_mean", "label_distance_max", "label_distance_chance", "label_entropy_gap")
         )

@@ -12,7 +12,7 @@ and the buffer is emptied; ``h`` is the mean from before the buffer. What the bu
 first update. With empty caches the first step is FedBuff's. Clients count the same, as in the paper; with
 ``weights="samples"`` both means are weighted alike, ``h = sum_j p_j h_j`` over all clients and the buffer's over its own
 weights. Where all ``h_j`` are the updates at ``omega``, each buffer then moves it by ``sum_j p_j h_j``, whoever is in it.
-Normalisation statistics are not calibrated: as with FedBuff they move with the model, by the mean change of the buffer's
+Normalization statistics are not calibrated: as with FedBuff they move with the model, by the mean change of the buffer's
 clients.
 
 The cache is one vector of the model's size per client that ever sent an update. It is kept where clients' states are: in

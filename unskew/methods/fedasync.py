@@ -11,7 +11,7 @@ of arrival, with ``omega_j`` the client's whole model and ``s`` its age in versi
 
 The paper's clients also have a proximal term: ``fedasync+fedprox``. The server needs every single model, and remembers
 which one each client on its way was sent. With ``alpha0 = 1`` and constant staleness the last arrival replaces the model.
-A client's whole model is mixed in, its normalisation statistics too.
+A client's whole model is mixed in, its normalization statistics too.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ in the buffer::
 
 ``Delta_m`` is the client's model minus the one it was sent, which may be an older one. A buffer that fills up in the middle
 of a round's arrivals is emptied there; what arrives after that fills the next. The server needs only each buffer's sum.
-Normalisation statistics wait as the model does: they move by the mean change of the buffer's clients.
+Normalization statistics wait as the model does: they move by the mean change of the buffer's clients.
 Without delays and with a buffer of the whole cohort this is FedAvg with uniform weights.
 """
 

@@ -3,7 +3,7 @@
 Acar, Zhao, Matas, Mattina, Whatmough, Saligrama, "Federated Learning Based on Dynamic Regularization", 2021,
 arXiv:2111.04263, Algorithm 1::
 
-    client:  minimise f_k(theta) - <g_k, theta> + alpha/2 ||theta - theta^t||^2;   g_k <- g_k - alpha (theta_k - theta^t)
+    client:  minimize f_k(theta) - <g_k, theta> + alpha/2 ||theta - theta^t||^2;   g_k <- g_k - alpha (theta_k - theta^t)
     server:  h <- h - (alpha/K) sum_S (theta_k - theta^t);   theta <- mean_S theta_k - h / alpha
 
 ``g_k = h = 0`` at first; ``K`` counts all clients, so ``h`` stays the mean of all ``g_k``. The average is uniform. The paper
@@ -41,10 +41,10 @@ from unskew.protocol.search_space import Space, log_range
 
 @dataclass(frozen=True)
 class FedDyn(ClientRule, ServerRule):
-    """Dynamic regularisation.
+    """Dynamic regularization.
 
     Attributes:
-        alpha: Strength of the regularisation.
+        alpha: Strength of the regularization.
     """
 
     name: ClassVar[str] = "feddyn"
@@ -64,10 +64,10 @@ class FedDyn(ClientRule, ServerRule):
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """``g - g_k + alpha (theta - theta^t)``."""
 
-        def regularised(v: Tensor, batch: Batch) -> Tensor:
+        def regularized(v: Tensor, batch: Batch) -> Tensor:
             return grad_fn(v, batch) - carry["g"] + self.alpha * (v - carry["start"])
 
-        return regularised
+        return regularized
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """``g_k <- g_k - alpha (theta_k - theta^t)``."""

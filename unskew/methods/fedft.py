@@ -6,7 +6,7 @@ Aggregation", 2025, arXiv:2503.20138, for a server that owns a few samples of th
     omega <- omega + sum_j p_j Delta_j         over the updates that arrived
     omega <- E epochs of training on the server's data from omega
 
-A round in which nothing arrives leaves the model as it is. Normalisation statistics are the mean of the clients', and then
+A round in which nothing arrives leaves the model as it is. Normalization statistics are the mean of the clients', and then
 move with the server's batches. With no epochs this is FedAvg. The paper tries learning rates of 1e-5, 1e-4 and 1e-3 and 1,
 10 and 20 epochs; the default is the clients' budget.
 """

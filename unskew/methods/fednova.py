@@ -32,7 +32,7 @@ from unskew.protocol.run_context import PreRunContext
 
 @dataclass(frozen=True)
 class FedNova(ClientRule, ServerRule):
-    """Normalised averaging."""
+    """Normalized averaging."""
 
     name: ClassVar[str] = "fednova"
     summary: ClassVar[str] = "averages updates per step, so more steps are no more weight"
@@ -43,7 +43,7 @@ class FedNova(ClientRule, ServerRule):
         if method.sync is not None:
             return f"fednova takes an update for a round of the whole model; with {method.sync.name} parts of it stay."
         reader = next((rule.name for rule in method.client if "individual" in rule.needs), None)
-        return f"{reader} reads the clients' models out of their updates, which fednova normalises." if reader else None
+        return f"{reader} reads the clients' models out of their updates, which fednova normalizes." if reader else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """The weights of the gradients are known for SGD.

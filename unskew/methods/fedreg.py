@@ -56,9 +56,7 @@ class FedReg(ClientRule):
     spaces: ClassVar[Mapping[str, Space]] = {"gamma": uniform_range(0.25, 0.75), "eta_s": log_range(0.01, 1.0)}
     weights: ClassVar[Weights | None] = "uniform"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = (
-        "its pseudo data are labelled with a softmax over classes of which each sample has one"
-    )
+    tasks_reason: ClassVar[str] = "its pseudo data are labeled with a softmax over classes of which each sample has one"
 
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.5
     eta_s: Annotated[float, Field(gt=0)] = 0.1

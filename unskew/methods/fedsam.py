@@ -2,7 +2,7 @@
 
 Qu, Li, Duan, Liu, Tang, Lu, "Generalized Federated Learning via Sharpness Aware Minimization", 2022, arXiv:2206.02618,
 Algorithm 1: with ``epsilon = rho g / ||g||`` (norm over all parameters) a client steps along the gradient at
-``theta + epsilon`` instead of ``theta``. Two gradients a step. Normalisation statistics are taken from the first pass.
+``theta + epsilon`` instead of ``theta``. Two gradients a step. Normalization statistics are taken from the first pass.
 
 The default ``rho=0.5`` is that of the FedCOG paper's text; its authors' code has 0.05.
 """

@@ -6,7 +6,7 @@ budget, and its change ``Delta_S`` joins the average with the number ``n_S`` of 
 
     omega <- omega + (sum_j n_j Delta_j + n_S Delta_S) / (sum_j n_j + n_S)
 
-Normalisation statistics are averaged with the same weights. With uniform weights the server counts as one client. A round in
+Normalization statistics are averaged with the same weights. With uniform weights the server counts as one client. A round in
 which nothing arrives leaves the model as it is. In the original, clients that cannot train send their data to the server;
 here the server's data are given. With ``n_s=0`` this is FedAvg.
 """

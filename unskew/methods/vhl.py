@@ -2,7 +2,7 @@
 
 Tang, Zhang, Shi, He, Han, Chu, "Virtual Homogeneity Learning: Defending against Data Heterogeneity in Federated Learning",
 2022, arXiv:2206.02465. Before the first round the server sends a set of noise with labels, one cluster per class. A client
-minimises, on its own batch ``(x, y)`` and a virtual one ``(x~, y~)``::
+minimizes, on its own batch ``(x, y)`` and a virtual one ``(x~, y~)``::
 
     CE(f(x), y) + virtual CE(f(x~), y~) + lam align(h(x), y, h(x~), y~)
 
@@ -12,7 +12,7 @@ features as anchors and virtual features, which carry no gradient, as positives 
     align = mean_i mean_{p: y~_p = y_i} -log( exp(cos(h_i, h_p)/T) / sum_j exp(cos(h_i, h_j)/T) )
 
 It acts in the first ``align_epochs`` local epochs of each round. Virtual and natural batches pass the model one after the
-other, and the virtual pass leaves the normalisation statistics alone. The classes of the virtual set take turns, so a virtual
+other, and the virtual pass leaves the normalization statistics alone. The classes of the virtual set take turns, so a virtual
 batch at least as large as the number of classes holds every class; an anchor without a positive does not count.
 
 Where the data are 8-bit, the virtual set is sent as 8-bit pixels, else as 32-bit floats; labels take the fewest whole bytes.
@@ -103,14 +103,14 @@ class VHL(DataRule, ClientRule):
         )
         return ServerPayload(
             common={
-                "x": encode_virtual_set(x, facts.normalisation, facts.dtype),
+                "x": encode_virtual_set(x, facts.normalization, facts.dtype),
                 "y": smallest_integer_dtype(y, classes),
             }
         )
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the normalization of inputs."""
-        factor, offset = virtual_normalizer(data.normalisation, data.client.x.dim() - 1)
+        factor, offset = virtual_normalizer(data.normalization, data.client.x.dim() - 1)
         return {"factor": factor.to(data.like.device), "offset": offset.to(data.like.device)}
 
     def begin(self, ctx: Context) -> Tensors:
@@ -164,35 +164,35 @@ def alignment_loss(z: Tensor, y: Tensor, virtual: Tensor, labels: Tensor, temper
     return terms.sum() / (positives > 0).sum().clamp_min(1)
 
 
-def encode_virtual_set(x: Tensor, normalisation: Normalization | None, dtype: torch.dtype) -> Tensor:
-    """Standardised inputs ``x [n, c, ...]`` on the scale of the data: pixels where these are 8-bit, else floats.
+def encode_virtual_set(x: Tensor, normalization: Normalization | None, dtype: torch.dtype) -> Tensor:
+    """Standardized inputs ``x [n, c, ...]`` on the scale of the data: pixels where these are 8-bit, else floats.
 
-    Pixels that nothing normalises get the mean 1/2 and the deviation 1/4 of their range; other such data keep 0 and 1.
+    Pixels that nothing normalizes get the mean 1/2 and the deviation 1/4 of their range; other such data keep 0 and 1.
 
     Args:
         x: Standardized inputs, ``[n, c, ...]``.
-        normalisation: Normalization of the data, or None.
+        normalization: Normalization of the data, or None.
         dtype: Data type in which samples are stored.
     """
     pixels = dtype == torch.uint8
-    if normalisation is None and pixels:
-        normalisation = Normalization((0.5,), (0.25,), 1 / 255)
-    if normalisation is not None:
-        factor, offset = virtual_normalizer(normalisation, x.dim() - 1)
+    if normalization is None and pixels:
+        normalization = Normalization((0.5,), (0.25,), 1 / 255)
+    if normalization is not None:
+        factor, offset = virtual_normalizer(normalization, x.dim() - 1)
         x = (x - offset) / factor
     x = x.round().clamp(0, 255).to(torch.uint8) if pixels else x.float()
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
 
 
-def virtual_normalizer(normalisation: Normalization | None, dims: int) -> tuple[Tensor, Tensor]:
-    """``factor`` and ``offset`` that standardise inputs with so many axes: ``x * factor + offset``, as engines do.
+def virtual_normalizer(normalization: Normalization | None, dims: int) -> tuple[Tensor, Tensor]:
+    """``factor`` and ``offset`` that standardize inputs with so many axes: ``x * factor + offset``, as engines do.
 
     Args:
-        normalisation: Normalization of the data, or None.
+        normalization: Normalization of the data, or None.
         dims: Number of axes of the inputs.
     """
-    if normalisation is None:
+    if normalization is None:
         return torch.ones(()), torch.zeros(())
-    mean, std = (torch.tensor(t, dtype=torch.float64) for t in (normalisation.mean, normalisation.std))
+    mean, std = (torch.tensor(t, dtype=torch.float64) for t in (normalization.mean, normalization.std))
     shape = (-1,) + (1,) * (dims - 1)
-    return (normalisation.scale / std).view(shape), (-mean / std).view(shape)
+    return (normalization.scale / std).view(shape), (-mean / std).view(shape)

@@ -20,9 +20,9 @@ from unskew.models.spec import ModelOutput, ModelSpec
 
 
 class Batch(NamedTuple):
-    """A mini-batch: inputs ``x [B, ...]`` (normalised), targets ``y``, a random ``key`` and the local ``step``.
+    """A mini-batch: inputs ``x [B, ...]`` (normalized), targets ``y``, a random ``key`` and the local ``step``.
 
-    ``track=False`` (``batch.untracked()``) leaves the normalisation statistics as they are. ``lr`` is the learning rate of
+    ``track=False`` (``batch.untracked()``) leaves the normalization statistics as they are. ``lr`` is the learning rate of
     the client's step that the batch is for.
     """
 
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     lr: float = math.nan
 
     def untracked(self) -> Batch:
-        """The same batch, whose pass leaves no trace in the normalisation statistics."""
+        """The same batch, whose pass leaves no trace in the normalization statistics."""
         return self._replace(track=False)
 
 
@@ -49,7 +49,7 @@ class Model(Protocol):
     loss: Tensor
 
     def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> ModelOutput:
-        """Training-mode outputs at ``v``; ``track=False`` leaves the normalisation statistics as they were."""
+        """Training-mode outputs at ``v``; ``track=False`` leaves the normalization statistics as they were."""
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
         """The function ``(v, batch) -> gradient [d]`` of a loss; the loss itself is left in ``self.loss``."""

@@ -1,7 +1,7 @@
 """Layers in order of depth: what "the first L layers" means, the same for every model.
 
-Depth is the order of first use in a forward pass. A normalisation belongs to the layer before it, a projection in a
-shortcut to the block that it bridges, and running statistics to the normalisation that keeps them (Gholami and Seferoglu
+Depth is the order of first use in a forward pass. A normalization belongs to the layer before it, a projection in a
+shortcut to the block that it bridges, and running statistics to the normalization that keeps them (Gholami and Seferoglu
 2024, arXiv:2404.11754: ResNet-20 has 20 such groups, the stem, 18 convolutions and the classifier).
 
 A transformer's layers are its blocks. What comes before the first one, the embeddings, is a group that is always in the

@@ -55,7 +55,7 @@ class ModelOutput(NamedTuple):
 
 
 def _in_float32(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Statistics of half-precision activations are taken in float32 (and vmap knows no mixed normalisation)."""
+    """Statistics of half-precision activations are taken in float32 (and vmap knows no mixed normalization)."""
     return (args[0].float(), *args[1:])
 
 
@@ -72,7 +72,7 @@ class ModelSpec:
         head_trains: Whether the head has trainable parameters of its own. Where they are frozen, or tied to the embeddings
             of a language model, the part ``head`` is the last layer (or block) that has some.
         blocks: Name of the list of a transformer's blocks, each of which is one layer; None for other models.
-        intensities: Whether inputs must be intensities of pixels from 0 to 1, which the model normalises itself.
+        intensities: Whether inputs must be intensities of pixels from 0 to 1, which the model normalizes itself.
         widest: Largest number of values that a layer gives for one sample.
         grouped_model: What runs passes that are mapped over clients as one network, while there is any.
     """
@@ -98,7 +98,7 @@ class ModelSpec:
             head: Name of the head module; by default the last linear layer that a forward pass uses.
             dtype: Precision of the vector.
             input_dtype: Type of the inputs (token ids are int64); by default ``dtype``.
-            autocast: Run forward passes in bfloat16, with weights and normalisation in ``dtype``.
+            autocast: Run forward passes in bfloat16, with weights and normalization in ``dtype``.
             per_token: Logits are ``[B, L, V]`` for inputs ``[B, L]``, with ``V`` at least ``classes``: a language model.
 
         Raises:
@@ -177,7 +177,7 @@ class ModelSpec:
         got = tuple(out.shape) if isinstance(out, Tensor) else ()
         if self.per_token and got[:-1] == (2, *self.shape) and got[-1] < self.classes:
             raise ConfigError(
-                f"The model knows {got[-1]} tokens, but the tokeniser of the data has {self.classes}; give both the same."
+                f"The model knows {got[-1]} tokens, but the tokenizer of the data has {self.classes}; give both the same."
             )
         expected = (2, *self.shape, got[-1] if got else "V") if self.per_token else (2, self.classes)
         if got != expected:

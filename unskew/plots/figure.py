@@ -11,7 +11,7 @@ from unskew.errors import ConfigError
 from unskew.filesystem import create_file, disk_errors, make_folder, temporary_path, write_atomic
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
-"""Colours that colour-blind readers can tell apart, on white and on black (Okabe and Ito 2008, and grey).
+"""Colors that color-blind readers can tell apart, on white and on black (Okabe and Ito 2008, and gray).
 
 A method has the one at its place in the list of methods, in every figure and every report.
 """

@@ -47,7 +47,7 @@ def save_images_by_class(
 def make_image_grid(images: np.ndarray, labels: np.ndarray, classes: int, columns: int) -> np.ndarray:
     """A row of images per class, the first ones of each, as one image ``[rows, columns, 3]``; what is left is white.
 
-    Three channels are colours; of any other number the mean is shown as grey. Images with several labels are in several rows.
+    Three channels are colors; of any other number the mean is shown as gray. Images with several labels are in several rows.
 
     Args:
         images: Images, uint8 ``[n, C, H, W]``.

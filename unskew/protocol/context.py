@@ -52,7 +52,7 @@ class Context:
         plain_sgd: Whether a local step is exactly ``v - lr * g`` (no momentum, decay, clipping or adaptivity).
         steps: Number of local steps, as a scalar tensor.
         epoch_steps: Number of steps in one pass over the client's data, as a scalar tensor.
-        weight: The client's aggregation weight before normalisation, as a scalar tensor.
+        weight: The client's aggregation weight before normalization, as a scalar tensor.
         facts: What the rule's ``facts`` says of the client's data.
         common: What the rule sent to every client alike before the first round.
         pixels: How intensities of images become the model's inputs.

@@ -26,7 +26,7 @@ class FederationInfo:
         classes: Number of classes, of labels or of tokens.
         task: The task's name.
         dtype: The type that inputs are stored in.
-        normalisation: How inputs are standardised; None leaves them alone.
+        normalization: How inputs are standardized; None leaves them alone.
         size: From a client's number to its samples that count in a weighted mean: the real ones it trains on.
         class_counts: All clients' samples per class to train on, ``[K, C]``; it may take long.
         sizes: ``size`` of all clients, ``[K]``; it may take long, too.
@@ -38,14 +38,14 @@ class FederationInfo:
     classes: int
     task: str
     dtype: torch.dtype
-    normalisation: Normalization | None
+    normalization: Normalization | None
     size: Callable[[int], int]
     class_counts: Callable[[], np.ndarray]
     sizes: Callable[[], np.ndarray]
     weights: Literal["samples", "uniform"] = "uniform"
 
     def weight(self, client: int) -> float:
-        """The aggregation weight ``w_k`` of a client before normalisation."""
+        """The aggregation weight ``w_k`` of a client before normalization."""
         return 1.0 if self.weights == "uniform" else float(self.size(client))
 
     def total_weight(self) -> float:
@@ -72,7 +72,7 @@ class FederationInfo:
             federation.classes,
             federation.task,
             federation.test[0].dtype,
-            federation.normalisation,
+            federation.normalization,
             size,
             federation.class_counts,
             lambda: federation.sizes if counted is None else counted,
@@ -87,8 +87,8 @@ class ClientDataView:
         client: The samples as they are stored.
         classes: Number of classes or labels ``C``.
         task: The clients' task.
-        inputs: From stored samples to inputs of the model: normalised, on the device, in the model's precision.
-        normalisation: What it does.
+        inputs: From stored samples to inputs of the model: normalized, on the device, in the model's precision.
+        normalization: What it does.
         like: An empty tensor of the model's precision, on the device.
         seed: Of the run.
     """
@@ -97,7 +97,7 @@ class ClientDataView:
     classes: int
     task: Task
     inputs: Callable[[Tensor], Tensor]
-    normalisation: Normalization | None
+    normalization: Normalization | None
     like: Tensor
     seed: int
 
@@ -115,7 +115,7 @@ class ClientDataView:
             seed: Seed of the run.
         """
         task, classes = federation.objective, federation.classes
-        return ClientDataView(federation.clients[client], classes, task, inputs, federation.normalisation, like, seed)
+        return ClientDataView(federation.clients[client], classes, task, inputs, federation.normalization, like, seed)
 
     def class_counts(self) -> Tensor:
         """The client's samples per class (per label, where a sample may have several), ``[C]``."""

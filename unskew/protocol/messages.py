@@ -37,7 +37,7 @@ class ClientState:
     Attributes:
         rules: What each client rule keeps, by the rule's name.
         model: The client's model ``[d]``, where not all of it travels.
-        statistics: Its normalisation statistics ``[m]``, where not all of them travel.
+        statistics: Its normalization statistics ``[m]``, where not all of them travel.
         optimizer: The optimizer's state, where a rule keeps it.
     """
 
@@ -112,7 +112,7 @@ class Broadcast:
         v, b: The model ``[d]`` and its statistics ``[m]``. A client reads of them what is sent, and ``initial``.
         download: Each rule's extra tensors.
         state: What stays at the client; it is there already, and not sent.
-        weight: The client's aggregation weight before normalisation.
+        weight: The client's aggregation weight before normalization.
         down, up: Slices of ``v`` that are sent, and that are sent back; None stands for all.
         initial: Slices that a client without a model of its own begins with although they are not sent: those of the model
             that the run began with, which follows from the seed and costs no traffic.
@@ -152,7 +152,7 @@ class Update:
 
     Attributes:
         client, born, arrived: Who, the round of its broadcast, the round of its arrival.
-        examples: Real samples it trained on; ``weight`` is its aggregation weight before normalisation.
+        examples: Real samples it trained on; ``weight`` is its aggregation weight before normalization.
         delta: Local result minus the model that was broadcast, ``[d]``; zero on slices that did not travel.
         buffers: The statistics after training, ``[m]``.
         upload: Each rule's extra tensors.

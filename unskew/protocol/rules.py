@@ -339,7 +339,7 @@ class ClientRule(WithServerHalf):
 class SyncRule(WithServerHalf):
     """``sync`` slot: which slices of the model travel; the others stay at the client.
 
-    Normalisation statistics travel with the layer before them.
+    Normalization statistics travel with the layer before them.
     """
 
     def exchanged_slices(

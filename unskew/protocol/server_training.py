@@ -77,7 +77,7 @@ class ServerTraining(Protocol):
         """The same, in a round; the clients' learning rate is that of the round, or the mean over its steps."""
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Stored samples as inputs of the model: normalised as clients' are, on the device."""
+        """Stored samples as inputs of the model: normalized as clients' are, on the device."""
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
         """Return the indices ``[B]`` of the samples in each step.

@@ -9,7 +9,7 @@ from typing import Literal
 from unskew.protocol.lr_schedule import LRSchedule, parse_schedule
 
 Buffers = Literal["average", "local", "reset"]
-"""Normalisation statistics: averaged like parameters, kept at each client, or begun anew in every round."""
+"""Normalization statistics: averaged like parameters, kept at each client, or begun anew in every round."""
 
 
 @dataclass(frozen=True)

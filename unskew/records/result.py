@@ -46,7 +46,7 @@ class Result:
         self.draw, self.clients, self.predictor = draw, list(clients), predictor
 
     def predict(self, x: object) -> list[Any]:
-        """The most probable class of each input by its name; ``x [n, ...]`` as they were before normalisation.
+        """The most probable class of each input by its name; ``x [n, ...]`` as they were before normalization.
 
         Raises:
             ConfigError: This result has no data, so it is not known what the model expects.

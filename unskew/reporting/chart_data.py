@@ -50,7 +50,7 @@ ALWAYS = {
 
 
 def method_style(place: int) -> dict[str, str]:
-    """Colour, dash and marker of the method at this place of the report's list; colours are those of every plot."""
+    """Color, dash and marker of the method at this place of the report's list; colors are those of every plot."""
     turn = place // len(PALETTE)
     return {
         "color": PALETTE[place % len(PALETTE)],

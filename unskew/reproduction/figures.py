@@ -65,7 +65,7 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[PresetCell, Outcome]], path
             low, high = mean - spread, mean + spread
             if value in banded:
                 low, high = (factor * _over_seeds(own_outcomes, f"{value}_{end}")[1].mean(0) for end in ("min", "max"))
-            # By the row, not by what the panel has so far: a row without this value must not shift the others' colours.
+            # By the row, not by what the panel has so far: a row without this value must not shift the others' colors.
             color = PALETTE[number % len(PALETTE)]
             mark = MARKERS[number % len(MARKERS)] if len(rounds) <= MARKED else None
             (line,) = axis.plot(

@@ -60,10 +60,10 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
 
 
 def match_model_input_range(federation: Federation, spec: ModelSpec) -> Federation:
-    """The federation with its images as intensities from 0 to 1, if the model normalises them itself; else as it is."""
+    """The federation with its images as intensities from 0 to 1, if the model normalizes them itself; else as it is."""
     if not spec.intensities:
         return federation
-    normalisation, x = federation.normalisation, federation.test[0]
-    scale = normalisation.scale if normalisation is not None else 1 / 255 if x.dtype == torch.uint8 else 1.0
+    normalization, x = federation.normalization, federation.test[0]
+    scale = normalization.scale if normalization is not None else 1 / 255 if x.dtype == torch.uint8 else 1.0
     channels = x.shape[1]
-    return replace(federation, normalisation=Normalization((0.0,) * channels, (1.0,) * channels, scale))
+    return replace(federation, normalization=Normalization((0.0,) * channels, (1.0,) * channels, scale))

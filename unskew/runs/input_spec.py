@@ -64,7 +64,7 @@ class InputSpec(BaseModel):
         shape: Of one input, channels first.
         kind: ``uint8`` images from 0 to 255, ``float`` values, or ``tokens``.
         classes: Number of outputs; ``class_names``: their names, or none.
-        normalisation: What is done to inputs first.
+        normalization: What is done to inputs first.
         targets: Of regression: the mean and the deviation of each number that is predicted.
         columns: What becomes of each column of a table of mixed columns.
         features: Columns of a table that are the inputs, in order; ``image``: its column of images; ``text``: of texts.
@@ -80,7 +80,7 @@ class InputSpec(BaseModel):
     kind: Kind
     classes: Annotated[int, Field(ge=1, le=1 << 30)]
     class_names: tuple[str, ...] = ()
-    normalisation: StandardizedTask | None = None
+    normalization: StandardizedTask | None = None
     targets: StandardizedTask | None = None
     columns: tuple[InputColumn, ...] = ()
     features: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ class InputSpec(BaseModel):
     @property
     def known(self) -> Normalization | None:
         """Return the preprocessing of inputs as the objects used in training."""
-        normalization = self.normalisation
+        normalization = self.normalization
         return (
             None if normalization is None else Normalization(normalization.mean, normalization.std, normalization.scale)
         )
@@ -120,7 +120,7 @@ class InputSpec(BaseModel):
 
 def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
     """Return the input specification of a model trained on these data."""
-    x, known, spec = federation.test[0], federation.normalisation, config.data_spec
+    x, known, spec = federation.test[0], federation.normalization, config.data_spec
     kinds: dict[torch.dtype, Kind] = {torch.uint8: "uint8", torch.int64: "tokens"}
     numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
     texts, objective = is_text(config.data), federation.objective
@@ -132,7 +132,7 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
         classes=federation.classes,
         # Texts without labels have no classes; what a federation names there are the kinds of texts.
         class_names=() if federation.task == "language" else federation.class_names,
-        normalisation=None if known is None else StandardizedTask(mean=known.mean, std=known.std, scale=known.scale),
+        normalization=None if known is None else StandardizedTask(mean=known.mean, std=known.std, scale=known.scale),
         targets=targets,
         columns=tuple(InputColumn(**asdict(encoder)) for encoder in federation.encoders),
         features=() if x.dim() == 4 or texts else (config.features or tuple(numbers)),

@@ -24,14 +24,14 @@ class Predictor:
     """A model in eval mode, and what has to be done to inputs before it sees them.
 
     Args:
-        module: The model, as ``Result.model``: it takes normalised inputs.
+        module: The model, as ``Result.model``: it takes normalized inputs.
         inputs: What it expects.
         dtype: Its numbers.
     """
 
     def __init__(self, module: nn.Module, inputs: InputSpec, dtype: torch.dtype):
         self.module, self.inputs = module.eval(), inputs
-        self.normalise = InputNormalizer(inputs.known, inputs.shape, dtype, torch.device("cpu"))
+        self.normalize = InputNormalizer(inputs.known, inputs.shape, dtype, torch.device("cpu"))
 
     @property
     def class_names(self) -> list[str]:
@@ -71,7 +71,7 @@ class Predictor:
             parts: list[Tensor] = []
             for part in torch.split(ready, BATCH):
                 report_progress("predicted", BATCH * len(parts), len(ready))
-                parts.append(said(self.module(self.normalise(part))))
+                parts.append(said(self.module(self.normalize(part))))
         outputs = torch.cat(parts).double()
         bad = torch.isfinite(outputs).logical_not().any(1).nonzero()
         if len(bad):
@@ -114,7 +114,7 @@ class Predictor:
         return [names[k] for k in probabilities.argmax(1)] if len(probabilities) else []
 
     def prepared(self, x: object) -> Tensor:
-        """Inputs as the model's batches are before they are normalised."""
+        """Inputs as the model's batches are before they are normalized."""
         shape, kind = self.inputs.shape, self.inputs.kind
         expectation = f"The model takes {'token ids' if kind == 'tokens' else 'inputs'} of shape {shape_text(shape)}"
         try:

@@ -154,7 +154,7 @@ def epochs_per_round(prepared: PreparedData) -> float:
 
 def counted_class_names(federation: Federation) -> tuple[str, ...]:
     """The classes whose samples ``clients.jsonl`` counts; none if there are too many of them, or of clients."""
-    if not federation.objective.labelled:
+    if not federation.objective.labeled:
         names = () if federation.text_groups is None else federation.text_groups[1]
     else:
         names = federation.class_names or tuple(map(str, range(federation.classes)))

@@ -80,7 +80,7 @@ def export(
 
 
 def save_pretrained(found: OpenedRun, folder: Path) -> None:
-    """Write a folder that ``transformers`` loads, with the tokeniser.
+    """Write a folder that ``transformers`` loads, with the tokenizer.
 
     Raises:
         ConfigError: It is not a model of texts that comes from ``transformers``.

@@ -123,5 +123,5 @@ def empty_federation(inputs: InputSpec) -> Federation:
     several = (1, inputs.classes) if inputs.task in ("multilabel", "regression") else (1,)
     return Federation(
         clients=(), test=(x, torch.zeros(several, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
-        normalisation=inputs.known, class_names=inputs.class_names, encoders=inputs.encoders,
+        normalization=inputs.known, class_names=inputs.class_names, encoders=inputs.encoders,
     )  # fmt: skip

@@ -55,8 +55,8 @@ class PortableModel(nn.Module):
         task = inputs.objective
         self.said = task.restored if isinstance(task, Regression) else task.probabilities
         self.tokens = inputs.kind == "tokens"
-        normalise = InputNormalizer(inputs.known, shape, found.spec.dtype, torch.device("cpu"))
-        factor, offset = (None, None) if normalise.factor is None else (normalise.factor, normalise.offset)
+        normalize = InputNormalizer(inputs.known, shape, found.spec.dtype, torch.device("cpu"))
+        factor, offset = (None, None) if normalize.factor is None else (normalize.factor, normalize.offset)
         if factor is not None and offset is not None:  # of an image, a number for each channel
             sides = (shape[0], 1, 1) if len(shape) == 3 else shape
             factor, offset = (part[: int(np.prod(sides))].reshape(sides) for part in (factor, offset))
@@ -92,7 +92,7 @@ def example_inputs(found: OpenedRun, count: int) -> Tensor:
         return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
     if inputs.columns:
         return torch.stack([_column(column, count, draws) for column in inputs.columns], 1)
-    x, known = torch.randn(shape, generator=draws), inputs.normalisation
+    x, known = torch.randn(shape, generator=draws), inputs.normalization
     if known is None:
         return x
     sides = (-1, *(1,) * (len(shape) - 2))

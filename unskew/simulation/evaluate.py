@@ -110,7 +110,7 @@ class Evaluator:
     ):
         self.federation, self.task, self.metrics = federation, task, metrics or MetricSet()
         self.model = BoundModel(spec, device)
-        self.normalise = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, device)
+        self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
         self._test = [self.test[0]], [self.test[1]]
@@ -138,7 +138,7 @@ class Evaluator:
             predict = self.model.predict(v, b)
             for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
                 target = y.to(self.model.device)
-                logits = predict(self.normalise(x)).logits
+                logits = predict(self.normalize(x)).logits
                 if kept is not None:
                     kept.append(logits)
                 right.append(self.task.correct(logits, target))
@@ -159,7 +159,7 @@ class Evaluator:
             predict = self.model.predict(v, b)
             for first in range(0, len(y), size):
                 target = y[first : first + size].to(self.model.device)
-                logits = predict(self.normalise(x[first : first + size])).logits
+                logits = predict(self.normalize(x[first : first + size])).logits
                 losses_list.append(self.task.losses(logits, target).to(torch.float64))
         return torch.cat(losses_list)
 

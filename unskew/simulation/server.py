@@ -49,7 +49,7 @@ class Server:
     """The global model, the server's half of the method, and the clients' store.
 
     Attributes:
-        v, b: The global model ``[d]`` and its normalisation statistics ``[m]``.
+        v, b: The global model ``[d]`` and its normalization statistics ``[m]``.
         state: State of the server rule; ``rules``: states of the other rules' halves at the server.
         waiting: Updates that the server rule's next step waits for.
         store: What stays at the clients; ``cache``: their last updates, for rules that need them.

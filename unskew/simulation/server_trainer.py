@@ -55,7 +55,7 @@ class ServerTrainer:
         self.task = self.own = federation.objective
         if self.data is not None and not self.data.in_domain:
             self.task = TASKS["multilabel" if self.data.y.dim() > 1 else "classification"]
-        self.inputs = InputNormalizer(federation.normalisation, federation.shape, spec.dtype, device)
+        self.inputs = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
 
     @cached_property
     def model(self) -> BoundModel:
@@ -126,7 +126,7 @@ class ServerTrainer:
             except ValueError as error:
                 if "more than 1 value per channel" in str(error):
                     raise DataError(
-                        "The server trains on a batch of one sample, which BatchNorm cannot normalise: give it more "
+                        "The server trains on a batch of one sample, which BatchNorm cannot normalize: give it more "
                         "samples, another batch size, or use a model with GroupNorm."
                     ) from error
                 raise

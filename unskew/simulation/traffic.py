@@ -16,7 +16,7 @@ class Traffic:
 
     Attributes:
         up, down: Parameters with the rules' extras.
-        buffers_up, buffers_down: Normalisation statistics.
+        buffers_up, buffers_down: Normalization statistics.
         reports: Models that were sent to be measured; they are no part of a method.
         clients: All but reports, up and down, by client.
     """

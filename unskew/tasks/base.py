@@ -22,7 +22,7 @@ class Task:
     scored: ClassVar[str] = "accuracy"
     """The figure that decides best rounds, targets and early stopping; higher is better, and 1 is perfect."""
 
-    labelled: ClassVar[bool] = True
+    labeled: ClassVar[bool] = True
     """Whether samples have classes or labels that can be counted."""
 
     figures: ClassVar[tuple[str, ...]] = ()

@@ -141,7 +141,7 @@ class LanguageModeling(Task):
     """
 
     name: ClassVar[str] = "language"
-    labelled: ClassVar[bool] = False
+    labeled: ClassVar[bool] = False
     figures: ClassVar[tuple[str, ...]] = ("perplexity",)
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 

@@ -19,7 +19,7 @@ LEAST = -1e6
 
 @dataclass(frozen=True)
 class Regression(Task):
-    """Numbers, ``y [B, T]``, standardised: the model predicts ``(target - mean) / std`` of each of ``T`` targets.
+    """Numbers, ``y [B, T]``, standardized: the model predicts ``(target - mean) / std`` of each of ``T`` targets.
 
     The figures MAE and RMSE are in the targets' own units. R² is scikit-learn's, the mean over targets; of a single sample,
     and so of a client, it is ``1 - squared error / variance`` with the variance of all clients' targets.
@@ -32,7 +32,7 @@ class Regression(Task):
 
     name: ClassVar[str] = "regression"
     scored: ClassVar[str] = "r2"
-    labelled: ClassVar[bool] = False
+    labeled: ClassVar[bool] = False
     figures: ClassVar[tuple[str, ...]] = ("mae", "rmse")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "mae", "rmse")
 
@@ -76,7 +76,7 @@ class Regression(Task):
         """Return targets in their own units, shaped as ``scores``."""
         return self.scores(y)
 
-    def standardise(self, y: Tensor) -> Tensor:
+    def standardize(self, y: Tensor) -> Tensor:
         """Targets ``[B, T]`` in their own units as the model predicts them."""
         std, mean = (y.new_tensor(values) for values in (self.std, self.mean))
         return ((y - mean) / std).to(torch.float32)

@@ -81,7 +81,7 @@ class Study:
         folder: Where its trials have their run folders while they are made, or None.
         trials: How many there are in all.
         seed: Of the sampler.
-        maximise: Whether more is better.
+        maximize: Whether more is better.
         warmup: Rounds before a trial is ended early; None never ends one.
         first: Values of the first trial, where they are known.
     """
@@ -94,13 +94,13 @@ class Study:
         folder: Path | None,
         trials: int,
         seed: int,
-        maximise: bool,
+        maximize: bool,
         warmup: int | None,
         first: Mapping[str, Any],
     ):
         self.optuna = optuna = optuna_library()
         self.name, self.spaces, self.folder, self.trials, self.seed = name, dict(spaces), folder, trials, seed
-        self.maximise = maximise
+        self.maximize = maximize
         pruner = optuna.pruners.NopPruner()
         if warmup is not None:
             pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=warmup)
@@ -108,7 +108,7 @@ class Study:
             self.study = optuna.create_study(
                 storage=storage,
                 study_name=name,
-                direction="maximize" if maximise else "minimize",
+                direction="maximize" if maximize else "minimize",
                 pruner=pruner,
                 load_if_exists=True,
             )
@@ -173,7 +173,7 @@ class Study:
         if not done:
             reasons = [trial.user_attrs.get("reason") for trial in self.all]
             raise ConfigError(f"No trial of {self.name} came to its end. {next(filter(None, reasons), '')}".strip())
-        sign = 1 if self.maximise else -1
+        sign = 1 if self.maximize else -1
         return max(done, key=lambda trial: (sign * trial.value, -trial.number))
 
     def params_of(self, trial: Any) -> dict[str, Any]:
@@ -271,7 +271,7 @@ class Trial:
         elif value is None:
             self.study.study.tell(self.trial, state=states.PRUNED)
         else:
-            worst = -math.inf if self.study.maximise else math.inf
+            worst = -math.inf if self.study.maximize else math.inf
             self.study.study.tell(self.trial, value if math.isfinite(value) else worst)
 
 

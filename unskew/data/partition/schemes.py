@@ -188,7 +188,7 @@ def draw_class_counts(sizes: np.ndarray, clients: int, rng: Generator, alpha: fl
 
 
 def log_gamma(rng: Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Logarithms of Gamma(alpha) variates, which normalise to a Dirichlet draw; finite also where the variate is not.
+    """Logarithms of Gamma(alpha) variates, which normalize to a Dirichlet draw; finite also where the variate is not.
 
     Uses ``Gamma(a) = Gamma(a + 1) * U**(1/a)``, so the largest share survives at any concentration.
     """

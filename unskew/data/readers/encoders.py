@@ -153,7 +153,7 @@ class FittedEncoders:
     told: np.ndarray
 
     def apply(self, x: Tensor) -> Tensor:
-        """Columns as they were read as inputs of a model, before they are standardised."""
+        """Columns as they were read as inputs of a model, before they are standardized."""
         values = x.numpy().copy()
         for j, (encoder, before) in enumerate(zip(self.encoders, self.known, strict=True)):
             if encoder.kind == "category":
@@ -162,7 +162,7 @@ class FittedEncoders:
         return torch.from_numpy(impute(values, self.encoders))
 
     @property
-    def normalisation(self) -> Normalization:
+    def normalization(self) -> Normalization:
         """Return the normalization of the inputs; see ``column_scaling``."""
         return column_scaling(self.encoders)
 

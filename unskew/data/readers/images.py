@@ -27,7 +27,7 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 def decode_column(column: Any, who: str, folder: Path | None = None, size: int | None = None) -> Tensor:
     """Decode a column of images to uint8 ``[n, C, H, W]`` over channels-last memory.
 
-    The result has one channel if every image is grey, otherwise three.
+    The result has one channel if every image is gray, otherwise three.
 
     Args:
         column: A pyarrow column of encoded images: binary, the hub's struct of ``bytes`` and ``path``, or text that names
@@ -42,11 +42,11 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
     simplejpeg = optional_simplejpeg()
     out = np.empty((0, 0, 0, 0), np.uint8)
     for i, data in enumerate(image_bytes(column, who, folder)):
-        colour = out.shape[-1] == 3
+        color = out.shape[-1] == 3
         if i % 100 == 0:
             report_progress("images read", i, len(column))
         try:
-            image = decode(data, colour, simplejpeg)
+            image = decode(data, color, simplejpeg)
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # pillow raises all of them on damaged files
             reason = "its format is not known" if "cannot identify" in str(error) else error
             raise DataError(f"Image {i} of {who} cannot be decoded ({reason}); repair or remove it.") from error
@@ -64,20 +64,20 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
                     f"The images of {who} differ in size: image 0 is {out.shape[1]} x {out.shape[2]} pixels, image {i} is "
                     f"{image.shape[0]} x {image.shape[1]} (height x width). Bring them to one size: image_size=."
                 )
-            out = np.repeat(out, 3, axis=-1)  # grey so far, and here is the first image in colour
+            out = np.repeat(out, 3, axis=-1)  # gray so far, and here is the first image in color
         out[i] = image
     if not len(out):
         raise DataError(f"There are no images in {who}.")
     return as_inputs(torch.from_numpy(out).permute(0, 3, 1, 2), who)
 
 
-def decode(data: bytes, colour: bool, simplejpeg: Any | None) -> np.ndarray:
-    """One image ``[H, W, C]``: three channels if ``colour`` is asked for or found, otherwise one."""
+def decode(data: bytes, color: bool, simplejpeg: Any | None) -> np.ndarray:
+    """One image ``[H, W, C]``: three channels if ``color`` is asked for or found, otherwise one."""
     if simplejpeg is not None and data[:2] == JPEG:
         try:
             height, width, space = simplejpeg.decode_jpeg_header(data)[:3]
             if space in ("YCbCr", "RGB", "Gray") and height * width <= MOST_PIXELS:
-                wanted = "GRAY" if space == "Gray" and not colour else "RGB"
+                wanted = "GRAY" if space == "Gray" and not color else "RGB"
                 return np.asarray(simplejpeg.decode_jpeg(data, colorspace=wanted))
         except ValueError:
             pass  # pillow reads more kinds, and says what is wrong with the others
@@ -89,7 +89,7 @@ def decode(data: bytes, colour: bool, simplejpeg: Any | None) -> np.ndarray:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.mode.startswith(("I", "F")):
                 raise ValueError(f"it has more than 8 bits a channel, pillow mode {image.mode}")
-            if image.mode in ("1", "L", "LA") and not colour:
+            if image.mode in ("1", "L", "LA") and not color:
                 return np.asarray(image.convert("L"))[..., None]
             return np.asarray(image.convert("RGB"))
     except Image.DecompressionBombError as error:  # a small file that would fill the memory
@@ -147,7 +147,7 @@ def optional_simplejpeg() -> Any | None:
 
 
 def convert_channels(x: Tensor, channels: int) -> Tensor:
-    """Images with the given number of channels: grey is repeated, colour becomes its luminance.
+    """Images with the given number of channels: gray is repeated, color becomes its luminance.
 
     >>> convert_channels(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), 3).shape
     torch.Size([2, 3, 4, 4])
@@ -158,8 +158,8 @@ def convert_channels(x: Tensor, channels: int) -> Tensor:
         weights = torch.tensor([0.299, 0.587, 0.114])
         parts = [(part[:, :3].permute(0, 2, 3, 1).float() @ weights).round().to(x.dtype) for part in sample_chunks(x)]
         return torch.cat(parts)[:, None]
-    grey = convert_channels(x, 1)
-    return grey.permute(0, 2, 3, 1).expand(-1, -1, -1, channels).contiguous().permute(0, 3, 1, 2)
+    gray = convert_channels(x, 1)
+    return gray.permute(0, 2, 3, 1).expand(-1, -1, -1, channels).contiguous().permute(0, 3, 1, 2)
 
 
 def sample_chunks(x: Tensor, size: int = 2048) -> Iterator[Tensor]:

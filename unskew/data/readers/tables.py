@@ -109,7 +109,7 @@ class Source:
         return replace(self, train=train, test=test, class_names=names, classes=classes)
 
     @cached_property
-    def normalisation(self) -> Normalization | None:
+    def normalization(self) -> Normalization | None:
         """Statistics of the training inputs; computed once. None for token ids."""
         return fit_normalization(self.train.x)
 

@@ -54,7 +54,7 @@ def load_texts(
     csv: CsvSpec = DETECTED,
     split: Split | None = None,
 ) -> Source:
-    """Load and tokenise a data set of texts; the last few are kept in memory until their files change.
+    """Load and tokenize a data set of texts; the last few are kept in memory until their files change.
 
     Without a label the task is ``language``: ``x [n, L]`` are token ids and ``y [n, L]`` those that follow them, both
     views of one array. A text longer than ``block`` tokens is cut into several rows. With a label it is classification of
@@ -124,7 +124,7 @@ def load_cached(
     csv: CsvSpec,
     split: Split | None,
 ) -> Source:
-    """Load and tokenise; ``files_stamp`` and ``tokenizer_stamp`` are only part of the key."""
+    """Load and tokenize; ``files_stamp`` and ``tokenizer_stamp`` are only part of the key."""
     parts, name = text_tables(kind, path, csv)
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     for where, part in parts.items():
@@ -244,7 +244,7 @@ def pad_rows(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
 
 
 def check_class_indices(tables: Sequence[SampleTable], classes: int, label: str, name: str) -> None:
-    """Refuse class indices without a class, such as the -1 that some data sets have for rows nobody labelled."""
+    """Refuse class indices without a class, such as the -1 that some data sets have for rows nobody labeled."""
     for table in tables:
         if table.y.dim() == 1 and (int(table.y.min()) < 0 or int(table.y.max()) >= classes):
             raise DataError(f"{name}: the label column {label!r} holds numbers that are none of its {classes} classes.")

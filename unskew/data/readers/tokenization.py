@@ -1,4 +1,4 @@
-"""Tokenisers: texts, or pairs of texts, to lists of token ids."""
+"""Tokenizers: texts, or pairs of texts, to lists of token ids."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class WordTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokeniser of the package ``transformers``.
+    """A tokenizer of the package ``transformers``.
 
     Args:
         name: At the hub, or a folder.
@@ -82,7 +82,7 @@ class HuggingFaceTokenizer:
             transformers: Any = import_module("transformers")
         except ImportError as error:
             raise DataError(
-                "A tokeniser needs the package transformers: pip install 'unskew[transformers]'."
+                "A tokenizer needs the package transformers: pip install 'unskew[transformers]'."
             ) from error
         folder = Path(name).expanduser()
         where = str(folder) if folder.is_dir() else name
@@ -92,13 +92,13 @@ class HuggingFaceTokenizer:
             except Exception as error:  # the hub and the files may fail in any way
                 reason = str(error).strip().splitlines()[0].rstrip(".") + ". Or" if reached else unreachable("it")
                 raise DataError(
-                    f"The tokeniser {name!r} cannot be loaded: {reason} name another with text.tokenizer: a name at the "
+                    f"The tokenizer {name!r} cannot be loaded: {reason} name another with text.tokenizer: a name at the "
                     "hub, a folder, or bytes."
                 ) from error
         self.size = len(self.tokenizer)
         if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):
             raise DataError(
-                f"{name} has no tokeniser; name another with text.tokenizer: a name at the hub, a folder, or bytes."
+                f"{name} has no tokenizer; name another with text.tokenizer: a name at the hub, a folder, or bytes."
             )
 
     def join(self, texts: Sequence[Text]) -> list[list[int]]:
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer:
 
 @lru_cache(maxsize=4)
 def make_tokenizer(name: str) -> Tokenizer:
-    """The tokeniser of a name: ``bytes``, ``words``, or one of ``transformers``.
+    """The tokenizer of a name: ``bytes``, ``words``, or one of ``transformers``.
 
     >>> make_tokenizer("bytes").join([("ab", "c")])
     [[256, 97, 98, 10, 99]]

@@ -3,7 +3,7 @@
 Matthey, Higgins, Hassabis, Lerchner, "dSprites: Disentanglement testing Sprites dataset", 2017. Every combination of 3 shapes
 (square, ellipse, heart), 6 scales from 0.5 to 1, 40 orientations from 0 to 2 pi, and 32 x 32 positions once, 64 x 64 pixels.
 The drawing follows these factors, but not pixel by pixel the original's program: a position is a shift by one pixel, and a
-pixel is white if its centre lies inside the shape.
+pixel is white if its center lies inside the shape.
 
 The task is that of Fedssyn's appendix A.4 (Li et al. 2023, arXiv:2306.13263): tell the shape. The column ``client`` divides
 the images into 12, a shape in a quadrant of the positions each; a tenth of every one of these is the test part, so that each

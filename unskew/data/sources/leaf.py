@@ -25,7 +25,7 @@ from unskew.errors import DataError
 from unskew.filesystem import read_file
 
 SMALLEST = 8
-"""Lists of at least so many numbers squared, if they are a square, are grey images."""
+"""Lists of at least so many numbers squared, if they are a square, are gray images."""
 
 
 class Samples(NamedTuple):
@@ -150,7 +150,7 @@ def read_labels(y: list[Any], who: str) -> np.ndarray:
 
 
 def numbers_to_inputs(x: np.ndarray, path: Path, width: int) -> Tensor:
-    """Grey images where the lists are squares of pixels (8-bit, if they are 255ths from 0 to 1), else features."""
+    """Gray images where the lists are squares of pixels (8-bit, if they are 255ths from 0 to 1), else features."""
     if x.shape[1] != width:
         raise DataError(f"The inputs of {path} have {width} numbers in training and {x.shape[1]} in test.")
     side = math.isqrt(width)

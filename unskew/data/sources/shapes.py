@@ -1,8 +1,8 @@
-"""Colour images of textured shapes on cloudy backgrounds: a task unlike photographs that needs no file.
+"""Color images of textured shapes on cloudy backgrounds: a task unlike photographs that needs no file.
 
-Made for servers that have no data of their clients' task (Feddle out of domain): like photographs, the images have colour,
+Made for servers that have no data of their clients' task (Feddle out of domain): like photographs, the images have color,
 edges, textures and backgrounds whose spectrum falls with the frequency, but they are drawn. 20 classes: one of five shapes,
-in one of four textures. Size, place, angle and all colours are random and tell nothing of the class.
+in one of four textures. Size, place, angle and all colors are random and tell nothing of the class.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class SiteData:
             x, x_test = (part.x for part in parts)
         task, names = reference.objective, reference.class_names or source.class_names
         if isinstance(task, Regression):
-            y, y_test = (task.standardise(part.y) for part in parts)
-        elif not task.labelled:
+            y, y_test = (task.standardize(part.y) for part in parts)
+        elif not task.labeled:
             y, y_test = (part.y for part in parts)
         else:
             y, y_test = (relabel(part.y, source.class_names, reference.class_names, self.who) for part in parts)
@@ -102,7 +102,7 @@ class SiteData:
             test=(x[:0], y[:0]),
             task=reference.task,
             classes=reference.classes,
-            normalisation=reference.normalisation,
+            normalization=reference.normalization,
             class_names=reference.class_names,
             trained_for=task,
             encoders=reference.columns,
@@ -119,7 +119,7 @@ class SiteData:
         source = self.source
         if not len(self.train):
             raise DataError(f"{self.who} has no samples to train on.")
-        if reference.objective.labelled and source.task == reference.task:
+        if reference.objective.labeled and source.task == reference.task:
             relabel(self.train.y[:0], source.class_names, reference.class_names, self.who)
         if source.task == Regression.name and source.class_names != reference.class_names:
             raise ConfigError(

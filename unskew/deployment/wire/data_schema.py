@@ -47,7 +47,7 @@ class DataSchema:
         class_names: Their names in order, if they have any.
         task: The task's name.
         dtype: The type that inputs are stored in.
-        normalisation: How inputs are standardised.
+        normalization: How inputs are standardized.
         columns: Of a table of mixed columns, what becomes of each.
         targets: Of regression, the scale of what is predicted.
         weights: Of the classes in the loss, if they have any.
@@ -59,7 +59,7 @@ class DataSchema:
     class_names: tuple[str, ...]
     task: str
     dtype: torch.dtype
-    normalisation: Normalization | None
+    normalization: Normalization | None
     columns: tuple[Encoder, ...] = ()
     targets: StandardizedTask | None = None
     weights: tuple[float, ...] = ()
@@ -75,7 +75,7 @@ class DataSchema:
             federation.class_names,
             federation.task,
             federation.test[0].dtype,
-            federation.normalisation,
+            federation.normalization,
             federation.encoders,
             StandardizedTask(mean=task.mean, std=task.std) if isinstance(task, Regression) else None,
             task.weights if isinstance(task, Classification) else (),
@@ -90,7 +90,7 @@ class DataSchema:
     def open(self) -> DataSchema:
         """The same before the sites have told their sums."""
         columns = tuple(Encoder(column.name, column.kind, fills=column.fills) for column in self.columns)
-        return replace(self, shape=(), normalisation=None, columns=columns, targets=None, weights=(), settled=False)
+        return replace(self, shape=(), normalization=None, columns=columns, targets=None, weights=(), settled=False)
 
     @property
     def objective(self) -> Task:
@@ -102,21 +102,21 @@ class DataSchema:
     @property
     def counted(self) -> int:
         """Return the number of classes or labels by which a site counts its samples; 0 if there are none."""
-        return self.classes if TASKS[self.task].labelled else 0
+        return self.classes if TASKS[self.task].labeled else 0
 
     def config(self) -> dict[str, Any]:
         """It as part of a message."""
-        normalisation = None
-        if self.normalisation is not None:
-            entry = self.normalisation
-            normalisation = [list(entry.mean), list(entry.std), entry.scale]
+        normalization = None
+        if self.normalization is not None:
+            entry = self.normalization
+            normalization = [list(entry.mean), list(entry.std), entry.scale]
         return {
             "shape": json.dumps(self.shape),
             "classes": self.classes,
             "class_names": json.dumps(self.class_names),
             "task": self.task,
             "dtype": NAMES[self.dtype],
-            "normalisation": json.dumps(normalisation),
+            "normalization": json.dumps(normalization),
             "columns": json.dumps([asdict(entry) for entry in self.columns]),
             "targets": json.dumps(None if self.targets is None else [self.targets.mean, self.targets.std]),
             "weights": json.dumps(self.weights),
@@ -132,9 +132,9 @@ class DataSchema:
         """
         try:
             shape, names, normalization = (
-                json.loads(read_text(config, n)) for n in ("shape", "class_names", "normalisation")
+                json.loads(read_text(config, n)) for n in ("shape", "class_names", "normalization")
             )
-            normalisation = (
+            normalization = (
                 None
                 if normalization is None
                 else Normalization(tuple(normalization[0]), tuple(normalization[1]), float(normalization[2]))
@@ -148,7 +148,7 @@ class DataSchema:
                 tuple(str(name) for name in names),
                 read_text(config, "task"),
                 DTYPES[read_text(config, "dtype")],
-                normalisation,
+                normalization,
                 tuple(Encoder(**InputColumn.model_validate(column).model_dump()) for column in columns),
                 None if scale is None else StandardizedTask(mean=scale[0], std=scale[1]),
                 tuple(map(float, weights)),

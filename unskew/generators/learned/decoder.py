@@ -130,7 +130,7 @@ def decode(vector: Tensor, n: int, shape: Shape) -> Tensor:
 
 
 def batch_norm(x: Tensor, scale: Tensor, offset: Tensor, eps: float = 1e-5) -> Tensor:
-    """Batch normalisation of ``x [n, c, h, w]`` by its own statistics.
+    """Batch normalization of ``x [n, c, h, w]`` by its own statistics.
 
     Args:
         x: Activations, ``[n, c, h, w]``.

@@ -15,7 +15,7 @@ from unskew.data.augment import crop_and_flip, keyed_crop_and_flip
 from unskew.models.spec import ModelOutput, ModelSpec
 
 Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""From what is learned and the step to the loss to minimise (a scalar) and what shall be kept of the best step."""
+"""From what is learned and the step to the loss to minimize (a scalar) and what shall be kept of the best step."""
 
 Maker = tuple[Tensor, Callable[[Tensor], Tensor], tuple[float, float]]
 """Initial values of the learned inputs, their construction, and Adam's decay rates."""
@@ -30,7 +30,7 @@ def minimize(
     eps: float = 1e-8,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Minimise an objective with Adam and keep the best point seen.
+    """Minimize an objective with Adam and keep the best point seen.
 
     Before each update the current loss is compared with the smallest so far; where it is lower, the point and what the
     objective returned beside the loss are stored as copies, so the pair belongs together (FedCOG, step 5 of its synthesis;

@@ -16,9 +16,9 @@ COARSE = 8
 
 
 def samples_around_centers(key: Tensor, y: Tensor, shape: tuple[int, ...], spread: float) -> Tensor:
-    """Float64 samples ``[n, *shape]``: for each label in ``y [n]`` a point near the centre of its class.
+    """Float64 samples ``[n, *shape]``: for each label in ``y [n]`` a point near the center of its class.
 
-    Centres are standard normal, and so is the noise around them times ``spread``.
+    Centers are standard normal, and so is the noise around them times ``spread``.
 
     Args:
         key: Random key.
@@ -26,8 +26,8 @@ def samples_around_centers(key: Tensor, y: Tensor, shape: tuple[int, ...], sprea
         shape: Shape of a sample.
         spread: Standard deviation around the center.
     """
-    centres = normal(fold(key, 1), (int(y.max()) + 1, *shape))
-    return centres[y] + spread * normal(fold(key, 2), (len(y), *shape))
+    centers = normal(fold(key, 1), (int(y.max()) + 1, *shape))
+    return centers[y] + spread * normal(fold(key, 2), (len(y), *shape))
 
 
 def standardize(x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def standardize(x: Tensor) -> Tensor:
 def gaussian_clusters(key: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Gaussian noise of ``shape``, one cluster per class: float32 ``[n, *shape]``.
 
-    The deviation within a class is half of that between the centres. Images are drawn on a coarse grid and enlarged, other
+    The deviation within a class is half of that between the centers. Images are drawn on a coarse grid and enlarged, other
     inputs directly. Both are as in the code of VHL's authors (arXiv:2206.02465).
 
     Args:

@@ -69,7 +69,7 @@ def random_weights(key: Tensor, sizes: int, channels: int) -> Weights:
     weights["start"] = normal(fold(key, 2), (WIDTH, START, START)).float()
     weights |= {f"style{i}": draw(10 + i, WIDTH, LATENT) for i in range(sizes + 1)}
     weights |= {f"kernel{i}": draw(50 + i, WIDTH, WIDTH, 3, 3) for i in range(sizes)}
-    return weights | {"colour": draw(3, channels, WIDTH, 1, 1)}
+    return weights | {"color": draw(3, channels, WIDTH, 1, 1)}
 
 
 def synthesize(weights: Weights, z: Tensor, key: Tensor, shape: tuple[int, int, int], sizes: int) -> Tensor:
@@ -91,7 +91,7 @@ def synthesize(weights: Weights, z: Tensor, key: Tensor, shape: tuple[int, int, 
         x = modulated_conv(x, 1 + w @ weights[f"style{i}"].T, weights[f"kernel{i}"])
         noise = normal(fold(key, i), (len(z), 1, *x.shape[2:])).float()
         x = F.leaky_relu(x + NOISE * noise, 0.2) * math.sqrt(2)
-    image = modulated_conv(x, 1 + w @ weights[f"style{sizes}"].T, weights["colour"], demodulate=False)
+    image = modulated_conv(x, 1 + w @ weights[f"style{sizes}"].T, weights["color"], demodulate=False)
     return F.interpolate(image, size=shape[1:], mode="bilinear") if image.shape[2:] != shape[1:] else image
 
 

@@ -5,7 +5,7 @@ consensus distance) may be averaged seldom. With ``r_l`` the growth of layer ``l
 its period, the distance is about ``r_l p_l / 2`` on the average, and a round costs ``size_l / p_l`` parameters. The least
 total distance at a given traffic,
 
-    minimise sum_l r_l p_l   so that   sum_l size_l / p_l <= budget * d,
+    minimize sum_l r_l p_l   so that   sum_l size_l / p_l <= budget * d,
 
 is at ``p_l = c sqrt(size_l / r_l)``: seldom for large layers that drift slowly. Periods are integers between 1 and
 ``longest``; ``best_periods`` finds the best ones, or improves this optimum where there are too many combinations.

@@ -7,7 +7,7 @@ Algorithm 1 in its intended semantics. A round is ``tau`` local steps. After rou
     phi_k <- mean_j phi_j    if r is a multiple of alpha
 
 so between two averages of the body a client goes on with *its own* body and the averaged head. Momentum stays at the client,
-neither averaged nor reset; normalisation statistics travel with the layer before them. What is evaluated is the mean of the
+neither averaged nor reset; normalization statistics travel with the layer before them. What is evaluated is the mean of the
 clients' whole models, which the simulator knows and nobody pays for. ``alpha = 1`` is FedAvg (with that momentum).
 
 As printed, Algorithm 1 never averages the body (an ``else if`` whose condition implies the one before) and averages the

@@ -7,8 +7,8 @@ arXiv:2312.05966. What that code does beside these settings is not done here, or
 - keeps the last inputs with the best step's logits (``alias=true``);
 - clamps the divergence's distributions and takes it in reverse order (``js=reversed_clamped``);
 - takes a random network as the previous model of a client that never trained;
-- lets the synthetic pass move the normalisation statistics;
-- gives a network's images, from 0 to 1, to models that are trained on normalised ones.
+- lets the synthetic pass move the normalization statistics;
+- gives a network's images, from 0 to 1, to models that are trained on normalized ones.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Ye, Du, Ni, Chen, Wang, "Fake It Till Make It: Federated Learning with Consensus-Oriented Generation", 2023,
 arXiv:2312.05966 (ICLR 2024). In rounds ``t >= start_round`` each client
 
-1. learns ``N`` inputs ``x`` (Adam from Gaussian noise, both models frozen) that minimise
+1. learns ``N`` inputs ``x`` (Adam from Gaussian noise, both models frozen) that minimize
    ``lambda_ce CE(G(x), y) + lambda_dis L_dis(x) + lambda_bn L_bn(x)`` with ``G`` the global model, ``P`` its own model after
    its last training, and ``L_dis = 1 - JS(softmax(G(x)/T_js), softmax(P(x)/T_js))``: the two shall disagree;
 2. trains on ``w_real CE(real batch) + w_kd T^2 KL(softmax(z/T) || softmax(theta(x)/T))`` with the teacher's stored logits
@@ -20,7 +20,7 @@ With ``generator="network"`` a network that makes the inputs is learned instead 
 
 Where paper and authors' code differ, this follows the paper; ``fedcog-authors`` has the settings of the code. The optimizer
 of the inputs is not in the paper; it is the code's. A client that never trained learns its inputs without the disagreement.
-The synthetic pass leaves the normalisation statistics alone.
+The synthetic pass leaves the normalization statistics alone.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class FedCOG(ClientRule):
         if ctx.round < self.start_round:
             return {}
         counts = ctx.client_info["counts"]
-        y = self.labelled(ctx, self.targets(counts))
+        y = self.labeled(ctx, self.targets(counts))
         x, z = self.in_batches(ctx, y, ctx.key)
         if self.double:
             second = self.in_batches(ctx, y, fold(ctx.key, 7))
@@ -178,7 +178,7 @@ class FedCOG(ClientRule):
         shares = even if self.labels == "uniform" else torch.where(deficit.sum() == 0, even, deficit)
         return labels_from_counts(allocate_counts(shares, self.n), self.n)
 
-    def labelled(self, ctx: Context, primary: Tensor) -> Tensor:
+    def labeled(self, ctx: Context, primary: Tensor) -> Tensor:
         """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``.
 
         Args:
@@ -209,14 +209,14 @@ class FedCOG(ClientRule):
             key: Random key.
         """
         if not 0 < self.g_batch < len(y):
-            return self.synthesise(ctx, y, key)
+            return self.synthesize(ctx, y, key)
         parts = [
-            self.synthesise(ctx, part, fold(fold(key, 11), i)) for i, part in enumerate(torch.split(y, self.g_batch))
+            self.synthesize(ctx, part, fold(fold(key, 11), i)) for i, part in enumerate(torch.split(y, self.g_batch))
         ]
         x, z = zip(*parts, strict=True)
         return torch.cat(x), torch.cat(z)
 
-    def synthesise(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def synthesize(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Learn the inputs for the labels ``y``; returns them with the teacher's logits.
 
         Args:

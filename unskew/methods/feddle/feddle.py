@@ -90,7 +90,7 @@ class Feddle(ServerRule):
         head_lr: Adam's step on the fresh head, out of domain.
         warm_start: Whether the head of the last search is where the next begins.
         eviction: Which anchor leaves: the one of the smallest ``score`` or the oldest (``fifo``).
-        normalise: Whether anchors are brought to one length.
+        normalize: Whether anchors are brought to one length.
         start: Where the search begins, and what ``lam`` holds to: the ``fallback`` or ``zero``.
         half: Whether anchors are kept in half precision (bfloat16).
     """
@@ -123,7 +123,7 @@ class Feddle(ServerRule):
     head_lr: Positive = 1e-3
     warm_start: bool = False
     eviction: Literal["score", "fifo"] = "score"
-    normalise: bool = True
+    normalize: bool = True
     start: Literal["fallback", "zero"] = "fallback"
     half: bool = False
 
@@ -229,7 +229,7 @@ class Feddle(ServerRule):
         b = updates.aggregate.buffers if moved is None else state["b"] + moved
         A = torch.stack([anchor.a for anchor in atlas])
         lengths = norms(A, v.dtype)
-        scale, r = scales(lengths) if self.normalise else (torch.ones_like(lengths), None)
+        scale, r = scales(lengths) if self.normalize else (torch.ones_like(lengths), None)
         directions = Directions(A, scale)
         c0 = self.fallback(atlas, lengths, r)
         key = fold(updates.key, updates.arrivals - 1)  # tells apart the searches of a round

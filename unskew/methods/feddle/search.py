@@ -1,6 +1,6 @@
 """Feddle's search: which sum of directions makes the server's loss small (Zhu et al. 2025, Sections 3 and 4).
 
-In domain the server minimises, over the coefficients ``c`` of the directions ``A_bar [n, d]``::
+In domain the server minimizes, over the coefficients ``c`` of the directions ``A_bar [n, d]``::
 
     l(c) = CE(D_S; omega + sum_m c_m a_m) + lam / 2 sum_m (c_m - c'_m)^2
 

@@ -45,7 +45,7 @@ from unskew.methods.fedssyn.synthetic_sets import (
     changed_options,
     check_fits,
     logged_epsilons,
-    mismatch_error,
+    refusing_clients,
     set_metrics,
 )
 from unskew.option_parsing import import_callable
@@ -124,7 +124,7 @@ class Fedssyn(DataRule):
             )
         if isinstance(self.keep, str):
             import_callable(self.keep, f"keep={self.keep!r}")
-        mismatch_error(self.refuse)
+        refusing_clients(self.refuse)
 
     def conflict_with(self, method: Method) -> str | None:
         """Training in one place has no clients that a rule could act on."""
@@ -150,10 +150,10 @@ class Fedssyn(DataRule):
         x, total = run.federation.test[0], len(run.federation.clients)
         if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] not in (1, 3):
             raise DataError(
-                "fedssyn shares 8-bit images, grey or in colour, but an input here is "
+                "fedssyn shares 8-bit images, gray or in color, but an input here is "
                 f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}; give uint8 images."
             )
-        if self.generates_data and len(mismatch_error(self.refuse, total)) == total:
+        if self.generates_data and len(refusing_clients(self.refuse, total)) == total:
             raise ConfigError("fedssyn: every client refuses to share, so there is nothing to share out.")
         return ()
 
@@ -175,7 +175,7 @@ class Fedssyn(DataRule):
         """Only its own images are made; the ablations are for simulations."""
         if self.data not in ("shuffled", "real"):
             raise ConfigError(f"fedssyn:data={self.data} compares in a simulation; sites shuffle, or share nothing.")
-        if not self.generates_data or client in mismatch_error(self.refuse, clients):
+        if not self.generates_data or client in refusing_clients(self.refuse, clients):
             return None
         others = ";".join(str(k) for k in range(clients) if k != client)
         return replace(self, n_syn=self.n_syn or mean_size, refuse=others)
@@ -224,7 +224,7 @@ class Fedssyn(DataRule):
             workspace: Folders of the run, and progress reports.
         """
         sharing = [
-            k for k in range(len(federation.clients)) if k not in mismatch_error(self.refuse, len(federation.clients))
+            k for k in range(len(federation.clients)) if k not in refusing_clients(self.refuse, len(federation.clients))
         ]
         count = self.n_syn or mean_size(federation)
         if workspace.given is not None:

@@ -55,7 +55,7 @@ def changed_options(privacy: PrivacyOptions) -> dict[str, Any]:
     return {name: getattr(privacy, name) for name in names}
 
 
-def mismatch_error(refuse: str, clients: int | None = None) -> set[int]:
+def refusing_clients(refuse: str, clients: int | None = None) -> set[int]:
     """Parse the refusing clients: ``"0;3"`` names them.
 
     ``"0.2"`` is a rounded share of those with the highest numbers.
@@ -65,7 +65,7 @@ def mismatch_error(refuse: str, clients: int | None = None) -> set[int]:
     Raises:
         ConfigError: It is neither.
 
-    >>> sorted(mismatch_error("0;3", 10)), sorted(mismatch_error("0.2", 10)), mismatch_error("", 10)
+    >>> sorted(refusing_clients("0;3", 10)), sorted(refusing_clients("0.2", 10)), refusing_clients("", 10)
     ([0, 3], [8, 9], set())
     """
     try:

@@ -120,7 +120,7 @@ def hidden_layers(inputs: int, hidden: Sequence[int]) -> tuple[list[nn.Module], 
 def _vgg_conv(inputs: int, outputs: int, init: str) -> nn.Conv2d:
     conv = nn.Conv2d(inputs, outputs, 3, padding=1)
     if init == "he":
-        # Eight layers without normalisation shrink PyTorch's default so far that the logits ignore the image.
+        # Eight layers without normalization shrink PyTorch's default so far that the logits ignore the image.
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv
 

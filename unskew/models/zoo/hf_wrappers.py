@@ -115,7 +115,7 @@ class ImageClassifier(HuggingFaceModel):
     Args:
         net: The model.
         size: Height and width that it takes.
-        mean, std: With which its images were standardised, per channel.
+        mean, std: With which its images were standardized, per channel.
     """
 
     intensities = True

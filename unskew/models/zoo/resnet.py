@@ -20,7 +20,7 @@ class ResNet20(Classifier):
         classes: Number of logits.
         shortcut: How the two widening blocks match their input to their output: a `"3x3"` convolution (FedALS),
             a `"1x1"` convolution, or `"none"`, which subsamples and appends zero channels (no parameters).
-        norm: `"batch"`, or `"group"` for group normalisation, which keeps no running statistics.
+        norm: `"batch"`, or `"group"` for group normalization, which keeps no running statistics.
 
     >>> sum(p.numel() for p in ResNet20((3, 32, 32), 10).parameters())
     292954
@@ -42,7 +42,7 @@ class ResNet20(Classifier):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with normalisation, added to a shortcut; a widening block also halves the image.
+    """Two 3x3 convolutions with normalization, added to a shortcut; a widening block also halves the image.
 
     Args:
         inputs: Input channels.

@@ -18,17 +18,17 @@
     const [r, g, b] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
     return `rgba(${r},${g},${b},${alpha})`;
   };
-  const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+  const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
   function layout(more) {
-    const axis = { gridcolor: colour("--grid"), linecolor: colour("--rule"), zerolinecolor: colour("--rule"), automargin: true };
+    const axis = { gridcolor: color("--grid"), linecolor: color("--rule"), zerolinecolor: color("--rule"), automargin: true };
     return {
       ...more,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: more.hovermode || "closest",
-      font: { color: colour("--ink"), family: "system-ui, sans-serif", size: 13 },
+      font: { color: color("--ink"), family: "system-ui, sans-serif", size: 13 },
       margin: { l: 60, r: 20, t: 24, b: 50 },
-      hoverlabel: { bgcolor: colour("--raised"), bordercolor: colour("--rule"), font: { color: colour("--ink") } },
-      modebar: { color: colour("--soft"), activecolor: colour("--ink"), bgcolor: "rgba(0,0,0,0)" },
+      hoverlabel: { bgcolor: color("--raised"), bordercolor: color("--rule"), font: { color: color("--ink") } },
+      modebar: { color: color("--soft"), activecolor: color("--ink"), bgcolor: "rgba(0,0,0,0)" },
       xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis },
     };
   }
@@ -116,9 +116,9 @@
         xaxis: { title: { text: AXES[axis] }, type: log ? "log" : "linear", ...(log ? { dtick: 1 } : axis === "round" ? whole(traces) : {}), exponentformat: "none" },
         yaxis: { title: { text: figures[figure] } },
         shapes: goal ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: target, y1: target,
-          line: { color: colour("--soft"), width: 1, dash: "dash" } }] : [],
+          line: { color: color("--soft"), width: 1, dash: "dash" } }] : [],
         annotations: goal ? [{ xref: "paper", x: 0, y: target, xanchor: "left", yanchor: "bottom", showarrow: false,
-          text: `target ${+target.toPrecision(3)}${this.content.curves.unit}`, font: { color: colour("--soft"), size: 12 } }] : [],
+          text: `target ${+target.toPrecision(3)}${this.content.curves.unit}`, font: { color: color("--soft"), size: 12 } }] : [],
       }, `${figures[figure]} against ${AXES[axis]}, a line per method; the tables give the same in numbers.`);
     }
 
@@ -169,7 +169,7 @@
       const place = this.find("sizes");
       if (place) {
         this.show("sizes", [{
-          type: "bar", y: held.sizes, customdata: held.who.map(plain), marker: { color: colour("--mark") },
+          type: "bar", y: held.sizes, customdata: held.who.map(plain), marker: { color: color("--mark") },
           hovertemplate: "<b>%{customdata}</b><br>%{y} samples<extra></extra>",
         }], {
           xaxis: { title: { text: "clients, from the largest" }, showticklabels: false },
@@ -190,7 +190,7 @@
         line: { color: one.color, dash: one.dash, width: 2 }, marker: { color: one.color, symbol: SYMBOLS[one.marker], size: 6 },
         hovertemplate: `<b>${plain(one.label)}</b><br>${xTitle} %{x:.3f}, ${yTitle} %{y:.3f}<extra></extra>`,
       }));
-      const chance = { type: "line", x0: 0, y0: 0, x1: 1, y1: 1, line: { color: colour("--soft"), width: 1, dash: "dash" } };
+      const chance = { type: "line", x0: 0, y0: 0, x1: 1, y1: 1, line: { color: color("--soft"), width: 1, dash: "dash" } };
       this.show("classifier", traces, {
         uirevision: kind, xaxis: { title: { text: xTitle } }, yaxis: { title: { text: yTitle } }, shapes: kind === "pr" ? [] : [chance],
       }, `${yTitle} against ${xTitle} on the test set, a line per method.`);
@@ -214,7 +214,7 @@
           hovertemplate: `<b>${plain(one.label)}</b><br>%{customdata}: %{x:.4~g}${unit}<extra></extra>`,
         }, {
           x: [of.decile], y: [y], mode: "markers",
-          marker: { symbol: "diamond", size: 11, color: colour("--ground"), line: { color: one.color, width: 2 } },
+          marker: { symbol: "diamond", size: 11, color: color("--ground"), line: { color: one.color, width: 2 } },
           hovertemplate: `<b>${plain(one.label)}</b><br>mean of the worst tenth: %{x:.4~g}${unit}<extra></extra>`,
         });
       });

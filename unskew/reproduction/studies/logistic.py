@@ -1,6 +1,6 @@
 """Logistic regression with shuffled data and noisy gradients: Appendix A.3.1 of Fedssyn, as one tensor program.
 
-Li et al. 2023, arXiv:2306.13263. Ten workers hold as many images each, drawn iid or one class each, and minimise
+Li et al. 2023, arXiv:2306.13263. Ten workers hold as many images each, drawn iid or one class each, and minimize
 ``f_i(x) = -(1/n_i) sum_j (1/C) sum_k b_ijk log softmax(A_i x)_jk`` (the paper leaves out the sign) over ``x`` of shape
 ``[d, C]``, without bias. A share ``p`` of each worker's images is pooled, permuted and dealt out again; ``n_i`` stays. An
 epoch is one step with the whole data set and noise on every entry of the gradient::

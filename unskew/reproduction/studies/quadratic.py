@@ -1,6 +1,6 @@
 """FedAvg on quadratics whose data are shuffled in part: Figure 2 of Fedssyn (Appendix A.3.2), as one tensor program.
 
-Li et al. 2023, arXiv:2306.13263. Worker ``i = 1 ... n`` holds ``m`` pairs ``(A_ij, b_ij)`` with ``A_ij = i I`` and minimises
+Li et al. 2023, arXiv:2306.13263. Worker ``i = 1 ... n`` holds ``m`` pairs ``(A_ij, b_ij)`` with ``A_ij = i I`` and minimizes
 ``1/(2m) sum_j ||A_ij x - b_ij||^2`` over ``x`` of dimension ``d``::
 
     mu_i ~ N(0, zeta^2 / (i^2 d) I),    b_ij ~ N(mu_i, sigma^2 / (i^2 d) I),    so that E ||grad f_i(0)||^2 = zeta^2

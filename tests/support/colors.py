@@ -1,11 +1,11 @@
-"""A generator of synthetic images that the tests bring themselves, named as ``support.colours:Colours``."""
+"""A generator of synthetic images that the tests bring themselves, named as ``support.colors:Colors``."""
 
 from typing import ClassVar
 
 import torch
 
 
-class Colours:
+class Colors:
     """A generator of one's own: noise whose first pixel tells the client's seed, the second the class."""
 
     fitted: ClassVar = []
@@ -16,7 +16,7 @@ class Colours:
     def fit(self, images, labels):
         assert images.dtype == torch.uint8
         assert images.shape[1:] == self.job.shape
-        Colours.fitted.append((images, labels))
+        Colors.fitted.append((images, labels))
         self.job.report({"epoch": 1, "epochs": 1, "loss": 0.0})
 
     def sample(self, labels):
