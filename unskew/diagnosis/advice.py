@@ -225,7 +225,14 @@ def advise(
 def evaluate_suggestion(
     rule: AdviceRule, situation: SkewFeatures, setting: AdviceContext, limits: AdviceLimits
 ) -> Suggestion | Excluded:
-    """Evaluate the method of a rule: return its pros and cons, or why it does not fit."""
+    """Evaluate the method of a rule: return its pros and cons, or why it does not fit.
+
+    Args:
+        rule: Rule that suggests a method.
+        situation: Features of the data and the model.
+        setting: Configuration and method registry.
+        limits: Limits that the user gave.
+    """
     spelling = rule.method(situation)
     chosen = method(spelling)
     try:
@@ -261,7 +268,12 @@ def evaluate_suggestion(
 
 
 def caution_applies(names: Collection[str], chosen: Method) -> bool:
-    """Return whether a caution concerns a rule of a method."""
+    """Return whether a caution concerns a rule of a method.
+
+    Args:
+        names: Names of rules that the caution concerns.
+        chosen: The method.
+    """
     return any(rule.name in names for rule in chosen.rules)
 
 

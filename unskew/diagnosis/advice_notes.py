@@ -8,7 +8,13 @@ from unskew.diagnosis.features import AdviceLimits, SkewFeatures
 
 
 def budget_notes(s: SkewFeatures, limits: AdviceLimits, rounds: int) -> list[str]:
-    """About rounds, local steps and traffic."""
+    """About rounds, local steps and traffic.
+
+    Args:
+        s: Features of the data and the model.
+        limits: Limits that the user gave.
+        rounds: Number of rounds.
+    """
     lines = []
     if s.over_traffic is not None and limits.traffic is not None and s.over_traffic > 1:
         fits = "not even one round fits" if s.over_traffic > s.asked else f"{rounds} rounds fit"
@@ -30,7 +36,13 @@ def budget_notes(s: SkewFeatures, limits: AdviceLimits, rounds: int) -> list[str
 
 
 def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
-    """About limits, what else could help, and what is not known."""
+    """About limits, what else could help, and what is not known.
+
+    Args:
+        s: Features of the data and the model.
+        limits: Limits that the user gave.
+        any_method: Whether any method is suggested.
+    """
     lines = []
     if not any_method:
         lines.append("No rule speaks for any method over FedAvg here.")

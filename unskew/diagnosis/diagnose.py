@@ -202,6 +202,10 @@ def find_run_folder(path: Path) -> Path:
 def models_to_measure(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Names, models and statistics to look at.
 
+    Args:
+        run: Run folder, or None.
+        spec: Layout of the model.
+
     Raises:
         CheckpointError: A checkpoint is corrupted, or belongs to another model.
     """
@@ -223,6 +227,10 @@ def models_to_measure(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, 
 
 def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     """The model ``v [d]`` and the statistics ``b [m]`` of a finished run.
+
+    Args:
+        folder: Run folder.
+        spec: Layout of the model.
 
     Raises:
         CheckpointError: They are damaged, or of another model.

@@ -46,6 +46,12 @@ class AdviceLimits:
     ) -> AdviceLimits:
         """The limits as they are written: ``traffic="100MB"``, ``privacy="epsilon=5"``.
 
+        Args:
+            traffic: Traffic of a run in bytes, or text such as ``100MB``.
+            secure_aggregation: Whether only sums of updates may be seen.
+            server_data: Number of samples at the server.
+            privacy: Privacy budget, or text such as ``epsilon=5``.
+
         Raises:
             ConfigError: One of them cannot be read.
         """
@@ -167,7 +173,14 @@ class SkewFeatures:
     def of(
         cls, setting: AdviceContext, labels: Figures, place: HeterogeneityMeasurement, facts: dict[str, Any]
     ) -> SkewFeatures:
-        """Collect the features of a diagnosis at one model."""
+        """Collect the features of a diagnosis at one model.
+
+        Args:
+            setting: Configuration and method registry.
+            labels: Statistics of the label distribution.
+            place: Measurement at one model.
+            facts: Further features.
+        """
         fed, config, figures = setting.federation, setting.config, place.metrics
         sizes = fed.sizes
         x = fed.test[0]

@@ -193,7 +193,16 @@ def train_to(
     deadline: DeadlineCallback,
     follow: Callable[[str, Experiment], Sequence[Callback]] | None,
 ) -> dict[str, Any]:
-    """The summary of a method after so many rounds; it goes on where it ended before, if its rates allow that."""
+    """The summary of a method after so many rounds; it goes on where it ended before, if its rates allow that.
+
+    Args:
+        advice: Advice that is tested.
+        name: Expression of the method.
+        rounds: Number of rounds to reach.
+        place: Folder of the runs.
+        deadline: Ends the run when time is up.
+        follow: Creates further callbacks.
+    """
     setting = advice.setting
     changes = {"method": name, "rounds": rounds, "target": None, "diagnose": ()}
     # In the first rungs there may be too few rounds for a method that acts at the end of a run.
@@ -227,7 +236,14 @@ def holdout_score(summary: dict[str, Any]) -> float:
 def final_outcome(
     name: str, runs: dict[int, dict[str, Any]], baseline: dict[int, dict[str, Any]], figure: str
 ) -> TriedMethod:
-    """Return the outcome of a method at the last stage that both the method and FedAvg reached."""
+    """Return the outcome of a method at the last stage that both the method and FedAvg reached.
+
+    Args:
+        name: Expression of the method.
+        runs: Summary of the method by number of rounds.
+        baseline: Summary of FedAvg by number of rounds.
+        figure: Name of the compared metric.
+    """
     rounds = max((r for r in runs if r in baseline), default=0)
     if not rounds:
         return TriedMethod(name, 0, None, None, None, None, 0.0)

@@ -27,6 +27,12 @@ def synthetic_sets(
 ) -> tuple[SyntheticOf, str]:
     """Each client's synthetic set, and what to call them all.
 
+    Args:
+        synthetic: Synthetic data, or where they are.
+        federation: Data of all clients.
+        scope: Limits of the measurement.
+        ids: Clients to measure.
+
     Raises:
         DataError: They do not fit the federation.
     """
@@ -99,6 +105,11 @@ def read_images(path: Path) -> Pair:
 
 def validate_images(pair: object, federation: Federation, who: str) -> Pair:
     """A synthetic set as tensors that look like the federation's data.
+
+    Args:
+        pair: Images and labels.
+        federation: Data of all clients.
+        who: Name of the client, for the error.
 
     Raises:
         DataError: It is no pair, or does not fit.

@@ -19,6 +19,10 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
     """Bytes before training and in each round, up and down, over all clients that take part.
 
     What clients make before training is not made here: it is counted from its number and the size of an input.
+
+    Args:
+        setting: Configuration and model.
+        method: Method to estimate.
     """
     fed, config = setting.federation, setting.config
     few = [shrink_client(fed.clients[k], number) for number, k in enumerate(range(min(CLIENTS, len(fed.clients))))]
@@ -61,6 +65,11 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
 
 
 def shrink_client(client: ClientData, number: int) -> ClientData:
-    """A client with its first few samples."""
+    """A client with its first few samples.
+
+    Args:
+        client: Data of the client.
+        number: Number of samples to keep.
+    """
     n = min(SAMPLES, len(client.y))
     return replace(client, id=number, x=client.x[:n], y=client.y[:n])

@@ -62,6 +62,10 @@ def method_style(place: int) -> dict[str, str]:
 def evenly_spaced(count: int, most: int = POINTS) -> list[int]:
     """Evenly spaced places of ``count``, the first and the last among them.
 
+    Args:
+        count: Number of indices to choose from.
+        most: Largest number of chosen ones.
+
     >>> evenly_spaced(5, 3), evenly_spaced(2, 3)
     ([0, 2, 4], [0, 1])
     """
@@ -92,7 +96,12 @@ def evaluated_metrics(part: RunGroup) -> dict[str, str]:
 
 
 def axis_title(one: MetricInfo, where: str = "") -> str:
-    """Return what an axis with a metric is called."""
+    """Return what an axis with a metric is called.
+
+    Args:
+        one: The metric.
+        where: Text after its name.
+    """
     return f"{one.title}{where}{' (%)' if one.percent else ''}"
 
 
@@ -114,7 +123,13 @@ def learning_curves(part: RunGroup) -> dict[str, Any]:
 
 
 def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list[float]] | None:
-    """Mean and standard deviation over seeds of a figure, at the rounds that all seeds have; None where there are none."""
+    """Mean and standard deviation over seeds of a figure, at the rounds that all seeds have; None where there are none.
+
+    Args:
+        one: Runs of a method.
+        name: Name of the metric.
+        share: Whether to convert shares to percentages.
+    """
     rows = [[row for row in run.history if is_usable_number(row.get(name))] for run in one.runs]
     shortest = min(map(len, rows))
     if not shortest:

@@ -98,7 +98,14 @@ def shows_real_images(file: Path) -> bool:
 def render_report(
     parts: Sequence[RunGroup], notes: Iterable[str], images: bool = True, title: str | None = None
 ) -> str:
-    """Render the page of these parts; a method has one color in all of them."""
+    """Render the page of these parts; a method has one color in all of them.
+
+    Args:
+        parts: Groups of runs.
+        notes: Notes above the groups.
+        images: Whether the page may contain images.
+        title: Title of the page; None: made from the groups.
+    """
     labels = list(dict.fromkeys(method_runs.label for part in parts for method_runs in part.series))
     styles = {label: method_style(number) for number, label in enumerate(labels)}
     data = [group_content(part, styles) for part in parts]

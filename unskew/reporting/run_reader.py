@@ -195,6 +195,10 @@ def read_curves(path: Path) -> dict[str, Any]:
 def check_summary(summary: dict[str, Any], path: Path) -> None:
     """Refuse what no run has written.
 
+    Args:
+        summary: Content of the file.
+        path: The file, for the error.
+
     Raises:
         CheckpointError: A figure is missing, or is none.
     """
@@ -221,6 +225,10 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
 
 def check_about(about: dict[str, Any], path: Path) -> None:
     """Refuse what no run has written.
+
+    Args:
+        about: Content of the file.
+        path: The file, for the error.
 
     Raises:
         CheckpointError: A part is of another kind.

@@ -33,5 +33,10 @@ def guard_section(title: str, write: Callable[[], T], instead: Callable[[str], T
 
 
 def section_html(title: str, write: Callable[[], str]) -> str:
-    """The HTML of a section; of a broken one its heading and the error."""
+    """The HTML of a section; of a broken one its heading and the error.
+
+    Args:
+        title: Heading of the section.
+        write: Renders the section.
+    """
     return guard_section(title, write, lambda reason: render_section("failed", title=title, reason=reason))

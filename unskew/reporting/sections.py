@@ -31,7 +31,12 @@ Styles = Mapping[str, Mapping[str, str]]
 
 
 def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
-    """Return the data of a group's charts."""
+    """Return the data of a group's charts.
+
+    Args:
+        part: Runs of the group.
+        styles: Color and dash of each method.
+    """
     curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
     return {

@@ -49,7 +49,12 @@ class Table:
 
 
 def percent_cell(value: float | None, spread: float | None = None) -> Cell:
-    """A share in per cent."""
+    """A share in per cent.
+
+    Args:
+        value: Share from 0 to 1, or None.
+        spread: Standard deviation, or None.
+    """
     if value is None:
         return Cell("-")
     return Cell(format_percent(value, spread), 100 * value, None if spread is None else 100 * spread)
@@ -61,7 +66,12 @@ def metric_cell(one: MetricInfo) -> Callable[..., Cell]:
 
 
 def metric_title(title: str, one: MetricInfo) -> str:
-    """Return the title of a column that holds a metric."""
+    """Return the title of a column that holds a metric.
+
+    Args:
+        title: Title without unit.
+        one: The metric.
+    """
     return f"{title}, %" if one.percent else title
 
 
@@ -71,12 +81,22 @@ def megabytes_cell(value: float | None) -> Cell:
 
 
 def number_cell(value: float | None, digits: int = 1) -> Cell:
-    """A plain number."""
+    """A plain number.
+
+    Args:
+        value: Number, or None.
+        digits: Digits after the decimal point.
+    """
     return Cell("-") if value is None else Cell(f"{value:,.{digits}f}", float(value))
 
 
 def loss_cell(value: float | None, spread: float | None = None) -> Cell:
-    """A loss or a perplexity."""
+    """A loss or a perplexity.
+
+    Args:
+        value: Loss, or None.
+        spread: Standard deviation, or None.
+    """
     return Cell(loss_text(value, spread), value, spread)
 
 
@@ -87,7 +107,12 @@ def std_note(part: RunGroup) -> str:
 
 
 def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
-    """A line per method, or per reference, with the figures of ``comparison.json``; None if there is none."""
+    """A line per method, or per reference, with the figures of ``comparison.json``; None if there is none.
+
+    Args:
+        part: Runs of the group.
+        references: Whether to list references instead of methods.
+    """
     everything, judge, own = part.comparison().rows(), part.objective, part.at_clients
     rows = [row for row in everything if row["reference"] == references]
     if not rows:
@@ -167,7 +192,12 @@ def difference_table(part: RunGroup) -> Table | None:
 
 
 def can_be_paired(a: RunFiles, b: RunFiles) -> bool:
-    """Return whether two runs have the same seed and partition, so that they can be paired."""
+    """Return whether two runs have the same seed and partition, so that they can be paired.
+
+    Args:
+        a: A run.
+        b: Another run.
+    """
     return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
 
 

@@ -53,7 +53,12 @@ class Pages:
         return GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
 
     def tables(self, name: str, scale: str) -> str:
-        """The tables of a preset."""
+        """The tables of a preset.
+
+        Args:
+            name: Name of the preset.
+            scale: Scale of the preset.
+        """
         if name in study_names():
             study = StudyRuns(load_study(name), scale, self.runs)
             by_part = study.found(self.seeds)  # may turn to the study of other data

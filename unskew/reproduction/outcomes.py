@@ -38,6 +38,10 @@ def run_identity(config: Experiment, parent: Experiment | None = None) -> dict[s
     """Return the identity of a run: its configuration without fields that do not change the numbers.
 
     And the run it starts from.
+
+    Args:
+        config: Configuration of the run.
+        parent: Configuration of the run that it starts from, or None.
     """
     fields = {name: value for name, value in config.model_dump(mode="json").items() if name not in ELSEWHERE}
     run = _differing(fields, _defaults(type(config)))
@@ -70,14 +74,27 @@ def identity_hash(run: dict[str, Any]) -> str:
 
 
 def experiment_hash(config: Experiment, parent: Experiment | None = None) -> str:
-    """A name for what a run is."""
+    """A name for what a run is.
+
+    Args:
+        config: Configuration of the run.
+        parent: Configuration of the run that it starts from, or None.
+    """
     return identity_hash(run_identity(config, parent))
 
 
 def store_outcome(
     folder: Path, config: Experiment, parent: Experiment | None, history: list[dict[str, Any]], summary: dict[str, Any]
 ) -> Path:
-    """Write the outcome of a finished run into ``folder``."""
+    """Write the outcome of a finished run into ``folder``.
+
+    Args:
+        folder: Folder of the outcomes.
+        config: Configuration of the run.
+        parent: Configuration of the run that it starts from, or None.
+        history: Metrics of each round.
+        summary: Summary of the run.
+    """
     scored = [row for row in history if row["accuracy"] is not None]
     sent = [row["bytes_up"] + row["bytes_down"] for row in scored]
     curve = {"round": [row["round"] for row in scored], "bytes": sent, **_curves(scored)}
@@ -106,7 +123,14 @@ def _readable(text: str) -> str:
 
 
 def write_outcome(folder: Path, run: dict[str, Any], result: dict[str, Any], indent: int | None = 1) -> Path:
-    """Write the result of a run into ``folder``, under a name that ends with the hash of what the run is."""
+    """Write the result of a run into ``folder``, under a name that ends with the hash of what the run is.
+
+    Args:
+        folder: Folder of the outcomes.
+        run: Identity of the run.
+        result: Result of the run.
+        indent: Indentation of the JSON file.
+    """
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     path = folder / outcome_path(run)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +153,13 @@ def outcome_files(folder: Path) -> Files:
 
 
 def stored_outcome(files: Path | Files, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
-    """The outcome of a run if it is there; see ``read_outcome``."""
+    """The outcome of a run if it is there; see ``read_outcome``.
+
+    Args:
+        files: Folder of the outcomes, or its files.
+        config: Configuration of the run.
+        parent: Configuration of the run that it starts from, or None.
+    """
     return read_outcome(files, run_identity(config, parent))
 
 

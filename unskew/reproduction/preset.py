@@ -126,6 +126,10 @@ def read_yaml(name: str) -> Options:
 def merge_values(base: Options, over: Options) -> Options:
     """``over`` on top of ``base``, sections by their entries; rows, columns and published numbers replace.
 
+    Args:
+        base: Options to start from.
+        over: Options that replace them.
+
     >>> merge_values({"settings": {"lr": 1, "rounds": 2}, "rows": {"a": {}}}, {"settings": {"lr": 3}, "rows": {"b": {}}})
     {'settings': {'lr': 3, 'rounds': 2}, 'rows': {'b': {}}}
     """
@@ -140,6 +144,10 @@ def merge_values(base: Options, over: Options) -> Options:
 
 def fill_placeholders(options: Options, values: Options) -> Options:
     """``options`` with every ``$name`` replaced; a string that is nothing but a number becomes one.
+
+    Args:
+        options: Options with placeholders.
+        values: Value of each placeholder.
 
     >>> fill_placeholders({"method": "fedcog:n=$n", "rounds": "$start"}, {"n": 8, "start": 40})
     {'method': 'fedcog:n=8', 'rounds': 40}
@@ -194,5 +202,10 @@ def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwis
 
 
 def num_seeds(preset: Preset, scale: str) -> int:
-    """Return the number of seeds of a scale."""
+    """Return the number of seeds of a scale.
+
+    Args:
+        preset: The preset.
+        scale: Scale of the preset.
+    """
     return preset.scales.get(scale, PresetScale()).seeds or preset.seeds

@@ -20,7 +20,13 @@ def published_settings(preset: Preset) -> dict[tuple[str, str], Experiment]:
 
 
 def settings_note(preset: Preset, scale: str, table: Iterable[PresetCell]) -> str:
-    """Return a sentence with the settings of a table's runs that are not the paper's; empty if there are none."""
+    """Return a sentence with the settings of a table's runs that are not the paper's; empty if there are none.
+
+    Args:
+        preset: The preset.
+        scale: Scale of the preset.
+        table: Cells of the table.
+    """
     paper, pairs = published_settings(preset), dict[str, dict[tuple[Any, Any], None]]()
     for cell in table:
         paper_settings = paper.get((without_mark(cell.row), cell.column))
@@ -34,6 +40,10 @@ def settings_note(preset: Preset, scale: str, table: Iterable[PresetCell]) -> st
 def describe_settings(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]]]) -> str:
     """Return a sentence that states settings, each with ours and the paper's values; empty without settings.
 
+    Args:
+        scale: Scale of the preset.
+        pairs: Our and the paper's values of each field.
+
     >>> print(describe_settings("cpu", {"data": [("digits", "cifar100")], "target": [(0.8, 0.3), (0.9, 0.4)]}))
     Scale cpu is not the paper's setting: data digits (paper: cifar100); target 0.8, 0.9 (paper: 0.3, 0.4).
     """
@@ -45,12 +55,23 @@ def describe_settings(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]
 
 
 def is_comparable(value: str, ours: Experiment, theirs: Experiment | None) -> bool:
-    """Return whether a number of the paper belongs next to ours: it has the same data, and for traffic the same target."""
+    """Return whether a number of the paper belongs next to ours: it has the same data, and for traffic the same target.
+
+    Args:
+        value: Name of the number.
+        ours: Configuration of our run.
+        theirs: Configuration of the paper, if it is known.
+    """
     if theirs is None or ours.data != theirs.data:
         return False
     return (not value.endswith("to_target") and value != "saving") or ours.target == theirs.target
 
 
 def has_same_model(ours: Experiment, theirs: Experiment | None) -> bool:
-    """Return whether the difference between our number and the paper's says anything: both have the same model."""
+    """Return whether the difference between our number and the paper's says anything: both have the same model.
+
+    Args:
+        ours: Configuration of our run.
+        theirs: Configuration of the paper, if it is known.
+    """
     return theirs is not None and (ours.model, ours.model_options) == (theirs.model, theirs.model_options)

@@ -47,13 +47,23 @@ class Study(Protocol):
         """
 
     def run(self, part: str, seed: int) -> dict[str, Any]:
-        """Carry out a part: what was found, as plain values."""
+        """Carry out a part: what was found, as plain values.
+
+        Args:
+            part: Name of the part.
+            seed: Seed of the run.
+        """
 
     def lines(self, by_part: ByPart) -> list[Line]:
         """Tables of the outcomes."""
 
     def draw(self, by_part: ByPart, path: Path) -> Path:
-        """A figure of the outcomes."""
+        """A figure of the outcomes.
+
+        Args:
+            by_part: Outcomes of each part.
+            path: File to write.
+        """
 
 
 class StudyScale(BaseModel):
@@ -105,6 +115,10 @@ def load_study(name: str) -> StudyPreset:
 
 def make_study(kind: str, settings: Options) -> Study:
     """A study with checked settings.
+
+    Args:
+        kind: Name of the study.
+        settings: Options of the study.
 
     Raises:
         ConfigError: There is no such study or setting, or a value is wrong.
@@ -179,7 +193,12 @@ class StudyRuns:
         self.study = make_study(self.preset.study, self.settings)
 
     def identity(self, part: str, seed: int) -> dict[str, Any]:
-        """All that decides a part."""
+        """All that decides a part.
+
+        Args:
+            part: Name of the part.
+            seed: Seed of the run.
+        """
         return {"study": self.preset.study, "part": part, "settings": self.settings, "seed": seed}
 
     def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[str, int, Outcome]]:
@@ -205,7 +224,12 @@ class StudyRuns:
             yield part, seed, self.outcome(part, seed)
 
     def outcome(self, part: str, seed: int) -> Outcome:
-        """Return the stored outcome of a part, or run the part."""
+        """Return the stored outcome of a part, or run the part.
+
+        Args:
+            part: Name of the part.
+            seed: Seed of the run.
+        """
         run = self.identity(part, seed)
         outcome = read_outcome(self.results, run)
         if outcome is None:

@@ -86,7 +86,13 @@ def value_format(name: str) -> tuple[str, float, int]:
 
 
 def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = None) -> float | None:
-    """A value of a run, in its own unit; None if the run has none. ``base`` is the run of the first row, in other rows."""
+    """A value of a run, in its own unit; None if the run has none. ``base`` is the run of the first row, in other rows.
+
+    Args:
+        summary: Summary of a run.
+        name: Name of the value.
+        base: Summary of the run in the first row, or None.
+    """
     if name == "saving":
         own_bytes = summary.get("bytes_to_target")
         if own_bytes is None or base is None:
@@ -103,7 +109,12 @@ def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = N
 
 
 def expand_values(values: list[str], summaries: list[dict[str, Any]]) -> list[str]:
-    """The values with ``consensus/*`` replaced by what the runs have of it, in order of depth."""
+    """The values with ``consensus/*`` replaced by what the runs have of it, in order of depth.
+
+    Args:
+        values: Names of values.
+        summaries: Summaries of the runs.
+    """
     names = dict.fromkeys(name for summary in summaries for name in summary)
     expanded: list[str] = []
     for value in values:
@@ -146,7 +157,12 @@ def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
 
 
 def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
-    """Rounds and bytes to a table's target; the run may have been made for another one, or for none."""
+    """Rounds and bytes to a table's target; the run may have been made for another one, or for none.
+
+    Args:
+        outcome: Outcome of a run.
+        target: Target of the table, or None.
+    """
     summary, curve = outcome["summary"], outcome["curve"]
     if target is None or summary.get("target") == target:
         return {name: summary.get(name) for name in TO_TARGET}
@@ -157,7 +173,12 @@ def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
 
 
 def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]) -> list[TableEntry]:
-    """The numbers of a table from its runs."""
+    """The numbers of a table from its runs.
+
+    Args:
+        preset: The preset.
+        outcomes: Cells with the outcomes of their runs.
+    """
     by: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     configs, published = dict[tuple[str, str], Experiment](), published_settings(preset)
     for cell, outcome in outcomes:
@@ -269,6 +290,13 @@ def _line(name: str, e: TableEntry, digits: int) -> list[str]:
 def signed_difference(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
     """A difference over ``count`` of ``seeds``, with its sign, and its spread if there is more than one.
 
+    Args:
+        mean: Mean difference.
+        std: Standard deviation.
+        count: Number of seeds with a value.
+        digits: Digits after the decimal point.
+        seeds: Number of seeds of the table.
+
     >>> signed_difference(1.234, 0.5, 3, 1, 3), signed_difference(1.234, 0.0, 1, 1, 3)
     ('+1.2 ± 0.5', '+1.2 (1 of 3)')
     """
@@ -282,6 +310,11 @@ def as_json(table: list[TableEntry]) -> list[dict[str, Any]]:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table in markdown."""
+    """A table in markdown.
+
+    Args:
+        header: Titles of the columns.
+        rows: Texts of the cells.
+    """
     table = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(table + ["| " + " | ".join(row) + " |" for row in rows])

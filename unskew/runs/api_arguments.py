@@ -22,6 +22,11 @@ def config_from_arguments(
 ) -> dict[str, Any]:
     """The values of an experiment; data and a model that are given stand there by their names.
 
+    Args:
+        options: Fields of the experiment by name.
+        federation: Data that were passed as objects, or None.
+        model: Model that was passed, or None.
+
     Raises:
         ConfigError: The data are no federation, or an option says something else about the data.
     """

@@ -23,7 +23,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None, method: Method) -> ModelSpec:
-    """The model's layout and initial weights, which depend on the seed only."""
+    """The model's layout and initial weights, which depend on the seed only.
+
+    Args:
+        config: Configuration of the run.
+        federation: Data of all clients.
+        model: Model that was passed in Python; None builds the configured one.
+        method: Method of the run.
+    """
     x = federation.test[0]
 
     def spec_of(module: nn.Module, head: str | None) -> ModelSpec:
@@ -60,7 +67,12 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
 
 
 def match_model_input_range(federation: Federation, spec: ModelSpec) -> Federation:
-    """The federation with its images as intensities from 0 to 1, if the model normalizes them itself; else as it is."""
+    """The federation with its images as intensities from 0 to 1, if the model normalizes them itself; else as it is.
+
+    Args:
+        federation: Data of all clients.
+        spec: Layout of the model.
+    """
     if not spec.intensities:
         return federation
     normalization, x = federation.normalization, federation.test[0]

@@ -123,6 +123,10 @@ def check_budget(minutes: object) -> None:
 def check_within(cost: Cost | None, minutes: float) -> None:
     """Reject runs that take longer than a budget.
 
+    Args:
+        cost: Estimated cost, or None if it was not measured.
+        minutes: Largest duration in minutes.
+
     Raises:
         ConfigError: If the estimate is above the budget, or there is none.
     """
@@ -194,6 +198,15 @@ def seconds_of_run(
     runs: Mapping[str, tuple[Experiment, Method, int]],
 ) -> tuple[float | None, bool]:
     """Estimate the seconds of one run; None if plain training of all runs takes less than ``worth``.
+
+    Args:
+        config: Configuration of the run.
+        method: Method of the run.
+        federation: Data of all clients.
+        model: Model that was passed in Python, or None.
+        at_once: Number of runs at a time.
+        worth: Duration in seconds below which nothing is measured.
+        runs: Configuration, method and number of runs of each method.
 
     Returns:
         The seconds, and whether the measurement was completed; otherwise they are a lower bound.

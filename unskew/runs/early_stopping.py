@@ -133,7 +133,12 @@ class BestModelKeeper:
             )
 
     def offer(self, round: int, value: float | None) -> None:
-        """Store the server's model if its objective on the held-out samples is the best so far."""
+        """Store the server's model if its objective on the held-out samples is the best so far.
+
+        Args:
+            round: Number of finished rounds.
+            value: Objective on the held-out samples, or None.
+        """
         if not self.active or value is None or not math.isfinite(value):
             return
         rank = self.stopping.objective.rank(value)

@@ -119,7 +119,12 @@ class InputSpec(BaseModel):
 
 
 def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
-    """Return the input specification of a model trained on these data."""
+    """Return the input specification of a model trained on these data.
+
+    Args:
+        federation: Data of all clients.
+        config: Configuration of the run.
+    """
     x, known, spec = federation.test[0], federation.normalization, config.data_spec
     kinds: dict[torch.dtype, Kind] = {torch.uint8: "uint8", torch.int64: "tokens"}
     numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
@@ -147,7 +152,13 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
 
 
 def write_inputs(folder: Path, federation: Federation, config: Experiment) -> None:
-    """Write ``inputs.json``."""
+    """Write ``inputs.json``.
+
+    Args:
+        folder: Run folder.
+        federation: Data of all clients.
+        config: Configuration of the run.
+    """
     write_atomic(folder / NAME, input_spec_of(federation, config).model_dump_json(indent=1).encode())
 
 

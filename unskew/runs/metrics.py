@@ -63,6 +63,10 @@ class RunMetrics:
 def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     """Return the metrics of a run, with the user's functions.
 
+    Args:
+        config: Configuration of the run.
+        federation: Data of all clients.
+
     Raises:
         ConfigError: If a metric does not fit the task, or a function cannot be imported or has a name that is in use.
     """

@@ -111,7 +111,14 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
 
 
 def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> ParallelOn:
-    """``N@ADDRESS`` for so many works."""
+    """``N@ADDRESS`` for so many works.
+
+    Args:
+        parallel: ``N@ADDRESS``.
+        works: Number of jobs.
+        small: Whether one core is enough for a job.
+        deadline: Seconds without any reply after which the jobs end.
+    """
     number, _, address = parallel.partition("@")
     at = ParallelOn(works if number == "auto" else min(int(number), works))
     at.address, at.auto, at.small, at.deadline = address, number == "auto", small, deadline

@@ -46,5 +46,10 @@ def classifier_curves(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]
 
 
 def one_curve(x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
-    """Return the points of a curve as they are written."""
+    """Return the points of a curve as they are written.
+
+    Args:
+        x: Horizontal coordinates.
+        y: Vertical coordinates.
+    """
     return {"x": x.round(4).tolist(), "y": y.round(4).tolist()}

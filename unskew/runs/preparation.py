@@ -24,6 +24,10 @@ SYNTHETIC = "synthetic"
 def check_given_set(config: Experiment, method: Method) -> None:
     """Refuse a synthetic set that nothing would use, or that is not there.
 
+    Args:
+        config: Configuration of the run.
+        method: Method of the run.
+
     Raises:
         ConfigError: It is so.
     """
@@ -57,6 +61,15 @@ def prepare(
     """Apply the data rules of ``method`` in order.
 
     What they make is kept in ``shared`` if there is one, else in the run folder, which then can be resumed from the start.
+
+    Args:
+        method: Method of the run.
+        federation: Data of all clients.
+        config: Configuration of the run.
+        device: Device that computes.
+        folder: Run folder, or None.
+        shared: Folder of data that several runs share, or None.
+        callbacks: Objects that are notified during the run.
     """
 
     def tell(text: str, done: float, total: float) -> None:

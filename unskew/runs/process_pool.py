@@ -103,7 +103,12 @@ class RunningJob:
 
 
 def next_job(waiting: list[Job], done: Container[Hashable]) -> Job | None:
-    """The first work whose time has come, which waits no longer."""
+    """The first work whose time has come, which waits no longer.
+
+    Args:
+        waiting: Jobs that have not started.
+        done: Keys of finished jobs.
+    """
     work = next((work for work in waiting if all(name in done for name in work.after)), None)
     if work is not None:
         waiting.remove(work)
@@ -132,7 +137,12 @@ class ProcessPool:
             self.processes[ours] = process
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """Run the jobs; ends early if ``stopped`` is not empty. See ``unskew.runs.parallel.run_jobs``."""
+        """Run the jobs; ends early if ``stopped`` is not empty. See ``unskew.runs.parallel.run_jobs``.
+
+        Args:
+            works: Jobs to run.
+            stopped: Signals that were received.
+        """
         waiting = list(works)
         while (waiting or self.busy) and not stopped:
             self._hand_out(waiting)

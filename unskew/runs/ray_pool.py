@@ -175,7 +175,12 @@ class RayJobPool:
         self.flying: list[_RemoteJob] = []
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """Run the jobs; ends early if ``stopped`` is not empty. See ``unskew.runs.parallel.run_jobs``."""
+        """Run the jobs; ends early if ``stopped`` is not empty. See ``unskew.runs.parallel.run_jobs``.
+
+        Args:
+            works: Jobs to run.
+            stopped: Signals that were received.
+        """
         waiting, done, heard = list(works), set[Hashable](), time.monotonic()
         with _marked([*self.folders, *_folders(works)]) as marks:
             while (waiting or self.flying) and not stopped:

@@ -137,6 +137,10 @@ def stored_content(prepared: PreparedData) -> str:
 def check_data(extra: dict[str, Any], prepared: PreparedData) -> None:
     """Refuse to go on with other data.
 
+    Args:
+        extra: Values of the checkpoint.
+        prepared: Data of the resumed run.
+
     Raises:
         CheckpointError: They are not what the run was made with.
     """
@@ -152,6 +156,10 @@ def check_data(extra: dict[str, Any], prepared: PreparedData) -> None:
 def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
     """Refuse to go on with the trained part of a model whose other part has changed since.
 
+    Args:
+        extra: Values of the checkpoint.
+        spec: Layout of the model.
+
     Raises:
         CheckpointError: The parameters that are not trained are others than those of the run.
     """
@@ -164,6 +172,11 @@ def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
 
 def check_target_rounds(before: object, done: int, config: Experiment) -> None:
     """Refuse another number of rounds where it would change what was done.
+
+    Args:
+        before: Number of rounds when the run began.
+        done: Number of finished rounds.
+        config: Configuration of the run.
 
     Raises:
         CheckpointError: Fewer rounds than are done, or a learning rate that falls towards the last one.
@@ -179,6 +192,10 @@ def check_target_rounds(before: object, done: int, config: Experiment) -> None:
 
 def check_same(then: dict[str, Any], now: Experiment) -> None:
     """Refuse to go on with a run under another configuration; its data may lie elsewhere by now.
+
+    Args:
+        then: Fields of the configuration when the run began.
+        now: Configuration of the resumed run.
 
     Raises:
         CheckpointError: A field differs that decides what the run is.

@@ -100,6 +100,16 @@ def run_experiment(
     """Carry out ``config``; see ``run``. What its method makes before training is kept in ``shared`` for other runs, too.
 
     A ``method`` that is given is the one that ``config`` names.
+
+    Args:
+        config: Configuration of the run.
+        federation: Data; None loads those of the configuration.
+        model: Model; None builds that of the configuration.
+        method: Method; None creates that of the configuration.
+        out: Run folder to write; None writes nothing.
+        resume: Whether to continue the run in ``out``.
+        callbacks: Objects that are notified during the run.
+        shared: Folder of prepared data that several runs share, or None.
     """
     check_federation(federation)
     folder = None if out is None else parse_path(out).absolute()
@@ -165,7 +175,12 @@ def _execute(
 
 
 def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Federation:
-    """The data of a run; callbacks that show what is made before the first round are told of reading that takes long."""
+    """The data of a run; callbacks that show what is made before the first round are told of reading that takes long.
+
+    Args:
+        config: Configuration of the run.
+        callbacks: Objects that are notified during the run.
+    """
 
     def follow(text: str, done: float, total: float) -> None:
         for hook in callback_hooks(callbacks, "prepare"):
@@ -176,7 +191,12 @@ def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Fe
 
 
 def notify_loaded(callbacks: Sequence[Callback], federation: Federation) -> None:
-    """Show the data to the callbacks that have a function ``loaded``, before anything is trained."""
+    """Show the data to the callbacks that have a function ``loaded``, before anything is trained.
+
+    Args:
+        callbacks: Objects that are notified during the run.
+        federation: Data of all clients.
+    """
     for hook in callback_hooks(callbacks, "loaded"):
         hook(federation)
 
@@ -246,7 +266,12 @@ def check_method_known(spelling: str) -> None:
 
 
 def override_paths(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration with changes; a ``data_path`` takes the place of a path that the name of the data holds."""
+    """A stored configuration with changes; a ``data_path`` takes the place of a path that the name of the data holds.
+
+    Args:
+        stored: Stored configuration.
+        changes: Fields that change.
+    """
     values, path = {**stored, **changes}, changes.get("data_path")
     if not path or "data" in changes:
         return values
@@ -259,6 +284,10 @@ def override_paths(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 def check_unfinished(folder: Path, rounds: int) -> None:
     """Refuse to go on with a run that came to its end.
+
+    Args:
+        folder: Run folder.
+        rounds: Number of rounds.
 
     Raises:
         CheckpointError: It has so many rounds, or more.

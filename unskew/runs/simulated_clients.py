@@ -50,10 +50,20 @@ class SimulatedClients:
         """Handle the start of the run, or its resumption after ``start`` rounds."""
 
     def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
-        """Handle the end of round ``t``, before it is evaluated and recorded."""
+        """Handle the end of round ``t``, before it is evaluated and recorded.
+
+        Args:
+            t: Number of the round, from 0.
+            figures: Metrics of the round.
+        """
 
     def finished_round(self, t: int, last: bool) -> None:
-        """Handle the end of round ``t``, after it was recorded; ``last`` if the run ends with it."""
+        """Handle the end of round ``t``, after it was recorded; ``last`` if the run ends with it.
+
+        Args:
+            t: Number of the round, from 0.
+            last: Whether the run ends with it.
+        """
 
     def saved(self, rounds: int) -> None:
         """Handle a checkpoint after so many rounds."""

@@ -30,6 +30,12 @@ def check_method(
 ) -> tuple[ModelSpec, list[str]]:
     """Refuse, before anything is trained, a method that does not fit the data, the model, the optimizer or the server.
 
+    Args:
+        config: Configuration of the run.
+        federation: Data of all clients.
+        model: Model that was passed in Python, or None.
+        method: Method of the run.
+
     Returns:
         The model's layout, and what a user should be told before the run.
 
@@ -80,7 +86,12 @@ def check_method(
 
 
 def resolve_weighting(config: Experiment, method: Method) -> Weights:
-    """Return the client weighting: as configured, otherwise as the method defines it."""
+    """Return the client weighting: as configured, otherwise as the method defines it.
+
+    Args:
+        config: Configuration of the run.
+        method: Method of the run.
+    """
     if config.client_weighting != "auto":
         return config.client_weighting
     return method.weights or server_rule(method).weights or "samples"
@@ -88,6 +99,10 @@ def resolve_weighting(config: Experiment, method: Method) -> Weights:
 
 def check_task(method: Method, federation: Federation) -> None:
     """Refuse a task that a rule cannot be trained for, and needs that the core does not know.
+
+    Args:
+        method: Method of the run.
+        federation: Data of all clients.
 
     Raises:
         ConfigError: There is such a rule.
@@ -106,6 +121,10 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
     """Refuse what cannot be had if the server sees only the weighted sum of updates.
 
     The simulator forms that sum itself; the cryptography that hides single updates on real machines is not simulated.
+
+    Args:
+        method: Method of the run.
+        diagnose: Diagnostics of the run.
 
     Raises:
         MethodConflict: A rule reads single updates.

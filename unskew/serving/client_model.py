@@ -21,6 +21,10 @@ from unskew.simulation.personal_models import has_fine_tuning, has_personal_mode
 def client_number(folder: Path, client: int | str) -> int:
     """The number of a client that is named by its number or its name.
 
+    Args:
+        folder: Run folder.
+        client: Number or name of the client.
+
     Raises:
         ConfigError: The run has no such client.
         CheckpointError: ``clients.jsonl`` is missing or damaged.

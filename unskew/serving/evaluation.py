@@ -56,7 +56,13 @@ def evaluate_rows(
 
 
 def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
-    """Return the labels of rows as the model's classes, ``[n]`` or ``[n, L]``; of regression the numbers ``[n, T]``."""
+    """Return the labels of rows as the model's classes, ``[n]`` or ``[n, L]``; of regression the numbers ``[n, T]``.
+
+    Args:
+        rows: Rows of the file.
+        inputs: Input specification of the model.
+        path: The file, for errors.
+    """
     if rows.table is None:  # images lie in a folder per class
         label_names, ys = np.unique([str(name).split("/")[0] for name in rows.names], return_inverse=True)
         names, labels = tuple(label_names.tolist()), ys.reshape(-1)
@@ -90,7 +96,13 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
 
 
 def compute_metrics(outputs: np.ndarray, y: np.ndarray, inputs: InputSpec) -> dict[str, float]:
-    """Return the metrics of the model's task; see ``evaluate_rows``."""
+    """Return the metrics of the model's task; see ``evaluate_rows``.
+
+    Args:
+        outputs: Probabilities or predictions, ``[n, C]``.
+        y: Labels, ``[n]``, ``[n, L]`` or ``[n, T]``.
+        inputs: Input specification of the model.
+    """
     if inputs.task == "regression":
         return regression_metrics(regression_sums(torch.from_numpy(outputs), torch.from_numpy(y)))
     chance = np.clip(outputs, 1e-15, 1 - 1e-15)

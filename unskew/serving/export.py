@@ -82,6 +82,10 @@ def export(
 def save_pretrained(found: OpenedRun, folder: Path) -> None:
     """Write a folder that ``transformers`` loads, with the tokenizer.
 
+    Args:
+        found: Run with its model.
+        folder: Folder to write.
+
     Raises:
         ConfigError: It is not a model of texts that comes from ``transformers``.
     """

@@ -98,6 +98,11 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
 def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:
     """Return columns of the file that rows are from, by name.
 
+    Args:
+        rows: Rows of the file.
+        names: Names of the columns.
+        path: The file, for errors.
+
     Raises:
         ConfigError: If the rows are not from a table, or a name has another meaning among predictions.
         DataError: If there is no such column.
@@ -115,7 +120,13 @@ def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str,
 
 
 def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
-    """The inputs in a table's columns."""
+    """The inputs in a table's columns.
+
+    Args:
+        table: Table in memory.
+        path: The file, for errors.
+        inputs: Input specification of the model.
+    """
     wanted = inputs.text or inputs.features or ((inputs.image,) if inputs.image else ())
     if not wanted and inputs.kind == "uint8":
         raise DataError(f"The model takes images; {path} is a table. Give an image file, or a folder of images.")
@@ -141,7 +152,12 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
 
 
 def unknown_categories(table: Any, inputs: InputSpec) -> tuple[UnknownCategories, ...]:
-    """Return values of categorical columns that are neither missing nor known from training."""
+    """Return values of categorical columns that are neither missing nor known from training.
+
+    Args:
+        table: Table in memory.
+        inputs: Input specification of the model.
+    """
     unknown = []
     for column in inputs.columns:
         if column.kind == "category":

@@ -46,6 +46,10 @@ class ServedModel(Predictor):
     def evaluate_file(self, path: str | Path, by: str | None = None) -> list[dict[str, Any]]:
         """Return the metrics on the labeled rows of a file, overall and for each value of the column ``by``.
 
+        Args:
+            path: File with labeled rows.
+            by: Column whose values form groups; None: no groups.
+
         Raises:
             ConfigError: If the run does not name a label column.
             DataError: If the file does not fit the model, or has other classes.
@@ -101,7 +105,14 @@ def load_predictor(
 def open_run(
     run: str | Path, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
 ) -> OpenedRun:
-    """A finished run with its model; see ``load``."""
+    """A finished run with its model; see ``load``.
+
+    Args:
+        run: Run folder.
+        client: Number or name of a client for its personal model; None: the global model.
+        model: Model that was passed to the run in Python.
+        trust_code: Whether code that the file names may be imported.
+    """
     folder = parse_path(run)
     check_run(folder)
     if not (folder / FINAL).is_file():

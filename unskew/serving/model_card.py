@@ -97,7 +97,12 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
 
 
 def card_metrics(task: str, config: Experiment) -> dict[str, str]:
-    """The figures of a summary that the card shows, and what it calls them."""
+    """The figures of a summary that the card shows, and what it calls them.
+
+    Args:
+        task: Name of the task.
+        config: Configuration of the run.
+    """
     key = "r2" if task == "regression" else "accuracy"
     further = dict.fromkeys(metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO)
     name = SCORES[key]
@@ -149,7 +154,12 @@ def without_seed(folder: Path) -> dict[str, Any] | None:
 
 
 def mean_std_over_seeds(runs: list[dict[str, Any]], key: str) -> tuple[float, float | None]:
-    """Mean and standard deviation over seeds; of a single one there is none."""
+    """Mean and standard deviation over seeds; of a single one there is none.
+
+    Args:
+        runs: Summaries of the runs.
+        key: Key of a number in them.
+    """
     values = [float(run[key]) for run in runs if isinstance(run.get(key), int | float)]
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
@@ -178,7 +188,12 @@ def unskew_version(folder: Path) -> str:
 
 
 def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
-    """Describe the training data and their owners."""
+    """Describe the training data and their owners.
+
+    Args:
+        found: Run with its model.
+        own: Texts that the user supplied.
+    """
     inputs = found.inputs
     kinds = {"uint8": "images with values from 0 to 255", "tokens": "token ids", "float": "numbers"}
     lines = [
@@ -203,7 +218,12 @@ def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
 
 
 def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
-    """Describe the training."""
+    """Describe the training.
+
+    Args:
+        found: Run with its model.
+        own: Texts that the user supplied.
+    """
     config, names = found.config, re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))
     papers = dict.fromkeys(rule_class(name).paper for name in names if name in METHODS)
     amount, unit = (config.local_steps, "step") if config.local_steps else (config.local_epochs, "epoch")
@@ -219,7 +239,12 @@ def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
 
 
 def use_text(found: OpenedRun, kind: str) -> str:
-    """Describe how to use the model."""
+    """Describe how to use the model.
+
+    Args:
+        found: Run with its model.
+        kind: Format of the export.
+    """
     if kind == "transformers":
         kinds = "AutoModelForCausalLM" if found.inputs.task == "language" else "AutoModelForSequenceClassification"
         bytes_ = found.inputs.tokenizer == "bytes"
@@ -245,7 +270,14 @@ def use_text(found: OpenedRun, kind: str) -> str:
 
 
 def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: int | str | None) -> list[str]:
-    """Describe the limitations to know before using the model."""
+    """Describe the limitations to know before using the model.
+
+    Args:
+        found: Run with its model.
+        own: Texts that the user supplied.
+        seeds: Number of runs that the metrics are from.
+        client: Client of the personal model, or None.
+    """
     texts = [
         "It was trained in a simulation: the clients were parts of one data set on one machine.",
         f"It knows no inputs but of the kind above, and gives {output_kind(found.inputs)} to others, too."

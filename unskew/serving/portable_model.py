@@ -81,7 +81,12 @@ class PortableModel(nn.Module):
 
 
 def example_inputs(found: OpenedRun, count: int) -> Tensor:
-    """Inputs as they might be, drawn at random."""
+    """Inputs as they might be, drawn at random.
+
+    Args:
+        found: Run with its model.
+        count: Number of samples.
+    """
     inputs = found.inputs
     draws, shape = generator(0, "export", count), (count, *inputs.shape)
     if inputs.kind == "uint8":
@@ -132,6 +137,11 @@ def file_metadata(found: OpenedRun) -> dict[str, str]:
 
 def write_model(found: OpenedRun, kind: str, file: Path) -> float:
     """Write the model as ``torch``, ``onnx`` or ``torchscript``, and look whether the file gives what the model gives.
+
+    Args:
+        found: Run with its model.
+        kind: ``torch``, ``onnx`` or ``torchscript``.
+        file: File to write.
 
     Returns:
         The largest difference of a probability, or of a number in its standard deviations.

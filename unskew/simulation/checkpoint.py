@@ -118,7 +118,13 @@ def _keep(path: Path, copy: Path, known: str | None) -> str:
 
 
 def drop_old_checkpoints(folder: Path, keep: int | None = None, after: int | None = None) -> None:
-    """Remove unfinished checkpoints, all but the last ``keep`` and those ``after`` a round (damaged, to be redone)."""
+    """Remove unfinished checkpoints, all but the last ``keep`` and those ``after`` a round (damaged, to be redone).
+
+    Args:
+        folder: Folder of the checkpoints.
+        keep: Number of checkpoints to keep; None: all.
+        after: Number of rounds after which checkpoints are removed; None: none.
+    """
     checkpoints = list_checkpoints(folder)
     kept_checkpoints = [path for path in checkpoints if after is None or int(path.name) <= after][:keep]
     for path in [*checkpoints, *folder.glob(".*.new")]:

@@ -54,7 +54,12 @@ class ClientStore:
         return self._memory.get(client, {})
 
     def put(self, client: int, tensors: Tensors) -> None:
-        """Replace what the client keeps. They must not be views of memory that will be written again."""
+        """Replace what the client keeps. They must not be views of memory that will be written again.
+
+        Args:
+            client: Number of the client.
+            tensors: Tensors by name.
+        """
         if not tensors:
             return
         self._forget(client)
@@ -68,7 +73,13 @@ class ClientStore:
         return ClientState.of(self.get(client)), None
 
     def keep(self, client: int, newer: ClientState, file: tuple[str, str] | None) -> None:
-        """Store the client's new state, in memory or as a file with a checksum."""
+        """Store the client's new state, in memory or as a file with a checksum.
+
+        Args:
+            client: Number of the client.
+            newer: New state of the client.
+            file: Path and checksum of a file that already contains it.
+        """
         self.put(client, ClientState.of(self.get(client)).updated(newer).tensors())
 
     def checksum(self, client: int) -> str | None:

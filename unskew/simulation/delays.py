@@ -155,6 +155,10 @@ def read_trace(path: Path) -> dict[int | None, list[int]]:
 def parse_nonnegative(text: str | None, what: str) -> int:
     """A number that is not negative.
 
+    Args:
+        text: Text to read.
+        what: Start of the error, such as "a delay is an integer".
+
     Raises:
         DataError: It is none.
 

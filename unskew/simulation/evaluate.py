@@ -151,7 +151,14 @@ class Evaluator:
         return torch.cat(right), torch.cat(scores), torch.cat(losses), torch.stack(tallies).sum(0)
 
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of every sample, ``[n]``, in float64."""
+        """The loss of every sample, ``[n]``, in float64.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+            x: Stored samples, ``[n, ...]``.
+            y: Targets, ``[n]``.
+        """
         vector = x.dim() == 2 and x.is_floating_point()
         size = 20 * BATCH if vector else self.batch  # a vector is small
         losses_list = []
@@ -164,7 +171,12 @@ class Evaluator:
         return torch.cat(losses_list)
 
     def evaluate_test(self, v: Tensor, b: Tensor) -> Score:
-        """The model ``v [d], b [m]`` on the test set."""
+        """The model ``v [d], b [m]`` on the test set.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+        """
         kept_scores: list[Tensor] | None = [] if self.metrics else None
         right, scores, losses, tally = self._samples(v, b, *self._test, kept=kept_scores)
         loss = float(losses.sum() / scores.sum())
@@ -174,7 +186,12 @@ class Evaluator:
         return Score(figures.pop(self.task.scored, mean_accuracy(right, scores)), loss, figures)
 
     def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return the true values of the test set and the model's probabilities or predictions for it."""
+        """Return the true values of the test set and the model's probabilities or predictions for it.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+        """
         kept_scores: list[Tensor] = []
         self._samples(v, b, *self._test, kept=kept_scores)
         return self._arrays(kept_scores, self.test[1])
@@ -261,7 +278,14 @@ class Evaluator:
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
     def one(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
-        """A client's own model on its own data; with ``each`` also the metrics beyond the scored one and the loss."""
+        """A client's own model on its own data; with ``each`` also the metrics beyond the scored one and the loss.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+            client: Data of the client.
+            each: Whether to compute all metrics, in addition to the primary one and the loss.
+        """
         if len(client.y_test):
             kept_scores: list[Tensor] | None = [] if each and self.task.name != "language" else None
             scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, kept=kept_scores)
@@ -286,19 +310,36 @@ class Evaluator:
 
 
 def evaluated_clients(total: int, most: int, seed: int) -> list[int]:
-    """Return the clients that are evaluated, in order: at most ``most`` of ``total``, drawn by the seed of the run."""
+    """Return the clients that are evaluated, in order: at most ``most`` of ``total``, drawn by the seed of the run.
+
+    Args:
+        total: Number of clients.
+        most: Largest number of evaluated clients.
+        seed: Seed of the run.
+    """
     if most >= total:
         return list(range(total))
     return sorted(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False).tolist())
 
 
 def mean_accuracy_and_loss(right: Tensor, asked: Tensor, losses: Tensor) -> tuple[float, float]:
-    """Accuracy and mean loss over all predictions of some samples, ``[n]`` each."""
+    """Accuracy and mean loss over all predictions of some samples, ``[n]`` each.
+
+    Args:
+        right: Number of correct predictions per sample, ``[n]``.
+        asked: Number of predictions per sample, ``[n]``.
+        losses: Loss per sample, ``[n]``.
+    """
     return mean_accuracy(right, asked), float(losses.sum() / asked.sum().clamp_min(1))
 
 
 def mean_accuracy(right: Tensor, asked: Tensor) -> float:
-    """Accuracy over all predictions: ``right [n]`` of each sample, weighted by how many it asks for."""
+    """Accuracy over all predictions: ``right [n]`` of each sample, weighted by how many it asks for.
+
+    Args:
+        right: Number of correct predictions per sample, ``[n]``.
+        asked: Number of predictions per sample, ``[n]``.
+    """
     return float((right * asked).sum() / asked.sum().clamp_min(1))
 
 

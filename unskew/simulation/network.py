@@ -50,11 +50,21 @@ class Network:
         return frozenset(update.client for update in self.pending)
 
     def drops(self, round: int, client: int) -> bool:
-        """Return whether this client fails in this round; known before it trains, so that no time is spent on it."""
+        """Return whether this client fails in this round; known before it trains, so that no time is spent on it.
+
+        Args:
+            round: Number of the round, from 0.
+            client: Number of the client.
+        """
         return self.drop > 0 and numpy_generator(self.seed, "drop", round, client).random() < self.drop
 
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
-        """The updates that reach the server in ``round``, by round of their broadcast and by client."""
+        """The updates that reach the server in ``round``, by round of their broadcast and by client.
+
+        Args:
+            round: Number of the round, from 0.
+            results: Updates as they were trained.
+        """
         if self.delays.instant:
             return (replace_fields(update, arrived=round) for update in results)
         arrivals = [update for update in self.pending if update.arrived == round]
@@ -80,7 +90,12 @@ class Network:
 
 
 def age_metrics(ages: Sequence[int], in_flight: int) -> dict[str, Any]:
-    """Return the round metrics on the ages of updates in rounds, and on updates in flight."""
+    """Return the round metrics on the ages of updates in rounds, and on updates in flight.
+
+    Args:
+        ages: Age of each update that arrived, in rounds.
+        in_flight: Number of updates that have not arrived.
+    """
     return {
         "arrivals": len(ages),
         "in_flight": in_flight,

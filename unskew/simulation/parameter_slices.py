@@ -20,6 +20,10 @@ from unskew.protocol.updates import Masks
 def complement_slices(slices: Slices, size: int) -> Slices:
     """The rest of a vector of ``size`` elements; ``slices`` are in order.
 
+    Args:
+        slices: Slices in order.
+        size: Length of the vector.
+
     >>> complement_slices((slice(2, 4), slice(7, 9)), 9)
     (slice(0, 2, None), slice(4, 7, None))
     """
@@ -29,6 +33,11 @@ def complement_slices(slices: Slices, size: int) -> Slices:
 
 def subtract_slices(slices: Slices | None, others: Slices | None, size: int) -> Slices:
     """The parts of ``slices`` that are in none of ``others``.
+
+    Args:
+        slices: Slices in order; None: the whole vector.
+        others: Slices to remove; None: the whole vector.
+        size: Length of the vector.
 
     >>> subtract_slices((slice(0, 6),), (slice(2, 3),), 9)
     (slice(0, 2, None), slice(3, 6, None))
@@ -51,6 +60,11 @@ def subtract_slices(slices: Slices | None, others: Slices | None, size: int) -> 
 
 def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: str) -> None:
     """Refuse slices that are not in order, that overlap, or that are beyond the vector.
+
+    Args:
+        edges: Start, stop and step of each slice.
+        size: Length of the vector.
+        who: Name of the rule, for the error.
 
     Raises:
         ConfigError: They are not those of a part of a vector of ``size`` elements.
@@ -105,7 +119,12 @@ class SliceExchange:
         return both
 
     def figures(self, rules: dict[str, Tensors], round: int) -> dict[str, Any]:
-        """Return the rule's metrics of a finished round."""
+        """Return the rule's metrics of a finished round.
+
+        Args:
+            rules: State of each rule.
+            round: Number of the round, from 0.
+        """
         return {} if self.sync is None else self.sync.round_metrics(rules[self.sync.name], round, self.spec)
 
     def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:
@@ -116,16 +135,32 @@ class SliceExchange:
         return slices_mask(slices, self.spec.size).to(device), buffer_mask(self.spec, slices).to(device)
 
     def masks(self, slices: Slices | None, device: torch.device) -> Masks | None:
-        """Return masks of the parameters in the slices and of the statistics sent with them; None for all."""
+        """Return masks of the parameters in the slices and of the statistics sent with them; None for all.
+
+        Args:
+            slices: Slices that are sent; None: all.
+            device: Device that computes.
+        """
         return None if slices is None else self._masks(tuple((span.start, span.stop) for span in slices), device)
 
     def buffer_masks(self, slices: Slices | None, b: Tensor) -> int:
-        """Bytes of the statistics that travel with the slices."""
+        """Bytes of the statistics that travel with the slices.
+
+        Args:
+            slices: Slices that are sent; None: all.
+            b: Buffers of the model, ``[m]``.
+        """
         count = len(b) if slices is None else int(buffer_mask(self.spec, slices).sum())
         return count * b.element_size()
 
     def only_sent(self, sent: Masks | None, new: Tensors, old: Tensors) -> Tensors:
-        """A server rule's next state; what it holds per parameter stays as it was where nothing was sent."""
+        """A server rule's next state; what it holds per parameter stays as it was where nothing was sent.
+
+        Args:
+            sent: Masks of the entries that some client sent; None: all.
+            new: New state of the rule.
+            old: State before this round.
+        """
         if sent is None:
             return new
         same = {name: old[name] for name in new if name in old and new[name].shape == (self.spec.size,)}

@@ -25,12 +25,22 @@ def has_fine_tuning(method: Method) -> bool:
 
 
 def has_personal_models(method: Method, spec: ModelSpec) -> bool:
-    """Return whether clients have personal models."""
+    """Return whether clients have personal models.
+
+    Args:
+        method: Method of the run.
+        spec: Layout of the model.
+    """
     return has_fine_tuning(method) or keeps_client_state(method, spec)
 
 
 def keeps_client_state(method: Method, spec: ModelSpec) -> bool:
-    """Return whether clients keep models, or parts of them, from round to round."""
+    """Return whether clients keep models, or parts of them, from round to round.
+
+    Args:
+        method: Method of the run.
+        spec: Layout of the model.
+    """
     keeps = any(type(rule).personal is not ClientRule.personal for rule in method.client)
     return keeps or bool(method.sync and method.sync.local_slices(spec))
 
@@ -66,12 +76,22 @@ def serving_model(
 
 
 def with_client_buffers(server: Server, clients: Sequence[int]) -> Served:
-    """The global model with each client's own statistics, if it has any."""
+    """The global model with each client's own statistics, if it has any.
+
+    Args:
+        server: Server after the last round.
+        clients: Clients to serve.
+    """
     return _served(server, clients, own=False)
 
 
 def kept_model(server: Server, clients: Sequence[int]) -> Served:
-    """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one."""
+    """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one.
+
+    Args:
+        server: Server after the last round.
+        clients: Clients to serve.
+    """
     return _served(server, clients, own=True)
 
 

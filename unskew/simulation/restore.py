@@ -25,6 +25,12 @@ Pair = tuple[Tensor, Tensor]
 def restore(path: Path, manifest: dict[str, Any], server: Server, network: Network) -> None:
     """Put a checkpoint's contents into a freshly made server and network.
 
+    Args:
+        path: Folder of the checkpoint.
+        manifest: Content of its manifest.
+        server: New server.
+        network: New network.
+
     Raises:
         CheckpointError: It was written for another model or method, or is corrupted.
     """

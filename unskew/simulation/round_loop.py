@@ -48,7 +48,16 @@ def run_rounds(
     network: Network,
     finished: Callable[[int, dict[str, Any]], bool],
 ) -> None:
-    """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each, and says whether it was the last."""
+    """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each, and says whether it was the last.
+
+    Args:
+        rounds: Numbers of the rounds.
+        sampler: Draws the cohorts.
+        server: Holds the global model.
+        engine: Trains the clients.
+        network: Delivers the updates.
+        finished: Called with the number and the metrics of a round; returns whether it was the last one.
+    """
     with interruptible() as stopped:
         for t in rounds:
             cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
@@ -67,6 +76,10 @@ def run_rounds(
 
 def train_clients(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
     """Yield the update of each broadcast.
+
+    Args:
+        engine: Trains the clients.
+        broadcasts: Messages from the server.
 
     Raises:
         EngineError: The training of a client raised ``StopIteration``, which would end the round without an error.

@@ -10,7 +10,13 @@ from unskew.simulation.server import Server
 
 
 def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[str] = ()) -> str | None:
-    """Return a warning after round ``done`` if it is the first one with non-finite updates."""
+    """Return a warning after round ``done`` if it is the first one with non-finite updates.
+
+    Args:
+        server: Server after the round.
+        done: Number of finished rounds.
+        client_names: Names of the clients.
+    """
     if server.overflowed and server.overflows == 1:
         return (
             f"Round {done}: the server step gave values that are not finite, so the model is unchanged and the "
@@ -51,7 +57,12 @@ def divergence_warning(row: Mapping[str, Any]) -> str | None:
 
 
 def model_unchanged_warning(network: Network, rounds: int) -> str:
-    """Return a warning for a model that did not change in a number of rounds."""
+    """Return a warning for a model that did not change in a number of rounds.
+
+    Args:
+        network: Network of the run.
+        rounds: Number of rounds.
+    """
     waiting = len(network.pending)
     what = (
         f"{waiting} updates were still on their way" if waiting else "no update was used, or those that were are zero"

@@ -26,7 +26,12 @@ class Sampler:
         self.size = max(1, round(participation * clients))
 
     def draw(self, round: int, in_flight: Collection[int] = ()) -> list[int]:
-        """Client ids of the round in ascending order, never one that is still training (fewer if few are idle)."""
+        """Client ids of the round in ascending order, never one that is still training (fewer if few are idle).
+
+        Args:
+            round: Number of the round, from 0.
+            in_flight: Clients that are still training.
+        """
         draws = numpy_generator(self.seed, "cohort", round)
         if in_flight:
             idle = np.setdiff1d(np.arange(self.clients), np.fromiter(in_flight, int))

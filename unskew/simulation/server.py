@@ -146,7 +146,12 @@ class Server:
         return {**all_tensors(self.state, self.rules, self.b), **mean, **waiting, **sent, **best}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
-        """Create the broadcast for ``client`` in ``round`` and count its bytes."""
+        """Create the broadcast for ``client`` in ``round`` and count its bytes.
+
+        Args:
+            round: Number of the round, from 0.
+            client: Number of the client.
+        """
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
         report = self.wants_models and self.parted and self.evaluates(round)
         broadcast = replace_fields(self._cast(round, client, self.v, self.b, down, up), report=report)
@@ -167,7 +172,12 @@ class Server:
         self.sent.pop(client, None)
 
     def final_broadcast(self, round: int, client: int) -> Broadcast:
-        """The final model for a training whose result is only reported, as ``Update.report["v"]``; not counted."""
+        """The final model for a training whose result is only reported, as ``Update.report["v"]``; not counted.
+
+        Args:
+            round: Number of the round, from 0.
+            client: Number of the client.
+        """
         own = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
         down = complement_slices(own, len(self.v)) if own else None
         broadcast = self._cast(round, client, self.evaluated, self.evaluated_b, down, ())
@@ -196,6 +206,10 @@ class Server:
         """Take in the updates of a round, in order; returns the round's figures.
 
         An update that is not finite is left out and counted; with no usable update the model stays as it was.
+
+        Args:
+            round: Number of the round, from 0.
+            arrivals: Updates that arrived, in order.
         """
         intake, discarded = UpdateBuffer(self.method, self.rule, self.meter, self.waiting), 0
         self.skipped_clients = []
@@ -322,5 +336,11 @@ class Server:
 
 
 def all_tensors(state: Tensors, rules: dict[str, Tensors], b: Tensor) -> Tensors:
-    """The server's tensors under names that cannot clash."""
+    """The server's tensors under names that cannot clash.
+
+    Args:
+        state: State of the server rule.
+        rules: Server state of each client rule.
+        b: Buffers of the model, ``[m]``.
+    """
     return {"b": b, **{f"state/{name}": t for name, t in state.items()}, **flatten_records("rules", rules)}

@@ -68,23 +68,48 @@ class ServerTrainer:
         return self
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
-        """Return the indices of each step; see ``ServerTraining``."""
+        """Return the indices of each step; see ``ServerTraining``.
+
+        Args:
+            key: Random key.
+            examples: Number of samples.
+            **changes: Fields of the training configuration to change.
+        """
         return BatchPlan(self._training(changes), examples, int(key), 0, 0).batches
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
-        """Return a batch; see ``ServerTraining``."""
+        """Return a batch; see ``ServerTraining``.
+
+        Args:
+            index: Indices of samples, ``[B]``.
+            step: Number of the step.
+            x: Stored samples; None: those of the server.
+            y: Targets of ``x``.
+        """
         x, y = self._given(x, y)
         there = index.to(y.device)
         inputs = self.inputs(take_rows(x, index.to(x.device)))
         return Batch(inputs, y[there].to(self.device), torch.tensor(step, device=self.device), torch.tensor(step))
 
     def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
-        """Return a gradient function; see ``ServerTraining``."""
+        """Return a gradient function; see ``ServerTraining``.
+
+        Args:
+            loss_fn: Loss of a batch; None: that of the task.
+            b: Buffers of the model, ``[m]``.
+            train: Whether the model is in training mode.
+        """
         self.model.start(b, train)
         return self.model.gradient(loss_fn or self._loss(self.task.loss))
 
     def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> ModelOutput:
-        """Return the outputs of a model; see ``ServerTraining``."""
+        """Return the outputs of a model; see ``ServerTraining``.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+            x: Stored samples, ``[n, ...]``.
+        """
         predict = self.model.predict(v, b)
         outputs_list = [predict(self.inputs(part)) for part in torch.split(x, BATCH)]
         return ModelOutput(torch.cat([o.logits for o in outputs_list]), torch.cat([o.features for o in outputs_list]))
@@ -103,7 +128,20 @@ class ServerTrainer:
         after: Callable[[Tensor], Tensor] | None = None,
         **changes: Any,
     ) -> TrainedModel:
-        """Train a model; see ``ServerTraining``."""
+        """Train a model; see ``ServerTraining``.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+            key: Random key of the batches.
+            x: Stored samples; None: those of the server.
+            y: Targets of ``x``.
+            loss: Loss of logits and targets; None: that of the task.
+            moments: State of the optimizer to continue with.
+            ready: Whether ``x`` are inputs of the model already.
+            after: Function applied to the parameters after every step.
+            **changes: Fields of the training configuration to change.
+        """
         x, y = self._given(x, y)
         training = self._training(changes)
         plan = BatchPlan(training, len(y), int(key), 0, 0)

@@ -29,7 +29,14 @@ class Traffic:
     clients: dict[int, list[int]] = field(default_factory=dict)
 
     def count(self, client: int, direction: Literal["up", "down"], tensors: int, buffers: int) -> None:
-        """Add one transfer."""
+        """Add one transfer.
+
+        Args:
+            client: Number of the client.
+            direction: ``up`` to the server or ``down`` to the client.
+            tensors: Bytes of parameters and further tensors.
+            buffers: Bytes of buffers.
+        """
         both = self.clients.setdefault(client, [0, 0])
         if direction == "up":
             self.up += tensors
@@ -42,13 +49,24 @@ class Traffic:
 
 
 def slice_bytes(slices: Slices | None, v: Tensor) -> int:
-    """Bytes of the slices of a vector that travel."""
+    """Bytes of the slices of a vector that travel.
+
+    Args:
+        slices: Slices that are sent; None: all.
+        v: Vector that is sent in part, ``[d]``.
+    """
     size = len(v) if slices is None else sum(len(range(*s.indices(len(v)))) for s in slices)
     return size * v.element_size()
 
 
 def extra_bytes(tensors: dict[str, Tensors], slices: Slices | None, v: Tensor) -> int:
-    """Bytes of what the rules send beside the model; of a tensor over all parameters, only the slices that travel."""
+    """Bytes of what the rules send beside the model; of a tensor over all parameters, only the slices that travel.
+
+    Args:
+        tensors: Tensors by rule and name.
+        slices: Slices of the parameters that are sent; None: all.
+        v: Parameters, ``[d]``.
+    """
     return sum(
         slice_bytes(slices, t) if t.shape == v.shape else num_bytes([t])
         for rule in tensors.values()

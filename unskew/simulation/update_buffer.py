@@ -41,7 +41,12 @@ class CollectedUpdates:
     arrivals: int = 0
 
     def add(self, update: Update, sent: Masks | None = None) -> None:
-        """Add an update that contains the entries in ``sent`` (None: all)."""
+        """Add an update that contains the entries in ``sent`` (None: all).
+
+        Args:
+            update: Message from the client.
+            sent: Masks of the entries that were sent; None: all.
+        """
         self.aggregate.add(update, sent)
         if self.individual is not None:
             self.individual.append(update)
@@ -69,7 +74,13 @@ class CollectedUpdates:
         return {"count": sums.count, "weight": sums.weight, "examples": sums.examples, "updates": single}
 
     def restore(self, tensors: Tensors, about: dict[str, Any], device: torch.device) -> None:
-        """Put back what ``tensors`` and ``about`` gave."""
+        """Put back what ``tensors`` and ``about`` gave.
+
+        Args:
+            tensors: Stored tensors by name.
+            about: Stored plain values.
+            device: Device that computes.
+        """
         parts: dict[str, Tensors] = {}
         for name, t in tensors.items():
             index, _, rest = name.partition("/")
@@ -111,7 +122,12 @@ class UpdateBuffer:
         self.waiting = self.waiting.copy()
 
     def add(self, update: Update, sent: Masks | None = None) -> None:
-        """Take in an update that contains the entries in ``sent`` (None: all)."""
+        """Take in an update that contains the entries in ``sent`` (None: all).
+
+        Args:
+            update: Message from the client.
+            sent: Masks of the entries that were sent; None: all.
+        """
         with self.meter():
             self.whole.add(update, sent)
             if self.rule.buffer() is not None:
@@ -146,7 +162,12 @@ def rules_with_single_uploads(method: Method) -> frozenset[str]:
 
 
 def empty_updates(method: Method, rule: ServerRule) -> CollectedUpdates:
-    """No update yet."""
+    """No update yet.
+
+    Args:
+        method: Method of the run.
+        rule: Server rule of the method.
+    """
     return CollectedUpdates(Aggregate(rules_with_single_uploads(method)), [] if "individual" in rule.needs else None)
 
 
@@ -177,6 +198,10 @@ def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
 
 def rule_metrics(rule: ServerRule, state: Tensors) -> dict[str, Any]:
     """The method's own figures of a round.
+
+    Args:
+        rule: Server rule of the method.
+        state: Its state.
 
     Raises:
         ConfigError: They are called like figures of the core, which they would replace.

@@ -61,7 +61,14 @@ class TuningResult:
 
 
 def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> TunedMethod:
-    """Return the best result of a method's trials; its run uses ``seed``."""
+    """Return the best result of a method's trials; its run uses ``seed``.
+
+    Args:
+        plan: Plan of the tuning.
+        name: Expression of the method.
+        study: Trials of the method.
+        seed: Seed of the method's run.
+    """
     best, rows = study.best, study.rows()
     options = study.params_of(best)
     first = next((row["value"] for row in rows if row["trial"] == 0), None)
@@ -73,7 +80,13 @@ def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> Tune
 
 
 def write_results(folder: Path, tuned: Mapping[str, TunedMethod], rows: list[dict[str, Any]]) -> None:
-    """Write ``tuned/METHOD.yaml``, ``trials.csv`` and ``tuning.json``."""
+    """Write ``tuned/METHOD.yaml``, ``trials.csv`` and ``tuning.json``.
+
+    Args:
+        folder: Folder of the tuning.
+        tuned: Result of each method.
+        rows: One row per trial.
+    """
     make_folder(folder / "tuned")
     for name, tuned_method in tuned.items():
         write_atomic(folder / "tuned" / f"{folder_name(name)}.yaml", tuned_method.config.to_yaml().encode())

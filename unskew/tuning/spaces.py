@@ -76,6 +76,11 @@ def method_spaces(spelling: str) -> dict[str, Space]:
 def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping[str, Any]) -> dict[str, Space]:
     """The spaces that a user gives, checked: of a field for all methods, or as ``fedprox.mu`` of one method's option.
 
+    Args:
+        given: Search spaces by name.
+        methods: Method expressions.
+        values: Fields of the run.
+
     Raises:
         ConfigError: There is no such field or option, none of the methods has it, or it takes no such values.
     """
@@ -109,7 +114,12 @@ def _check_option(cls: type, option: str, owner: str, value: Any) -> None:
 
 
 def without_rival(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The values without the budget that the option ``key`` takes the place of."""
+    """The values without the budget that the option ``key`` takes the place of.
+
+    Args:
+        values: Options by name.
+        key: Option that is set.
+    """
     return {name: value for name, value in values.items() if name != BUDGETS.get(key)}
 
 
@@ -130,6 +140,10 @@ def spaces_for(spelling: str, config: Experiment, given: Mapping[str, Space]) ->
 def rounded(value: Any, space: Space) -> Any:
     """A value as it is used: a number with few digits, inside its range.
 
+    Args:
+        value: Value that was drawn.
+        space: Its search space.
+
     >>> rounded(0.0123456, log_range(0.001, 1.0))
     0.0123
     """
@@ -140,6 +154,10 @@ def rounded(value: Any, space: Space) -> Any:
 
 def apply_parameters(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """A method with options, and the fields of a run that go with it.
+
+    Args:
+        spelling: Expression of the method.
+        params: Values by name of the search space.
 
     >>> apply_parameters("fedprox+scaffold", {"lr": 0.1, "fedprox.mu": 0.5})
     ('fedprox:mu=0.5+scaffold', {'lr': 0.1})
@@ -165,14 +183,25 @@ def fixed_fields(spaces: Mapping[str, Space]) -> dict[str, Any]:
 
 
 def is_in_space(value: Any, space: Space) -> bool:
-    """Return whether a space contains a value."""
+    """Return whether a space contains a value.
+
+    Args:
+        value: Any value.
+        space: Search space.
+    """
     if isinstance(space, CategoricalSpace):
         return value in space.values
     return isinstance(value, int | float) and space.low <= value <= space.high
 
 
 def configured_values(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
-    """The values that the configuration and the method's own defaults have, of those that lie in their spaces."""
+    """The values that the configuration and the method's own defaults have, of those that lie in their spaces.
+
+    Args:
+        spelling: Expression of the method.
+        config: Configuration of the run.
+        spaces: Search spaces by name.
+    """
     values_found = {}
     written = {f"{name}.{key}": text for name, options in split_expression(spelling) for key, text in options.items()}
     for key, space in spaces.items():

@@ -253,6 +253,11 @@ class Trial:
     def report(self, round: int, value: float, last: bool) -> None:
         """Note the value after a round.
 
+        Args:
+            round: Number of finished rounds.
+            value: Objective after the round.
+            last: Whether it is the last round.
+
         Raises:
             Pruned: It is not worth going on.
         """
@@ -262,7 +267,13 @@ class Trial:
             raise TrialPruned
 
     def tell(self, value: float | None, rounds: int, reason: str | None = None) -> None:
-        """Report the result of the trial: a value, or None; with a reason if it failed, without one if it was pruned."""
+        """Report the result of the trial: a value, or None; with a reason if it failed, without one if it was pruned.
+
+        Args:
+            value: Result, or None.
+            rounds: Number of rounds that were trained.
+            reason: Error that ended the trial, or None.
+        """
         states = self.study.optuna.trial.TrialState
         self.trial.set_user_attr("rounds", rounds)
         if reason is not None:

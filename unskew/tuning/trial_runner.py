@@ -118,7 +118,12 @@ class TuningPlan:
                 self.personal.add(name)
 
     def of(self, name: str, params: Mapping[str, Any]) -> Experiment:
-        """The configuration of a method with tuned options."""
+        """The configuration of a method with tuned options.
+
+        Args:
+            name: Expression of the method.
+            params: Values by name of the search space.
+        """
         spelling, fields = apply_parameters(name, params)
         values = dict(self.values)
         for key, value in fields.items():
@@ -151,7 +156,13 @@ class TuningPlan:
 
 
 def make_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow = no_callbacks) -> None:
-    """Make trials until there is none left that nobody else is at."""
+    """Make trials until there is none left that nobody else is at.
+
+    Args:
+        plan: Plan of the tuning.
+        studies: Study of each method.
+        follow: Creates the callbacks of a trial.
+    """
     for name, study in studies.items():
         while True:
             with study.next() as trial:
@@ -161,7 +172,13 @@ def make_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow =
 
 
 def finish_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow = no_callbacks) -> None:
-    """Make trials, and wait for those that others are at; what they leave unfinished is made here."""
+    """Make trials, and wait for those that others are at; what they leave unfinished is made here.
+
+    Args:
+        plan: Plan of the tuning.
+        studies: Study of each method.
+        follow: Creates the callbacks of a trial.
+    """
     while any(len(study.finished) < plan.trials for study in studies.values()):
         make_trials(plan, studies, follow)
         if any(len(study.finished) < plan.trials for study in studies.values()):
@@ -198,7 +215,14 @@ class TrialReporter(Callback):
 
 
 def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Callback]) -> None:
-    """Draw the options of a trial, train with them, and note what came of it."""
+    """Draw the options of a trial, train with them, and note what came of it.
+
+    Args:
+        plan: Plan of the tuning.
+        name: Expression of the method.
+        trial: Trial to run.
+        followers: Callbacks of the trial.
+    """
     params = trial.params()
     folder, rounds = trial.folder, plan.config.rounds
     judge = TrialReporter(trial, rounds, plan.objective.name)

@@ -152,6 +152,10 @@ def _check_counts(trials: Any, parallel: Any) -> None:
 def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
     """The seeds of the comparison; a number takes those that follow ``seed``, which is tuned on.
 
+    Args:
+        seeds: Seeds of the comparison, or their number.
+        seed: Seed that trials use.
+
     Raises:
         ConfigError: They are no seeds, or ``seed`` is among them.
 

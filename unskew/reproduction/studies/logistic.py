@@ -68,7 +68,14 @@ def worker_data(x: Tensor, y: Tensor, classes: int, each: int, how: str, seed: i
 
 
 def shuffle_shares(x: Tensor, y: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]:
-    """The same after each worker's share ``p`` went through the pool."""
+    """The same after each worker's share ``p`` went through the pool.
+
+    Args:
+        x: Features of each worker, ``[K, n, d]``.
+        y: Targets of each worker, ``[K, n]``.
+        p: Share of samples that go through the pool.
+        seed: Seed of the run.
+    """
     draws = generator(seed, "logistic shuffle")
     workers, each = y.shape
     pooled = math.floor(p * each + 1e-9)
@@ -150,7 +157,12 @@ class LogisticStudy:
         self._source[:] = [load_source(self.data, path=data_path)]
 
     def run(self, part: str, seed: int) -> dict[str, Any]:
-        """Test losses of every share with its best step size."""
+        """Test losses of every share with its best step size.
+
+        Args:
+            part: Name of the part.
+            seed: Seed of the run.
+        """
         settings = [(how, e, s) for how in SPLITS for e in self.epochs for s in self.noise]
         how, epochs, noise = settings[self.parts().index(part)]
         source = self._source[0]
@@ -183,7 +195,12 @@ class LogisticStudy:
         return [(title, ["", *(f"p = {p:g}" for p in self.shares), f"steps of seed {seeds.split(',')[0]}"], rows)]
 
     def draw(self, by_part: ByPart, path: Path) -> Path:
-        """A panel per part: test loss against rounds, a line per share."""
+        """A panel per part: test loss against rounds, a line per share.
+
+        Args:
+            by_part: Outcomes of each part.
+            path: File to write.
+        """
         wide = min(4, max(1, len(by_part)))
         high = -(-max(1, len(by_part)) // wide)
         figure, axes = new_figure(4 * wide, 3.3 * high, wide, high)

@@ -140,6 +140,10 @@ def best_rounds(errors: Tensor, accuracies: Tensor) -> tuple[Tensor, Tensor]:
 def fit_rounds(accuracies: np.ndarray, rounds: np.ndarray) -> tuple[float, float]:
     """Least squares ``A`` and ``B`` of ``R = A / sqrt(eps) + B``; NaN with fewer than two points.
 
+    Args:
+        accuracies: Accuracies ``eps``, ``[n]``.
+        rounds: Rounds to reach each of them, ``[n]``.
+
     >>> fit_rounds(np.array([1e-4, 1e-6]), np.array([103.0, 1003.0]))
     (1.0, 3.0)
     """
@@ -176,5 +180,11 @@ def fit_rounds_chained(accuracies: np.ndarray, rounds: np.ndarray) -> list[float
 
 
 def predicted_ratio(p: np.ndarray, largest: float, average: float) -> np.ndarray:
-    """``A_p / A_0`` by Corollary I without noise: ``(1 - p) sqrt(L_p / L_0)`` with ``L_p = (1 - p) L_max + p L_avg``."""
+    """``A_p / A_0`` by Corollary I without noise: ``(1 - p) sqrt(L_p / L_0)`` with ``L_p = (1 - p) L_max + p L_avg``.
+
+    Args:
+        p: Shares of synthetic data, ``[n]``.
+        largest: Smoothness constant ``L_max``.
+        average: Smoothness constant ``L_avg``.
+    """
     return np.asarray((1 - p) * np.sqrt(1 - p + p * average / largest))

@@ -68,11 +68,22 @@ class QuadraticStudy:
         """Nothing is needed."""
 
     def problem(self, shares: list[float], sigma2: float, seed: int) -> QuadraticProblem:
-        """The pairs."""
+        """The pairs.
+
+        Args:
+            shares: Shares of synthetic data.
+            sigma2: Variance of the gradient noise.
+            seed: Seed of the run.
+        """
         return make_problem(shares, self.zeta2, sigma2, seed, self.workers, self.dimension, self.pairs)
 
     def run(self, part: str, seed: int) -> dict[str, Any]:
-        """Run one part; see ``unskew.reproduction.study.Study``."""
+        """Run one part; see ``unskew.reproduction.study.Study``.
+
+        Args:
+            part: Name of the part.
+            seed: Seed of the run.
+        """
         return self.curves(seed) if part == CURVES else self.tuned(seed)
 
     def curves(self, seed: int) -> dict[str, Any]:
@@ -147,7 +158,12 @@ class QuadraticStudy:
         return float(squares.max()), float(squares.mean())
 
     def draw(self, by_part: ByPart, path: Path) -> Path:
-        """Panels (a) without and with noise, (b) and (c)."""
+        """Panels (a) without and with noise, (b) and (c).
+
+        Args:
+            by_part: Outcomes of each part.
+            path: File to write.
+        """
         noises = len(self.curve_noise)
         figure, (axes,) = new_figure(4.1 * (noises + 2), 3.7, noises + 2, 1)
         for axis, number in zip(axes, range(noises), strict=False):
@@ -203,6 +219,10 @@ def error_floor(problem: QuadraticProblem, step: float) -> torch.Tensor:
     ``-gamma m (h_i (x - x*) + g_i) + gamma^2 m (m - 1) / 2 h_i g_i``. So the mean stands still at
     ``x - x* = gamma (m - 1) / 2 mean_i h_i g_i / mean_i h_i``. Both ``h_i`` and ``g_i`` come nearer to their means by the
     factor ``1 - p``: the step size for an error can grow, and its rounds fall, by ``(1 - p)^2``.
+
+    Args:
+        problem: The problem.
+        step: Step size.
     """
     h = problem.a.square().mean(2)
     g = h[..., None] * problem.optimum - (problem.a[..., None] * problem.b).mean(2)
