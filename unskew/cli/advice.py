@@ -35,7 +35,13 @@ class HalvingRound(ProgressLine):
 
 
 def print_advice(console: Console, advice: Advice, command: str) -> None:
-    """The methods in their order with reasons, those that do not fit, what else there is to know, and the command."""
+    """The methods in their order with reasons, those that do not fit, what else there is to know, and the command.
+
+    Args:
+        console: Console that prints.
+        advice: Advice on methods.
+        command: Command that compares the suggested methods.
+    """
     from unskew.runs.cost import duration
 
     def say(text: str, indent: int = 0, style: str | None = None) -> None:
@@ -88,7 +94,12 @@ def follower(console: Console) -> Iterator[Callable[[str, Experiment], Sequence[
 
 
 def print_trial(console: Console, trial: AdviceTrial) -> None:
-    """A line per advised method, and how many pieces of advice held."""
+    """A line per advised method, and how many pieces of advice held.
+
+    Args:
+        console: Console that prints.
+        trial: Result of validating the advice.
+    """
     from unskew.diagnosis.successive_halving import VERDICTS
 
     table = Table(title="The advice, tried", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)

@@ -150,7 +150,12 @@ def parse_numbers(text: str) -> list[float]:
 
 
 def set_default_model(config: Experiment, values: Mapping[str, Any]) -> None:
-    """Print which model is used where none is named and it is not the usual one."""
+    """Print which model is used where none is named and it is not the usual one.
+
+    Args:
+        config: Configuration of the run.
+        values: Fields that the user set.
+    """
     if "model" not in values and config.model in ("table-mlp", "text-mlp"):
         kind = "texts" if config.model == "text-mlp" else "tables"
         print(f"unskew: model: {config.model}, the default for {kind}; --model names another", file=sys.stderr)
@@ -175,6 +180,10 @@ def parse_seeds(text: str, first: int = 0) -> list[int]:
 
 def confirm_resume_target(again: bool, out: Path | None) -> None:
     """Refuse to go on nowhere.
+
+    Args:
+        again: Whether ``--resume`` was given.
+        out: Output folder, or None.
 
     Raises:
         ConfigError: ``--resume`` is there without ``--out``.
@@ -207,7 +216,12 @@ def unused_path(base: Path) -> Path:
 
 
 def resume_command(folder: Path, config: Experiment) -> str:
-    """The command that goes on with a run."""
+    """The command that goes on with a run.
+
+    Args:
+        folder: Run folder.
+        config: Configuration of the run.
+    """
     own = ":" in config.model and not config.model.startswith("hf:")
     own = own or bool(re.search(r"(^|\+)\s*\w+\.\w|=[\w.]+:\w", config.method))
     return shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if own else [])])
@@ -225,7 +239,12 @@ def shorten_name(config: Experiment) -> str:
 
 @contextmanager
 def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
-    """Context manager in which a signal ends the program with 128 and its number; it says how to resume: with ``again``."""
+    """Context manager in which a signal ends the program with 128 and its number; it says how to resume: with ``again``.
+
+    Args:
+        folder: Run folder.
+        again: Command that resumes the run.
+    """
     ended: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -259,7 +278,14 @@ def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
 
 
 def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
-    """The end of a run: its figures, and its summary as a table or JSON."""
+    """The end of a run: its figures, and its summary as a table or JSON.
+
+    Args:
+        result: Result of the run.
+        folder: Run folder.
+        console: Console that prints.
+        as_json: Whether to print JSON.
+    """
     from unskew.cli.tables import summary_table
 
     result.plot(folder / "convergence.png")

@@ -100,7 +100,12 @@ def mean_std_text(row: dict[str, Any]) -> str:
 
 
 def std_text(row: dict[str, Any], name: str) -> float | None:
-    """The standard deviation of a figure; of a single seed there is none."""
+    """The standard deviation of a figure; of a single seed there is none.
+
+    Args:
+        row: Row of the comparison.
+        name: Name of the metric.
+    """
     return row.get(f"{name}_std") if row["seeds"] > 1 else None
 
 
@@ -136,7 +141,13 @@ def rounds_title(row: dict[str, Any]) -> str:
 
 
 def value_cell(row: dict[str, Any], one: MetricInfo, name: str) -> str:
-    """Return a value of a metric with its spread over seeds."""
+    """Return a value of a metric with its spread over seeds.
+
+    Args:
+        row: Row of the comparison.
+        one: The metric.
+        name: Key of the metric in the row.
+    """
     return value_text(one, row.get(name), std_text(row, name), sign="")
 
 
@@ -181,6 +192,11 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
     """Build the table of costs to the target, one row per method.
 
     ``>`` marks bounds, used if the other method misses the target.
+
+    Args:
+        rows: Cost of each method.
+        target: Value to reach.
+        objective: Metric of the target; None: accuracy.
     """
     judge = objective or metric_info("accuracy")
     title = f"Rounds and traffic to {value_text(judge, target)} test {judge.title}"

@@ -25,7 +25,12 @@ class ReflowTable(Table):
 
 
 def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
-    """The rows of a table one below the other: the first cell as a heading, then a line with the others."""
+    """The rows of a table one below the other: the first cell as a heading, then a line with the others.
+
+    Args:
+        table: Table that is too wide.
+        console: Console that prints.
+    """
     if table.title:
         yield console.render_str(table.title, style="italic") if isinstance(table.title, str) else table.title
     names = [str(column.header) for column in table.columns]
@@ -48,7 +53,12 @@ def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
 
 
 def as_text(cell: RenderableType, console: Console) -> Text:
-    """Return the text of a cell."""
+    """Return the text of a cell.
+
+    Args:
+        cell: Content of a cell.
+        console: Console that prints.
+    """
     if isinstance(cell, Text):
         return cell.copy()
     return console.render_str(cell if isinstance(cell, str) else str(getattr(cell, "text", cell)))

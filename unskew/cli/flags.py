@@ -144,7 +144,12 @@ class Sections(TyperCommand):
     """A command whose help lists the fields of a configuration after its own options, by what they are about."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Answer a flag of another library with ours."""
+        """Answer a flag of another library with ours.
+
+        Args:
+            ctx: Context of the command.
+            args: Arguments of the command line.
+        """
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # of the click that Typer uses, which may be its own copy
@@ -154,7 +159,12 @@ class Sections(TyperCommand):
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the help of all options; those of a configuration with their defaults."""
+        """Write the help of all options; those of a configuration with their defaults.
+
+        Args:
+            ctx: Context of the command.
+            formatter: Receives the help text.
+        """
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", "Options", *PANELS)}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)

@@ -104,6 +104,11 @@ def predict(
 def check_output(out: Path | None, run: Path, rows: Path) -> None:
     """Check the file that a command writes about the rows of another one.
 
+    Args:
+        out: File to write, or None.
+        run: Run folder.
+        rows: Input file.
+
     Raises:
         ConfigError: It has another ending than ``FORMATS``, is the input, or is in the run folder.
     """
@@ -117,7 +122,12 @@ def check_output(out: Path | None, run: Path, rows: Path) -> None:
 
 
 def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
-    """Write rows to a .csv or .jsonl file, if one is named."""
+    """Write rows to a .csv or .jsonl file, if one is named.
+
+    Args:
+        lines: Rows to write.
+        out: File to write; None writes nothing.
+    """
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, format_value(lines, out.suffix.lower()).encode())
@@ -146,6 +156,10 @@ def escape_formula(value: object) -> object:
 def probability_names(label: str | None, names: list[str]) -> list[str]:
     """Return a column name for the probability of each class.
 
+    Args:
+        label: Name of the label column, or None.
+        names: Names of the classes.
+
     >>> probability_names("sepsis", ["0", "1"]), probability_names(None, ["cat", "dog"])
     (['p(sepsis=0)', 'p(sepsis=1)'], ['p(cat)', 'p(dog)'])
     """
@@ -156,6 +170,10 @@ def format_value(lines: list[dict[str, Any]], kind: str) -> str:
     """The predictions as JSON lines or CSV; in CSV several labels or columns are divided by |.
 
     In CSV a text that begins like a formula (``=``, ``+``, ``-``, ``@``) gets an apostrophe before it.
+
+    Args:
+        lines: Rows to write.
+        kind: ``csv`` or ``jsonl``.
     """
     if kind == ".jsonl":
         return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -31,7 +31,12 @@ from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name
 
 @contextmanager
 def make_progress(console: Console, transient: bool = False) -> Iterator[Progress]:
-    """A live display with one line per run; it appears with the first, and goes at the end if it is ``transient``."""
+    """A live display with one line per run; it appears with the first, and goes at the end if it is ``transient``.
+
+    Args:
+        console: Console that prints.
+        transient: Whether the display disappears at the end.
+    """
     progress = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),

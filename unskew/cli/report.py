@@ -57,7 +57,12 @@ def broken_sections(console: Console) -> Iterator[None]:
 
 
 def print_report_path(console: Console, file: Path) -> None:
-    """Tell where the report is, and what not everybody should see."""
+    """Tell where the report is, and what not everybody should see.
+
+    Args:
+        console: Console that prints.
+        file: The report.
+    """
     from unskew.reporting.report import shows_real_images
 
     real = " It holds real images of a client's data; unskew report --no-images leaves them out."
@@ -69,6 +74,11 @@ def report_after_runs(console: Console, runs: Sequence[Path], out: Path | None =
     """Write the report after the runs of a command.
 
     Without plotly, print a hint; a failing report does not affect the results.
+
+    Args:
+        console: Console that prints.
+        runs: Run folders.
+        out: File to write; None: the default.
     """
     from unskew.cli.progress import progress_while_waiting
     from unskew.errors import UnskewError

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def clients_text(summary: dict[str, Any], whose: str) -> str:
-    """The figures over clients as one line."""
+    """The figures over clients as one line.
+
+    Args:
+        summary: Summary of the run.
+        whose: Prefix of the metrics.
+    """
     scored = client_metric_name(objective_metric(summary).name, primary_metric_name(summary))
     judge = metric_info(scored, summary.get("own_metrics"))
     mean, std, decile, worst = (
@@ -32,6 +37,10 @@ def clients_text(summary: dict[str, Any], whose: str) -> str:
 
 def format_count(count: int, what: str) -> str:
     """A number of things.
+
+    Args:
+        count: Number of things.
+        what: Name of one of them.
 
     >>> format_count(1, "round"), format_count(2, "round")
     ('1 round', '2 rounds')
@@ -125,7 +134,12 @@ CLASSES_SHOWN = 20
 
 
 def targets_table(fed: Federation, most: int) -> tuple[Table, dict[str, float]]:
-    """Return a table of the clients' targets of regression, and the share of each target's variance between clients."""
+    """Return a table of the clients' targets of regression, and the share of each target's variance between clients.
+
+    Args:
+        fed: Data of all clients.
+        most: Largest number of clients in the table.
+    """
     values = [fed.objective.restored(client.y.double()).numpy() for client in fed.clients]  # type: ignore[attr-defined]
     sizes, means = np.array([len(y) for y in values]), np.stack([y.mean(0) for y in values])
     table = ReflowTable(title="Training samples and targets per client", title_justify="left")
@@ -153,7 +167,15 @@ def partition_table(
     sizes: np.ndarray | None = None,
     client_names: Sequence[str] = (),
 ) -> Table:
-    """Build the table of the label distribution from counts ``[K, C]`` and, for multi-label data, sample counts ``[K]``."""
+    """Build the table of the label distribution from counts ``[K, C]`` and, for multi-label data, sample counts ``[K]``.
+
+    Args:
+        counts: Samples per client and class, ``[K, C]``.
+        class_names: Names of the classes.
+        most: Largest number of clients in the table.
+        sizes: Samples per client, ``[K]``; None: the sums of ``counts``.
+        client_names: Names of the clients.
+    """
     sizes = counts.sum(1) if sizes is None else sizes
     classes = [str(n) for n in class_names]
     table = ReflowTable(title="Training samples per client and class", title_justify="left")
@@ -209,7 +231,12 @@ def models_table(models: Sequence[dict[str, Any]]) -> Table:
 
 
 def layers_table(model: str, layers: Sequence[dict[str, Any]]) -> Table:
-    """Build the table of ``unskew models MODEL``."""
+    """Build the table of ``unskew models MODEL``.
+
+    Args:
+        model: Name of the model.
+        layers: Rows of the table.
+    """
     table = Table(title=f"{model}: layers in order of depth", title_justify="left", show_footer=True)
     total = sum(row["parameters"] for row in layers)
     body = sum(row["parameters"] for row in layers if row["part"] == "body")

@@ -87,11 +87,23 @@ class SuperLink:
         return ["supernode", "register", str(public_key), CONNECTION]
 
     def running(self, app: Path, socket: Path, token: str) -> list[str]:
-        """The command that starts the app."""
+        """The command that starts the app.
+
+        Args:
+            app: Folder of the Flower app.
+            socket: Socket of the run's process.
+            token: Secret that the app must present.
+        """
         return ["run", str(app), CONNECTION, "--run-config", f'socket="{socket}" token="{token}"', "--format", "json"]
 
     def submit(self, app: Path, socket: Path, token: str, patience: float) -> None:
         """Start the app, again and again while the SuperLink is starting.
+
+        Args:
+            app: Folder of the Flower app.
+            socket: Socket of the run's process.
+            token: Secret that the app must present.
+            patience: Seconds to try.
 
         Raises:
             EngineError: It cannot be started for so many seconds.
@@ -109,6 +121,10 @@ class SuperLink:
     def wait(self, seconds: float, alive: Callable[[], bool] = lambda: True) -> None:
         """Wait until it listens.
 
+        Args:
+            seconds: Time limit.
+            alive: Whether the process of the SuperLink still runs.
+
         Raises:
             EngineError: It does not.
         """
@@ -125,7 +141,14 @@ class SuperLink:
 
 
 def start_superlink(folder: Path, port: int, logs: Path, home: Path) -> ManagedProcess:
-    """A SuperLink on loopback, with the certificates of ``folder``."""
+    """A SuperLink on loopback, with the certificates of ``folder``.
+
+    Args:
+        folder: Folder of the certificates.
+        port: Port to listen on.
+        logs: Folder of the logs.
+        home: Home folder of the process.
+    """
     keys = folder / "superlink"
     command = [
         *(program_path("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)),
@@ -139,7 +162,17 @@ def start_superlink(folder: Path, port: int, logs: Path, home: Path) -> ManagedP
 def start_supernode(
     name: str, superlink: SuperLink, key: Path, port: int, to: Path, logs: Path, home: Path
 ) -> ManagedProcess:
-    """A SuperNode whose messages go to the site's process at the socket ``to``."""
+    """A SuperNode whose messages go to the site's process at the socket ``to``.
+
+    Args:
+        name: Name of the site.
+        superlink: SuperLink to connect to.
+        key: Private key of the site.
+        port: Port of the SuperNode.
+        to: Socket of the site's process.
+        logs: Folder of the logs.
+        home: Home folder of the process.
+    """
     command = [
         *(program_path("flower-supernode"), "--superlink", superlink.address, "--root-certificates", str(superlink.ca)),
         *("--auth-supernode-private-key", str(key), "--host", "127.0.0.1", "--port", str(port)),

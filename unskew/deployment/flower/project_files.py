@@ -26,7 +26,13 @@ def render_template(name: str, **values: str) -> str:
 
 
 def write_file(path: Path, text: str, executable: bool = False) -> None:
-    """Write a file."""
+    """Write a file.
+
+    Args:
+        path: File to write.
+        text: Content of the file.
+        executable: Whether it may be executed.
+    """
     make_folder(path.parent)
     write_atomic(path, text.encode())
     path.chmod(0o755 if executable else 0o644)
@@ -41,12 +47,22 @@ def write_scripts(folder: Path) -> None:
 
 
 def make_certificates(folder: Path, hosts: list[str]) -> None:
-    """Run the script that makes a CA and the SuperLink's certificate."""
+    """Run the script that makes a CA and the SuperLink's certificate.
+
+    Args:
+        folder: Folder of the deployment.
+        hosts: Host names and addresses of the SuperLink.
+    """
     run_to_completion(["sh", str(folder / "certificates.sh"), *hosts], {}, 60, "certificates.sh")
 
 
 def make_node_key(folder: Path, place: Path) -> None:
-    """Run the script that makes a site's key."""
+    """Run the script that makes a site's key.
+
+    Args:
+        folder: Folder of the deployment.
+        place: Folder of the site.
+    """
     run_to_completion(["sh", str(folder / "node-key.sh"), str(place)], {}, 60, "node-key.sh")
 
 
@@ -56,12 +72,22 @@ def is_private(path: Path) -> bool:
 
 
 def site_yaml_values(name: str, client: int, **others: object) -> str:
-    """A ``site.yaml``."""
+    """A ``site.yaml``.
+
+    Args:
+        name: Name of the site.
+        client: Number of its client.
+        **others: Further values of the template.
+    """
     return yaml.safe_dump({"name": name, "client": client, **others}, sort_keys=False)
 
 
 def init_project(folder: Path, config: Experiment) -> list[Path]:
     """Write the folder of a deployment; gives the files, from the first to be read.
+
+    Args:
+        folder: Folder to write.
+        config: Experiment of the deployment.
 
     Raises:
         ConfigError: Something is there already.

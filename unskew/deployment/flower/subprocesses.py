@@ -133,6 +133,12 @@ class ProcessGroup:
 def run_to_completion(command: Sequence[str], environment: Mapping[str, str], seconds: float, what: str) -> str:
     """The output of a command that ends by itself.
 
+    Args:
+        command: Command line.
+        environment: Environment variables.
+        seconds: Time limit.
+        what: Name of the command, for errors.
+
     Raises:
         EngineError: It failed, or did not end in time.
     """

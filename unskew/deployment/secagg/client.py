@@ -77,12 +77,29 @@ def parts_as_text(parts: Sequence[SumPart]) -> str:
 
 
 def view_digest(run: str, round: int, session: str, ready: dict[str, Any], parts: str) -> str:
-    """Return the digest of all that the sites of a sum must have seen alike: who takes part, with which keys and model."""
+    """Return the digest of all that the sites of a sum must have seen alike: who takes part, with which keys and model.
+
+    Args:
+        run: Name of the run.
+        round: Number of the round, from 0.
+        session: Name of the sum.
+        ready: Public keys and model digest of each site.
+        parts: Layout of the sum.
+    """
     return hashlib.sha256(json.dumps([run, round, session, sorted(ready.items()), parts]).encode()).hexdigest()
 
 
 def ready_message(run: str, round: int, session: str, client: int, keys: list[str], model: str) -> list[Any]:
-    """Return what a site signs before it shares secrets: its public keys and the digest of the model that it got."""
+    """Return what a site signs before it shares secrets: its public keys and the digest of the model that it got.
+
+    Args:
+        run: Name of the run.
+        round: Number of the round, from 0.
+        session: Name of the sum.
+        client: Number of the client.
+        keys: Public keys of the site.
+        model: Digest of the model.
+    """
     return ["ready", run, round, session, client, keys, model]
 
 
@@ -296,12 +313,22 @@ class OpenSum:
 
 
 def survivors_message(view: str, shared: Sequence[int], alive: Sequence[int]) -> list[Any]:
-    """Return what a site signs before a sum is opened: who shared secrets in it, and whose masked updates arrived."""
+    """Return what a site signs before a sum is opened: who shared secrets in it, and whose masked updates arrived.
+
+    Args:
+        view: Digest from ``view_digest``.
+        shared: Clients that shared secrets.
+        alive: Clients whose masked update arrived.
+    """
     return ["survivors", view, [*shared], [*alive]]
 
 
 def parse_json_field(config: dict[str, Any], name: str) -> Any:
     """A structure that a message carries as JSON.
+
+    Args:
+        config: Fields of a message.
+        name: Name of the field.
 
     Raises:
         Nonsense: It is none.
@@ -324,7 +351,12 @@ class SecAggClient:
         self._open: dict[str, OpenSum] = {}
 
     def again(self, run: str, session: str) -> Frame | None:
-        """Return the reply that was sent when this sum began, if it has."""
+        """Return the reply that was sent when this sum began, if it has.
+
+        Args:
+            run: Name of the run.
+            session: Name of the sum.
+        """
         open_sum = self._open.get(run)
         return open_sum.ready if open_sum is not None and open_sum.session == session else None
 
@@ -369,6 +401,10 @@ class SecAggClient:
 
     def carried_out(self, run: str, asked: Frame) -> Frame:
         """The answer to a message after the first.
+
+        Args:
+            run: Name of the run.
+            asked: Message of the server.
 
         Raises:
             Forgotten: This site has no part in that sum, or not any more.

@@ -56,6 +56,10 @@ def public_key(secret: int) -> bytes:
 def shared_key(secret: int, other: bytes) -> bytes:
     """Return the 32-byte key that two sites share, from one's secret key and the other's public key.
 
+    Args:
+        secret: Secret key of one site.
+        other: Public key of the other site.
+
     Raises:
         ValueError: If ``other`` is not a point of the curve.
     """
@@ -90,7 +94,13 @@ def share_secret(secret: int, needed: int, count: int) -> tuple[list[int], list[
 
 
 def verify_share(share: int, place: int, commitments: Sequence[bytes]) -> bool:
-    """Return whether a share of this place is the one that the dealer committed to."""
+    """Return whether a share of this place is the one that the dealer committed to.
+
+    Args:
+        share: The share.
+        place: Position at which the polynomial was evaluated.
+        commitments: Commitments of the dealer.
+    """
     total: Point = None
     for commitment in reversed(commitments):
         total = _add(_times(place, total), decode_point(commitment))
@@ -143,7 +153,12 @@ def _times(factor: int, point: Point) -> Point:
 
 
 def seal(key: bytes, plain: bytes) -> bytes:
-    """Encrypt a message so that only who has the key can read or change it."""
+    """Encrypt a message so that only who has the key can read or change it.
+
+    Args:
+        key: Key of 32 bytes.
+        plain: Message.
+    """
     from cryptography.fernet import Fernet
 
     return Fernet(base64.urlsafe_b64encode(key)).encrypt(plain)
@@ -151,6 +166,10 @@ def seal(key: bytes, plain: bytes) -> bytes:
 
 def unseal(key: bytes, sealed: bytes) -> bytes:
     """Decrypt what ``seal`` encrypted.
+
+    Args:
+        key: Key of 32 bytes.
+        sealed: Encrypted message.
 
     Raises:
         ValueError: If it was sealed with another key, or changed.
@@ -164,7 +183,12 @@ def unseal(key: bytes, sealed: bytes) -> bytes:
 
 
 def mask_stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
-    """Yield ``size`` pseudorandom 32-bit integers of a key, in arrays of at most ``CHUNK``; a key is used for one mask."""
+    """Yield ``size`` pseudorandom 32-bit integers of a key, in arrays of at most ``CHUNK``; a key is used for one mask.
+
+    Args:
+        key: Key of 32 bytes, or a secret integer.
+        size: Number of integers.
+    """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     derived = _derived(key.to_bytes(48) if isinstance(key, int) else key, b"unskew mask")
@@ -174,7 +198,13 @@ def mask_stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
 
 
 def apply_mask(into: np.ndarray, stream: Iterator[np.ndarray], add: bool) -> None:
-    """Add a mask to numbers of 32 bits, or subtract it; sums wrap around."""
+    """Add a mask to numbers of 32 bits, or subtract it; sums wrap around.
+
+    Args:
+        into: Numbers to change, uint32.
+        stream: Arrays of the mask.
+        add: Whether to add the mask instead of subtracting it.
+    """
     at = 0
     for block in stream:
         part = into[at : at + len(block)]

@@ -215,13 +215,23 @@ class MaskedEngine(FlowerEngine):
 
 
 def to_dtype(tensor: Tensor, dtype: str) -> Tensor:
-    """A sum with the type that its tensors have; integers stay whole."""
+    """A sum with the type that its tensors have; integers stay whole.
+
+    Args:
+        tensor: Sum in double precision.
+        dtype: Name of the data type.
+    """
     wanted = DTYPES[dtype]
     return (tensor if wanted.is_floating_point else tensor.round()).to(wanted)
 
 
 def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:
     """Refuse what masked sums cannot do, before anything is sent.
+
+    Args:
+        method: Method of the run.
+        cohort: Number of clients in a round.
+        asynchronous: Whether updates are accepted in later rounds.
 
     Raises:
         ConfigError: There are too few sites, or the method takes updates in the middle of a round.

@@ -44,6 +44,10 @@ class SumPart:
 def required_exponent(tensor: Tensor, weight: float) -> int:
     """The smallest integer so that no entry, times ``weight``, is larger than two to it.
 
+    Args:
+        tensor: Values to encode.
+        weight: Factor of the values.
+
     >>> required_exponent(torch.tensor([3.0, -1.0]), 1.0), required_exponent(torch.zeros(2), 1.0)
     (2, -200)
     """
@@ -54,7 +58,12 @@ def required_exponent(tensor: Tensor, weight: float) -> int:
 
 
 def step_size(exponent: int, sites: int) -> float:
-    """The step in which so many sites round entries up to ``2 ** exponent``: their sum stays below ``2 ** 31``."""
+    """The step in which so many sites round entries up to ``2 ** exponent``: their sum stays below ``2 ** 31``.
+
+    Args:
+        exponent: Exponent of the largest value.
+        sites: Number of summands.
+    """
     return math.ldexp(1.0, exponent - (30 - math.ceil(math.log2(max(2, sites)))))
 
 
@@ -85,7 +94,13 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def dequantize(whole: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[str, Tensor]:
-    """The sums in double precision, by name."""
+    """The sums in double precision, by name.
+
+    Args:
+        whole: Sum of the encoded values, uint32.
+        parts: Layout of the sum.
+        sites: Number of summands.
+    """
     tensors, at = {}, 0
     for part in parts:
         numbers = torch.from_numpy(whole[at : at + part.size].view(np.int32))

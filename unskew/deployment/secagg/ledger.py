@@ -32,7 +32,13 @@ class OpenedSumLedger:
 
     @staticmethod
     def of(state: Path, digest: str, run: str) -> OpenedSumLedger:
-        """Return the ledger of an experiment in the folder of a site's states."""
+        """Return the ledger of an experiment in the folder of a site's states.
+
+        Args:
+            state: Folder of the site's states.
+            digest: Digest of the experiment.
+            run: Name of the run.
+        """
         return OpenedSumLedger(state / "sums" / f"{digest[:32]}.json", run)
 
     def opened(self, round: int) -> tuple[int, ...]:
@@ -60,6 +66,10 @@ class OpenedSumLedger:
     def check(self, round: int, clients: tuple[int, ...]) -> None:
         """Validate that opening this sum would not be the second, different one of its round.
 
+        Args:
+            round: Number of the round, from 0.
+            clients: Clients in the sum.
+
         Raises:
             Opened: If another sum of this round was opened.
         """
@@ -72,6 +82,10 @@ class OpenedSumLedger:
 
     def record(self, round: int, clients: tuple[int, ...]) -> None:
         """Store on disk that a sum is being opened; call this before the first share leaves the site.
+
+        Args:
+            round: Number of the round, from 0.
+            clients: Clients in the sum.
 
         Raises:
             Opened: If another sum of this round was opened.

@@ -59,7 +59,14 @@ def read_roster(path: Path) -> dict[int, Any]:
 
 
 def is_signed(keys: Mapping[int, Any], client: int, message: list[Any], signature: object) -> bool:
-    """Return whether a client of the roster signed a message."""
+    """Return whether a client of the roster signed a message.
+
+    Args:
+        keys: Public signing key of each client.
+        client: Number of the client.
+        message: Message that was signed.
+        signature: Signature as it was received.
+    """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.hashes import SHA384
@@ -91,6 +98,11 @@ class SigningIdentity:
     def load(client: int, key: Path, roster: Path) -> SigningIdentity:
         """Read a site's key and the roster.
 
+        Args:
+            client: Number of the client.
+            key: File of the private key.
+            roster: File of the roster.
+
         Raises:
             ConfigError: If one of them cannot be read, or the roster has another key for this client.
         """
@@ -118,6 +130,11 @@ class SigningIdentity:
 
 def load_identity(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> SigningIdentity | None:
     """Return a site's identity; None if it has no roster and takes part in no masked experiment.
+
+    Args:
+        site: Configuration of the site.
+        folder: Folder of the configuration.
+        experiments: Experiments that the site agreed to.
 
     Raises:
         ConfigError: If it needs a roster and has none, or key and roster are not valid.

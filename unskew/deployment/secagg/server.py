@@ -132,6 +132,10 @@ def find_wrong_dealers(
 def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
     """Parse the parts that a site adds to the sum.
 
+    Args:
+        config: Fields of the site's message.
+        largest: Largest accepted norm.
+
     Raises:
         Nonsense: It is none.
     """

@@ -45,7 +45,13 @@ class AuditLog:
             self._last = hashlib.sha256(complete_lines.splitlines()[-1]).hexdigest()
 
     def add(self, event: str, round: int, **fields: Any) -> None:
-        """Append one event; fields that are empty or None are left out."""
+        """Append one event; fields that are empty or None are left out.
+
+        Args:
+            event: Name of the event.
+            round: Number of the round, from 0.
+            **fields: Further fields.
+        """
         known = {name: value for name, value in fields.items() if value not in (None, "")}
         with self._lock, disk_errors(self.path):
             when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -61,6 +67,10 @@ class AuditLog:
 
 def read_events(path: Path, verify: bool = False) -> tuple[list[dict[str, Any]], str]:
     """Read an audit log; with ``verify`` check that each line carries the SHA-256 of the previous one.
+
+    Args:
+        path: The log.
+        verify: Whether to check the chain of digests.
 
     Returns:
         The events, and the SHA-256 of the last line.

@@ -57,6 +57,10 @@ def site_sums(holding: SiteData) -> tuple[dict[str, Blob], str]:
 def site_squares(holding: SiteData, mean: Tensor) -> dict[str, Blob]:
     """Compute a site's second report: squared deviations from the global mean.
 
+    Args:
+        holding: Data of the site.
+        mean: Mean of each column over all sites.
+
     Raises:
         Nonsense: There is not one mean for each column and target.
     """
@@ -106,6 +110,12 @@ def parse_sums(
 ) -> tuple[ClientStats, np.ndarray, np.ndarray]:
     """Parse a site's first report: its columns, and counts and sums of its targets.
 
+    Args:
+        frame: Report of the site.
+        examples: Number of its samples.
+        known: Encoders of the columns.
+        targets: Number of regression targets.
+
     Raises:
         Nonsense: It cannot be.
     """
@@ -128,6 +138,11 @@ def parse_sums(
 
 def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
     """So many finite numbers of a message: whole ones for ``counts``.
+
+    Args:
+        arrays: Tensors of the message by name.
+        name: Name of the vector.
+        size: Expected length.
 
     Raises:
         Nonsense: They are others.
@@ -193,6 +208,10 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
 
 def parse_squares(frame: Frame, size: int) -> np.ndarray:
     """Parse a site's second report.
+
+    Args:
+        frame: Report of the site.
+        size: Number of columns.
 
     Raises:
         Nonsense: It cannot be.

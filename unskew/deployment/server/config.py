@@ -100,7 +100,12 @@ class Deployment:
         write_atomic(folder / FILE, json.dumps(asdict(self), indent=2).encode())
 
     def write_excluded(self, folder: Path, clients: Iterable[int]) -> None:
-        """Store the excluded clients, so that a resumed run excludes them, too."""
+        """Store the excluded clients, so that a resumed run excludes them, too.
+
+        Args:
+            folder: Run folder.
+            clients: Numbers of the excluded clients.
+        """
         replace(self, excluded=tuple(sorted(clients))).write(folder)
 
     @staticmethod

@@ -82,6 +82,11 @@ class ControlSocket:
 def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
     """Send a command to the deployed run that works in ``folder``.
 
+    Args:
+        folder: Run folder.
+        kind: Name of the command.
+        **config: Fields of the command.
+
     Returns:
         The configuration of its answer.
 

@@ -71,6 +71,11 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
 def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     """Targets ``[n]`` with so many of each class, or ``[n, L]`` with so many of each label.
 
+    Args:
+        counts: Samples per class or label, ``[C]``.
+        examples: Number of samples.
+        like: Tensor with the data type of the targets.
+
     Raises:
         Nonsense: There are no so many samples.
 
@@ -128,7 +133,15 @@ def federation_of_sites(
 
 
 def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: SiteManager, norm: float) -> PreparedData:
-    """The three steps of each data rule, with a message between them."""
+    """The three steps of each data rule, with a message between them.
+
+    Args:
+        method: Method of the run.
+        prepared: Data as the server knows them.
+        seed: Seed of the run.
+        sites: Connected sites.
+        norm: Largest accepted norm of a tensor.
+    """
     for index, rule in enumerate(method.data):
         prepared = _one(index, rule, prepared, seed, sites, norm)
     return prepared
@@ -176,6 +189,12 @@ def _one(
 
 def request_all(sites: SiteManager, asked: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
     """The answers of all that are asked.
+
+    Args:
+        sites: Connected sites.
+        asked: Request to each client.
+        what: Name of the request, for the status.
+        take: Validates and converts a reply.
 
     Raises:
         EngineError: One is missing.

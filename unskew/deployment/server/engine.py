@@ -43,6 +43,10 @@ def norm_outliers(norms: Mapping[int, float], floor: float) -> dict[int, float]:
     The limit is ``FACTOR`` times the median of the others' norms, and at least ``floor``. At least two others are needed:
     a single one could push out an honest client by sending zeros.
 
+    Args:
+        norms: Norm of each client's tensor.
+        floor: Norm up to which no update is too large.
+
     >>> norm_outliers({0: 1.0, 1: 2.0, 2: 100.0}, floor=5.0)
     {2: 45.0}
     """
@@ -181,6 +185,10 @@ class FlowerEngine:
     def taken(self, broadcast: Broadcast, frame: Frame) -> Update | None:
         """The update that answers ``broadcast``; None if the site has lost what it goes on from.
 
+        Args:
+            broadcast: Message that was sent to the client.
+            frame: Message that was received.
+
         Raises:
             Nonsense: It is none.
         """
@@ -237,7 +245,12 @@ class FlowerEngine:
             raise InvalidMessageError(f"what it sends beside the model differs from what other sites send: {odd}")
 
     def measure(self, broadcasts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
-        """Evaluate models at the clients' sites: accuracy and loss, also of personal models if there are any."""
+        """Evaluate models at the clients' sites: accuracy and loss, also of personal models if there are any.
+
+        Args:
+            broadcasts: Messages from the server.
+            own: Whether to evaluate personal models, too.
+        """
         requests = {
             broadcast.client: encode_broadcast(
                 broadcast, self.terms, "evaluate", {"own": own, **self._budget(broadcast.client)}

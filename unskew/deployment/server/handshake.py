@@ -36,6 +36,13 @@ def check_method_over_sites(
 ) -> tuple[ModelSpec, list[str]]:
     """Validate a method as ``check_method`` does, and reject what the deployment does not support.
 
+    Args:
+        config: Configuration of the run.
+        deployment: Options of the deployment.
+        reference: Data as the server knows them.
+        method: Method of the run.
+        total: Number of clients.
+
     Raises:
         ConfigError: It does.
     """
@@ -77,12 +84,22 @@ def check_method_over_sites(
 
 
 def run_header(config: Experiment, reference: DataSchema) -> dict[str, Any]:
-    """Return the header of every message: the experiment and the data schema."""
+    """Return the header of every message: the experiment and the data schema.
+
+    Args:
+        config: Configuration of the run.
+        reference: Schema of the data.
+    """
     return {"digest": experiment_digest(config), **reference.config()}
 
 
 def initial_header(config: Experiment, federation: Federation) -> dict[str, Any]:
-    """The same before the sites have told their sums, where these matter."""
+    """The same before the sites have told their sums, where these matter.
+
+    Args:
+        config: Configuration of the run.
+        federation: Data of all clients.
+    """
     reference = DataSchema.of(federation)
     return run_header(config, reference.open if reference.needs_sums else reference)
 
@@ -133,7 +150,12 @@ def agree_on_data_and_model(
 
 
 def changed_budget(config: Experiment, prepared: PreparedData) -> dict[str, int]:
-    """Return the budget fields that a data rule has changed, except those that differ between clients."""
+    """Return the budget fields that a data rule has changed, except those that differ between clients.
+
+    Args:
+        config: Configuration of the run.
+        prepared: Data after the method prepared them.
+    """
     before, after = config.training.local_epochs, prepared.training.local_epochs
     return {"local_epochs": after} if after is not None and after != before else {}
 

@@ -202,6 +202,10 @@ class SiteRegistry:
 def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
     """Wait until so many clients of the experiment have a site; gives what each says it holds.
 
+    Args:
+        door: Registry of the sites.
+        quorum: Number of clients to wait for.
+
     Raises:
         EngineError: They do not come.
         ConfigError: None of them can take part.

@@ -79,6 +79,11 @@ class Membership:
 def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -> None:
     """Refuse methods that must know of all sites before the first round.
 
+    Args:
+        method: Method of the run.
+        spec: Layout of the model.
+        facts: Information on the data that the server has.
+
     Raises:
         ConfigError: This is one.
     """

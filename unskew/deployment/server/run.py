@@ -84,6 +84,14 @@ def resume(
 ) -> Result:
     """Go on with a deployed run that was interrupted; sites go on from what the server took in last.
 
+    Args:
+        folder: Run folder.
+        callbacks: Objects that are notified during the run.
+        trust_code: Whether code that the configuration names may be imported.
+        tell: Receives progress before the first round.
+        place: Where the sites are; None: as the deployment states.
+        **changes: Fields of the configuration to change.
+
     Raises:
         CheckpointError: There is nothing to resume.
     """

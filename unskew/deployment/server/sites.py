@@ -132,7 +132,12 @@ class SiteManager:
         )
 
     def fault(self, client: int, reason: str) -> None:
-        """Count a message of a site that cannot be used; too many exclude it."""
+        """Count a message of a site that cannot be used; too many exclude it.
+
+        Args:
+            client: Number of the client.
+            reason: What is wrong with the message.
+        """
         self.faults[client] = self.faults.get(client, 0) + 1
         self.counts["refused"] += 1
         count, most = self.faults[client], self.round_policy.max_invalid_replies
@@ -143,7 +148,13 @@ class SiteManager:
             self.log("excluded", client, reason=f"{most} messages that could not be used")
 
     def log(self, event: str, client: int | None = None, **fields: Any) -> None:
-        """Append an event to the audit log, with the client's site and key."""
+        """Append an event to the audit log, with the client's site and key.
+
+        Args:
+            event: Name of the event.
+            client: Number of the client, or None.
+            **fields: Further fields.
+        """
         if self.audit is not None:
             contact = self.contacts.get(-1 if client is None else client, Contact())
             site = None if client is None else self.names.get(client)
@@ -211,7 +222,14 @@ class SiteManager:
         return self._connected
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
-        """Send a message to a node; gives its identity."""
+        """Send a message to a node; gives its identity.
+
+        Args:
+            node: Flower's number of the node.
+            frame: Message to send.
+            round: Name of the round.
+            seconds: Seconds until the message expires.
+        """
         self._attempts += 1
         config = {**frame.config, **self.about, "protocol": PROTOCOL, "run": self.run, "attempt": self._attempts}
         identity = self.link.push(node, Frame(frame.kind, config, frame.figures, frame.arrays), round, seconds)
@@ -273,6 +291,10 @@ class SiteManager:
 
     def checked(self, frame: Frame, attempt: int) -> Frame:
         """An answer that belongs to what was asked.
+
+        Args:
+            frame: Reply of a site.
+            attempt: Number of the attempt.
 
         Raises:
             Nonsense: It does not, or the site has refused.

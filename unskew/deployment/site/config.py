@@ -73,6 +73,10 @@ class OwnData(Section):
 def resolve_path(folder: Path, path: str) -> Path:
     """A path from a folder.
 
+    Args:
+        folder: Folder of relative paths.
+        path: The path.
+
     Raises:
         ConfigError: It begins with the home of nobody.
     """
@@ -117,7 +121,12 @@ class SiteConfig(Section):
     """Whether the experiment may name code of its own, which is then run."""
 
     def path(self, name: str, folder: Path) -> Path:
-        """A path of the configuration, from the folder that it lies in."""
+        """A path of the configuration, from the folder that it lies in.
+
+        Args:
+            name: Name of the field.
+            folder: Folder of the configuration.
+        """
         return resolve_path(folder, getattr(self, name))
 
 
@@ -146,12 +155,21 @@ def load_site_config(path: Path) -> SiteConfig:
 
 
 def agreed_experiments(config: SiteConfig, folder: Path) -> dict[str, Experiment]:
-    """The experiments that a site has agreed to, by their digests."""
+    """The experiments that a site has agreed to, by their digests.
+
+    Args:
+        config: Configuration of the site.
+        folder: Folder of the configuration.
+    """
     return {experiment_digest(file): file for file in read_experiments(config, folder).values()}
 
 
 def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]:
     """Read the experiments that a site has agreed to, by their files.
+
+    Args:
+        config: Configuration of the site.
+        folder: Folder of the configuration.
 
     Raises:
         ConfigError: There is none, or one is not valid, or has too few clients.

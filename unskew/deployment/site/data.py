@@ -68,6 +68,10 @@ class SiteData:
     def federation(self, reference: DataSchema, loss: str) -> Federation:
         """The federation of this site: its samples as ``reference`` wants them, and of the others only how many there are.
 
+        Args:
+            reference: Schema of the data.
+            loss: Loss of regression, or ``auto``.
+
         Raises:
             DataError: There are no samples, or of a class that the server does not know.
             ConfigError: They are not of the kind that the server has.
@@ -135,6 +139,11 @@ class SiteData:
 def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, PartitionedSource]:
     """A client's part of the experiment's own data, and all of them.
 
+    Args:
+        config: The experiment.
+        client: Number of the client.
+        who: Name of the site, for errors.
+
     Raises:
         DataError: There is no such client.
     """
@@ -146,12 +155,22 @@ def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, Part
 
 
 def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema:
-    """Return the data schema on which all sites of a rehearsal agree, as all of them have all data."""
+    """Return the data schema on which all sites of a rehearsal agree, as all of them have all data.
+
+    Args:
+        whole: Partitioned data.
+        config: The experiment.
+    """
     return DataSchema.of(apply_task_options(whole.federation(whole.known()), config.loss, config.class_weights))
 
 
 def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
-    """Return the data schema that a site would have alone, to inspect its data before the server has sent any statistics."""
+    """Return the data schema that a site would have alone, to inspect its data before the server has sent any statistics.
+
+    Args:
+        holding: Data of the site.
+        config: The experiment.
+    """
     source, first = holding.source, holding.train
     rows = np.arange(len(first))
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
@@ -206,7 +225,13 @@ def load_site_data(
 
 
 def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | None) -> ColumnSelection:
-    """Return the column selection: from the server if it has sent one, otherwise from site and experiment."""
+    """Return the column selection: from the server if it has sent one, otherwise from site and experiment.
+
+    Args:
+        data: Description of the site's data.
+        experiment: The experiment.
+        columns: Encoders that the server sent, or None.
+    """
     choice = ColumnSelection(
         data.features or experiment.features,
         (*data.exclude, *experiment.exclude),
@@ -227,6 +252,12 @@ def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[En
 
 def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> Tensor:
     """Labels by the numbers that the server gives them.
+
+    Args:
+        y: Labels of the site, ``[n]``.
+        mine: Class names of the site.
+        theirs: Class names of the server.
+        who: Name of the site, for errors.
 
     Raises:
         DataError: There is a label that the server does not know.

@@ -128,7 +128,15 @@ class SiteProcess:
         return self.contributed(asked, work, state, received, index)
 
     def contributed(self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int) -> Frame:
-        """Return what this client sends to the server before the first round."""
+        """Return what this client sends to the server before the first round.
+
+        Args:
+            asked: Message of the server.
+            work: Trainer of the experiment.
+            state: State of the run at this site.
+            received: Data received before the first round.
+            place: Position of the data rule.
+        """
         data = received.applied(work.data, place)
         federation = work.with_data(data)
         rule = work.method.data[place].for_client(self.config.client, work.total, read_integer(asked.config, "mean_size"))
@@ -177,7 +185,12 @@ class SiteProcess:
         return config
 
     def holding(self, digest: str, reference: DataSchema) -> SiteData:
-        """The site's samples for an experiment, read once."""
+        """The site's samples for an experiment, read once.
+
+        Args:
+            digest: Digest of the experiment.
+            reference: Schema of the data.
+        """
         config, holding = self.agreed(digest), self._holdings.get(digest)
         if self.config.data == "split":
             if holding is None:
@@ -190,7 +203,12 @@ class SiteProcess:
         return holding
 
     def work(self, digest: str, reference: DataSchema) -> SiteTrainer:
-        """Return the trainer of an experiment, loaded once."""
+        """Return the trainer of an experiment, loaded once.
+
+        Args:
+            digest: Digest of the experiment.
+            reference: Schema of the data.
+        """
         key, config = (digest, repr(reference)), self.agreed(digest)
         if self._work is None or self._work[0] != key:
             self._work = key, SiteTrainer(self.config, config, reference, self.holding(digest, reference))

@@ -63,7 +63,13 @@ class ReceivedData:
             self.common[rule.name] = parts["common/"]
 
     def take(self, place: int, share: Tensors, common: Tensors) -> None:
-        """Keep what came for the rule in this place; what came before for later ones is forgotten."""
+        """Keep what came for the rule in this place; what came before for later ones is forgotten.
+
+        Args:
+            place: Position of the data rule.
+            share: Tensors for this client.
+            common: Tensors that all clients receive.
+        """
         for later in range(place, len(self.rules)):
             self.shares.pop(later, None)
             self._path(later).unlink(missing_ok=True)
@@ -74,6 +80,10 @@ class ReceivedData:
 
     def applied(self, data: ClientData, before: int | None = None) -> ClientData:
         """The client's data after what came, or after what came for the rules ``before`` one.
+
+        Args:
+            data: Data of the client.
+            before: Position of a data rule; None: all rules.
 
         Raises:
             Forgotten: Something has not come, or was lost.

@@ -92,7 +92,12 @@ class SiteState:
         return ClientState.of(tensors)
 
     def keep(self, round: int, state: ClientState) -> None:
-        """Keep what a training left, until it is known whether its update was taken in."""
+        """Keep what a training left, until it is known whether its update was taken in.
+
+        Args:
+            round: Number of the round, from 0.
+            state: State after training.
+        """
         make_private_folder(self.folder)
         write_atomic(self._path(round), encode_tensors({name: t.cpu() for name, t in state.tensors().items()}))
 
@@ -109,5 +114,10 @@ def make_private_folder(folder: Path) -> None:
 
 
 def remove_run_state(folder: Path, run: str) -> None:
-    """Remove all that a run left."""
+    """Remove all that a run left.
+
+    Args:
+        folder: Folder of the site's states.
+        run: Name of the run.
+    """
     shutil.rmtree(folder / run, ignore_errors=True)

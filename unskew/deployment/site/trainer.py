@@ -41,7 +41,13 @@ from unskew.tasks.registry import TASKS
 
 
 def size_report(site: SiteConfig, examples: int, held_out: int) -> dict[str, Any]:
-    """Return the numbers of samples that are reported to the server."""
+    """Return the numbers of samples that are reported to the server.
+
+    Args:
+        site: Configuration of the site.
+        examples: Number of training samples.
+        held_out: Number of held-out samples.
+    """
     return {"client": site.client, "name": site.name, "examples": examples, "held_out": held_out}
 
 
@@ -90,7 +96,13 @@ class SiteTrainer:
         return Frame("facts", config, {}, encode_record("facts", {"class_counts": counts}))
 
     def trainer(self, received: ReceivedData, counted: int | None, epochs: int | None) -> LocalTrainer:
-        """Return the trainer for the site's samples and the data received before the first round."""
+        """Return the trainer for the site's samples and the data received before the first round.
+
+        Args:
+            received: Data received before the first round.
+            counted: Number of samples that count for the budget.
+            epochs: Number of local epochs, if a data rule changed it.
+        """
         key = (received.identity, counted, epochs)
         if self._trainer is not None and self._trainer[0] == key:
             return self._trainer[1]
@@ -115,7 +127,13 @@ class SiteTrainer:
         return self._trainer[1]
 
     def trained(self, asked: Frame, state: SiteState, received: ReceivedData) -> tuple[Update, Broadcast]:
-        """Train from a broadcast; what stays is kept until it is known whether the update was taken in."""
+        """Train from a broadcast; what stays is kept until it is known whether the update was taken in.
+
+        Args:
+            asked: Message with the broadcast.
+            state: State of the run at this site.
+            received: Data received before the first round.
+        """
         broadcast = self._cast(asked, state, training=True)
         update = self._trainer_for(asked, received).train(broadcast)
         state.keep(broadcast.round, broadcast.state.updated(update.state))
@@ -125,6 +143,13 @@ class SiteTrainer:
         """Reply to a broadcast with the update, or, if only sums may be seen, that this site is ready to mask it.
 
         A repeated broadcast gets the same reply without training again.
+
+        Args:
+            asked: Message with the broadcast.
+            state: State of the run at this site.
+            received: Data received before the first round.
+            masks: Secure aggregation of this site.
+            ledger: Sums that this site has opened.
         """
         if self.config.secure_aggregation != "required":
             key = request_digest(asked)
@@ -167,7 +192,13 @@ class SiteTrainer:
         return broadcast
 
     def measured(self, asked: Frame, state: SiteState, received: ReceivedData) -> Frame:
-        """Evaluate the global and the personal model on the site's held-out samples; only metrics leave the site."""
+        """Evaluate the global and the personal model on the site's held-out samples; only metrics leave the site.
+
+        Args:
+            asked: Message with the model.
+            state: State of the run at this site.
+            received: Data received before the first round.
+        """
         broadcast = self._cast(asked, state)
         stays, v, b, mode = broadcast.state, broadcast.v, broadcast.b, self.config.buffers
         figures: dict[str, float] = {}

@@ -160,6 +160,10 @@ class DataSchema:
     def check(self, other: DataSchema, who: str) -> None:
         """Refuse data of another kind.
 
+        Args:
+            other: Schema of a site.
+            who: Name of the site, for the error.
+
         Raises:
             ConfigError: They are.
         """

@@ -89,7 +89,12 @@ def encode_header(frame: Frame) -> bytes:
 
 
 def send(to: socket.socket, frame: Frame) -> None:
-    """Write one message."""
+    """Write one message.
+
+    Args:
+        to: Connected socket.
+        frame: Message to send.
+    """
     header = encode_header(frame)
     to.sendall(MAGIC + struct.pack("<Q", len(header)) + header)
     for blob in frame.arrays.values():
@@ -123,6 +128,11 @@ def receive(of: socket.socket, largest: int = LARGEST, header_seconds: float | N
 
 def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
     """A message from its header; ``read`` gives so many of the bytes that follow.
+
+    Args:
+        header: Header of the message.
+        read: Returns the given number of the bytes that follow.
+        largest: Largest accepted number of bytes.
 
     Raises:
         FrameError: It is none.

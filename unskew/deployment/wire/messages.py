@@ -76,7 +76,12 @@ class WireContext:
         return {rule.name for rule in (*self.method.client, *filter(None, [self.method.sync]))}
 
     def base(self, down: Slices | None, up: Slices | None) -> Slices:
-        """Slices that are sent back but not sent out: there a client sends its values, and the server subtracts."""
+        """Slices that are sent back but not sent out: there a client sends its values, and the server subtracts.
+
+        Args:
+            down: Slices that are sent out; None: all.
+            up: Slices that are sent back; None: all.
+        """
         return subtract_slices(up, down, self.spec.size)
 
     @property
@@ -85,7 +90,12 @@ class WireContext:
         return changes_updates(self.method.client)
 
     def received(self, down: Slices | None, kind: str) -> Tensor:
-        """Return a mask of the normalization statistics that a client receives in a message of a kind, ``[m]``."""
+        """Return a mask of the normalization statistics that a client receives in a message of a kind, ``[m]``.
+
+        Args:
+            down: Slices that are sent out; None: all.
+            kind: Kind of the message.
+        """
         mask = self.buffer_masks(down)
         return mask if self.buffers == "average" or kind == "evaluate" else torch.zeros_like(mask)
 
@@ -102,6 +112,11 @@ class WireContext:
     def check_extras(self, record: str, tensors: Tensors, finite: bool) -> dict[str, Tensors]:
         """Validate the tensors that rules send in addition to the model, by rule.
 
+        Args:
+            record: Name of the record.
+            tensors: Tensors of the record by name.
+            finite: Whether all values must be finite.
+
         Raises:
             Nonsense: It is of a rule that is not there, too large, or not finite.
         """
@@ -116,7 +131,14 @@ class WireContext:
 
 
 def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:
-    """Return what rules send as the arrays of one record; of a tensor over all ``size`` parameters only the slices."""
+    """Return what rules send as the arrays of one record; of a tensor over all ``size`` parameters only the slices.
+
+    Args:
+        record: Name of the record.
+        rules: Tensors by rule and name.
+        slices: Slices that are sent; None: all.
+        size: Number of parameters.
+    """
     encoded = {}
     for name, t in flatten_records(record, rules).items():
         if slices is not None and t.shape == (size,):
@@ -128,6 +150,12 @@ def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, 
 
 def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) -> Tensors:
     """Return the inverse of ``encode_rules``; tensors over all parameters are zero outside the slices.
+
+    Args:
+        frame: Message that was received.
+        record: Name of the record.
+        slices: Slices that are sent; None: all.
+        size: Number of parameters.
 
     Raises:
         Nonsense: If the length of a tensor is not that of the slices.
@@ -143,7 +171,14 @@ def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) ->
 
 
 def encode_broadcast(broadcast: Broadcast, terms: WireContext, kind: str, about: dict[str, Any]) -> Frame:
-    """A broadcast as a message; the client's state is there already and is not sent."""
+    """A broadcast as a message; the client's state is there already and is not sent.
+
+    Args:
+        broadcast: The broadcast.
+        terms: Checks of messages.
+        kind: Kind of the message.
+        about: Further fields.
+    """
     received = terms.received(broadcast.down, kind).to(broadcast.b.device)
     arrays = {
         "model/v": encode_tensor(gather_slices(broadcast.v, broadcast.down)),
@@ -173,6 +208,10 @@ def broadcast_digest(frame: Frame, terms: WireContext) -> str:
 
     A server that sends one site another model than the others could find its update in their sum. Slices that a method
     sends to some sites only (``fedrep``, ``fedbn``, ``fedals``) are not part of it.
+
+    Args:
+        frame: Message that was received.
+        terms: Checks of messages.
     """
     sliced = terms.method.sync is not None
     names = [name for name in sorted(frame.arrays) if not sliced or not (name.startswith("model/") or SLICED in name)]
@@ -191,6 +230,11 @@ def request_digest(frame: Frame) -> str:
 
 def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Broadcast:
     """Inverse of ``encode_broadcast`` at the client, which kept ``state``.
+
+    Args:
+        frame: Message that was received.
+        terms: Checks of messages.
+        state: State that the client kept.
 
     Raises:
         Nonsense: It is none.
@@ -228,7 +272,14 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
 
 
 def encode_update(update: Update, broadcast: Broadcast, terms: WireContext, about: dict[str, Any]) -> Frame:
-    """An update as a message; what stays at the client is not in it."""
+    """An update as a message; what stays at the client is not in it.
+
+    Args:
+        update: The update.
+        broadcast: Broadcast that it answers.
+        terms: Checks of messages.
+        about: Further fields.
+    """
     arrays = {"update/buffers": encode_tensor(update.buffers[terms.sent(broadcast).to(update.buffers.device)])}
     if terms.sends_model:
         arrays["update/delta"] = encode_tensor(gather_slices(update.delta, broadcast.up))
@@ -249,6 +300,12 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
     """Inverse of ``encode_update`` at the server, which sent ``broadcast`` to a client with so many examples.
 
     An update whose numbers are not finite is one all the same: the server leaves it out and counts it.
+
+    Args:
+        frame: Message that was received.
+        broadcast: Broadcast that was sent.
+        terms: Checks of messages.
+        examples: Number of samples of the client.
 
     Raises:
         Nonsense: It is none, or not of what was asked for.
@@ -301,6 +358,11 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
 def check_reply_matches(config: dict[str, Any], broadcast: Broadcast, examples: int) -> None:
     """Look whether an answer is the one to ``broadcast``, from a client with so many examples.
 
+    Args:
+        config: Fields of the reply.
+        broadcast: Broadcast that was sent.
+        examples: Number of samples of the client.
+
     Raises:
         Nonsense: It is not.
     """
@@ -319,6 +381,10 @@ def upload_shapes(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:
 def read_integer(config: dict[str, Any], name: str) -> int:
     """An integer of a message.
 
+    Args:
+        config: Fields of a message.
+        name: Name of the field.
+
     Raises:
         Nonsense: It is none.
     """
@@ -330,6 +396,10 @@ def read_integer(config: dict[str, Any], name: str) -> int:
 
 def read_number(config: dict[str, Any], name: str) -> float:
     """A finite number of a message.
+
+    Args:
+        config: Fields of a message.
+        name: Name of the field.
 
     Raises:
         Nonsense: It is none.
@@ -343,6 +413,10 @@ def read_number(config: dict[str, Any], name: str) -> float:
 def read_text(config: dict[str, Any], name: str) -> str:
     """A text of a message.
 
+    Args:
+        config: Fields of a message.
+        name: Name of the field.
+
     Raises:
         Nonsense: It is none.
     """
@@ -354,6 +428,10 @@ def read_text(config: dict[str, Any], name: str) -> str:
 
 def read_class_counts(frame: Frame, classes: int) -> Tensor:
     """A site's samples per class, ``[C]``.
+
+    Args:
+        frame: Message that was received.
+        classes: Number of classes.
 
     Raises:
         Nonsense: They are none.

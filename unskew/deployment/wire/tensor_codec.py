@@ -46,7 +46,12 @@ def encode_tensor(tensor: Tensor) -> Blob:
 
 
 def encode_record(record: str, tensors: Tensors) -> dict[str, Blob]:
-    """Tensors as the arrays of one record."""
+    """Tensors as the arrays of one record.
+
+    Args:
+        record: Name of the record.
+        tensors: Tensors by name.
+    """
     return {f"{record}/{name}": encode_tensor(tensor) for name, tensor in tensors.items()}
 
 
@@ -66,13 +71,22 @@ def channels_last_images(tensor: Tensor) -> Tensor:
 
 
 def decode_record(frame: Frame, record: str) -> Tensors:
-    """The arrays of one record as tensors."""
+    """The arrays of one record as tensors.
+
+    Args:
+        frame: Message that was received.
+        record: Name of the record.
+    """
     start = f"{record}/"
     return {name.removeprefix(start): decode_tensor(a) for name, a in frame.arrays.items() if name.startswith(start)}
 
 
 def check_records(frame: Frame, allowed: Iterable[str]) -> None:
     """Refuse arrays that were not requested.
+
+    Args:
+        frame: Message that was received.
+        allowed: Names of the expected records.
 
     Raises:
         Nonsense: There are some.
@@ -110,6 +124,12 @@ def check_tensor(name: str, tensor: Tensor | None, like: Tensor, size: int, norm
 def check_norm(name: str, tensor: Tensor, norm: float, finite: bool = True) -> None:
     """Refuse a tensor whose numbers are not finite, or too large together.
 
+    Args:
+        name: Name of the tensor.
+        tensor: The tensor.
+        norm: Largest accepted norm.
+        finite: Whether all values must be finite.
+
     Raises:
         Nonsense: They are.
     """
@@ -135,6 +155,10 @@ def slices_as_text(slices: Slices | None) -> str | None:
 def parse_slices(text: object, size: int) -> Slices | None:
     """Inverse of ``slices_as_text``, for a vector of ``size`` elements.
 
+    Args:
+        text: Text to read.
+        size: Length of the vector.
+
     Raises:
         Nonsense: They are not in order, or beyond the vector.
     """
@@ -154,19 +178,35 @@ def parse_slices(text: object, size: int) -> Slices | None:
 
 
 def slices_length(slices: Slices | None, size: int) -> int:
-    """Return how many of ``size`` elements are in the slices."""
+    """Return how many of ``size`` elements are in the slices.
+
+    Args:
+        slices: Slices of the vector; None: all of it.
+        size: Length of the vector.
+    """
     return size if slices is None else sum(span.stop - span.start for span in slices)
 
 
 def gather_slices(v: Tensor, slices: Slices | None) -> Tensor:
-    """The slices of a vector, joined."""
+    """The slices of a vector, joined.
+
+    Args:
+        v: Vector, ``[d]``.
+        slices: Slices to join; None: all.
+    """
     if slices is None:
         return v
     return torch.cat([v[span] for span in slices]) if slices else v[:0]
 
 
 def scatter_slices(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
-    """``into`` with joined values in the slices; inverse of ``gather_slices``."""
+    """``into`` with joined values in the slices; inverse of ``gather_slices``.
+
+    Args:
+        into: Vector to fill, ``[d]``.
+        slices: Slices to fill; None: all.
+        values: Joined values of the slices.
+    """
     if slices is None:
         return values
     at = 0

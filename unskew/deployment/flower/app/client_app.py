@@ -25,6 +25,11 @@ app = ClientApp()
 def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
     """Ask the site's process; one that is restarted in between is asked again, since it answers the same.
 
+    Args:
+        path: Socket of the site's process.
+        frame: Request.
+        patience: Seconds to wait for the process.
+
     Raises:
         FrameError: It does not come back, or its answer is none.
     """
@@ -51,7 +56,12 @@ def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Hand it over."""
+    """Hand it over.
+
+    Args:
+        message: Flower message that contains the request.
+        context: Context of the Flower app.
+    """
     try:
         request = to_frame(message.content)
         path = context.node_config.get("socket")

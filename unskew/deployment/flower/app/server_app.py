@@ -18,7 +18,12 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Carry out what the run's process asks for, until it closes the connection."""
+    """Carry out what the run's process asks for, until it closes the connection.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        context: Context of the Flower app.
+    """
     end_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as run:
         run.connect(str(context.run_config["socket"]))
@@ -44,14 +49,24 @@ def end_with_parent() -> None:
 
 
 def send_frames(run: socket.socket, frames: list[Frame]) -> None:
-    """Send the number of frames, then the frames."""
+    """Send the number of frames, then the frames.
+
+    Args:
+        run: Connection to the run's process.
+        frames: Messages to send.
+    """
     send(run, Frame("answers", {"count": len(frames)}))
     for frame in frames:
         send(run, frame)
 
 
 def handle_request(grid: Grid, asked: Frame) -> list[Frame]:
-    """Answer a ``nodes``, ``push`` or ``pull`` request."""
+    """Answer a ``nodes``, ``push`` or ``pull`` request.
+
+    Args:
+        grid: Flower's connection to the nodes.
+        asked: Request of the run's process.
+    """
     if asked.kind == "nodes":
         return [Frame("nodes", {"ids": [str(node) for node in grid.get_node_ids()]})]
     if asked.kind == "push":
