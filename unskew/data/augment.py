@@ -27,7 +27,13 @@ def draw_crop_and_flip(n: int, padding: int, generator: Generator) -> tuple[Tens
 
 
 def keyed_crop_and_flip(key: Tensor, n: int, padding: int) -> tuple[Tensor, Tensor]:
-    """Draws like those of ``draw_crop_and_flip`` as a pure function of the 64-bit integer tensor ``key``."""
+    """Draws like those of ``draw_crop_and_flip`` as a pure function of the 64-bit integer tensor ``key``.
+
+    Args:
+        key: Random key, int64.
+        n: Number of images.
+        padding: Pixels by which a crop may be moved.
+    """
     offsets = (uniform(fold(key, 1), (n, 2)) * (2 * padding + 1)).to(torch.int64)
     return offsets, uniform(fold(key, 2), (n,)) < 0.5
 

@@ -183,7 +183,13 @@ def concatenate_inputs(parts: Sequence[Tensor]) -> Tensor:
 
 
 def allocate_inputs(n: int, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Room for ``n`` inputs like those of ``like``; images over channels-last memory."""
+    """Room for ``n`` inputs like those of ``like``; images over channels-last memory.
+
+    Args:
+        n: Number of samples.
+        like: Samples whose shape and data type are used.
+        device: Device of the result; None: that of ``like``.
+    """
     if like.dim() != 4:
         return torch.empty((n, *like.shape[1:]), dtype=like.dtype, device=device)
     channels, height, width = like.shape[1:]
@@ -192,6 +198,10 @@ def allocate_inputs(n: int, like: Tensor, device: torch.device | None = None) ->
 
 def iterate_batches(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
     """Samples of ``parts``, one after another, in batches of ``size``; the last one may be smaller.
+
+    Args:
+        parts: Samples in any number of tensors.
+        size: Samples per batch.
 
     >>> [len(batch) for batch in iterate_batches([torch.zeros(3, 2), torch.zeros(4, 2)], 5)]
     [5, 2]
@@ -211,7 +221,12 @@ def iterate_batches(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]``; images ``[n, C, H, W]`` keep their channels-last memory, which convolutions on CPU prefer."""
+    """``x[index]``; images ``[n, C, H, W]`` keep their channels-last memory, which convolutions on CPU prefer.
+
+    Args:
+        x: Samples, ``[n, ...]``.
+        index: Rows to take, ``[B]``.
+    """
     if x.dim() != 4:
         return x.index_select(0, index)
     return x.permute(0, 2, 3, 1).index_select(0, index).permute(0, 3, 1, 2)

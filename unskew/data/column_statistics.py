@@ -35,12 +35,22 @@ def counts_and_sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Sums of squared distances from the mean of all clients, ``[f]``."""
+    """Sums of squared distances from the mean of all clients, ``[f]``.
+
+    Args:
+        rows: Values of a client, ``[n, f]``.
+        mean: Mean over all clients, ``[f]``.
+    """
     return np.asarray(np.nansum((rows - mean) ** 2, 0, dtype=np.float64))
 
 
 def global_means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute number of values and mean of each column over all clients; see ``global_moments``."""
+    """Compute number of values and mean of each column over all clients; see ``global_moments``.
+
+    Args:
+        first: Counts and sums of each client, ``[f]`` each.
+        names: Names of the columns.
+    """
     count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
     for counts, sums in first:
         count += counts

@@ -294,7 +294,12 @@ class Federation:
 
 
 def compute_fingerprint(values: np.ndarray, offsets: np.ndarray) -> str:
-    """Sixteen hex digits that change when any sample moves to another client."""
+    """Sixteen hex digits that change when any sample moves to another client.
+
+    Args:
+        values: Targets of all samples.
+        offsets: Start of each client's samples, ``[K + 1]``.
+    """
     digest = hashlib.sha256(np.ascontiguousarray(values).tobytes())
     digest.update(np.ascontiguousarray(offsets, dtype=np.int64).tobytes())
     return digest.hexdigest()[:16]

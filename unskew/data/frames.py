@@ -53,6 +53,10 @@ def frames_to_arrays(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]
 def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tuple[list[Pair], Sequence[str]]:
     """Return class indices in place of labels of text, and the names of the classes: sorted, unless they are given.
 
+    Args:
+        pairs: Inputs and labels of each part.
+        class_names: Names of the classes; empty: those that occur.
+
     Raises:
         DataError: If only some labels are text, or one is not among ``class_names``.
     """

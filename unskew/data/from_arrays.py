@@ -31,6 +31,11 @@ LARGEST = 2**63
 def check_integer(value: object, name: str, least: int | None = None) -> None:
     """Refuse what is not an integer, or is too small.
 
+    Args:
+        value: Value to check.
+        name: Name of the argument, for the error.
+        least: Smallest allowed value; None: any.
+
     Raises:
         DataError: It is so.
     """
@@ -57,14 +62,26 @@ def check_client_list(clients: object) -> None:
 
 
 def unpack_pair(pair: object, who: str) -> tuple[object, object]:
-    """A pair ``(x, y)``, refused if it is none."""
+    """A pair ``(x, y)``, refused if it is none.
+
+    Args:
+        pair: Value that should be ``(x, y)``.
+        who: Name of the data, for the error.
+    """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
     return pair[0], pair[1]
 
 
 def validate_pair(x: object, y: object, who: str, task: str) -> tuple[Tensor, Tensor]:
-    """Inputs, laid out as models take them, and as many labels."""
+    """Inputs, laid out as models take them, and as many labels.
+
+    Args:
+        x: Inputs.
+        y: Targets.
+        who: Name of the data, for errors.
+        task: Name of the task.
+    """
     inputs, targets = read_tensors(x, y, who, task)
     return to_model_layout(mask_padding(inputs, task)), targets
 
@@ -88,7 +105,12 @@ class InputLocator:
         return (x for arrays in self.parts for x in arrays)
 
     def told(self, k: int, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of client ``k`` that have the shape of all of its targets ``y``, without a look at them."""
+        """Inputs of client ``k`` that have the shape of all of its targets ``y``, without a look at them.
+
+        Args:
+            k: Number of the client.
+            y: Targets of the client, ``[n]``.
+        """
         x = self.parts[k][0]
         return x[:1].expand(len(y), *x.shape[1:]), y
 
@@ -114,6 +136,12 @@ def read_clients(
     clients: Iterable[object], task: str, holdout: float, seed: int
 ) -> tuple[InputLocator, list[Tensor], list[int]]:
     """Locate the inputs of all clients, their labels, and their numbers of training samples, which come first.
+
+    Args:
+        clients: Inputs and targets of each client.
+        task: Name of the task.
+        holdout: Share of held-out samples.
+        seed: Seed of the run.
 
     Raises:
         DataError: They are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or cannot be used.
@@ -145,7 +173,15 @@ def read_clients(
 
 
 def read_tensors(x: object, y: object, who: str, task: str, mapped: bool = False) -> tuple[Tensor, Tensor]:
-    """Inputs as they were given and as many labels; inputs in files are not read."""
+    """Inputs as they were given and as many labels; inputs in files are not read.
+
+    Args:
+        x: Inputs.
+        y: Targets.
+        who: Name of the data, for errors.
+        task: Name of the task.
+        mapped: Whether inputs may stay in a mapped file.
+    """
     shapes: list[tuple[int, ...]] = [getattr(values, "shape", ()) for values in (x, y)]
     if all(shapes):  # before any value is looked at
         check_lengths(shapes[0][0], shapes[1][0], who)
@@ -157,6 +193,11 @@ def read_tensors(x: object, y: object, who: str, task: str, mapped: bool = False
 def check_lengths(inputs: int, targets: int, who: str) -> None:
     """Check that there is a label for every input.
 
+    Args:
+        inputs: Number of inputs.
+        targets: Number of targets.
+        who: Name of the data, for the error.
+
     Raises:
         DataError: The numbers differ.
     """
@@ -165,19 +206,35 @@ def check_lengths(inputs: int, targets: int, who: str) -> None:
 
 
 def holdout_order(n: int, seed: int, k: int) -> Tensor:
-    """The order of client ``k``'s ``n`` samples, of which the last ones are held out."""
+    """The order of client ``k``'s ``n`` samples, of which the last ones are held out.
+
+    Args:
+        n: Number of samples.
+        seed: Seed of the run.
+        k: Number of the client.
+    """
     own = seed * 1_000_003 + k
     own = own if -LARGEST <= own < 2 * LARGEST else own % LARGEST  # what PyTorch takes
     return torch.randperm(n, generator=torch.Generator().manual_seed(own))
 
 
 def read_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows, read in the order in which they lie in memory."""
+    """Some rows, read in the order in which they lie in memory.
+
+    Args:
+        x: Inputs, ``[n, ...]``.
+        rows: Rows to read, ``[B]``.
+    """
     return take_rows(x, rows) if x.dim() == 4 and x.permute(0, 2, 3, 1).is_contiguous() else x.index_select(0, rows)
 
 
 def num_training_samples(n: int, holdout: object) -> int:
-    """Return the number of training samples of ``n``; at least one sample is held out if there are two or more."""
+    """Return the number of training samples of ``n``; at least one sample is held out if there are two or more.
+
+    Args:
+        n: Number of samples.
+        holdout: Share of held-out samples.
+    """
     if isinstance(holdout, bool) or not isinstance(holdout, Real) or holdout < 0 or not holdout < 1:
         raise DataError(f"holdout must be a share from 0 to below 1, not {short_repr(holdout)}.")
     if holdout == 0 or n < 2:
@@ -208,7 +265,12 @@ def fit_normalization(normalize: object, x: Tensor, inputs: Iterable[Tensor]) ->
 
 
 def validate_class_names(class_names: object, classes: int) -> tuple[str, ...]:
-    """Class names, if there are any, one for each class at least."""
+    """Class names, if there are any, one for each class at least.
+
+    Args:
+        class_names: Names, or None.
+        classes: Number of classes.
+    """
     wrong = DataError(f"class_names must be a list with a name for each class, not {short_repr(class_names)}.")
     names = tuple(list_items(class_names, wrong))
     odd = next((name for name in names if not isinstance(name, str)), None)

@@ -172,6 +172,10 @@ def load_federation(
 def federation_of(spec: DataSpec, seed: int) -> Federation:
     """The federation that ``spec`` describes; ``seed`` decides every draw.
 
+    Args:
+        spec: Description of the data.
+        seed: Seed of the run.
+
     Raises:
         ConfigError: Fields do not fit together.
         DataError: The data cannot be used as asked.
@@ -181,7 +185,12 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
 
 
 def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
-    """Load and partition the data before any global statistics are known; see ``federation_of``."""
+    """Load and partition the data before any global statistics are known; see ``federation_of``.
+
+    Args:
+        spec: Description of the data.
+        seed: Seed of the run.
+    """
     named, spec = spec, with_local_files(spec)
     source = load_source_for(spec)
     at_server, test = server_data(spec, source, source.test, seed)

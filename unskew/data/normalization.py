@@ -39,6 +39,10 @@ class Normalization:
         """Per-channel statistics of ``x``: uint8 images ``[n, C, H, W]`` (scaled to [0, 1]) or floats ``[n, f]``.
 
         Of bytes there may be ``further`` ones, so that all need not lie in one array.
+
+        Args:
+            x: Images, uint8 ``[n, C, H, W]``, or features, ``[n, f]``.
+            further: Further samples of the same shape.
         """
         scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
         channels, total = x.shape[1], 0

@@ -138,14 +138,29 @@ class PartitionedSource:
 
 
 def client_rows(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, stop: int) -> Tensor:
-    """Inputs ``start:stop`` of client ``k``, whose rows of ``x`` begin at its offset in ``rows``."""
+    """Inputs ``start:stop`` of client ``k``, whose rows of ``x`` begin at its offset in ``rows``.
+
+    Args:
+        x: Inputs of all clients.
+        rows: Rows of ``x`` in order of clients.
+        offsets: Start of each client's rows, ``[K + 1]``.
+        k: Number of the client.
+        start: First sample of the client.
+        stop: Sample after the last one.
+    """
     return take_rows(x, rows[offsets[k] + start : offsets[k] + stop])
 
 
 def rows_per_value(
     parts: Partition, train: SampleTable, partition: object
 ) -> tuple[np.ndarray, tuple[str, ...]] | None:
-    """Count rows per client and value of the partition's column, ``[K, G]``, with the values; None without such a column."""
+    """Count rows per client and value of the partition's column, ``[K, G]``, with the values; None without such a column.
+
+    Args:
+        parts: The partition.
+        train: Training samples.
+        partition: Partition expression or object.
+    """
     column = (
         parse_partition(partition)[1]
         if isinstance(partition, str) and partition.startswith(("natural:", "sorted:"))

@@ -21,7 +21,14 @@ from unskew.errors import ConfigError, DataError
 
 
 def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) -> tuple[ServerData | None, SampleTable]:
-    """The server's samples, and the test rows that are left."""
+    """The server's samples, and the test rows that are left.
+
+    Args:
+        spec: Description of the data.
+        source: The source.
+        test: Test samples.
+        seed: Seed of the run.
+    """
     rng, reserve_test_samples = purpose_generator(seed, "server"), spec.reserve_test_samples
     order = rng.permutation(len(test))
     group = None if spec.split_by is None else parse_split(spec.split_by).group
@@ -62,6 +69,11 @@ def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) ->
 def remaining_rows(order: np.ndarray, count: int, units: SplitUnits | None) -> np.ndarray:
     """Return the test rows that are left for evaluation after the first ones of an order, without rows of their groups.
 
+    Args:
+        order: Order of the test rows.
+        count: Number of rows that the server receives.
+        units: Groups of rows that stay together, or None.
+
     Raises:
         DataError: If none is left.
     """
@@ -74,7 +86,14 @@ def remaining_rows(order: np.ndarray, count: int, units: SplitUnits | None) -> n
 
 
 def load_other_dataset(name: str, path: str | Path | None, source: Source, test: SampleTable) -> ServerData:
-    """The training images of another data set, brought to the clients' size; gray ones to their channels, too."""
+    """The training images of another data set, brought to the clients' size; gray ones to their channels, too.
+
+    Args:
+        name: Name of the data set.
+        path: Folder of its files, or None.
+        source: Source of the clients' data.
+        test: Test samples.
+    """
     # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
     size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
     images = load_source(name, path=path, size=size).train
@@ -91,7 +110,13 @@ def load_other_dataset(name: str, path: str | Path | None, source: Source, test:
 
 
 def repeat_channels(source: Source, test: SampleTable, channels: int) -> tuple[Source, SampleTable]:
-    """The clients' gray images repeated, so that one model takes them and the server's in color (Zhu et al. 2025)."""
+    """The clients' gray images repeated, so that one model takes them and the server's in color (Zhu et al. 2025).
+
+    Args:
+        source: Source of the clients' data.
+        test: Test samples.
+        channels: Number of channels of the result.
+    """
     if source.train.x.shape[1] == channels:
         return source, test
     train, test = (replace(part, x=convert_channels(part.x, channels)) for part in (source.train, test))
@@ -99,5 +124,10 @@ def repeat_channels(source: Source, test: SampleTable, channels: int) -> tuple[S
 
 
 def purpose_generator(seed: int, purpose: str) -> np.random.Generator:
-    """A generator of its own for each purpose."""
+    """A generator of its own for each purpose.
+
+    Args:
+        seed: Seed of the run.
+        purpose: Name of what the numbers are used for.
+    """
     return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(f"unskew/{purpose}".encode())]))

@@ -163,6 +163,10 @@ def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
 def as_text_source(data: str, columns: Sequence[str]) -> str:
     """Return the name of a table as that of a source of texts, if text columns are chosen.
 
+    Args:
+        data: Name of the data.
+        columns: Names of the text columns.
+
     >>> as_text_source("table:reviews.csv", ["review"]), as_text_source("table:patients.csv", [])
     ('text:reviews.csv', 'table:patients.csv')
     """

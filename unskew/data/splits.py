@@ -15,6 +15,10 @@ from unskew.errors import ConfigError, DataError
 def complete_column(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """Return a column without missing values.
 
+    Args:
+        columns: Columns of the data by name.
+        name: Name of the column.
+
     Raises:
         DataError: If there is no such column, or a value is missing.
     """
@@ -37,6 +41,12 @@ class SplitUnits(NamedTuple):
 
 def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: np.random.Generator) -> SplitUnits:
     """Return the units of a split, in random order unless a time column gives the order.
+
+    Args:
+        columns: Columns of the data by name.
+        split: Groups and times of the split.
+        rows: Number of rows.
+        rng: Random number generator.
 
     Raises:
         DataError: If a column is missing or has missing values, or the time column has text.
@@ -62,6 +72,11 @@ def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> 
 
     One unit at least is held out and one at least is kept, where there are two or more.
 
+    Args:
+        units: Groups of rows that stay together.
+        rows: Rows to choose from.
+        share: Share of held-out rows.
+
     >>> units = SplitUnits(np.array([0, 0, 0, 1, 2, 2]), np.array([2, 1, 0]))
     >>> select_held_out_units(units, np.arange(6), 0.5).tolist()
     [0]
@@ -76,6 +91,13 @@ def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> 
 
 def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, share: float, seed: int) -> np.ndarray:
     """Return which rows are for testing, boolean ``[n]``.
+
+    Args:
+        columns: Columns of the data by name.
+        split: Groups and times of the split.
+        rows: Number of rows.
+        share: Share of test rows.
+        seed: Seed of the order of groups.
 
     Raises:
         DataError: If no row would be left on one side, or a given split has other values than train and test.
@@ -102,6 +124,11 @@ def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, sh
 def check_no_shared_groups(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], split: Split) -> None:
     """Validate that training and test files share no group.
 
+    Args:
+        train: Columns of the training part.
+        test: Columns of the test part.
+        split: Groups and times of the split.
+
     Raises:
         ConfigError: If the split is given by a column, although there is a test file.
         DataError: If a group is in both.
@@ -125,6 +152,14 @@ def held_out_mask(
     rng: np.random.Generator,
 ) -> np.ndarray:
     """Return which rows clients hold out, boolean ``[n]``: a group that several clients have is held out by all of them.
+
+    Args:
+        columns: Columns of the data by name.
+        split: Groups and times of the split.
+        clients: Rows of each client.
+        share: Share of held-out rows.
+        rows: Number of rows.
+        rng: Random number generator.
 
     Raises:
         DataError: If a client would have no rows to train on.

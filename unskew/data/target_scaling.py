@@ -40,5 +40,10 @@ def task_with_moments(found: ColumnMoments) -> Regression:
 
 
 def target_scaling_bytes(clients: int, targets: int) -> np.ndarray:
-    """Compute the bytes per client for the scaling of ``targets`` regression targets, ``[K, 2]``."""
+    """Compute the bytes per client for the scaling of ``targets`` regression targets, ``[K, 2]``.
+
+    Args:
+        clients: Number of clients.
+        targets: Number of regression targets.
+    """
     return np.full((clients, 2), MOMENTS * targets, np.int64)

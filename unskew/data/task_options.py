@@ -51,7 +51,12 @@ def apply_task_options(federation: Federation, loss: str, class_weights: str | S
 
 
 def huber_delta(text: str, loss: str) -> float:
-    """Return the threshold at which Huber loss becomes linear; 1 by default."""
+    """Return the threshold at which Huber loss becomes linear; 1 by default.
+
+    Args:
+        text: Text after ``huber:``.
+        loss: The whole loss, for errors.
+    """
     try:
         delta = float(text or 1)
     except ValueError:

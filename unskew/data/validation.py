@@ -19,6 +19,10 @@ TRANSFORMERS_PADDING = -100  # what the package transformers has in labels where
 def validate_client_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
     """The clients' names, none or one for each.
 
+    Args:
+        names: Names of the clients, or empty.
+        clients: Number of clients.
+
     Raises:
         DataError: They are not so many distinct texts.
     """
@@ -49,7 +53,12 @@ def check_printable(names: Iterable[str], kind: str) -> None:
 
 
 def as_tensor(values: object, problem: str) -> Tensor:
-    """An array or a tensor as a tensor over the same memory, if it can be; ``problem`` begins the error if it is neither."""
+    """An array or a tensor as a tensor over the same memory, if it can be; ``problem`` begins the error if it is neither.
+
+    Args:
+        values: Array or tensor.
+        problem: Start of the error.
+    """
     kind = special_kind(values)
     if kind is not None:
         raise DataError(f"{problem}: they are {kind}; give an ordinary array or tensor with all values.")
@@ -134,6 +143,10 @@ def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> T
 def check_finite(pieces: Iterable[Tensor], who: str) -> None:
     """Refuse numbers that are not finite, as float32.
 
+    Args:
+        pieces: Tensors to check.
+        who: Name of the data, for the error.
+
     Raises:
         DataError: There are some.
     """
@@ -149,7 +162,12 @@ def to_float32(x: Tensor) -> Tensor:
 
 
 def mask_padding(x: Tensor, task: str) -> Tensor:
-    """Token ids with -1 where the package transformers has its own number; other inputs as they are."""
+    """Token ids with -1 where the package transformers has its own number; other inputs as they are.
+
+    Args:
+        x: Inputs.
+        task: Name of the task.
+    """
     return torch.where(x == TRANSFORMERS_PADDING, -1, x) if task == "language" and x.dtype == torch.int64 else x
 
 
@@ -171,6 +189,11 @@ def as_targets(values: object, who: str, task: str = "classification") -> Tensor
 
     Of ``multilabel`` they are ``[n, L]`` of 0 and 1 as uint8, of ``language`` token ids ``[n, L]``, of ``regression`` numbers
     ``[n, T]`` as float64.
+
+    Args:
+        values: Targets as they were passed.
+        who: Name of the data, for errors.
+        task: Name of the task.
 
     Raises:
         DataError: Not integers, not one label per sample, or (multi-label) not a matrix of 0 and 1.
@@ -207,7 +230,15 @@ def as_targets(values: object, who: str, task: str = "classification") -> Tensor
 
 
 def check_targets(y: Tensor, classes: int, who: str, task: str = "classification", x: Tensor | None = None) -> None:
-    """Labels must lie in ``0 .. classes - 1``; a matrix of labels must have ``classes`` columns; a token may be -1."""
+    """Labels must lie in ``0 .. classes - 1``; a matrix of labels must have ``classes`` columns; a token may be -1.
+
+    Args:
+        y: Targets, ``[n]`` or ``[n, L]``.
+        classes: Number of classes.
+        who: Name of the data, for errors.
+        task: Name of the task.
+        x: Token ids of the samples, for a language model.
+    """
     if task == "language":
         if x is not None and (x.dtype != torch.int64 or x.shape != y.shape):
             raise DataError(f"The texts of {who} must be token ids (int64) of the shape of their targets.")
@@ -224,6 +255,11 @@ def check_targets(y: Tensor, classes: int, who: str, task: str = "classification
 def check_classes(names: Sequence[str], who: str, task: str) -> None:
     """Refuse a data set in which there is nothing to tell apart.
 
+    Args:
+        names: Names of the classes.
+        who: Name of the data, for the error.
+        task: Name of the task.
+
     Raises:
         DataError: It has a single class, or the name of a class cannot be printed.
     """
@@ -237,6 +273,10 @@ def check_classes(names: Sequence[str], who: str, task: str) -> None:
 def check_differ(labels: Sequence[Tensor], task: str) -> None:
     """Refuse labels that are all the same, where they are what the classes are found from.
 
+    Args:
+        labels: Labels of each client.
+        task: Name of the task.
+
     Raises:
         DataError: They are.
     """
@@ -249,6 +289,11 @@ def check_differ(labels: Sequence[Tensor], task: str) -> None:
 
 def check_tokens(x: Tensor, tokens: int, who: str) -> None:
     """Token ids ``[n, L]`` must lie in ``0 .. tokens - 1``; -1 is padding and comes at the end.
+
+    Args:
+        x: Token ids, ``[n, L]``.
+        tokens: Number of token ids.
+        who: Name of the data, for the error.
 
     Raises:
         DataError: They do not.

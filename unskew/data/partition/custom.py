@@ -23,7 +23,14 @@ class CustomPartition(NamedTuple):
 def call_partition_function(
     function: Callable[..., Sequence[np.ndarray]], labels: np.ndarray, clients: int | None, rng: Generator
 ) -> CustomPartition:
-    """Call a user's partition function and check that it uses every sample exactly once."""
+    """Call a user's partition function and check that it uses every sample exactly once.
+
+    Args:
+        function: Function of labels, clients and a random number generator.
+        labels: Label of each sample, ``[n]``.
+        clients: Number of clients; None: as many as the function returns.
+        rng: Random number generator.
+    """
     name = getattr(function, "__name__", type(function).__name__)
     if clients is None:
         raise ConfigError(f"The partition function {name} needs the number of clients.")
@@ -51,7 +58,14 @@ def call_partition_function(
 def call_flower_partitioner(
     partitioner: Any, labels: np.ndarray, clients: int | None, columns: Mapping[str, np.ndarray]
 ) -> CustomPartition:
-    """Let a partitioner of ``flwr_datasets`` divide the labels (it may leave samples out)."""
+    """Let a partitioner of ``flwr_datasets`` divide the labels (it may leave samples out).
+
+    Args:
+        partitioner: Partitioner of ``flwr_datasets``.
+        labels: Label of each sample, ``[n]``.
+        clients: Number of clients; None: as many as the partitioner has.
+        columns: Further columns of the data by name.
+    """
     try:
         from datasets import Dataset
     except ImportError as error:
@@ -74,7 +88,14 @@ def call_flower_partitioner(
 
 
 def owners_from_ids(parts: Sequence[np.ndarray], n: int, clients: int, name: str) -> np.ndarray:
-    """The owner of each sample from each client's ids; refused when a sample has two owners."""
+    """The owner of each sample from each client's ids; refused when a sample has two owners.
+
+    Args:
+        parts: Sample numbers of each client.
+        n: Number of samples.
+        clients: Number of clients.
+        name: Name of the partition, for errors.
+    """
     if len(parts) != clients:
         raise DataError(f"The partition {name} made {len(parts)} parts for {clients} clients.")
     filled = [part for part in parts if len(part)]  # an empty list has no integer type; it is refused later

@@ -68,7 +68,12 @@ def partition_column(spec: object) -> str | None:
 
 
 def parse_positive(text: str, what: str) -> float:
-    """A positive finite number."""
+    """A positive finite number.
+
+    Args:
+        text: Text to read.
+        what: Name of the number, for errors.
+    """
     try:
         number = float(text)
     except ValueError:
@@ -79,7 +84,12 @@ def parse_positive(text: str, what: str) -> float:
 
 
 def parse_count(text: str, what: str) -> int:
-    """An integer of at least one that is not absurdly large."""
+    """An integer of at least one that is not absurdly large.
+
+    Args:
+        text: Text to read.
+        what: Name of the number, for errors.
+    """
     try:
         number = int(text)
     except ValueError:
@@ -92,7 +102,12 @@ def parse_count(text: str, what: str) -> int:
 
 
 def parse_bool(text: str, what: str) -> bool:
-    """``true`` or ``false``."""
+    """``true`` or ``false``.
+
+    Args:
+        text: Text to read.
+        what: Name of the option, for errors.
+    """
     if text.lower() not in ("true", "false"):
         raise ConfigError(f"{what} must be true or false, not {text!r}.")
     return text.lower() == "true"

@@ -42,6 +42,11 @@ class Partition:
     def from_owner(owner: np.ndarray, clients: int, name: str) -> Partition:
         """Build a partition from the client of each sample; -1 marks a sample that nobody holds.
 
+        Args:
+            owner: Client of each sample, ``[n]``; -1: none.
+            clients: Number of clients.
+            name: Partition expression.
+
         >>> Partition.from_owner(np.array([1, 0, -1, 1]), 2, "given").indices(1).tolist()
         [0, 3]
         """
@@ -152,7 +157,12 @@ def make_partition(
 
 
 def validate_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Labels as int64, refused unless they are one class index per sample, or one column of 0 and 1 per class."""
+    """Labels as int64, refused unless they are one class index per sample, or one column of 0 and 1 per class.
+
+    Args:
+        labels: Labels, ``[n]`` or ``[n, L]``.
+        classes: Number of classes.
+    """
     labels = np.asarray(labels)
     if labels.ndim == 2 and len(labels) and labels.shape[1] == classes:
         return labels
@@ -175,7 +185,16 @@ def owners_from_text(
     classes: int,
     columns: Mapping[str, np.ndarray],
 ) -> np.ndarray:
-    """The owner of each sample, for a partition written as text."""
+    """The owner of each sample, for a partition written as text.
+
+    Args:
+        spec: Partition expression.
+        labels: Labels, ``[n]`` or ``[n, L]``.
+        clients: Number of clients; None: decided by the data.
+        rng: Random number generator.
+        classes: Number of classes.
+        columns: Further columns of the data by name.
+    """
     name, value, options = parse_partition(spec)
     if name not in PARTITIONS:
         return call_plugin(spec, labels, clients, rng)
@@ -225,7 +244,14 @@ def owners_from_text(
 
 
 def call_plugin(spec: str, labels: np.ndarray, clients: int | None, rng: Generator) -> np.ndarray:
-    """The owner of each sample, as a function of another package has it."""
+    """The owner of each sample, as a function of another package has it.
+
+    Args:
+        spec: Partition expression.
+        labels: Labels, ``[n]`` or ``[n, L]``.
+        clients: Number of clients; None: decided by the function.
+        rng: Random number generator.
+    """
     name, value, options = parse_partition(spec)
     plugin = plugins.find_plugin(plugins.PARTITIONS, "partition", name, PARTITIONS)
     function = plugin.load_callable()
@@ -240,6 +266,12 @@ def client_names_from_column(
     """The clients' names: the values of the partition's column that each of them holds, if no value has two clients.
 
     More than four values are written as the first and the last.
+
+    Args:
+        spec: Partition expression.
+        owner: Client of each sample, ``[n]``; -1: none.
+        clients: Number of clients.
+        columns: Further columns of the data by name.
 
     >>> columns = {"ward": np.array(["b", "a", "c", "a"])}
     >>> owner = np.array([0, 0, 1, 0])
@@ -266,7 +298,13 @@ def client_names_from_column(
 
 
 def get_column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarray:
-    """A column by name, refused when it is unknown or has missing values."""
+    """A column by name, refused when it is unknown or has missing values.
+
+    Args:
+        columns: Columns of the data by name.
+        name: Name of the column.
+        spec: Partition expression, for errors.
+    """
     if not columns:
         raise DataError(
             f"The partition {spec!r} needs the column {name!r}, but this data has no columns besides its labels."

@@ -20,6 +20,12 @@ CELLS = 2 * 10**6  # gamma variates held in memory at once
 def iid(labels: np.ndarray, clients: int, rng: Generator, each: int | None = None) -> np.ndarray:
     """Shuffle and cut: sizes differ by at most one; or ``each`` samples per client, the others belong to nobody.
 
+    Args:
+        labels: Labels, ``[n]``.
+        clients: Number of clients.
+        rng: Random number generator.
+        each: Samples per client; None: all samples are used.
+
     Raises:
         DataError: There are fewer than ``each`` samples per client.
     """
@@ -33,7 +39,12 @@ def iid(labels: np.ndarray, clients: int, rng: Generator, each: int | None = Non
 
 
 def equal_runs(keys: np.ndarray, clients: int) -> np.ndarray:
-    """Sort by ``keys`` (stable) and cut into equal runs: sizes differ by at most one."""
+    """Sort by ``keys`` (stable) and cut into equal runs: sizes differ by at most one.
+
+    Args:
+        keys: Value by which samples are sorted, ``[n]``.
+        clients: Number of clients.
+    """
     n = len(keys)
     owner = np.empty(n, np.int64)
     sizes = n // clients + (np.arange(clients) < n % clients)
@@ -45,6 +56,13 @@ def classes_per_client(labels: np.ndarray, clients: int, rng: Generator, *, each
     """Client ``i`` holds the classes ``S*(i mod G) .. S*(i mod G) + S-1`` with ``S = each`` and ``G = C/S`` groups.
 
     The clients of a group share each of its classes equally (within one sample).
+
+    Args:
+        labels: Labels, ``[n]``.
+        clients: Number of clients.
+        rng: Random number generator.
+        each: Number ``S`` of classes per client.
+        classes: Number ``C`` of classes.
     """
     if not 1 <= each <= classes or classes % each:
         fitting = ", ".join(str(s) for s in range(1, classes + 1) if classes % s == 0)
@@ -77,7 +95,15 @@ def classes_per_client(labels: np.ndarray, clients: int, rng: Generator, *, each
 
 
 def quantity(labels: np.ndarray, clients: int, rng: Generator, *, alpha: float, smallest: int) -> np.ndarray:
-    """Sizes skewed, labels not: every client gets ``smallest`` samples, the rest is cut by one Dirichlet draw."""
+    """Sizes skewed, labels not: every client gets ``smallest`` samples, the rest is cut by one Dirichlet draw.
+
+    Args:
+        labels: Labels, ``[n]``.
+        clients: Number of clients.
+        rng: Random number generator.
+        alpha: Concentration of the Dirichlet distribution.
+        smallest: Smallest number of samples of a client.
+    """
     n = len(labels)
     check_enough_samples(n, clients, smallest)
     rest = proportional_counts(log_gamma(rng, alpha, (1, clients)), np.array([n - clients * smallest]))[0]
@@ -89,6 +115,13 @@ def natural(values: np.ndarray, clients: int | None, rng: Generator, *, smallest
 
     When fewer clients are asked for than there are values, that many are drawn at random, and the samples of the
     others belong to nobody (-1).
+
+    Args:
+        values: Value of each sample, ``[n]``.
+        clients: Number of clients; None: all values.
+        rng: Random number generator.
+        smallest: Smallest number of samples of a client.
+        column: Name of the column, for errors.
     """
     names, value, sizes = np.unique(values, return_inverse=True, return_counts=True)
     large = np.flatnonzero(sizes >= smallest)
@@ -153,6 +186,15 @@ def rejection_sample_counts(
 ) -> tuple[np.ndarray | None, int]:
     """For each row of class sizes ``[M, C]`` the first draw ``[C, clients]`` that leaves no client short.
 
+    Args:
+        sizes: Samples per class of each block, ``[M, C]``.
+        clients: Number of clients of a block.
+        rng: Random number generator.
+        alpha: Concentration of the Dirichlet distribution.
+        smallest: Smallest number of samples of a client.
+        balanced: Whether full clients receive no more samples.
+        draws: Largest number of draws.
+
     Returns:
         Counts ``[M, C, clients]``, or None when a row found no acceptable draw; and how often each row was drawn.
     """
@@ -173,7 +215,15 @@ def rejection_sample_counts(
 
 
 def draw_class_counts(sizes: np.ndarray, clients: int, rng: Generator, alpha: float, balanced: bool) -> np.ndarray:
-    """One Dirichlet draw per row and class: how many samples each client gets, ``[M, C, clients]``."""
+    """One Dirichlet draw per row and class: how many samples each client gets, ``[M, C, clients]``.
+
+    Args:
+        sizes: Samples per class of each block, ``[M, C]``.
+        clients: Number of clients of a block.
+        rng: Random number generator.
+        alpha: Concentration of the Dirichlet distribution.
+        balanced: Whether full clients receive no more samples.
+    """
     weights = log_gamma(rng, alpha, (*sizes.shape, clients))
     if not balanced:
         return proportional_counts(weights, sizes)
@@ -191,13 +241,23 @@ def log_gamma(rng: Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarra
     """Logarithms of Gamma(alpha) variates, which normalize to a Dirichlet draw; finite also where the variate is not.
 
     Uses ``Gamma(a) = Gamma(a + 1) * U**(1/a)``, so the largest share survives at any concentration.
+
+    Args:
+        rng: Random number generator.
+        alpha: Shape of the Gamma distribution.
+        shape: Shape of the result.
     """
     alpha = max(alpha, 1e-12)
     return np.asarray(np.log(rng.standard_gamma(alpha + 1, shape)) - rng.standard_exponential(shape) / alpha)
 
 
 def proportional_counts(log_weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Cut ``totals [...]`` in proportion to ``exp(log_weights) [..., K]``; integers that add up exactly."""
+    """Cut ``totals [...]`` in proportion to ``exp(log_weights) [..., K]``; integers that add up exactly.
+
+    Args:
+        log_weights: Logarithms of the weights, ``[..., K]``.
+        totals: Numbers to divide, ``[...]``.
+    """
     top = log_weights.max(-1, keepdims=True)
     edges = np.cumsum(np.exp(log_weights - np.where(np.isfinite(top), top, 0)), -1)
     last = edges[..., -1:]
@@ -207,13 +267,24 @@ def proportional_counts(log_weights: np.ndarray, totals: np.ndarray) -> np.ndarr
 
 
 def shuffled_by_class(labels: np.ndarray, rng: Generator) -> np.ndarray:
-    """Sample ids ordered by class, shuffled inside each class."""
+    """Sample ids ordered by class, shuffled inside each class.
+
+    Args:
+        labels: Labels, ``[n]``.
+        rng: Random number generator.
+    """
     order = rng.permutation(len(labels))
     return order[np.argsort(labels[order], kind="stable")]
 
 
 def check_enough_samples(n: int, clients: int, smallest: int) -> None:
-    """Raise at once when the samples cannot give every client its minimum."""
+    """Raise at once when the samples cannot give every client its minimum.
+
+    Args:
+        n: Number of samples.
+        clients: Number of clients.
+        smallest: Smallest number of samples of a client.
+    """
     if n < clients * smallest:
         raise DataError(
             f"{clients} clients with at least {smallest} samples each need {clients * smallest} samples, but there are "
@@ -224,7 +295,17 @@ def check_enough_samples(n: int, clients: int, smallest: int) -> None:
 def dirichlet_failure_message(
     n: int, clients: int, alpha: float, smallest: int, balanced: bool, block: int, drawn: int
 ) -> str:
-    """The sentence for a Dirichlet split that was not found, with what would help."""
+    """The sentence for a Dirichlet split that was not found, with what would help.
+
+    Args:
+        n: Number of samples.
+        clients: Number of clients.
+        alpha: Concentration of the Dirichlet distribution.
+        smallest: Smallest number of samples of a client.
+        balanced: Whether full clients receive no more samples.
+        block: Number of clients of a block.
+        drawn: Number of draws that were tried.
+    """
     remedies = ["a larger ALPHA", "fewer clients"]
     if smallest > 1:
         remedies.append("min=1")

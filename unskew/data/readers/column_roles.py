@@ -48,7 +48,12 @@ class ColumnSelection(NamedTuple):
         return bool(self.categories or self.dates) or self.missing != "error" or self.regression
 
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
-        """The columns that are predicted: several only where they are numbers."""
+        """The columns that are predicted: several only where they are numbers.
+
+        Args:
+            label: Name of the label column.
+            columns: Columns of the table.
+        """
         several = self.regression and label not in columns
         return tuple(part.strip() for part in label.split(",")) if several else (label,)
 
@@ -117,6 +122,13 @@ def roles_next_to_images(
 ) -> dict[str, str]:
     """Return the role of every column of a table whose inputs are images.
 
+    Args:
+        table: Rows of the data.
+        label: Names of the label columns.
+        image: Name of the image column.
+        choice: Column selection of the user.
+        name: Name of the data, for errors.
+
     Raises:
         ConfigError: Features are chosen or excluded.
     """
@@ -135,7 +147,14 @@ def roles_next_to_images(
 
 
 def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, name: str) -> None:
-    """Refuse names in ``features`` and ``exclude`` that are no columns, or contradict each other or the label."""
+    """Refuse names in ``features`` and ``exclude`` that are no columns, or contradict each other or the label.
+
+    Args:
+        table: Rows of the data.
+        label: Names of the label columns.
+        choice: Column selection of the user.
+        name: Name of the data, for errors.
+    """
     there = set(table.column_names)
     for field in ("features", *(() if choice.agreed else ("exclude",)), "categories", "dates"):
         for column in getattr(choice, field):
@@ -152,7 +171,14 @@ def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, nam
 
 
 def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSelection) -> str:
-    """Return the role of one column."""
+    """Return the role of one column.
+
+    Args:
+        column: Values of the column.
+        name: Name of the column.
+        label: Names of the label columns.
+        choice: Column selection of the user.
+    """
     if name in label:
         return LABEL
     if name in choice.features:
@@ -175,6 +201,11 @@ def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSe
 def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None:
     """Return whether a column was declared categorical or a date, or None.
 
+    Args:
+        column: Values of the column.
+        name: Name of the column.
+        choice: Column selection of the user.
+
     Raises:
         DataError: It holds something else.
     """
@@ -196,7 +227,12 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
 
 
 def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each column of dates of which nothing is said."""
+    """Return a sentence for each column of dates of which nothing is said.
+
+    Args:
+        table: Rows of the data.
+        done: Role of each column.
+    """
     return [
         f"the column {column!r} holds dates. Name it in dates (--dates), and the days since 1970 are an input, or leave it "
         "out with exclude (--exclude)."
@@ -260,6 +296,10 @@ def is_identifier(column: Any, name: str) -> bool:
     """Return whether a column has unique integers in enough rows to be an identifier.
 
     Half as many rows suffice if it is named like one.
+
+    Args:
+        column: Values of the column.
+        name: Name of the column.
     """
     import pyarrow as pa
 
@@ -297,6 +337,10 @@ def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def abbreviate(names: list[str], most: int = 5) -> str:
     """The first few names, and how many more there are.
+
+    Args:
+        names: Names to list.
+        most: Largest number of names.
 
     >>> abbreviate(["a", "b", "c"], most=2)
     'a, b and 1 more'

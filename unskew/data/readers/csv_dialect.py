@@ -81,7 +81,13 @@ def detect_encoding(path: Path) -> str:
 
 
 def read_records(sample: str, separator: str, cut: bool) -> list[list[str]]:
-    """Return the first records of a sample; none if it cannot be read with this separator."""
+    """Return the first records of a sample; none if it cannot be read with this separator.
+
+    Args:
+        sample: Start of the file.
+        separator: Character between fields.
+        cut: Whether the sample ends within the file.
+    """
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=separator)
     try:
         records = [record for record in islice(reader, RECORDS) if record]
@@ -92,6 +98,11 @@ def read_records(sample: str, separator: str, cut: bool) -> list[list[str]]:
 
 def detect_separator(path: Path, sample: str, cut: bool) -> str:
     """Return the separator that gives every record the same number of fields, or else the most frequent in the header.
+
+    Args:
+        path: The file, for errors.
+        sample: Start of the file.
+        cut: Whether the sample ends within the file.
 
     Raises:
         DataError: Several separators do.
@@ -110,6 +121,11 @@ def detect_separator(path: Path, sample: str, cut: bool) -> str:
 
 def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> str:
     """Return the decimal mark of the numbers in a file; where columns are separated by commas, it is the point.
+
+    Args:
+        path: The file, for errors.
+        rows: First records of the file.
+        separator: Character between fields.
 
     Raises:
         DataError: Columns disagree, or commas may separate thousands.

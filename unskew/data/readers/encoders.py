@@ -70,7 +70,14 @@ def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: st
 
 
 def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
-    """One column as numbers."""
+    """One column as numbers.
+
+    Args:
+        column: Values of the column.
+        one: Its encoder.
+        what: Name of the column, for errors.
+        remedy: Advice at the end of an error.
+    """
     import pyarrow as pa
 
     empty = pa.types.is_null(column.type)
@@ -100,6 +107,10 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
 def first_mismatch(column: Any, kind: Any) -> str:
     """Find the first text that cannot be converted to a type, and its row, from 0.
 
+    Args:
+        column: Column of text.
+        kind: Arrow type to convert to.
+
     >>> import pyarrow as pa
     >>> first_mismatch(pa.chunked_array([["true", None, "2", "maybe"]]), pa.float64())
     "'maybe' in row 3"
@@ -125,6 +136,10 @@ def to_texts(column: Any) -> np.ndarray:
 
 def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
     """Places among the known values from 1 on; 0 of all others.
+
+    Args:
+        values: Values, ``[n]``.
+        known: Known values in order.
 
     >>> to_codes(np.array(["b", None, "z"], object), ["a", "b"])
     array([2., 0., 0.], dtype=float32)
@@ -168,7 +183,12 @@ class FittedEncoders:
 
 
 def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
-    """Columns ``[n, f]`` with means where numbers are missing, and behind them the inputs that say so."""
+    """Columns ``[n, f]`` with means where numbers are missing, and behind them the inputs that say so.
+
+    Args:
+        values: Columns, ``[n, f]``; NaN where a value is missing.
+        encoders: Encoder of each column.
+    """
     missing = np.isnan(values)
     means = np.array([encoder.mean for encoder in encoders], np.float32)
     marks = [missing[:, j] for j, encoder in enumerate(encoders) if encoder.marks]
@@ -216,7 +236,12 @@ def numeric_columns(known: Sequence[Encoder]) -> list[int]:
 
 
 def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
-    """Compute the statistics that a client reports on columns ``x [n_k, f]``, read with the encoders ``known``."""
+    """Compute the statistics that a client reports on columns ``x [n_k, f]``, read with the encoders ``known``.
+
+    Args:
+        x: Columns of the client, ``[n_k, f]``.
+        known: Encoder of each column.
+    """
     coded = [(x[:, j], encoder) for j, encoder in enumerate(known) if encoder.kind == "category"]
     there = [[encoder.values[int(code) - 1] for code in np.unique(codes_of) if code] for codes_of, encoder in coded]
     return ClientStats(
@@ -225,7 +250,13 @@ def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
 
 
 def squared_deviations(x: np.ndarray, known: Sequence[Encoder], mean: np.ndarray) -> np.ndarray:
-    """Compute the second report of a client: squared deviations from the global mean."""
+    """Compute the second report of a client: squared deviations from the global mean.
+
+    Args:
+        x: Columns of the client, ``[n_k, f]``.
+        known: Encoder of each column.
+        mean: Mean of each column over all clients, ``[f]``.
+    """
     return sums_of_squares(x[:, numeric_columns(known)].astype(np.float64), mean)
 
 

@@ -51,7 +51,12 @@ def files_stamp(path: Path | None) -> tuple[int, int, int]:
 
 
 def files_with_suffix(files: Iterable[Path], suffix: str) -> list[Path]:
-    """Return the files with this suffix, ignoring case, sorted."""
+    """Return the files with this suffix, ignoring case, sorted.
+
+    Args:
+        files: Files to choose from.
+        suffix: Suffix with its dot.
+    """
     return sorted(file for file in files if file.suffix.lower() == suffix.lower())
 
 
@@ -70,13 +75,24 @@ def hub_tables(hub: HubDataset) -> tuple[Any, Any | None]:
 
 
 def local_tables(kind: str, hub: HubDataset, path: Path) -> tuple[Any, Any | None]:
-    """Training and test rows from a folder laid out like the hub's, through ``datasets``."""
+    """Training and test rows from a folder laid out like the hub's, through ``datasets``.
+
+    Args:
+        kind: Name of the data set.
+        hub: Its description on the hub.
+        path: Folder of the files.
+    """
     files = local_files(kind, hub, path)
     return dataset_tables("parquet", {split: [glob.escape(str(f)) for f in some] for split, some in files.items()})
 
 
 def local_files(kind: str, hub: HubDataset, path: Path) -> dict[str, list[Path]]:
     """The parquet files of each part in a folder laid out like the hub's, or one level down, as ``train`` and ``test``.
+
+    Args:
+        kind: Name of the data set.
+        hub: Its description on the hub.
+        path: Folder of the files.
 
     Raises:
         DataError: There is no such folder.
@@ -94,7 +110,13 @@ def local_files(kind: str, hub: HubDataset, path: Path) -> dict[str, list[Path]]
 
 
 def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
-    """The files of one split: ``train*.parquet``, or all files of a folder ``train``."""
+    """The files of one split: ``train*.parquet``, or all files of a folder ``train``.
+
+    Args:
+        folder: Folder to search.
+        split: ``train`` or ``test``.
+        suffix: Suffix with its dot.
+    """
     return files_with_suffix(folder.glob(f"{split}*"), suffix) or files_with_suffix((folder / split).glob("*"), suffix)
 
 
@@ -131,7 +153,12 @@ def class_folders(path: Path) -> dict[str, Path]:
 
 
 def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None]:
-    """Rows of local files through ``datasets``, which copies them to its cache once."""
+    """Rows of local files through ``datasets``, which copies them to its cache once.
+
+    Args:
+        builder: Name of a builder of ``datasets``.
+        files: Files of each part.
+    """
     with quiet_datasets() as datasets:
         try:
             loaded = datasets.load_dataset(builder, data_files=files)
@@ -142,7 +169,12 @@ def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None
 
 
 def file_tables(path: Path, csv: CsvSpec = DETECTED) -> tuple[Any, Any | None]:
-    """Rows of a table's file, or of a folder of them; the test part is None where there is none."""
+    """Rows of a table's file, or of a folder of them; the test part is None where there is none.
+
+    Args:
+        path: File or folder.
+        csv: Format of CSV files.
+    """
     train, test = table_files(path)
     return concatenate_tables(train, csv), concatenate_tables(test, csv) if test else None
 
@@ -165,7 +197,12 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def concatenate_tables(files: list[Path], csv: CsvSpec = DETECTED) -> Any:
-    """The rows of several files, one after the other."""
+    """The rows of several files, one after the other.
+
+    Args:
+        files: Files to read.
+        csv: Format of CSV files.
+    """
     parts = []
     for number, file in enumerate(files):
         report_progress("files read", number, len(files))

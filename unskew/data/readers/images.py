@@ -72,7 +72,13 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
 
 
 def decode(data: bytes, color: bool, simplejpeg: Any | None) -> np.ndarray:
-    """One image ``[H, W, C]``: three channels if ``color`` is asked for or found, otherwise one."""
+    """One image ``[H, W, C]``: three channels if ``color`` is asked for or found, otherwise one.
+
+    Args:
+        data: Content of an image file.
+        color: Whether three channels are wanted for every image.
+        simplejpeg: The package, or None.
+    """
     if simplejpeg is not None and data[:2] == JPEG:
         try:
             height, width, space = simplejpeg.decode_jpeg_header(data)[:3]
@@ -97,7 +103,13 @@ def decode(data: bytes, color: bool, simplejpeg: Any | None) -> np.ndarray:
 
 
 def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes]:
-    """The bytes of each image, from the column itself or from the file that it names."""
+    """The bytes of each image, from the column itself or from the file that it names.
+
+    Args:
+        column: Images, or names of files.
+        who: Name of the data, for errors.
+        folder: Folder of the files, or None.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -149,6 +161,10 @@ def optional_simplejpeg() -> Any | None:
 def convert_channels(x: Tensor, channels: int) -> Tensor:
     """Images with the given number of channels: gray is repeated, color becomes its luminance.
 
+    Args:
+        x: Images, ``[n, C, H, W]``.
+        channels: Number of channels of the result, 1 or 3.
+
     >>> convert_channels(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), 3).shape
     torch.Size([2, 3, 4, 4])
     """
@@ -163,12 +179,23 @@ def convert_channels(x: Tensor, channels: int) -> Tensor:
 
 
 def sample_chunks(x: Tensor, size: int = 2048) -> Iterator[Tensor]:
-    """Runs of samples, so that a float copy of a large uint8 array never exists as a whole."""
+    """Runs of samples, so that a float copy of a large uint8 array never exists as a whole.
+
+    Args:
+        x: Samples, ``[n, ...]``.
+        size: Largest number of values in a chunk.
+    """
     return (x[i : i + size] for i in range(0, len(x), size))
 
 
 def resize_images(x: Tensor, height: int, width: int) -> Tensor:
-    """Images resized bilinearly, with antialiasing; uint8 stays uint8."""
+    """Images resized bilinearly, with antialiasing; uint8 stays uint8.
+
+    Args:
+        x: Images, ``[n, C, H, W]``.
+        height: New height in pixels.
+        width: New width in pixels.
+    """
     if x.shape[2:] == (height, width):
         return x
 

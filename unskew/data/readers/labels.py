@@ -110,12 +110,22 @@ def is_list_type(kind: Any) -> bool:
 
 
 def split_lists(parts: Mapping[str, Any], lists: Sequence[bool]) -> list[str]:
-    """Split parts into those whose labels are lists and the others."""
+    """Split parts into those whose labels are lists and the others.
+
+    Args:
+        parts: Table of each part by name.
+        lists: Whether the labels of each part are lists.
+    """
     return sorted(parts, key=lambda where: not lists[list(parts).index(where)])
 
 
 def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
-    """Class names that the hub's metadata gives to a column or to the entries of its lists; empty if it gives none."""
+    """Class names that the hub's metadata gives to a column or to the entries of its lists; empty if it gives none.
+
+    Args:
+        table: Rows of the data.
+        label: Name of the label column.
+    """
     metadata = (table.schema.metadata or {}).get(b"huggingface")
     if metadata is None:
         return ()
@@ -132,7 +142,13 @@ def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
 
 
 def label_values(column: Any, label: str, where: str) -> np.ndarray:
-    """A label column with one class per row, as an array of integers or strings."""
+    """A label column with one class per row, as an array of integers or strings.
+
+    Args:
+        column: Values of the column.
+        label: Name of the label column.
+        where: Name of the data, for errors.
+    """
     import pyarrow as pa
 
     if column.null_count:
@@ -160,6 +176,12 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
     """All labels of a column of lists, one after the other: the row of each, and its value (an integer or text).
 
     With a separator the column is text; an empty or missing cell is a row without labels.
+
+    Args:
+        column: Values of the column.
+        label: Name of the label column.
+        where: Name of the data, for errors.
+        separator: Text between labels; None: the column contains lists.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -191,6 +213,10 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
 
 def encode_labels(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
     """Class names and class indices; without ``class_names``, the sorted values found in any part are the classes.
+
+    Args:
+        raw: Labels of each part.
+        class_names: Names of the classes; empty: those that occur.
 
     Raises:
         DataError: Two of them differ only by spaces around them.

@@ -197,6 +197,13 @@ def source_from_tables(
 def check_not_continuous(name: str, label: str, train: Any, classes: int, task: str) -> None:
     """Refuse numbers that nearly every row has another one of: whoever names them as the label means to predict the number.
 
+    Args:
+        name: Name of the data, for the error.
+        label: Name of the label column.
+        train: Rows of the training part.
+        classes: Number of classes.
+        task: Name of the task.
+
     Raises:
         DataError: They are.
     """
@@ -218,7 +225,14 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
 
 
 def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection) -> Encoder:
-    """Return the encoder of a column before any global statistics are known."""
+    """Return the encoder of a column before any global statistics are known.
+
+    Args:
+        train: Rows of the training part.
+        column: Name of the column.
+        done: Its role.
+        choice: Column selection of the user.
+    """
     kind = done.removesuffix(f", and {DIVIDES}")
     if kind == CATEGORY:
         return Encoder(column, "category", distinct_values([train.column(column)]))
@@ -228,7 +242,13 @@ def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection)
 def train_test_tables(
     tables: Sequence[SampleTable], share: float, split: Split | None = None
 ) -> tuple[SampleTable, SampleTable]:
-    """A training and a test table: those of ``tables``, or the one there is without ``share`` of its rows, and these."""
+    """A training and a test table: those of ``tables``, or the one there is without ``share`` of its rows, and these.
+
+    Args:
+        tables: One table, or a training and a test table.
+        share: Share of test rows.
+        split: Groups and times of the split, or None.
+    """
     train, *test = tables
     if test:
         if split is not None:
@@ -244,6 +264,10 @@ def train_test_tables(
 
 def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Training and test rows, stratified by class and always the same; every class keeps a training row.
+
+    Args:
+        labels: Labels, ``[n]``.
+        share: Share of test rows.
 
     >>> keep, held = split_rows(np.array([0] * 10 + [1] * 5), 0.2)
     >>> len(keep), len(held)
@@ -266,7 +290,12 @@ def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray
 
 
 def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:
-    """Every column with one plain value per row, by name; the rest (lists, structs, bytes) is left out."""
+    """Every column with one plain value per row, by name; the rest (lists, structs, bytes) is left out.
+
+    Args:
+        table: Rows of the data.
+        skip: Columns that are left out.
+    """
     import pyarrow as pa
 
     return {

@@ -124,7 +124,21 @@ def load_cached(
     csv: CsvSpec,
     split: Split | None,
 ) -> Source:
-    """Load and tokenize; ``files_stamp`` and ``tokenizer_stamp`` are only part of the key."""
+    """Load and tokenize; ``files_stamp`` and ``tokenizer_stamp`` are only part of the key.
+
+    Args:
+        kind: Name of the source.
+        path: File or folder, or None.
+        stamp: Size and times of the files.
+        label: Name of the label column.
+        columns: Names of the text columns.
+        tokenizer: Name of the tokenizer.
+        tokenizer_stamp: Size and times of the tokenizer's files.
+        block: Largest number of tokens of a sample.
+        test_share: Share of test rows.
+        csv: Format of CSV files.
+        split: Groups and times of the split, or None.
+    """
     parts, name = text_tables(kind, path, csv)
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     for where, part in parts.items():
@@ -166,7 +180,13 @@ def load_cached(
 
 
 def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, Any], str]:
-    """The rows of each part, training part first, and the name of the data set."""
+    """The rows of each part, training part first, and the name of the data set.
+
+    Args:
+        kind: Name of the source.
+        path: File or folder, or None.
+        csv: Format of CSV files.
+    """
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -189,6 +209,11 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, A
 def row_texts(table: Any, columns: Sequence[str], where: str) -> list[Text]:
     """The texts of each row.
 
+    Args:
+        table: Rows of the data.
+        columns: Names of the text columns.
+        where: Name of the data, for errors.
+
     Raises:
         DataError: A column holds no text, or a text is missing or empty.
     """
@@ -208,7 +233,14 @@ def row_texts(table: Any, columns: Sequence[str], where: str) -> list[Text]:
 
 
 def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) -> tuple[list[list[int]], np.ndarray]:
-    """Token ids in rows of at most ``block``, and the text that each row is of. A lone last token has nothing to predict."""
+    """Token ids in rows of at most ``block``, and the text that each row is of. A lone last token has nothing to predict.
+
+    Args:
+        texts: Texts to tokenize.
+        tokenizer: The tokenizer.
+        block: Largest number of tokens of a sample.
+        where: Name of the data, for errors.
+    """
     rows: list[list[int]] = []
     origin: list[int] = []
     for first in range(0, len(texts), CHUNK):
@@ -223,7 +255,13 @@ def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) 
 
 
 def encode_for_classification(texts: list[Text], tokenizer: Tokenizer, block: int) -> list[list[int]]:
-    """Token ids for classification, at most ``block`` a text."""
+    """Token ids for classification, at most ``block`` a text.
+
+    Args:
+        texts: Texts to tokenize.
+        tokenizer: The tokenizer.
+        block: Largest number of tokens of a text.
+    """
     encoded: list[list[int]] = []
     for first in range(0, len(texts), CHUNK):
         report_progress("texts read", first, len(texts))
@@ -244,7 +282,14 @@ def pad_rows(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
 
 
 def check_class_indices(tables: Sequence[SampleTable], classes: int, label: str, name: str) -> None:
-    """Refuse class indices without a class, such as the -1 that some data sets have for rows nobody labeled."""
+    """Refuse class indices without a class, such as the -1 that some data sets have for rows nobody labeled.
+
+    Args:
+        tables: Samples of each part.
+        classes: Number of classes.
+        label: Name of the label column.
+        name: Name of the data, for the error.
+    """
     for table in tables:
         if table.y.dim() == 1 and (int(table.y.min()) < 0 or int(table.y.max()) >= classes):
             raise DataError(f"{name}: the label column {label!r} holds numbers that are none of its {classes} classes.")

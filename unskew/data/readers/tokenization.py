@@ -28,7 +28,12 @@ class Tokenizer(Protocol):
         """The ids of each text; the two of a pair with a line break between them."""
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """The ids of each text or pair as a classifier is used to it, at most so many."""
+        """The ids of each text or pair as a classifier is used to it, at most so many.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            most: Largest number of tokens.
+        """
 
 
 class ByteTokenizer:
@@ -41,7 +46,12 @@ class ByteTokenizer:
         return [[256, *"\n".join(text).encode()] for text in texts]
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return ids of text pairs, truncated at the end to ``most``."""
+        """Return ids of text pairs, truncated at the end to ``most``.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            most: Largest number of tokens.
+        """
         return [[i for part in text for i in (256, *part.encode())][:most] for text in texts]
 
 
@@ -58,7 +68,12 @@ class WordTokenizer:
         raise DataError("The tokenizer words is for texts with labels; to predict the next token, use bytes.")
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return ids of text pairs; the two texts have ids of their own."""
+        """Return ids of text pairs; the two texts have ids of their own.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            most: Largest number of tokens.
+        """
         return [self._ids(text)[:most] for text in texts]
 
     def _ids(self, text: Text) -> list[int]:
@@ -106,7 +121,12 @@ class HuggingFaceTokenizer:
         return self._ids(["\n".join(text) for text in texts])
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return ids of text pairs, truncating the longer text first."""
+        """Return ids of text pairs, truncating the longer text first.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            most: Largest number of tokens.
+        """
         return self._ids(*map(list, zip(*texts, strict=True)), truncation=True, max_length=most)
 
     def _ids(self, *columns: list[str], **options: Any) -> list[list[int]]:

@@ -126,7 +126,12 @@ def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
 
 
 def read_inputs(x: list[Any], who: str) -> np.ndarray:
-    """Lists of numbers as ``[n, f]``, or file names as ``[n]``."""
+    """Lists of numbers as ``[n, f]``, or file names as ``[n]``.
+
+    Args:
+        x: Inputs of a user in the file.
+        who: Name of the user, for errors.
+    """
     if all(isinstance(row, str) for row in x):
         return np.array(x)
     try:
@@ -139,7 +144,12 @@ def read_inputs(x: list[Any], who: str) -> np.ndarray:
 
 
 def read_labels(y: list[Any], who: str) -> np.ndarray:
-    """One class per sample."""
+    """One class per sample.
+
+    Args:
+        y: Labels of a user in the file.
+        who: Name of the user, for errors.
+    """
     import pyarrow as pa
 
     try:
@@ -150,7 +160,13 @@ def read_labels(y: list[Any], who: str) -> np.ndarray:
 
 
 def numbers_to_inputs(x: np.ndarray, path: Path, width: int) -> Tensor:
-    """Gray images where the lists are squares of pixels (8-bit, if they are 255ths from 0 to 1), else features."""
+    """Gray images where the lists are squares of pixels (8-bit, if they are 255ths from 0 to 1), else features.
+
+    Args:
+        x: Numbers of all samples, ``[n, f]``.
+        path: Folder of the data, for errors.
+        width: Number of values of a sample.
+    """
     if x.shape[1] != width:
         raise DataError(f"The inputs of {path} have {width} numbers in training and {x.shape[1]} in test.")
     side = math.isqrt(width)
@@ -163,7 +179,14 @@ def numbers_to_inputs(x: np.ndarray, path: Path, width: int) -> Tensor:
 
 
 def open_images(names: np.ndarray, who: str, folder: Path, size: int | None) -> Tensor:
-    """The images of these names."""
+    """The images of these names.
+
+    Args:
+        names: Names of the files, ``[n]``.
+        who: Name of the data, for errors.
+        folder: Folder of the images.
+        size: Side of the result in pixels; None: as they are.
+    """
     import pyarrow as pa
 
     return decode_column(pa.chunked_array([pa.array(names.tolist())]), who, folder, size)

@@ -63,6 +63,10 @@ def is_array_folder(path: Path) -> Path:
 def npz_source(path: Path, test_share: float) -> Source:
     """The data set; arrays of one dimension and as many rows as ``y`` are columns, such as who holds a sample.
 
+    Args:
+        path: The file.
+        test_share: Share of test samples, if the file has no test set.
+
     Raises:
         DataError: The arrays cannot be used.
     """

@@ -188,6 +188,13 @@ def load_plugin_source(
     """A data set of another package: a function that returns a ``Source``, or ``(x, y), (x_test, y_test)`` as arrays.
 
     It is called with ``path=`` where files of it are named, and without anything where none are.
+
+    Args:
+        name: Name of the data set.
+        path: Its files, or None.
+        more: Options of tables, which plugins do not support.
+        size: Side of images in pixels; None: as they are.
+        classes: Number of classes to keep; None: all.
     """
     try:
         plugin = plugins.find_plugin(plugins.DATA, "data set", name, SOURCES)
@@ -211,7 +218,13 @@ def load_plugin_source(
 
 
 def source_from_arrays(name: str, train: tuple[object, object], test: tuple[object, object]) -> Source:
-    """A source of arrays: inputs as ``Federation.from_arrays`` takes them, and one class a sample."""
+    """A source of arrays: inputs as ``Federation.from_arrays`` takes them, and one class a sample.
+
+    Args:
+        name: Name of the data set.
+        train: Inputs and labels for training.
+        test: Inputs and labels for testing.
+    """
     first, last = (SampleTable(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
     classes = 1 + int(max(first.y.max(), last.y.max()))
     return Source(name, first, last, tuple(str(c) for c in range(classes)), classes)
@@ -234,7 +247,12 @@ class SourceRequest(NamedTuple):
 
 @lru_cache(maxsize=4)
 def load_cached(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
-    """Load and decode; ``files_stamp`` is only part of the key."""
+    """Load and decode; ``files_stamp`` is only part of the key.
+
+    Args:
+        request: Arguments of ``load_source``.
+        stamp: Size and times of the files.
+    """
     return load_uncached(request).sized(request.size).first(request.classes)
 
 

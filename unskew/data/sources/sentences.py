@@ -38,6 +38,10 @@ GENRES: dict[str, tuple[str, str, str]] = {
 def sentences(seed: int, each: int) -> list[Row]:
     """``each`` pairs of every genre, with the columns ``premise``, ``hypothesis``, ``genre`` and ``label``.
 
+    Args:
+        seed: Seed of the data set.
+        each: Number of pairs of each genre.
+
     >>> sentences(0, 1)[0]["genre"]
     'fiction'
     """
@@ -46,7 +50,12 @@ def sentences(seed: int, each: int) -> list[Row]:
 
 
 def make_pair(genre: str, draws: np.random.Generator) -> Row:
-    """One pair."""
+    """One pair.
+
+    Args:
+        genre: Name of the genre.
+        draws: Random number generator.
+    """
     nouns, verbs, adjectives = (words.split() for words in GENRES[genre])
     subject, other, third = draws.choice(nouns, 3, replace=False)
     verb, adjective, unsaid = draws.choice(verbs), *draws.choice(adjectives, 2, replace=False)

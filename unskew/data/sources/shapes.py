@@ -33,7 +33,12 @@ def shapes() -> Source:
 
 
 def draw_shapes(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """One image per class number ``4 shape + texture``: uint8 ``[n, 3, 32, 32]``."""
+    """One image per class number ``4 shape + texture``: uint8 ``[n, 3, 32, 32]``.
+
+    Args:
+        labels: Class of each image, ``[n]``.
+        draws: Random number generator.
+    """
     n = len(labels)
     shape, texture = np.divmod(labels, len(TEXTURES))
 
@@ -67,7 +72,13 @@ def draw_shapes(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
 
 
 def points_inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Return which points are inside the shape."""
+    """Return which points are inside the shape.
+
+    Args:
+        shape: Name of the shape.
+        u: Horizontal coordinates.
+        v: Vertical coordinates.
+    """
     away, wide = np.hypot(u, v), np.maximum(abs(u), abs(v))
     side = np.sqrt(0.75)
     of = {
@@ -81,7 +92,14 @@ def points_inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def random_fields(n: int, channels: int, fall: float, draws: np.random.Generator) -> np.ndarray:
-    """Random fields ``[n, channels, 32, 32]``, mean 0 and deviation 1, with amplitudes ``frequency^-fall``."""
+    """Random fields ``[n, channels, 32, 32]``, mean 0 and deviation 1, with amplitudes ``frequency^-fall``.
+
+    Args:
+        n: Number of fields.
+        channels: Number of channels.
+        fall: Exponent by which amplitudes fall with frequency.
+        draws: Random number generator.
+    """
     axis = np.fft.fftfreq(SIDE)
     frequency = np.hypot(axis[:, None], axis[None])
     frequency[0, 0] = np.inf

@@ -62,6 +62,10 @@ def refusing_clients(refuse: str, clients: int | None = None) -> set[int]:
 
     Without the number of clients only what is wrong with any number is found.
 
+    Args:
+        refuse: Option of the method.
+        clients: Number of clients, or None.
+
     Raises:
         ConfigError: It is neither.
 
