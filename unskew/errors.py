@@ -83,7 +83,7 @@ def list_items(values: Any, wrong: UnskewError) -> list[Any]:
         wrong: Error to raise.
 
     Raises:
-        UnskewError: ``wrong``.
+        UnskewError: The error ``wrong``, if the value is not a list.
     """
     if isinstance(values, str | bytes):
         raise wrong

@@ -147,7 +147,7 @@ def check_regular(path: Path) -> None:
     """Reject what is not a regular file, such as a folder, a pipe or a device.
 
     Raises:
-        OSError: If it is none, or is not there.
+        OSError: The path is not a regular file, or does not exist.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -160,7 +160,7 @@ def check_plain(folder: Path) -> None:
     """Reject a folder with links, pipes or devices in it: what is written there could land elsewhere.
 
     Raises:
-        ConfigError: If there is one, at any depth.
+        ConfigError: There is a link at any depth.
     """
     for directory, folders, names in os.walk(folder):
         for path in (Path(directory, name) for name in (*folders, *names)):
@@ -236,7 +236,7 @@ def is_occupied(folder: Path) -> bool:
     """Return whether a folder has contents, not counting unfinished files of a killed process.
 
     Raises:
-        ConfigError: It is a file, or cannot be read.
+        ConfigError: The path is a file, or cannot be read.
     """
     try:
         return folder.exists() and not all(map(_left_over, folder.iterdir()))

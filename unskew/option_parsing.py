@@ -79,7 +79,7 @@ def import_callable(path: str, what: str) -> Callable[..., Any]:
         what: What the path stands for, for the error.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The object does not exist, or cannot be called.
     """
     target = import_from_path(path, what)
     if not callable(target):
@@ -119,7 +119,7 @@ def check_finite(rule: object, owner: str) -> None:
         owner: Name of the rule, for the error.
 
     Raises:
-        ConfigError: There is one, and its type does not allow it.
+        ConfigError: A number is not finite, and its type does not allow that.
     """
     for key in option_defaults(type(rule)):
         value = getattr(rule, key)
@@ -131,7 +131,7 @@ def all_finite(values: dict[str, Any]) -> dict[str, Any]:
     """The values, if every number in them is finite and every name text, however deep: a file would hold others otherwise.
 
     Raises:
-        ValueError: One is not.
+        ValueError: A number is not finite, or a key is not text.
     """
     entries = [(str(key), value) for key, value in values.items()]
     while entries:

@@ -63,7 +63,7 @@ class Plugin:
         """The object, which is a function or a class.
 
         Raises:
-            ConfigError: It cannot be loaded, or is none.
+            ConfigError: The plugin cannot be loaded, or is not callable.
         """
         target: Callable[..., Any] = self.load()
         if callable(target):
@@ -105,7 +105,7 @@ def find_plugin(group: str, kind: str, name: str, existing: Iterable[str]) -> Pl
         existing: Names that unskew itself knows, for the error.
 
     Raises:
-        ConfigError: No package offers it.
+        ConfigError: No installed package offers the name.
     """
     others = list_plugins(group)
     if name.lower() in others:

@@ -1,6 +1,7 @@
 """The code is written in the words of the field: names that say what they hold, plain docstrings."""
 
 import ast
+import builtins
 import re
 
 from support.pages import DOCS, ROOT
@@ -38,6 +39,59 @@ def test_docstrings_of_functions_and_classes_begin_with_a_verb_or_a_noun():
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and RELATIVE.match(ast.get_docstring(node) or "")
     ]
     assert relative == []
+
+
+def parameters(function):
+    names = [part.arg for part in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return [name for name in names if name not in ("self", "cls")]
+
+
+def base_names(node):
+    return [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+
+
+def test_public_functions_of_several_parameters_describe_each():
+    """Overriding methods are described where they are first defined, commands by their options."""
+    defined, bases, public = {}, {}, []
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, set()).update(f.name for f in node.body if isinstance(f, FUNCTIONS))
+                bases.setdefault(node.name, set()).update(base_names(node))
+            if node is tree or isinstance(node, ast.ClassDef):
+                scope = getattr(node, "name", None)
+                public += [(path, scope, function) for function in node.body if isinstance(function, FUNCTIONS)]
+
+    def overrides(scope, name):
+        return any(
+            base in ("Module", "Callback") or name in defined.get(base, ()) or overrides(base, name)
+            for base in bases.get(scope, ())
+        )
+
+    undescribed = []
+    for path, scope, function in public:
+        hidden = function.name.startswith("_") or (scope or "").startswith("_") or overrides(scope, function.name)
+        if hidden or len(parameters(function)) < 2 or "typer" in ast.unparse(function.args) or "cli" in path.parts:
+            continue
+        text = ast.get_docstring(function) or ""
+        if text and not all(re.search(rf"^ +{name}: ", text, re.M) for name in parameters(function)):
+            undescribed.append(f"{path}:{function.lineno} {function.name}")
+    assert undescribed == []
+
+
+def test_docstrings_name_exceptions_that_exist():
+    known = set(dir(builtins)) | {"pickle.PicklingError"}
+    known |= {node.name for _, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    unknown = [
+        f"{path}:{node.lineno} {name}"
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef))
+        for section in re.findall(r"^Raises:\n((?: {4}.*\n?)+)", ast.get_docstring(node) or "", re.M)
+        for name in re.findall(r"^ {4}([\w.]+): ", section, re.M)
+        if name not in known
+    ]
+    assert unknown == []
 
 
 def flags_of(command):

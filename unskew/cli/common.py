@@ -141,7 +141,7 @@ def parse_numbers(text: str) -> list[float]:
     """The weights of ``--class-weights``.
 
     Raises:
-        ConfigError: They are not numbers.
+        ConfigError: The text is not a list of numbers.
     """
     try:
         return [float(part) for part in text.split(",")]

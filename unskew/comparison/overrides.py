@@ -40,7 +40,7 @@ def check_same_data(configs: Iterable[Experiment]) -> None:
     """Refuse methods that would not see the same data.
 
     Raises:
-        ConfigError: They would not.
+        ConfigError: A field of the data differs between methods.
     """
     specs = [asdict(with_absolute_paths(config).data_spec) for config in configs]
     for spec in specs[1:]:

@@ -37,7 +37,7 @@ def check_integer(value: object, name: str, least: int | None = None) -> None:
         least: Smallest allowed value; None: any.
 
     Raises:
-        DataError: It is so.
+        DataError: The value is not an integer, or too small.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise DataError(f"{name} must be an integer, not {short_repr(value)}.")
@@ -51,7 +51,7 @@ def check_client_list(clients: object) -> None:
     """Refuse what is not a list of clients, or an empty one.
 
     Raises:
-        DataError: It is so.
+        DataError: The clients are not a list, or the list is empty.
     """
     if isinstance(clients, dict):
         raise DataError("clients must be a list with one (x, y) per client, not a dictionary; give its values.")
@@ -118,7 +118,7 @@ class InputLocator:
         """Rows ``start:stop`` of client ``k``, first those that it trains on.
 
         Raises:
-            DataError: They lie in a file, and are not finite.
+            DataError: Inputs in a file are not finite.
         """
         x, *test = self.parts[k]
         if not test:
@@ -144,7 +144,7 @@ def read_clients(
         seed: Seed of the run.
 
     Raises:
-        DataError: They are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or cannot be used.
+        DataError: A client's data are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or cannot be used.
     """
     parts: list[tuple[Tensor, ...]] = []
     ys, splits, mapped = [], [], False
@@ -251,7 +251,7 @@ def fit_normalization(normalize: object, x: Tensor, inputs: Iterable[Tensor]) ->
         inputs: All of them.
 
     Raises:
-        DataError: It is neither a boolean nor a normalization, or one of another number of channels.
+        DataError: The value is neither a boolean nor a normalization, or has another number of channels.
     """
     if isinstance(normalize, Normalization):
         if len(normalize.mean) != x.shape[1]:

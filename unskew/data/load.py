@@ -178,7 +178,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
 
     Raises:
         ConfigError: Fields do not fit together.
-        DataError: The data cannot be used as asked.
+        DataError: The data cannot be used as the fields describe them.
     """
     partitioned = load_partitioned(spec, seed)
     return partitioned.federation(partitioned.known())

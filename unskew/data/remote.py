@@ -28,8 +28,8 @@ def with_local_files(spec: DataSpec) -> DataSpec:
     """The same data, with files of this machine instead of URLs.
 
     Raises:
-        ConfigError: What reads such a URL is not installed.
-        DataError: Nothing is there, or it cannot be reached.
+        ConfigError: The package that reads such a URL is not installed.
+        DataError: The file does not exist or cannot be reached.
     """
     local_values: dict[str, Any] = {}
     for name in ("data", "data_path", "server_data", "server_data_path"):
@@ -46,8 +46,8 @@ def fetch(url: str) -> Path:
     """A file or a folder of this machine with what is at ``url``.
 
     Raises:
-        ConfigError: What reads such a URL is not installed.
-        DataError: Nothing is there, or it cannot be reached.
+        ConfigError: The package that reads such a URL is not installed.
+        DataError: The file does not exist or cannot be reached.
     """
     try:
         from fsspec.core import url_to_fs

@@ -185,7 +185,7 @@ def parse_names(value: object) -> tuple[str, ...]:
     """Names in a list, or in text with commas between them.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither text nor a list of texts.
 
     >>> parse_names("age, income"), parse_names(["a,b"])
     (('age', 'income'), ('a,b',))

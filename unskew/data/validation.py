@@ -24,7 +24,7 @@ def validate_client_names(names: Sequence[str], clients: int) -> tuple[str, ...]
         clients: Number of clients.
 
     Raises:
-        DataError: They are not so many distinct texts.
+        DataError: The names are not distinct texts, one per client.
     """
     if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise DataError("client_names must be a list of texts, one for each client.")
@@ -148,7 +148,7 @@ def check_finite(pieces: Iterable[Tensor], who: str) -> None:
         who: Name of the data, for the error.
 
     Raises:
-        DataError: There are some.
+        DataError: A value is NaN or infinite.
     """
     for x in pieces:
         # A NaN is the least and the largest; to ask for these makes no copy.
@@ -261,7 +261,7 @@ def check_classes(names: Sequence[str], who: str, task: str) -> None:
         task: Name of the task.
 
     Raises:
-        DataError: It has a single class, or the name of a class cannot be printed.
+        DataError: There is a single class, or the name of a class cannot be printed.
     """
     check_printable((name for name in names if name), "class")
     if task == "classification" and len(names) < 2:
@@ -278,7 +278,7 @@ def check_differ(labels: Sequence[Tensor], task: str) -> None:
         task: Name of the task.
 
     Raises:
-        DataError: They are.
+        DataError: All labels are the same.
     """
     if task == "classification" and all(bool((y == labels[0][0]).all()) for y in labels):
         raise DataError(
@@ -296,7 +296,7 @@ def check_tokens(x: Tensor, tokens: int, who: str) -> None:
         who: Name of the data, for the error.
 
     Raises:
-        DataError: They do not.
+        DataError: A token id is out of range, or padding precedes a token.
     """
     if len(x) and (int(x.min()) < -1 or int(x.max()) >= tokens):
         bad = int(x.min()) if int(x.min()) < -1 else int(x.max())

@@ -230,7 +230,7 @@ def evaluate_suggestion(
     Args:
         rule: Rule that suggests a method.
         situation: Features of the data and the model.
-        setting: Configuration and method registry.
+        setting: Data, model and configuration.
         limits: Limits that the user gave.
     """
     spelling = rule.method(situation)

@@ -159,7 +159,7 @@ def validate_scope(scope: MeasurementScope) -> MeasurementScope:
     """The scope, if it makes sense.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: A limit is out of range.
     """
     wholes: dict[str, Any] = {"sample_clients": scope.clients, "samples": scope.samples, "iterations": scope.iterations}
     for name, value in wholes.items():
@@ -191,7 +191,7 @@ def find_run_folder(path: Path) -> Path:
     """The run folder that a path names, itself or by one of its checkpoints.
 
     Raises:
-        CheckpointError: It is neither.
+        CheckpointError: The path is neither a run folder nor a checkpoint of one.
     """
     for folder in (path, path.parent.parent):
         if (folder / "config.yaml").is_file():
@@ -233,7 +233,7 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
         spec: Layout of the model.
 
     Raises:
-        CheckpointError: They are damaged, or of another model.
+        CheckpointError: The files are damaged, or of another model.
     """
     final = folder / FINAL
     with checkpoint_errors(final):

@@ -53,7 +53,7 @@ class AdviceLimits:
             privacy: Privacy budget, or text such as ``epsilon=5``.
 
         Raises:
-            ConfigError: One of them cannot be read.
+            ConfigError: A limit cannot be read.
         """
         if server_data is not None and (isinstance(server_data, bool) or not isinstance(server_data, int)):
             raise ConfigError(
@@ -176,7 +176,7 @@ class SkewFeatures:
         """Collect the features of a diagnosis at one model.
 
         Args:
-            setting: Configuration and method registry.
+            setting: Data, model and configuration.
             labels: Statistics of the label distribution.
             place: Measurement at one model.
             facts: Further features.

@@ -59,7 +59,7 @@ class DiagnosisReport:
 
         Raises:
             ConfigError: A limit cannot be read.
-            DataError: It does not fit the data.
+            DataError: A limit does not fit the data.
         """
         from unskew.diagnosis.advice import advise
         from unskew.diagnosis.features import AdviceLimits
@@ -112,7 +112,7 @@ class DiagnosisReport:
             path: Image file to write; its ending decides the format.
 
         Raises:
-            ConfigError: The ending is not one of a figure.
+            ConfigError: The file name does not end with the suffix of an image.
         """
         names = [n for n in PANELS if any(row[n] is not None for location in self.places for row in location.shares)]
         figure, axes = new_figure(4.2 * max(1, len(names)), 3.6, max(1, len(names)), 1)

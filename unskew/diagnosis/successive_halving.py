@@ -44,7 +44,7 @@ class DeadlineCallback(Callback):
         """Go on only while there is time.
 
         Raises:
-            TimeIsUp: There is none.
+            TimeBudgetExceededError: No time is left.
         """
         if time.monotonic() > self.end_at:
             raise TimeBudgetExceededError
@@ -177,7 +177,7 @@ def check_minutes(minutes: object) -> None:
     """Refuse what is not a time.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The value is not a positive number.
     """
     if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
         raise ConfigError(

@@ -34,7 +34,7 @@ def synthetic_sets(
         ids: Clients to measure.
 
     Raises:
-        DataError: They do not fit the federation.
+        DataError: The images do not fit the federation.
     """
     if synthetic is None:
         share = max(1, (scope.samples or 1000) // len(ids))
@@ -90,7 +90,7 @@ def read_images(path: Path) -> Pair:
     """Images and labels of a parquet file, a folder of them, or a run that made some.
 
     Raises:
-        DataError: There are none, or they cannot be read.
+        DataError: There are no images, or they cannot be read.
     """
     files = image_files(path)
     if not files:
@@ -112,7 +112,7 @@ def validate_images(pair: object, federation: Federation, who: str) -> Pair:
         who: Name of the client, for the error.
 
     Raises:
-        DataError: It is no pair, or does not fit.
+        DataError: The value is not a pair of images and labels, or does not fit.
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")

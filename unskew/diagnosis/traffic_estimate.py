@@ -21,7 +21,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
     What clients make before training is not made here: it is counted from its number and the size of an input.
 
     Args:
-        setting: Configuration and model.
+        setting: Data, model and configuration.
         method: Method to estimate.
     """
     fed, config = setting.federation, setting.config

@@ -48,7 +48,7 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
         made: Function that the hook returned.
 
     Raises:
-        ConfigError: It is not a function.
+        ConfigError: The hook did not return a function.
     """
     if not callable(made):
         raise ConfigError(f"{rule.name}.{hook} must return a function of a vector and a batch, not {short_repr(made)}.")

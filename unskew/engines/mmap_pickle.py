@@ -47,7 +47,7 @@ def dump_mmap(value: Any, path: Path) -> None:
         path: File to create.
 
     Raises:
-        pickle.PicklingError: It, or a part of it, cannot be found by its name in another process.
+        pickle.PicklingError: The object, or a part of it, cannot be found by its name in another process.
     """
     locations: list[tuple[int, int]] = []
     with create_file(path) as file:

@@ -133,7 +133,7 @@ def find(place: Path) -> Path:
     """The folder of a set, from itself or from the run that made it.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no synthetic data set.
     """
     for folder in (place, place / "synthetic"):
         if (folder / ABOUT).is_file():

@@ -49,7 +49,7 @@ class FedNova(ClientRule, ServerRule):
         """The weights of the gradients are known for SGD.
 
         Raises:
-            ConfigError: The clients' optimizer is another one.
+            ConfigError: The clients' optimizer is not SGD.
         """
         if run.training.optimizer != "sgd" or run.training.nesterov:
             raise ConfigError(

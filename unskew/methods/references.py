@@ -63,7 +63,7 @@ class Pooled(DataRule):
         """Check that the clients' data can be brought together.
 
         Raises:
-            ConfigError: Clients are loaded one by one, or the learning rate changes by local steps.
+            ConfigError: The data are too large, or updates are delayed.
         """
         if not isinstance(run.federation.clients, ArrayClients):
             raise ConfigError("pooled brings the data of all clients together, but these are loaded client by client.")
@@ -77,7 +77,7 @@ class Pooled(DataRule):
         """Reject sites, whose data cannot be brought together.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: Always; references are only simulated.
         """
         raise ConfigError(
             "pooled brings the data of all clients together, which sites do not allow; simulate it instead."
@@ -135,7 +135,7 @@ class Local(SyncRule):
         """Check that the models of all clients can be kept.
 
         Raises:
-            ConfigError: They are too large, or updates are delayed.
+            ConfigError: The data are too large, or updates are delayed.
         """
         needed = 4 * run.spec.size * len(run.federation.clients)
         if needed > LARGEST:

@@ -81,7 +81,7 @@ def check_method_name(name: str) -> None:
     """Refuse a name that no method has, before PyTorch is loaded.
 
     Raises:
-        ConfigError: It is none of the catalogue, no other package's, and no dotted path.
+        ConfigError: The name is not registered, not a plugin, and not an import path.
     """
     if name not in METHODS and name not in REFERENCES and "." not in name:
         plugins.find_plugin(plugins.METHODS, "method", name, METHODS)
@@ -114,7 +114,7 @@ def check_rule_name(rule: Rule | type[Rule]) -> None:
     """Check that a rule, or a class of rules, has a name.
 
     Raises:
-        ConfigError: It has none, as a base class.
+        ConfigError: The class has no name of its own.
     """
     if not hasattr(rule, "name"):
         cls = rule if isinstance(rule, type) else type(rule)
@@ -180,7 +180,7 @@ def method(spec: MethodLike, **options: object) -> Method:
 
     Raises:
         ConfigError: An unknown method or option, or a value that is not allowed.
-        MethodConflict: Two methods fill the same exclusive slot differently, or one cannot be in a sum with the other.
+        MethodConflictError: Two methods fill the same exclusive slot differently, or one cannot be in a sum with the other.
 
     >>> method("fedprox:mu=0.1+scaffold").client
     (FedProx(mu=0.1), Scaffold(option='II', variate='auto', eta_g=1.0))

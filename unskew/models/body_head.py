@@ -19,7 +19,7 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
         used: Names of the modules in order of first use.
 
     Raises:
-        ConfigError: There is no such module, or no linear layer.
+        ConfigError: The module does not exist, or the model has no linear layer.
     """
     modules = dict(module.named_modules())
     if head is not None:

@@ -78,7 +78,7 @@ def check_scalar_loss(loss: Tensor) -> Tensor:
     """A loss of a batch.
 
     Raises:
-        ConfigError: It is not a tensor with one number.
+        ConfigError: The loss is not a tensor with one element.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else short_repr(loss)

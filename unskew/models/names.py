@@ -11,7 +11,7 @@ def parse_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """Name and options of a model that is given as a mapping.
 
     Raises:
-        ValueError: It does not name one.
+        ValueError: The mapping does not name a model.
 
     >>> parse_model({"hf": "facebook/opt-125m", "lora": {"r": 4}})
     ('hf:facebook/opt-125m', {'lora': {'r': 4}})

@@ -65,7 +65,7 @@ def check_ending(figure: Any, path: Path) -> None:
         path: File to write.
 
     Raises:
-        ConfigError: The ending is not one of a figure.
+        ConfigError: The file name does not end with the suffix of an image.
     """
     endings = figure.canvas.get_supported_filetypes()
     if path.suffix.lower()[1:] not in endings:
@@ -76,7 +76,7 @@ def check_place(path: Path) -> None:
     """Find out whether a figure can be written, before the work for it is done.
 
     Raises:
-        ConfigError: The ending is not one of a figure.
+        ConfigError: The file name does not end with the suffix of an image.
         CheckpointError: The file cannot be written there.
     """
     check_ending(new_figure(1, 1)[0], path)
@@ -101,7 +101,7 @@ def save_figure(figure: Any, path: Path) -> Path:
         path: File to write.
 
     Raises:
-        ConfigError: The ending is not one of a figure.
+        ConfigError: The file name does not end with the suffix of an image.
     """
     check_ending(figure, path)
     make_folder(path.parent)

@@ -41,7 +41,7 @@ def load_client_state(broadcast: Broadcast) -> Broadcast:
     """The broadcast with the client's state, if that lies in a file.
 
     Raises:
-        DataError: This machine does not see it.
+        DataError: The file cannot be seen from this machine.
     """
     if broadcast.kept is None:
         return broadcast

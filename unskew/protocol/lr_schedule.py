@@ -80,7 +80,7 @@ def parse_schedule(text: str) -> LRSchedule:
     """The schedule that a text means.
 
     Raises:
-        ConfigError: It is not written so.
+        ConfigError: The text is not a schedule.
 
     >>> parse_schedule("warmup:5+cosine")
     LRSchedule(kind='cosine', numbers=(0.0,), warmup=5)

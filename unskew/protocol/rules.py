@@ -105,7 +105,7 @@ class Rule:
 
         Raises:
             ConfigError: The rule, with its options, does not fit the data, the model, the budget or the network.
-            DataError: It cannot work with such data.
+            DataError: The rule does not support the data.
         """
         return ()
 

@@ -79,7 +79,7 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
         check: Refuses a value that the option does not take.
 
     Raises:
-        ConfigError: It is none of these, or the option does not take what is in it.
+        ConfigError: The value is not a search space, or the option does not accept its values.
     """
     space = (
         value if isinstance(value, RangeSpace | CategoricalSpace) else _range(value) or CategoricalSpace(_values(value))

@@ -58,7 +58,7 @@ class TrainsAtServer(ServerRule):
         """Refuse two budgets.
 
         Raises:
-            ConfigError: There are two.
+            ConfigError: Both budgets are set.
         """
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(f"{self.name} is given both epochs and steps; give one of them.")

@@ -185,7 +185,7 @@ class Recorder:
         """Check that the run folder is still the one that the run began in.
 
         Raises:
-            CheckpointError: It was removed, moved or replaced, or ``metrics.jsonl`` in it was.
+            CheckpointError: The folder or its ``metrics.jsonl`` was removed, moved or replaced.
         """
         if self._path is None:
             return
@@ -239,7 +239,7 @@ def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
         path: The file, for the error.
 
     Raises:
-        CheckpointError: One of them is corrupted.
+        CheckpointError: A line is corrupted.
     """
     try:
         rows = [parse_json(line) for line in lines]
@@ -264,7 +264,7 @@ def check_rounds(rows: list[Row], path: Path, rounds: int) -> list[Row]:
         rounds: Expected number of rounds.
 
     Raises:
-        CheckpointError: Some are missing.
+        CheckpointError: Rounds are missing.
     """
     if [row.get("round") for row in rows] != list(range(1, rounds + 1)):
         raise CheckpointError(f"{path} lacks lines of the {rounds} rounds that the checkpoint has.")

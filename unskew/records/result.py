@@ -86,7 +86,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     """The rounds of a run folder.
 
     Raises:
-        CheckpointError: They are missing or damaged.
+        CheckpointError: The files are missing or damaged.
     """
     path = folder / "metrics.jsonl"
     try:

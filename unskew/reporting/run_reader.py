@@ -112,7 +112,7 @@ def read_run(folder: Path) -> RunFiles:
     """Read one run folder.
 
     Raises:
-        ConfigError: Its configuration cannot be read.
+        ConfigError: The configuration of the run cannot be read.
         CheckpointError: Another file is missing or damaged.
     """
     summary = read_object(folder / "summary.json")
@@ -155,7 +155,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """A file with one JSON object.
 
     Raises:
-        CheckpointError: It is missing or damaged.
+        CheckpointError: The file is missing or damaged.
     """
     try:
         value = read_json(path)
@@ -200,7 +200,7 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
         path: The file, for the error.
 
     Raises:
-        CheckpointError: A figure is missing, or is none.
+        CheckpointError: A metric is missing, or is not a number.
     """
     figures = set(filter(is_metric, summary))
     scored = primary_metric_name(summary)
@@ -231,7 +231,7 @@ def check_about(about: dict[str, Any], path: Path) -> None:
         path: The file, for the error.
 
     Raises:
-        CheckpointError: A part is of another kind.
+        CheckpointError: A part is of another type.
     """
     names = about.get("classes", [])
     parts = [about.get(name, {}) for name in ("versions", "machine")]
@@ -245,7 +245,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
     """The lines of ``clients.jsonl``; none if it is not there.
 
     Raises:
-        CheckpointError: It is corrupted.
+        CheckpointError: The file is corrupted.
     """
     if not path.is_file():
         return []

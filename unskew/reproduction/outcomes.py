@@ -171,7 +171,7 @@ def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
         run: What the run is.
 
     Raises:
-        DataError: Its file cannot be read.
+        DataError: The file cannot be read.
     """
     key = identity_hash(run)
     for path in (outcome_files(files) if isinstance(files, Path) else files).get(key[:DIGITS], ()):

@@ -102,7 +102,7 @@ def load_preset(name: str) -> Preset:
     """Read a preset.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: There is no preset of this name.
     """
     if name not in preset_names():
         raise ConfigError(unknown_name("preset", name, preset_names()))

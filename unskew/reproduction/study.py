@@ -43,7 +43,7 @@ class Study(Protocol):
         """Get what the parts need, such as data.
 
         Raises:
-            DataError: It is not at hand.
+            DataError: The data are not available.
         """
 
     def run(self, part: str, seed: int) -> dict[str, Any]:

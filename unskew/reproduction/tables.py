@@ -74,7 +74,7 @@ def value_format(name: str) -> tuple[str, float, int]:
     """Return the title, factor and decimals of a value.
 
     Raises:
-        ConfigError: No table knows it.
+        ConfigError: The value is unknown.
     """
     if name in VALUES:
         return VALUES[name]

@@ -53,7 +53,7 @@ def check_federation(federation: object) -> None:
     """Refuse what is given in place of a federation.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The object is not a ``Federation``.
     """
     if federation is not None and not isinstance(federation, Federation):
         raise ConfigError(
@@ -66,7 +66,7 @@ def check_callbacks(callbacks: object) -> None:
     """Refuse what does not follow a run.
 
     Raises:
-        ConfigError: It is not a list of objects with the functions of ``unskew.records.recorder.Callback``.
+        ConfigError: The value is not a list of objects with the functions of ``unskew.records.recorder.Callback``.
     """
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str | bytes):
         raise ConfigError(f"callbacks must be a list of callback objects, not {short_repr(callbacks)}.")

@@ -49,7 +49,7 @@ def check_parallel(parallel: object) -> None:
     """Refuse what is not a number of runs.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The value is not a number of processes.
     """
     number = isinstance(parallel, int) and not isinstance(parallel, bool) and 1 <= parallel <= MOST
     there = ON_CLUSTER.fullmatch(parallel) if isinstance(parallel, str) else None
@@ -66,7 +66,7 @@ def read_parallel(text: str) -> int | str:
     """``parallel`` as it is written on a command line.
 
     Raises:
-        ConfigError: It is neither a number nor ``auto``, nor one of them with a cluster.
+        ConfigError: The text is neither a number nor ``auto``, nor one of them with a cluster.
     """
     parallel = int(text) if text.isdecimal() and len(text) < 10 else text
     check_parallel(parallel)
@@ -141,9 +141,9 @@ def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[t
         given: What all of them need, such as data. It lies in memory once for all processes.
 
     Raises:
-        ConfigError: Something cannot be sent to another process.
+        ConfigError: A job cannot be sent to another process.
         EngineError: A process died.
-        Interrupted: Ctrl-C was pressed; all have finished their round.
+        RunInterrupted: Ctrl-C was pressed; all have finished their round.
     """
     with tempfile.TemporaryDirectory(prefix="unskew-") as folder, interruptible() as stopped:
         path = Path(folder) / "given"

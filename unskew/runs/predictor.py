@@ -46,7 +46,7 @@ class Predictor:
                 ``inputs.features``; or token ids, rows filled up with -1.
 
         Raises:
-            DataError: They have another shape or type, or hold what is not a number.
+            DataError: The inputs have another shape or type, or contain NaN.
         """
         if self.numbers:
             raise ConfigError("The model predicts numbers, which have no probabilities; use predict.")

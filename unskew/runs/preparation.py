@@ -29,7 +29,7 @@ def check_given_set(config: Experiment, method: Method) -> None:
         method: Method of the run.
 
     Raises:
-        ConfigError: It is so.
+        ConfigError: The synthetic set does not exist, or the method does not use it.
     """
     if config.synthetic is not None and not any(rule.generates_data for rule in method.data):
         raise ConfigError(

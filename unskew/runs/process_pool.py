@@ -74,7 +74,7 @@ class RunningJob:
         """The work as it travels.
 
         Raises:
-            ConfigError: It cannot be sent.
+            ConfigError: The job cannot be sent to another process.
         """
         with raise_if_unpicklable():
             return pickle.dumps((self.work.function, self.work.arguments))

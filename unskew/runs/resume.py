@@ -62,8 +62,8 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
         The number of rounds that the other run had.
 
     Raises:
-        ConfigError: It is not a run, or other data, or already as long.
-        CheckpointError: It has another model, or is corrupted.
+        ConfigError: The folder is not a run, has other data, or has as many rounds already.
+        CheckpointError: The run has another model, or is corrupted.
     """
     newest = checkpoint.newest_checkpoint(parent / "checkpoints")
     if newest is None:
@@ -142,7 +142,7 @@ def check_data(extra: dict[str, Any], prepared: PreparedData) -> None:
         prepared: Data of the resumed run.
 
     Raises:
-        CheckpointError: They are not what the run was made with.
+        CheckpointError: The data differ from those that the run was started with.
     """
     before, now = (extra["data"], extra.get("content")), (data_identity(prepared), stored_content(prepared))
     if before[0] != now[0] or before[1] not in (None, now[1]):
@@ -198,7 +198,7 @@ def check_same(then: dict[str, Any], now: Experiment) -> None:
         now: Configuration of the resumed run.
 
     Raises:
-        CheckpointError: A field differs that decides what the run is.
+        CheckpointError: A field differs that determines the results.
     """
     neutral = Experiment().model_dump(mode="json")
     current, before = without_data_locations(now.model_dump(mode="json")), without_data_locations({**neutral, **then})

@@ -125,8 +125,8 @@ def resumed_folder(folder: Path | None) -> Iterator[None]:
     """Context manager that locks the folder of an existing run.
 
     Raises:
-        CheckpointError: There is no run in it.
-        ConfigError: Somebody else works there.
+        CheckpointError: There is no run in the folder.
+        ConfigError: Another process uses the folder.
     """
     if folder is None:
         raise ConfigError("resume goes on with the run in out: name its folder there.")
@@ -255,7 +255,7 @@ def check_method_known(spelling: str) -> None:
     """Refuse to go on without a method that only Python knows.
 
     Raises:
-        ConfigError: There is one in the sum.
+        ConfigError: The method was defined in Python and cannot be created by its name.
     """
     try:
         check_expression(spelling)
@@ -290,7 +290,7 @@ def check_unfinished(folder: Path, rounds: int) -> None:
         rounds: Number of rounds.
 
     Raises:
-        CheckpointError: It has so many rounds, or more.
+        CheckpointError: The run has this number of rounds, or more.
     """
     done = finished_rounds(folder)
     if done is not None and done >= rounds:

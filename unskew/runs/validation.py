@@ -40,8 +40,8 @@ def check_method(
         The model's layout, and what a user should be told before the run.
 
     Raises:
-        ConfigError: It does not fit.
-        MethodConflict: It needs single updates, which secure aggregation forbids.
+        ConfigError: The method does not fit the data, the model, the optimizer or the server.
+        MethodConflictError: The method needs single updates, which secure aggregation forbids.
     """
     check_task(method, federation)
     run_metrics(config, federation)
@@ -105,7 +105,7 @@ def check_task(method: Method, federation: Federation) -> None:
         federation: Data of all clients.
 
     Raises:
-        ConfigError: There is such a rule.
+        ConfigError: A rule does not support the task, or declares unknown needs.
     """
     task = federation.task
     for rule in method.rules:
@@ -127,8 +127,8 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         diagnose: Diagnostics of the run.
 
     Raises:
-        MethodConflict: A rule reads single updates.
-        ConfigError: A diagnosis does.
+        MethodConflictError: A rule reads single updates.
+        ConfigError: A diagnostic reads single updates.
     """
     readers = [rule.name for rule in method.client if "individual" in rule.needs]
     server = server_rule(method)
@@ -163,7 +163,7 @@ def check_declarations(rule: Rule) -> None:
     """Refuse what a rule says of itself that the core could not take at its word.
 
     Raises:
-        ConfigError: Its name, its weights or its needs are none.
+        ConfigError: The name, the weights or the needs of the rule are not valid.
     """
     name = getattr(rule, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):

@@ -87,7 +87,7 @@ def save_pretrained(found: OpenedRun, folder: Path) -> None:
         folder: Folder to write.
 
     Raises:
-        ConfigError: It is not a model of texts that comes from ``transformers``.
+        ConfigError: The model is not a text model of ``transformers``.
     """
     net: Any = getattr(found.module, "net", None)
     if found.inputs.kind != "tokens" or not hasattr(found.module, "save") or net is None:

@@ -72,7 +72,7 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
         inputs: What the model expects.
 
     Raises:
-        DataError: It cannot be read, or is nothing that this model takes.
+        DataError: The file cannot be read, or does not contain inputs of this model.
     """
     if not path.exists():
         raise DataError(f"There is no file or folder {path}.")

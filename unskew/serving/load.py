@@ -36,7 +36,7 @@ class ServedModel(Predictor):
         Categories that were not there in training count as missing, and a warning says so.
 
         Raises:
-            DataError: It cannot be read, lacks columns, or is nothing that this model takes.
+            DataError: The file cannot be read, lacks columns, or does not contain inputs of this model.
         """
         rows = read_rows(Path(path), self.inputs)
         for unknown in rows.unknown:
@@ -90,7 +90,7 @@ def load_predictor(
             code.
 
     Raises:
-        CheckpointError: It holds no finished run, or its files are damaged.
+        CheckpointError: The folder contains no finished run, or its files are damaged.
         ConfigError: The model cannot be built from what the folder says, or there is none of that client.
     """
     opened = open_run(run, client, model, trust_code)

@@ -157,7 +157,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose files all match their checksums.
 
     Raises:
-        OtherVersion: It was written by another version.
+        OtherVersionError: The checkpoint was written by another version.
         CheckpointError: A file is missing or damaged.
     """
     try:
@@ -228,7 +228,7 @@ def read_model(path: Path) -> tuple[int, Tensor, Tensor]:
     """The round of a checkpoint, its server's model ``[d]`` and the statistics ``[m]``.
 
     Raises:
-        CheckpointError: It is corrupted.
+        CheckpointError: The checkpoint is corrupted.
     """
     done = int(read_manifest(path)["round"])
     with checkpoint_errors(path):

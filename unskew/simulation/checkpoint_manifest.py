@@ -93,7 +93,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     """Refuse what no run has written.
 
     Raises:
-        ValueError: A part is missing, or is not what it must be.
+        ValueError: A part is missing or invalid.
     """
     try:
         parsed = Manifest.model_validate(manifest)

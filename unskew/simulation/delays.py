@@ -30,7 +30,7 @@ class Delays:
         per_client: Each client has one delay for the whole run instead of one per dispatch.
 
     Raises:
-        ConfigError: It is not written so.
+        ConfigError: The expression is not a delay.
         DataError: The trace cannot be read.
 
     >>> Delays("fixed:3", seed=0)(round=5, client=1)
@@ -50,7 +50,7 @@ class Delays:
         """Refuse a trace that leaves a client without a delay, before anything is trained.
 
         Raises:
-            DataError: There is such a client.
+            DataError: A client has no delay.
         """
         if self.kind == "trace" and None not in self.trace:
             without = next((k for k in range(clients) if k not in self.trace), None)
@@ -95,7 +95,7 @@ def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
     ('lognormal', (4.0, 0.5))
 
     Raises:
-        ConfigError: It is not written so, or no update would ever arrive.
+        ConfigError: The expression is not a delay, or no update would ever arrive.
     """
     kind, _, value = spec.partition(":")
     if kind not in KINDS:
@@ -160,7 +160,7 @@ def parse_nonnegative(text: str | None, what: str) -> int:
         what: Start of the error, such as "a delay is an integer".
 
     Raises:
-        DataError: It is none.
+        DataError: The text is not a nonnegative integer.
 
     >>> parse_nonnegative("3", "a delay is an integer")
     3

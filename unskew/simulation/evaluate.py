@@ -326,7 +326,7 @@ def mean_accuracy_and_loss(right: Tensor, asked: Tensor, losses: Tensor) -> tupl
     """Accuracy and mean loss over all predictions of some samples, ``[n]`` each.
 
     Args:
-        right: Number of correct predictions per sample, ``[n]``.
+        right: Share of correct predictions per sample, ``[n]``.
         asked: Number of predictions per sample, ``[n]``.
         losses: Loss per sample, ``[n]``.
     """
@@ -337,7 +337,7 @@ def mean_accuracy(right: Tensor, asked: Tensor) -> float:
     """Accuracy over all predictions: ``right [n]`` of each sample, weighted by how many it asks for.
 
     Args:
-        right: Number of correct predictions per sample, ``[n]``.
+        right: Share of correct predictions per sample, ``[n]``.
         asked: Number of predictions per sample, ``[n]``.
     """
     return float((right * asked).sum() / asked.sum().clamp_min(1))

@@ -67,7 +67,7 @@ def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: s
         who: Name of the rule, for the error.
 
     Raises:
-        ConfigError: They are not those of a part of a vector of ``size`` elements.
+        ConfigError: The slices are not in order, overlap, or exceed the vector.
     """
     end = 0
     for start, stop, step in edges:

@@ -32,7 +32,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         network: New network.
 
     Raises:
-        CheckpointError: It was written for another model or method, or is corrupted.
+        CheckpointError: The checkpoint is of another model or method, or is corrupted.
     """
     with checkpoint_errors(path):
         state, rules, b, server.mean, server.best, sent, waiting = _server_part(path, manifest, server)
@@ -66,7 +66,7 @@ def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before:
             the others begin anew at the model.
 
     Raises:
-        CheckpointError: It was written for another model, or is corrupted.
+        CheckpointError: The checkpoint is of another model, or is corrupted.
     """
     with checkpoint_errors(path):
         _branch(path, manifest, server, before)

@@ -204,7 +204,7 @@ def rule_metrics(rule: ServerRule, state: Tensors) -> dict[str, Any]:
         state: Its state.
 
     Raises:
-        ConfigError: They are called like figures of the core, which they would replace.
+        ConfigError: A metric of the rule has the name of a metric of every run.
     """
     figures = rule.metrics(state)
     taken = sorted(TAKEN & figures.keys())

@@ -29,7 +29,7 @@ def optuna_library() -> Any:
     """Optuna, which then says nothing of its own.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Optuna is not installed.
     """
     try:
         import optuna
@@ -166,7 +166,7 @@ class Study:
         """The best of those that came to their end; of equals the first.
 
         Raises:
-            ConfigError: None did.
+            ConfigError: No trial succeeded.
         """
         state = self.optuna.trial.TrialState.COMPLETE
         done = [trial for trial in self.all if trial.state == state]
@@ -259,7 +259,7 @@ class Trial:
             last: Whether it is the last round.
 
         Raises:
-            Pruned: It is not worth going on.
+            TrialPruned: The trial is unlikely to be the best.
         """
         if round > self.reported:
             self.trial.report(value, round)

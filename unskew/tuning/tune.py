@@ -157,7 +157,7 @@ def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
         seed: Seed that trials use.
 
     Raises:
-        ConfigError: They are no seeds, or ``seed`` is among them.
+        ConfigError: The value is not a list of seeds, or contains ``seed``.
 
     >>> fresh_seeds(2, 0), fresh_seeds("5..6", 0)
     ([1, 2], [5, 6])
@@ -198,7 +198,7 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
     """Write down what is tuned, or see that it is what was tuned here before.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: The folder belongs to another tuning.
     """
     config = {k: v for k, v in without_data_locations(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
     options = {

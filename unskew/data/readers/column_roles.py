@@ -207,7 +207,7 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
         choice: Column selection of the user.
 
     Raises:
-        DataError: It holds something else.
+        DataError: The values contradict the declaration.
     """
     if name in choice.dates:
         if not is_date(column.type) and not (choice.agreed and is_empty(column.type)):

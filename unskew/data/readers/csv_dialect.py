@@ -105,7 +105,7 @@ def detect_separator(path: Path, sample: str, cut: bool) -> str:
         cut: Whether the sample ends within the file.
 
     Raises:
-        DataError: Several separators do.
+        DataError: Several separators fit equally well.
     """
     lengths = {mark: {len(record) for record in read_records(sample, mark, cut)} for mark in ",;\t|"}
     regular = [mark for mark, sizes in lengths.items() if len(sizes) == 1 and sizes != {1}]

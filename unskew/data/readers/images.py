@@ -183,7 +183,7 @@ def sample_chunks(x: Tensor, size: int = 2048) -> Iterator[Tensor]:
 
     Args:
         x: Samples, ``[n, ...]``.
-        size: Largest number of values in a chunk.
+        size: Largest number of samples in a chunk.
     """
     return (x[i : i + size] for i in range(0, len(x), size))
 

@@ -205,7 +205,7 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
         task: Name of the task.
 
     Raises:
-        DataError: They are.
+        DataError: Nearly every row has another number as its label.
     """
     if (
         task == "classification"

@@ -89,7 +89,7 @@ class HuggingFaceTokenizer:
         name: At the hub, or a folder.
 
     Raises:
-        DataError: It cannot be loaded.
+        DataError: The tokenizer cannot be loaded.
     """
 
     def __init__(self, name: str):

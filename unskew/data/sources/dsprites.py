@@ -109,7 +109,7 @@ def read_original(path: Path) -> np.ndarray:
     """The images ``[737280, 64, 64]`` of 0 and 1 from the original's file.
 
     Raises:
-        DataError: It is not that file.
+        DataError: The file is not the original dSprites file.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.npz"))
     if not files:

@@ -21,7 +21,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a file, or those of a folder as they lie in their files; nothing executable is loaded.
 
     Raises:
-        DataError: It cannot be read, or has no ``x`` and ``y`` of one length.
+        DataError: The file cannot be read, or has no ``x`` and ``y`` of the same length.
     """
     folder = path.is_dir()
     try:
@@ -53,7 +53,7 @@ def is_array_folder(path: Path) -> Path:
     """A folder that holds ``x.npy`` and ``y.npy``.
 
     Raises:
-        DataError: It does not.
+        DataError: The folder contains arrays, but not all that are needed.
     """
     if not all((path / f"{name}.npy").is_file() for name in "xy"):
         raise DataError(f"{path} must be a folder with the files x.npy and y.npy.")

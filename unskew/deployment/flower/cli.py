@@ -74,7 +74,7 @@ class SuperLink:
         """Carry out commands of Flower's command line in one process, as it takes seconds to start.
 
         Raises:
-            EngineError: One fails.
+            EngineError: The command fails.
         """
         if not commands:
             return ""
@@ -106,7 +106,7 @@ class SuperLink:
             patience: Seconds to try.
 
         Raises:
-            EngineError: It cannot be started for so many seconds.
+            EngineError: The app cannot be started in time.
         """
         end = time.monotonic() + patience
         while True:
@@ -126,7 +126,7 @@ class SuperLink:
             alive: Whether the process of the SuperLink still runs.
 
         Raises:
-            EngineError: It does not.
+            EngineError: The SuperLink does not listen in time.
         """
         host, _, port = self.address.rpartition(":")
         end = time.monotonic() + seconds

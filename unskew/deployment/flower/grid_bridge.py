@@ -45,7 +45,7 @@ class GridBridge:
         """Wait for Flower's app.
 
         Raises:
-            LinkLost: It does not come.
+            LinkClosedError: The app does not connect in time.
         """
         self.disconnect()
         end = time.monotonic() + seconds

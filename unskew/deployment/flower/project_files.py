@@ -90,7 +90,7 @@ def init_project(folder: Path, config: Experiment) -> list[Path]:
         config: Experiment of the deployment.
 
     Raises:
-        ConfigError: Something is there already.
+        ConfigError: The folder exists and is not empty.
     """
     if is_occupied(folder):
         raise ConfigError(f"The folder {folder} is already there; choose another.")

@@ -140,7 +140,7 @@ def run_to_completion(command: Sequence[str], environment: Mapping[str, str], se
         what: Name of the command, for errors.
 
     Raises:
-        EngineError: It failed, or did not end in time.
+        EngineError: The command fails, or does not end in time.
     """
     try:
         done = subprocess.run(

@@ -56,7 +56,7 @@ class RemoteSuperLink:
             seconds: In which it must.
 
         Raises:
-            EngineError: It does not.
+            EngineError: The SuperLink cannot be reached.
         """
         self.link = GridBridge(largest)
         self.begin()
@@ -72,7 +72,7 @@ class RemoteSuperLink:
         """Bring the app back to a SuperLink that was gone.
 
         Raises:
-            EngineError: It does not come back.
+            EngineError: The SuperLink does not come back.
         """
         assert self.link is not None, "it was never opened"
         self.link.disconnect()

@@ -156,7 +156,7 @@ class OpenSum:
         """The answer to the next message, or to the last one once more.
 
         Raises:
-            Nonsense: It is another message than the last one of its kind, or out of turn.
+            InvalidMessageError: The message is invalid, out of order, or contradicts an earlier one.
         """
         names = ("ready", "parts", "sealed", "commitments", "alive", "signatures")
         own = {k: v for k, v in asked.config.items() if k in names}
@@ -177,7 +177,7 @@ class OpenSum:
         """Return shares of this site's seed and secret key, sealed for each site, and commitments to them.
 
         Raises:
-            Nonsense: If the keys are not signed by at least three different sites that got the same model.
+            InvalidMessageError: If the keys are not signed by at least three different sites that got the same model.
         """
         ready, parts, run = parse_json_field(config, "ready"), read_text(config, "parts"), self.ledger.run
         shares = {}
@@ -226,7 +226,7 @@ class OpenSum:
         """Return the update under its masks; or, if shares are wrong, whose.
 
         Raises:
-            Nonsense: If shares of too few sites are there, or commitments are not signed by their site.
+            InvalidMessageError: If shares of too few sites are there, or commitments are not signed by their site.
         """
         sealed, commitments = parse_json_field(config, "sealed"), parse_json_field(config, "commitments")
         wrong, shares = [], {self.client: self.shares[self.client]}
@@ -278,8 +278,8 @@ class OpenSum:
         """Return this site's signature of the list of sites whose masked updates arrived.
 
         Raises:
-            Nonsense: If it lists sites without a part in the sum, or too few, or not this one.
-            Opened: If another sum of this round was opened.
+            InvalidMessageError: If it lists sites without a part in the sum, or too few, or not this one.
+            SumAlreadyOpenedError: If another sum of this round was opened.
         """
         alive = {int(k) for k in parse_json_field(config, "alive")}
         if not alive <= {*self.shares} or self.client not in alive or len(alive) < self.needed:
@@ -295,8 +295,8 @@ class OpenSum:
         """Return shares of the seeds of the sites on the signed list and of the secret keys of the others; never of both.
 
         Raises:
-            Nonsense: If too few sites of the list have signed it.
-            Opened: If another sum of this round was opened meanwhile.
+            InvalidMessageError: If too few sites of the list have signed it.
+            SumAlreadyOpenedError: If another sum of this round was opened meanwhile.
         """
         signatures = parse_json_field(config, "signatures")
         signers = {
@@ -331,7 +331,7 @@ def parse_json_field(config: dict[str, Any], name: str) -> Any:
         name: Name of the field.
 
     Raises:
-        Nonsense: It is none.
+        InvalidMessageError: The field is missing or is not JSON.
     """
     try:
         return json.loads(read_text(config, name))
@@ -407,8 +407,8 @@ class SecAggClient:
             asked: Message of the server.
 
         Raises:
-            Forgotten: This site has no part in that sum, or not any more.
-            Nonsense: The message is not what it must be.
+            SiteStateLostError: This site has no part in that sum, or not any more.
+            InvalidMessageError: The message is invalid, out of order, or contradicts an earlier one.
         """
         open_sum = self._open.get(run)
         if open_sum is None or open_sum.session != read_text(asked.config, "session"):

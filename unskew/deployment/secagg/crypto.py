@@ -31,7 +31,7 @@ def check_installed() -> None:
     """Validate that the ``cryptography`` package is installed.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: The package ``cryptography`` is not installed.
     """
     try:
         import cryptography  # noqa: F401
@@ -122,7 +122,7 @@ def decode_point(encoded: bytes) -> Point:
     """Decode a public key or commitment, an uncompressed point.
 
     Raises:
-        ValueError: If it is not on the curve.
+        ValueError: The point is not on the curve.
     """
     from cryptography.hazmat.primitives.asymmetric import ec
 

@@ -71,7 +71,7 @@ class OpenedSumLedger:
             clients: Clients in the sum.
 
         Raises:
-            Opened: If another sum of this round was opened.
+            SumAlreadyOpenedError: If another sum of this round was opened.
         """
         before = self.opened(round)
         if before and before != clients:
@@ -88,7 +88,7 @@ class OpenedSumLedger:
             clients: Clients in the sum.
 
         Raises:
-            Opened: If another sum of this round was opened.
+            SumAlreadyOpenedError: If another sum of this round was opened.
         """
         self.check(round, clients)
         make_folder(self.path.parent)

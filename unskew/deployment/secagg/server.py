@@ -137,7 +137,7 @@ def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
         largest: Largest accepted norm.
 
     Raises:
-        Nonsense: It is none.
+        InvalidMessageError: The layout is missing or invalid.
     """
     parts, listed = [], parse_json_field(config, "parts")
     for entry in listed if isinstance(listed, list) else [listed]:
@@ -175,7 +175,7 @@ class MaskedSum:
         """One exchange; who does not answer has dropped out.
 
         Raises:
-            Unopened: Too many have.
+            UnmaskingError: Too many sites have failed.
         """
 
         def expected(client: int, frame: Frame) -> Any:
@@ -209,9 +209,9 @@ class MaskedSum:
             take: Checks that a site is ready.
 
         Raises:
-            Unopened: If too few sites are left.
-            Reopened: If the sum of other sites was opened in this round before.
-            Accused: If a site sent wrong shares.
+            UnmaskingError: If too few sites are left.
+            SumReopenedError: If the sum of other sites was opened in this round before.
+            WrongSharesError: If a site sent wrong shares.
         """
         sent = {k: replace(f, config={**f.config, "session": self.session}) for k, f in requests.items()}
         trained = dict(sorted(self.sites.ask(sent, str(self.round + 1), take, least=self.min_sites)))
@@ -230,7 +230,7 @@ class MaskedSum:
         """Return the sites whose sum was opened in this round before, if more sites report that than can lie; else all.
 
         Raises:
-            Reopened: If one of them is missing.
+            SumReopenedError: If one of them is missing.
         """
         claims = Counter(frame.opened for frame in ready.values() if frame.opened).most_common(1)
         if not claims or claims[0][1] <= len(ready) - threshold(len(ready)):
@@ -278,7 +278,7 @@ class MaskedSum:
         """Return who has sent a masked update, the sum of these, and what rounding costs. One is held at a time.
 
         Raises:
-            Accused: If a site reports wrong shares.
+            WrongSharesError: If a site reports wrong shares.
         """
         commitments = json.dumps({str(k): dealt.commitments for k, dealt in self.shares.items()})
         configs = {
@@ -331,7 +331,7 @@ class MaskedSum:
         """Return the seed of each site that sent a masked update, and the secret key of each that did not.
 
         Raises:
-            Unopened: If there are too few shares.
+            UnmaskingError: If there are too few shares.
         """
         index_of = {k: index for index, k in enumerate(self.ready, 1)}
         needed = max(LEAST, threshold(len(self.ready)))

@@ -62,7 +62,7 @@ def site_squares(holding: SiteData, mean: Tensor) -> dict[str, Blob]:
         mean: Mean of each column over all sites.
 
     Raises:
-        Nonsense: There is not one mean for each column and target.
+        InvalidMessageError: There is not one mean for each column and target.
     """
     columns, targets = columns_and_targets(holding)
     width = len(numeric_columns(holding.source.encoders))
@@ -117,7 +117,7 @@ def parse_sums(
         targets: Number of regression targets.
 
     Raises:
-        Nonsense: It cannot be.
+        InvalidMessageError: The report is invalid.
     """
     arrays, width = decode_record(frame, "sums"), len(numeric_columns(known))
     counts, sums = (parse_vector(arrays, name, width + targets) for name in ("counts", "sums"))
@@ -145,7 +145,7 @@ def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
         size: Expected length.
 
     Raises:
-        Nonsense: They are others.
+        InvalidMessageError: The vector has another length, or values that are not allowed.
     """
     vector = arrays.get(name)
     wanted = torch.int64 if name == "counts" else torch.float64
@@ -214,7 +214,7 @@ def parse_squares(frame: Frame, size: int) -> np.ndarray:
         size: Number of columns.
 
     Raises:
-        Nonsense: It cannot be.
+        InvalidMessageError: The report is invalid.
     """
     if frame.kind != "squares":
         raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no squares")

@@ -57,7 +57,7 @@ class Deployment:
         """Return the SuperLink and sites of the run.
 
         Raises:
-            ConfigError: It does not say where.
+            ConfigError: The deployment does not state the address of a SuperLink.
         """
         if self.local is not None:
             return LocalSuperLink(self.run, self.local, [config])
@@ -113,7 +113,7 @@ class Deployment:
         """Inverse of ``write``.
 
         Raises:
-            CheckpointError: It cannot be read.
+            CheckpointError: The file cannot be read.
         """
         try:
             values = read_json(folder / FILE)

@@ -46,7 +46,7 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
         parameters: Parameters of the server's model, which the site must have built, too; None checks no model.
 
     Raises:
-        Nonsense: It was told something else.
+        InvalidMessageError: The site reports other data than the server expects.
     """
     if frame.kind != "facts" or read_integer(frame.config, "client") != client:
         raise InvalidMessageError("it does not say what it holds")
@@ -77,7 +77,7 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
         like: Tensor with the data type of the targets.
 
     Raises:
-        Nonsense: There are no so many samples.
+        InvalidMessageError: The counts do not add up to the number of samples.
 
     >>> placeholder_labels(torch.tensor([2, 0, 1]), 3, torch.zeros(0, dtype=torch.int64)).tolist()
     [0, 0, 2]
@@ -109,7 +109,7 @@ def federation_of_sites(
         parameters: Parameters of the model, which all sites must have built.
 
     Raises:
-        EngineError: A site tells something that cannot be.
+        EngineError: A site sends an invalid report.
     """
     x, y = reference.test
     clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(total)]
@@ -197,7 +197,7 @@ def request_all(sites: SiteManager, asked: dict[int, Frame], what: str, take: An
         take: Validates and converts a reply.
 
     Raises:
-        EngineError: One is missing.
+        EngineError: A site does not reply.
     """
     replies = dict(sites.ask(asked, what, take, strict=True))
     missing = [sites.name(k) for k in asked if k not in replies]

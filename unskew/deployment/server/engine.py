@@ -190,7 +190,7 @@ class FlowerEngine:
             frame: Message that was received.
 
         Raises:
-            Nonsense: It is none.
+            InvalidMessageError: The reply is not a valid update.
         """
         if self._left_out(broadcast.client, frame):
             return None

@@ -44,7 +44,7 @@ def check_method_over_sites(
         total: Number of clients.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The method or the configuration cannot be deployed.
     """
     reference = apply_task_options(reference, config.loss, config.class_weights)
     spec, warnings = check_method(config, reference, None, method)
@@ -129,8 +129,8 @@ def agree_on_data_and_model(
         total: Clients of the experiment.
 
     Raises:
-        ConfigError: A site does not fit.
-        EngineError: One does not answer, or tells what cannot be.
+        ConfigError: The data of a site do not fit the experiment.
+        EngineError: A site does not reply, or sends an invalid report.
     """
     sums, own = DataSchema.of(reference).needs_sums, deployment.own_data
     if sums:

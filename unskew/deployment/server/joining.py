@@ -207,8 +207,8 @@ def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
         quorum: Number of clients to wait for.
 
     Raises:
-        EngineError: They do not come.
-        ConfigError: None of them can take part.
+        EngineError: Too few sites connect in time.
+        ConfigError: No site that connected can take part.
     """
     began = reported = time.monotonic()
     present: dict[int, Frame] = {}

@@ -51,7 +51,7 @@ class Membership:
         """Take in newcomers, and wait until enough sites are there.
 
         Raises:
-            EngineError: They cannot be, as too many are excluded.
+            EngineError: Too many sites are excluded to reach the quorum.
         """
         heard = time.monotonic()
         while True:
@@ -85,7 +85,7 @@ def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -
         facts: Information on the data that the server has.
 
     Raises:
-        ConfigError: This is one.
+        ConfigError: The method needs information on all sites before the first round.
     """
 
     class Asked(Exception):

@@ -196,7 +196,7 @@ def check_deployable(config: Experiment) -> None:
     """Refuse what only a simulation can do.
 
     Raises:
-        ConfigError: The experiment asks for it.
+        ConfigError: The configuration has a field that only a simulation supports.
     """
     if config.network.delay != "none" or config.network.drop:
         raise ConfigError(

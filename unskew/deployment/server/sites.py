@@ -205,7 +205,7 @@ class SiteManager:
         """Interrupt the run if the operator has asked for it and nothing of a round would be lost.
 
         Raises:
-            Interrupted: If so, or if it is to end now.
+            RunInterrupted: The operator requested that the run ends.
         """
         if self.stopping == "now" or (self.stopping and (between_rounds or not self.round)):
             self.log("stopped")
@@ -297,7 +297,7 @@ class SiteManager:
             attempt: Number of the attempt.
 
         Raises:
-            Nonsense: It does not, or the site has refused.
+            InvalidMessageError: The reply belongs to another request, or the site rejected the request.
         """
         if frame.kind == "refused":
             raise InvalidMessageError(f"it says: {printable(frame.config.get('reason', 'nothing'))}")

@@ -27,7 +27,7 @@ def parse_address(value: str) -> str:
     """A host and a port.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not an address.
 
     >>> parse_address("superlink.example.org:8000")
     'superlink.example.org:8000'
@@ -78,7 +78,7 @@ def resolve_path(folder: Path, path: str) -> Path:
         path: The path.
 
     Raises:
-        ConfigError: It begins with the home of nobody.
+        ConfigError: The path begins with the home folder of an unknown user.
     """
     try:
         return folder / Path(path).expanduser()
@@ -134,7 +134,7 @@ def load_site_config(path: Path) -> SiteConfig:
     """A checked ``site.yaml``.
 
     Raises:
-        ConfigError: It is not valid.
+        ConfigError: The configuration is not valid.
     """
     values = load_yaml(path)
     check_keys(values, SiteConfig)

@@ -73,7 +73,7 @@ class SiteData:
             loss: Loss of regression, or ``auto``.
 
         Raises:
-            DataError: There are no samples, or of a class that the server does not know.
+            DataError: The data are not of the kind that the server expects.
             ConfigError: They are not of the kind that the server has.
         """
         source, parts = self.source, (self.train, self.held)
@@ -117,7 +117,7 @@ class SiteData:
         """Refuse samples of another task, and a table whose columns are not the server's.
 
         Raises:
-            ConfigError: They are.
+            ConfigError: The data are of another kind than the experiment's.
             DataError: There are none, or of a class that the server does not know.
         """
         source = self.source
@@ -193,7 +193,7 @@ def load_site_data(
 
     Raises:
         ConfigError: The experiment does not say how many clients there are.
-        DataError: They cannot be read.
+        DataError: The data cannot be read.
     """
     data = config.data
     assert isinstance(data, OwnData), "a rehearsal reads the experiment's data"

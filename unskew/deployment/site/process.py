@@ -174,7 +174,7 @@ class SiteProcess:
         """The experiment that a message belongs to.
 
         Raises:
-            ConfigError: This site has not agreed to it.
+            ConfigError: The site has not agreed to the experiment.
         """
         config = self.experiments.get(digest)
         if config is None:
@@ -228,7 +228,7 @@ class SiteProcess:
         """Answer at the socket, one message after another, until the process is stopped.
 
         Raises:
-            ConfigError: Another process answers there.
+            ConfigError: Another process of this site is running.
         """
         path = self.config.path("socket", self.folder)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -287,7 +287,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Context manager that interrupts the main thread after a number of seconds.
 
     Raises:
-        TooLong: It was.
+        SiteTimeoutError: The time limit is exceeded.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:

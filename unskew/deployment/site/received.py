@@ -86,7 +86,7 @@ class ReceivedData:
             before: Position of a data rule; None: all rules.
 
         Raises:
-            Forgotten: Something has not come, or was lost.
+            SiteStateLostError: Data of an earlier message are missing or were lost.
         """
         for index in range(len(self.rules) if before is None else before):
             if index not in self.shares:

@@ -35,7 +35,7 @@ class SiteState:
         client: The client's number.
 
     Raises:
-        UnskewError: The identity is none.
+        UnskewError: The name of the run is not valid.
     """
 
     def __init__(self, folder: Path, run: str, client: int):
@@ -54,7 +54,7 @@ class SiteState:
             new: Whether the message starts a training; its round is stored then.
 
         Raises:
-            Outdated: If the message is older.
+            OutdatedMessageError: If the message is older.
         """
         path = self.folder / "newest"
         try:
@@ -77,7 +77,7 @@ class SiteState:
             forget: Whether to remove the states of other rounds.
 
         Raises:
-            Forgotten: It is not here, or damaged.
+            SiteStateLostError: The state is missing or damaged.
         """
         state_file = None if accepted is None else self._path(accepted)
         tensors: Tensors = {}

@@ -128,7 +128,7 @@ class DataSchema:
         """Inverse of ``config``.
 
         Raises:
-            Nonsense: It is none.
+            InvalidMessageError: The message is not a valid schema.
         """
         try:
             shape, names, normalization = (
@@ -165,7 +165,7 @@ class DataSchema:
             who: Name of the site, for the error.
 
         Raises:
-            ConfigError: They are.
+            ConfigError: The data are of another kind.
         """
         for name in ("task", "shape", "classes", "class_names", "dtype"):
             own_value, other_value = getattr(self, name), getattr(other, name)

@@ -110,9 +110,9 @@ def receive(of: socket.socket, largest: int = LARGEST, header_seconds: float | N
         header_seconds: Seconds within which the header must arrive; None waits without a limit.
 
     Raises:
-        Closed: There is none, because the other side has closed.
+        ConnectionClosedError: There is none, because the other side has closed.
         TimeoutError: The header did not arrive in time.
-        FrameError: It is none.
+        FrameError: The bytes are not a valid message.
     """
     pause, end = of.gettimeout(), None if header_seconds is None else time.monotonic() + header_seconds
     head = _exactly(of, len(MAGIC) + 8, end)
@@ -135,7 +135,7 @@ def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
         largest: Largest accepted number of bytes.
 
     Raises:
-        FrameError: It is none.
+        FrameError: The bytes are not a valid message.
     """
     try:
         about = json.loads(header)

@@ -118,7 +118,7 @@ class WireContext:
             finite: Whether all values must be finite.
 
         Raises:
-            Nonsense: It is of a rule that is not there, too large, or not finite.
+            InvalidMessageError: A tensor belongs to an unknown rule, is too large, or is not finite.
         """
         bytes_there = num_bytes(tensors.values())
         if bytes_there > self.largest:
@@ -158,7 +158,7 @@ def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) ->
         size: Number of parameters.
 
     Raises:
-        Nonsense: If the length of a tensor is not that of the slices.
+        InvalidMessageError: If the length of a tensor is not that of the slices.
     """
     tensors = decode_record(frame, record)
     for name, t in decode_record(frame, f"{record}{SLICED}").items():
@@ -237,7 +237,7 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
         state: State that the client kept.
 
     Raises:
-        Nonsense: It is none.
+        InvalidMessageError: The message is not a valid broadcast.
     """
     spec, config = terms.spec, frame.config
     check_records(frame, ("model", "download", f"download{SLICED}"))
@@ -308,7 +308,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
         examples: Number of samples of the client.
 
     Raises:
-        Nonsense: It is none, or not of what was asked for.
+        InvalidMessageError: The message is not a valid update, or answers another broadcast.
     """
     spec, config = terms.spec, frame.config
     if frame.kind != "update":
@@ -364,7 +364,7 @@ def check_reply_matches(config: dict[str, Any], broadcast: Broadcast, examples: 
         examples: Number of samples of the client.
 
     Raises:
-        Nonsense: It is not.
+        InvalidMessageError: The reply belongs to another broadcast.
     """
     for name, expected in (("client", broadcast.client), ("round", broadcast.round), ("examples", examples)):
         if read_integer(config, name) != expected:
@@ -386,7 +386,7 @@ def read_integer(config: dict[str, Any], name: str) -> int:
         name: Name of the field.
 
     Raises:
-        Nonsense: It is none.
+        InvalidMessageError: The field is missing or is not an integer.
     """
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
@@ -402,7 +402,7 @@ def read_number(config: dict[str, Any], name: str) -> float:
         name: Name of the field.
 
     Raises:
-        Nonsense: It is none.
+        InvalidMessageError: The field is missing or is not a finite number.
     """
     value = config.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < float("inf"):
@@ -418,7 +418,7 @@ def read_text(config: dict[str, Any], name: str) -> str:
         name: Name of the field.
 
     Raises:
-        Nonsense: It is none.
+        InvalidMessageError: The field is missing or is not text.
     """
     value = config.get(name)
     if not isinstance(value, str):
@@ -434,7 +434,7 @@ def read_class_counts(frame: Frame, classes: int) -> Tensor:
         classes: Number of classes.
 
     Raises:
-        Nonsense: They are none.
+        InvalidMessageError: The counts are missing or invalid.
     """
     check_records(frame, ("facts",))
     counts = decode_record(frame, "facts").get("class_counts")

@@ -89,7 +89,7 @@ def check_records(frame: Frame, allowed: Iterable[str]) -> None:
         allowed: Names of the expected records.
 
     Raises:
-        Nonsense: There are some.
+        InvalidMessageError: The message contains other records.
     """
     known = set(allowed)
     for name in frame.arrays:
@@ -109,7 +109,7 @@ def check_tensor(name: str, tensor: Tensor | None, like: Tensor, size: int, norm
         finite: Whether each of its numbers must be finite.
 
     Raises:
-        Nonsense: It is not there, or of another type or length, or its numbers are not finite or too large.
+        InvalidMessageError: The tensor is missing, has another type or length, or its values are not finite or too large.
     """
     if tensor is None:
         raise InvalidMessageError(f"it has no {name}")
@@ -131,7 +131,7 @@ def check_norm(name: str, tensor: Tensor, norm: float, finite: bool = True) -> N
         finite: Whether all values must be finite.
 
     Raises:
-        Nonsense: They are.
+        InvalidMessageError: The values are not finite, or their norm is too large.
     """
     if not tensor.is_floating_point():
         return
@@ -160,7 +160,7 @@ def parse_slices(text: object, size: int) -> Slices | None:
         size: Length of the vector.
 
     Raises:
-        Nonsense: They are not in order, or beyond the vector.
+        InvalidMessageError: The slices are not in order, or beyond the vector.
     """
     if text is None:
         return None

@@ -52,7 +52,7 @@ def load_ray() -> Any:
     """The package; clusters ask for a token by default, and a process that has one shows it if told so before this.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Ray is not installed.
     """
     if TOKEN.exists() or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -108,7 +108,7 @@ def check_address_trusted(address: str) -> None:
     """Reject the address of another machine from an untrusted file: what a cluster sends can run programs here.
 
     Raises:
-        ConfigError: If it is one.
+        ConfigError: An untrusted file names a cluster on another machine.
     """
     host = address.rpartition(":")[0].strip("[]")
     if address in ("local", "auto") or host in ("localhost", "127.0.0.1") or _is_loopback(host):

@@ -141,7 +141,7 @@ class RayEngine:
         """Tasks at a time; it grows and shrinks with the cluster.
 
         Raises:
-            EngineError: There is no room for a single one.
+            EngineError: No node has room for a task.
         """
         cores, gpus = self.where.cpus_per_worker, self.where.gpus_per_worker
         nodes = list_nodes(self.ray)

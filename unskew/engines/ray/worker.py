@@ -121,7 +121,7 @@ def device_for(accelerators: float) -> torch.device:
         accelerators: How much of one that is; 0 without.
 
     Raises:
-        EngineError: PyTorch cannot use it.
+        EngineError: PyTorch cannot use the accelerator.
     """
     if accelerators <= 0:
         return torch.device("cpu")
@@ -195,7 +195,7 @@ def check_versions(theirs: dict[str, str]) -> None:
     """Refuse a cluster with other versions.
 
     Raises:
-        EngineError: It has.
+        EngineError: The versions differ.
     """
     installed = versions()
     if theirs != installed:

@@ -129,7 +129,7 @@ def noise_multiplier(privacy: PrivacyOptions, q: float, steps: int) -> float:
         steps: Number of steps.
 
     Raises:
-        ConfigError: None does.
+        ConfigError: No noise multiplier reaches the budget.
     """
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
@@ -181,7 +181,7 @@ def check_module(module: nn.Module) -> None:
     """Refuse a module that has no gradient per sample.
 
     Raises:
-        ConfigError: It is so.
+        ConfigError: A layer cannot be trained with DP-SGD.
     """
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         raise ConfigError(

@@ -272,7 +272,7 @@ class Fedssyn(DataRule):
         """Refuse a given set that was made otherwise than these options ask for; options left alone ask for nothing.
 
         Raises:
-            ConfigError: It was.
+            ConfigError: An option was set that has no effect.
         """
         names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
         requested = {name: getattr(self, name) for name in names} | {"keep": self.kept}

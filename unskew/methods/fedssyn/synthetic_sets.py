@@ -67,7 +67,7 @@ def refusing_clients(refuse: str, clients: int | None = None) -> set[int]:
         clients: Number of clients, or None.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The text is neither a list of clients nor a share.
 
     >>> sorted(refusing_clients("0;3", 10)), sorted(refusing_clients("0.2", 10)), refusing_clients("", 10)
     ([0, 3], [8, 9], set())

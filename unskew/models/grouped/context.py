@@ -91,7 +91,7 @@ class GroupedModel:
         """Compare with the model itself on two small batches.
 
         Raises:
-            Unknown: The outputs differ, or there are none.
+            UnsupportedLayerError: The outputs differ, or the model cannot be run.
         """
         spec, draws = self.spec, torch.Generator().manual_seed(0)
         v, b = spec.flatten(), spec.flatten_buffers()

@@ -46,7 +46,7 @@ class GroupedNetwork:
         train: Training or eval mode.
 
     Raises:
-        Unknown: The model has a part that has no stacked form; the message says which.
+        UnsupportedLayerError: The model has a part that has no stacked form; the message says which.
     """
 
     def __init__(self, spec: ModelSpec, train: bool):

@@ -186,7 +186,7 @@ def quiet_transformers() -> Iterator[Any]:
     """The package ``transformers`` with its warnings and progress bars off.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package ``transformers`` is not installed.
     """
     try:
         transformers: Any = import_module("transformers")

@@ -162,7 +162,7 @@ def is_folder(name: str) -> bool:
     """Return whether a name means a local folder.
 
     Raises:
-        ConfigError: It can mean nothing else, but the folder is not there.
+        ConfigError: The text can only be a folder, and the folder does not exist.
     """
     path = Path(name).expanduser()
     if path.is_dir():

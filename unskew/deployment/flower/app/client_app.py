@@ -31,7 +31,7 @@ def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
         patience: Seconds to wait for the process.
 
     Raises:
-        FrameError: It does not come back, or its answer is none.
+        FrameError: The site's process does not come back, or its reply is invalid.
     """
     end = time.monotonic() + patience
     while True:
