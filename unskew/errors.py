@@ -20,7 +20,7 @@ class DataError(UnskewError):
 
 
 class MethodConflictError(ConfigError):
-    """Two methods of a sum fill the same exclusive slot."""
+    """Two methods of a composition fill the same exclusive slot."""
 
 
 class CheckpointError(UnskewError):

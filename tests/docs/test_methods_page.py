@@ -91,7 +91,7 @@ def test_the_section_of_a_method_has_its_shape_and_its_options(entry):
         re.findall(r"^- ([A-Z][\w ]*): (.*)$", part_of(name, label), re.M) for label in ("Cost", "Goes with")
     )
     assert [line for line, _ in cost] == ["Traffic", "Work", "At the clients", "At the server"]
-    assert [line for line, _ in goes_with] == ["Sums", "Server reads", "Tasks", "Delays"]
+    assert [line for line, _ in goes_with] == ["Compositions", "Server reads", "Tasks", "Delays"]
     told = dict(goes_with)
     assert told["Server reads"].startswith({"sum": "sums", "individual": "single updates"}[entry["needs"]])
     tasks = {"all": {"classification", "multilabel", "language", "regression"}, "classification": {"classification"}}
@@ -100,7 +100,7 @@ def test_the_section_of_a_method_has_its_shape_and_its_options(entry):
     assert tasks[re.split(r"\.", told["Tasks"])[0]] == set(rule_class(name).tasks)
 
 
-def test_the_sums_that_are_refused_are_told():
+def test_the_compositions_that_are_not_supported_are_listed():
     """The page tells once that two methods of the slot server do not add up, and what center and feddm refuse."""
     fills_server = {name for name in METHODS if method(name).server is not None}
     for name in set(METHODS) - {"center", "feddm"}:
@@ -111,7 +111,7 @@ def test_the_sums_that_are_refused_are_told():
                     method(f"{name}+{other}")
                 except unskew.UnskewError:
                     refused.add(other)
-        line = re.search(r"^- Sums: (.*)$", part_of(name, "Goes with"), re.M)[1]
+        line = re.search(r"^- Compositions: (.*)$", part_of(name, "Goes with"), re.M)[1]
         told = re.match(r"not with ([^:.]*)", line)
         assert set(re.findall("`(.*?)`", told[1] if told else "")) == refused, name
 

@@ -112,7 +112,7 @@ def compare(
     methods: Annotated[
         list[str],
         typer.Argument(
-            help="Methods or sums of methods; a .yaml file is the configuration, several alone are a method each."
+            help="Methods, such as fedprox+scaffold; a .yaml file is the configuration, several alone are a method each."
         ),
     ],
     seeds: Annotated[str, typer.Option("--seeds", help=f"Seeds: {SEEDS}")] = "0..2",

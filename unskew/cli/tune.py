@@ -57,7 +57,8 @@ FIELDS = (
 def tune(
     context: typer.Context,
     methods: Annotated[
-        list[str], typer.Argument(help="Methods or sums of methods; a .yaml file is the configuration.")
+        list[str],
+        typer.Argument(help="Methods or compositions such as fedprox+scaffold; a .yaml file is the configuration."),
     ],
     trials: Annotated[int, typer.Option("--trials", help="Trials of each method.")] = 20,
     seeds: Annotated[

@@ -104,7 +104,7 @@ class Experiment(Section):
     """Normalization statistics: averaged like parameters; kept at each client; or begun anew in every round."""
 
     method: Named = "fedavg"
-    """A method or a sum of methods with options."""
+    """Method expression, such as ``fedprox:mu=0.1+scaffold``."""
     client_weighting: Literal["auto", "samples", "uniform"] = "auto"
     """Aggregation weights; ``auto`` is the method's own (by samples unless its paper averages uniformly)."""
     rounds: Annotated[int, Field(ge=1, le=10_000_000)] = 50

@@ -32,7 +32,7 @@ LARGEST = 4_000_000_000
 
 
 def without_exchange(name: str, whole: Method) -> str | None:
-    """Explain that a reference cannot be in a sum; None for the reference itself.
+    """Explain that a reference cannot be combined; None for the reference itself.
 
     Args:
         name: Name of the reference.

@@ -1,7 +1,7 @@
-"""Every method by name, and sums of methods.
+"""Registry of methods, and their compositions.
 
-A method is written ``name`` or ``name:option=value,option=value``; a sum joins methods with ``+``. Adding a method means
-one new file and one line here.
+A method is written ``name`` or ``name:option=value,option=value``; ``+`` combines methods into a
+composition. Adding a method means one new file and one line here.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def check_expression(spec: str) -> list[str]:
-    """The methods of a sum, each with its options; all of them are known by name, which takes no PyTorch.
+    """Split a composition into its methods, each with its options; all of them are known by name, which takes no PyTorch.
 
     Raises:
         ConfigError: There is no such method, or it is not written so.
@@ -171,7 +171,7 @@ def _parse_one(text: str) -> Method:
 
 
 def method(spec: MethodLike, **options: object) -> Method:
-    """The method that ``spec`` names.
+    """Create the method that ``spec`` names.
 
     Args:
         spec: A name with options (``"fedprox:mu=0.1+scaffold"``), an instance of your own rule, a ``Method``, or a
@@ -180,7 +180,7 @@ def method(spec: MethodLike, **options: object) -> Method:
 
     Raises:
         ConfigError: An unknown method or option, or a value that is not allowed.
-        MethodConflictError: Two methods fill the same exclusive slot differently, or one cannot be in a sum with the other.
+        MethodConflictError: Two methods fill the same exclusive slot differently, or one cannot be combined with the other.
 
     >>> method("fedprox:mu=0.1+scaffold").client
     (FedProx(mu=0.1), Scaffold(option='II', variate='auto', eta_g=1.0))

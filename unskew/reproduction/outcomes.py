@@ -116,7 +116,7 @@ def outcome_path(run: dict[str, Any]) -> Path:
 
 
 def _readable(text: str) -> str:
-    """A piece of a file's name; of a long text the beginning and the end, as sums of methods differ at both."""
+    """A piece of a file's name; of a long text the beginning and the end, as compositions differ at both."""
     name = folder_name(text).strip(".")
     half = LONGEST // 2 - 1
     return name if len(name) <= LONGEST else f"{name[:half]}..{name[-half:]}"

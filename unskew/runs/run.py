@@ -57,7 +57,7 @@ def run(
         federation: The data; without it they are loaded as ``data``, ``partition``, ``clients`` ... say.
         model: A registered name, a module, a factory, ``"package.module:factory"``, ``"hf:NAME"``, or a mapping such as
             ``{"hf": NAME, "lora": {"r": 4}}``.
-        method: A method or a sum, as ``unskew.method`` takes it.
+        method: Method, as ``unskew.method`` takes it.
         out: Run folder to write; without it nothing is written to disk.
         resume: Go on with the run in ``out``.
         callbacks: Objects that are notified during the run, see ``unskew.Callback``.

@@ -67,7 +67,7 @@ def tune(
 
     Args:
         federation: The data; without it they are loaded and partitioned as ``options`` say.
-        methods: Methods or sums as they are written. Options that are written are not tuned.
+        methods: Method expressions. Options that are written are not tuned.
         trials: Of each method; the first is the configuration as it stands.
         seeds: Fresh seeds to compare on: a number takes those that follow the seed of the trials.
         search_space: Spaces of options, as ``{"lr": "0.001:0.3:log", "fedprox.mu": [0.01, 0.1], "batch_size": 32}``.
