@@ -67,7 +67,7 @@ def test_figures_are_drawn_and_switches_work(opened):
     opened.get_by_role("checkbox", name="fedavg", exact=True).check()
     opened.locator('[data-choice="whose"] select').select_option("personal_accuracy")
     assert opened.evaluate("""document.querySelector('[data-role="boxes"]').layout.yaxis.ticktext""") == ["fedexp+ft"]
-    opened.get_by_label("figure").select_option("train_loss")
+    opened.get_by_label("metric").select_option("train_loss")
     assert drawn(opened, "measured")["title"] == "train_loss"
     opened.get_by_role("radio", name="samples").check()
 
