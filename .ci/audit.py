@@ -1,6 +1,6 @@
-"""Asks what faults are known of the versions in a file: ``python .ci/audit.py FILE...``, with pip-audit beside Python.
+"""Check pinned versions for known vulnerabilities: ``python .ci/audit.py FILE...``, with pip-audit next to Python.
 
-Without a network, or with an index that knows of no faults, nothing can be said: then a line says that nothing was checked.
+Without a network, or with a package index that has no vulnerability data, it reports that nothing was checked.
 """
 
 import json
@@ -21,7 +21,7 @@ AWAY = (
 
 
 def looked_up(file: Path) -> tuple[str, str | None]:
-    """What pip-audit wrote of a file, and why it wrote nothing."""
+    """Return the report of pip-audit on a file, or the reason why there is none."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         command = [
@@ -37,7 +37,7 @@ def looked_up(file: Path) -> tuple[str, str | None]:
 
 
 def verdict(file: str, report: str, problem: str | None) -> tuple[int, str]:
-    """An exit status, and a line that says it."""
+    """Return an exit status and a message."""
     if problem is not None:
         if any(word in problem for word in AWAY):
             return 0, f"pip-audit: {file} was NOT CHECKED, because the network is away."
@@ -54,7 +54,7 @@ def verdict(file: str, report: str, problem: str | None) -> tuple[int, str]:
 
 
 def main(files: list[str]) -> int:
-    """The worst status of the files."""
+    """Audit the files and return the worst exit status."""
     worst = 0
     for file in files:
         status, line = verdict(file, *looked_up(Path(file)))

@@ -1,9 +1,10 @@
-"""How good is the advice of ``unskew diagnose``? ``python -m benchmarks.advice [--only NAME] [--data-path CIFAR10]``.
+"""Evaluate the advice of ``unskew diagnose``: ``python -m benchmarks.advice [--only NAME] [--data-path CIFAR10]``.
 
-On federations of different skew, each with two seeds, all methods considered are trained: FedAvg, a list that is the same
-everywhere, and the three that are advised. What is scored is the mean test accuracy of the last five rounds. Every finished
-run is kept in ``results/advice.json`` and not made again, and so is what was advised, under the version of the rules: if
-rules change, both stay. The tables are written into ``docs/advice.md``; ``--show`` does that and runs nothing.
+On federations of different skew, each with two seeds, all considered methods are trained: FedAvg, a list that is the
+same everywhere, and the three suggested ones. The score is the mean test accuracy of the last five rounds. Finished
+runs are kept in ``results/advice.json`` and not repeated. The advice is kept too, by the version of its rules, so if
+rules change, both versions stay. The tables are written to ``docs/advice.md``; ``--show`` only writes them and runs
+nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ COMMON = {
 
 
 class Words(nn.Module):
-    """Tokens to classes: the mean of the embeddings of neighbours, and two layers."""
+    """Text classifier: mean of the embeddings of neighboring tokens, and two layers."""
 
     def __init__(self, classes: int = 3, tokens: int = 400, width: int = 16):
         super().__init__()
@@ -61,7 +62,7 @@ class Words(nn.Module):
 
 
 def table(load: str, divided: str, seed: int) -> unskew.Federation:
-    """A table of scikit-learn over eight clients, cut by its first column or by Dirichlet draws of the labels."""
+    """Split a table of scikit-learn over eight clients, by its first column or by Dirichlet-distributed labels."""
     from sklearn import datasets
 
     x, y = getattr(datasets, load)(return_X_y=True)
@@ -122,12 +123,12 @@ FEDERATIONS: dict[str, dict[str, Any] | Callable[[int], unskew.Federation]] = {
 
 
 def kept() -> dict[str, Any]:
-    """What is there already: ``runs`` and ``advice``."""
+    """Read the stored results: ``runs`` and ``advice``."""
     return json.loads(KEPT.read_text()) if KEPT.exists() else {"runs": {}, "advice": {}}
 
 
 def keep(part: str, *keys: str, value: Any) -> None:
-    """Add one outcome to the file, which others may write to as well."""
+    """Add one result to the file, which other processes may write to as well."""
     with file_lock(KEPT.with_suffix(".lock"), 60):
         whole = kept()
         place = whole.setdefault(part, {})
@@ -138,7 +139,7 @@ def keep(part: str, *keys: str, value: Any) -> None:
 
 
 def carry_out(name: str, seed: int, data_path: str | None) -> None:
-    """Ask for advice on a federation, and train all methods considered."""
+    """Compute the advice on a federation, and train all considered methods."""
     made = FEDERATIONS[name]
     options: dict[str, Any] = {**(SMALL if callable(made) else made), **COMMON, "seed": seed}
     if options.get("data") == "cifar10":
@@ -163,7 +164,7 @@ def carry_out(name: str, seed: int, data_path: str | None) -> None:
 
 
 def lines(rules: str) -> list[str]:
-    """The table of what is there for these rules, and the sentences that sum it up."""
+    """Return the table of the results for these rules, and sentences that summarize it."""
     whole = kept()
     rows, wins, total = [], 0, 0
     gaps, chance, chance_gaps, base_gaps = [], [], [], []

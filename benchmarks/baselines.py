@@ -1,4 +1,4 @@
-"""Two yardsticks for the speed of a federated-learning simulator, free of any framework.
+"""Two framework-free baselines for the speed of a federated-learning simulator.
 
 ``ResearcherLoop`` is FedAvg the way it is usually written for a paper. ``TunedLoop`` is the same algorithm
 tuned by hand for one machine with two cores. Both run complete FedAvg rounds of a small CNN on CIFAR-10-shaped
@@ -57,12 +57,12 @@ class CnnA(nn.Module):
 
 
 def draw_cohort(clients: int, cohort: int, seed: int, t: int) -> list[int]:
-    """The clients of round ``t``, drawn without replacement."""
+    """Return the clients of round ``t``, drawn without replacement."""
     return np.random.default_rng([seed, t]).choice(clients, cohort, replace=False).tolist()
 
 
 class ResearcherLoop:
-    """FedAvg as it is usually written: DataLoader, deepcopy, torch.optim.SGD, state_dict averaging."""
+    """FedAvg as usually written for a paper: DataLoader, deepcopy, torch.optim.SGD, state_dict averaging."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Trainer:
         return nn.utils.parameters_to_vector(CnnA().parameters()).detach()
 
     def train(self, clients: list[int], t: int, start: torch.Tensor, total: torch.Tensor, weight: float) -> None:
-        """Train the one client from ``start`` and add ``weight`` times the resulting vector to ``total``."""
+        """Train one client from ``start`` and add ``weight`` times the resulting vector to ``total``."""
         (client,) = clients
         draws = torch.Generator().manual_seed(hash((self.seed, t, client)) & 0x7FFFFFFF)
         with torch.no_grad():
@@ -165,11 +165,11 @@ class TunedLoop:
         lr: Learning rate.
         seed: Seed of the initial model, the cohorts and the shuffling.
         mode: "threads" (one process, two threads) or "processes" (two forked processes of one thread each).
-        clients_per_group: How many clients at most are trained as one network of grouped convolutions and batched matrix
-            products. 1 is one model, one client after the other. 5 is faster, the same algorithm, and possible
-            because all clients have equally many samples.
+        clients_per_group: Maximum number of clients that are trained as one network of grouped convolutions and batched
+            matrix products. 1 trains one client after the other. 5 is the same algorithm but faster; it is possible
+            because all clients have the same number of samples.
 
-    It changes settings of its process (threads in mode "threads", malloc): measure each loop in its own process.
+    The loop changes settings of its process (malloc, and threads in mode "threads"): measure each in its own process.
     """
 
     WORKERS = 2
@@ -208,7 +208,7 @@ class TunedLoop:
             here, there = fork.Pipe()
             process = fork.Process(target=self._work, args=(there, self.sums[k]), daemon=True)
             process.start()
-            there.close()  # so that a worker's death is an EOFError here
+            there.close()  # so that the death of a worker raises EOFError here
             self.pipes.append(here)
             self.processes.append(process)
 
@@ -217,11 +217,11 @@ class TunedLoop:
         if self.clients_per_group == 1:
             return [[c] for c in cohort]
         workers = self.WORKERS if self.mode == "processes" else 1
-        each = -(-self.cohort // (self.clients_per_group * workers))  # groups for each worker
+        each = -(-self.cohort // (self.clients_per_group * workers))  # groups per worker
         return [g for i in range(each * workers) if (g := cohort[i :: each * workers])]
 
     def _work(self, pipe: Connection, total: torch.Tensor) -> None:
-        """A worker: for each round number received, train groups until none is left, then answer."""
+        """Run a worker: for each received round number, train groups until none is left, then reply."""
         torch.set_num_threads(1)
         trainer = self.make_trainer()
         while True:

@@ -1,13 +1,13 @@
-"""What the engine ``ray`` costs beside ``processes``: time per round and client, and the server's memory and time.
+"""Measure the cost of engine ``ray`` relative to ``processes``: time per round and client, and the server's cost.
 
 ``python -m benchmarks.cluster [--part overhead settings] [--quick] [--minutes 12] [--again] [--pages]``
 
-Each figure is kept in ``results/cluster-cpu.json`` as soon as it is there. What is there is not measured again, so the
-command can be ended and begun as one likes; ``--minutes`` begins nothing after so many. ``--pages`` measures nothing and
-writes the tables of ``docs/cluster.md`` and ``docs/scaling.md`` from what is there.
+Each result is stored in ``results/cluster-cpu.json`` as soon as it is measured, and stored results are not measured
+again, so the command can be stopped and restarted; ``--minutes`` limits its time. ``--pages`` measures nothing and
+writes the tables of ``docs/cluster.md`` and ``docs/scaling.md`` from the stored results.
 
-A client's training is one step on one sample of a model that computes next to nothing, so what ``overhead`` measures is what
-an engine adds. Each case runs in a process of its own, after a short run in which workers start. ``settings`` are A and B of
+Clients train one step on one sample with a model that computes almost nothing, so ``overhead`` measures the cost of the
+engine. Each case runs in its own process, after a short run in which workers start. ``settings`` are A and B of
 ``benchmarks.speed``, with images.
 """
 
@@ -37,18 +37,18 @@ from unskew.runs.process_pool import Job
 
 PARAMETERS, COHORTS, ENGINES = (62_000, 11_000_000, 110_000_000), (10, 100, 1000), ("processes", "ray")
 LARGEST, QUICK = 50e9, 5e9
-"""Bytes of updates in a round above which nothing is measured, and above which ``--quick`` measures nothing."""
+"""Bytes of updates in a round above which nothing is measured, in general and with ``--quick``."""
 RATE = 0.9
-"""Of ``processes``: from which training time on ``ray`` is as fast as this is told."""
+"""Speed relative to ``processes`` for which the table states the required training time."""
 
 
 def rounds_of(size: float) -> int:
-    """How many rounds are measured, by the bytes of a round's updates."""
+    """Return the number of rounds to measure, by the bytes of a round's updates."""
     return 5 if size < 1e9 else 2 if size < QUICK else 1
 
 
 class Wide(nn.Module):
-    """A model of so many parameters that computes next to nothing."""
+    """Model with a given number of parameters that computes almost nothing."""
 
     def __init__(self, parameters: int):
         super().__init__()
@@ -56,23 +56,23 @@ class Wide(nn.Module):
         self.head = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of inputs ``[n, 2]``."""
+        """Return the logits of inputs ``[n, 2]``."""
         return self.head(x) + self.many[0]
 
 
 class Clock:
-    """Follows a run: when each round ended, on the wall and in this process."""
+    """Callback that records when each round ended, in wall time and in CPU time of this process."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
         self.own: list[float] = []
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """The first round begins."""
+        """Record the start of the first round."""
         self.round({})
 
     def round(self, row: dict[str, Any]) -> None:
-        """A round has ended."""
+        """Record the end of a round."""
         self.wall.append(time.perf_counter())
         self.own.append(time.process_time())
 
@@ -81,7 +81,7 @@ class Clock:
 
 
 def run(federation: Any, rounds: int, engine: str, workers: int, **options: Any) -> Clock:
-    """A run that is not evaluated, and its clock."""
+    """Run without evaluation and return the clock."""
     clock = Clock()
     unskew.run(
         federation, rounds=rounds, eval_clients=0, eval_every=rounds, engine=engine, workers=workers, clients_per_group=1,
@@ -93,7 +93,7 @@ def run(federation: Any, rounds: int, engine: str, workers: int, **options: Any)
 def overhead(
     given: None, engine: str, parameters: int, cohort: int, workers: int, address: str, callbacks: Any
 ) -> dict[str, Any]:
-    """One engine, model and cohort: seconds of a round, of them in this process, and this process's peak in MB."""
+    """Measure an engine, model and cohort: seconds per round, in total and in this process, and its peak MB."""
     x, y = np.random.default_rng(0).normal(size=(2, 2)).astype("float32"), np.array([0, 1])
     options = {"local_steps": 1, "batch_size": 1, "lr": 0.1, "ray": {"address": address}}
 
@@ -103,7 +103,7 @@ def overhead(
     run(of(2 * workers), 2, engine, workers, model=Wide(1000), **options)  # workers start
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rounds = rounds_of(4.0 * parameters * cohort)
-    # The first of several rounds also brings the model to the workers.
+    # The first of several rounds also sends the model to the workers.
     clock = run(of(cohort), rounds + (rounds > 1), engine, workers, model=Wide(parameters), **options)
     wall, own = (np.diff(times)[-rounds:].tolist() for times in (clock.wall, clock.own))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -119,7 +119,7 @@ def overhead(
 def setting(
     given: None, engine: str, name: str, attempt: int, workers: int, address: str, callbacks: Any
 ) -> dict[str, Any]:
-    """Seconds of a round of FedAvg with CNN-A in a setting of ``benchmarks.speed``."""
+    """Measure the seconds per round of FedAvg with CNN-A in a setting of ``benchmarks.speed``."""
     of = dict(SETTINGS[name])
     x, y = load_images(str(CIFAR) if CIFAR.exists() else None)
     federation = federation_of(x, y, of["clients"], of["per_client"])
@@ -130,7 +130,7 @@ def setting(
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any, tuple[Any, ...]]]:
-    """What is measured: what it is found by, the function, and its arguments; small ones first, engines in turn."""
+    """Yield the cases: key, function and arguments; small ones first, engines in turn."""
     if "overhead" in args.part:
         every = sorted((4.0 * d * c, d, c) for d in args.parameters for c in args.cohorts)
         for size, d, c in every:
@@ -146,7 +146,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any, tuple
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measure what is not there yet, and keep each figure."""
+    """Measure the cases without a result, and store each result."""
     kept = json.loads(args.json.read_text()) if args.json.exists() and not args.again else {"rows": []}
     end = time.monotonic() + 60 * args.minutes
     for key, function, arguments in cases(args):
@@ -165,19 +165,19 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def constants(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """A task's cost in the server's process, and the bytes a second that it takes in: a line through the cases of ``ray``."""
+    """Fit a task's cost in the server's process, and the bytes per second that it receives, to the cases of ``ray``."""
     ray = [row for row in rows if row["part"] == "overhead" and row["engine"] == "ray"]
     if len({row["parameters"] for row in ray}) < 2:
         return {}
     x = np.array([4.0 * row["parameters"] for row in ray])
     y = np.array([row["own_seconds"] / row["cohort"] for row in ray])
-    # Shares of each figure count alike, else the largest model alone would decide what a task costs.
+    # Relative errors, because otherwise the largest model alone would determine the cost of a task.
     slope, task = np.polyfit(x, y, 1, w=1 / y)
     return {"task": max(float(task), 1e-6), "store": 1 / max(float(slope), 1e-12)}
 
 
 def overhead_table(rows: list[dict[str, Any]]) -> list[str]:
-    """What ``ray`` adds, the crossing point, and what the server's process takes."""
+    """Return the table of the overhead of ``ray``, the break-even training time, and the server's cost."""
     by = {(row["engine"], row["parameters"], row["cohort"]): row for row in rows if row["part"] == "overhead"}
     lines = [
         "| parameters | cohort | `processes`, s a round | `ray`, s a round | overhead, ms a client | as fast to "
@@ -187,7 +187,7 @@ def overhead_table(rows: list[dict[str, Any]]) -> list[str]:
     for _, d, c in sorted(key for key in by if key[0] == "ray" and ("processes", *key[1:]) in by):
         forked, ray = by["processes", d, c], by["ray", d, c]
         over = (ray["seconds"] - forked["seconds"]) / c
-        # With w workers a client's training t takes t / w of the round.
+        # With w workers, a client's training time t takes t / w of the round.
         crossing = max(0.0, over * ray["workers"] * RATE / (1 - RATE))
         lines.append(
             f"| {d:,} | {c:,} | {forked['seconds']:.3f} | {ray['seconds']:.3f} | {1000 * over:.2f} | {crossing:.2f} s | "
@@ -197,7 +197,7 @@ def overhead_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def settings_table(rows: list[dict[str, Any]]) -> list[str]:
-    """Rounds a second of both engines with images."""
+    """Return the table of rounds per second of both engines with images."""
     lines = [
         "| setting | `processes`, rounds a second | `ray`, rounds a second | of `processes` |",
         "|---|---|---|---|",
@@ -218,7 +218,7 @@ def settings_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def costs(kept: dict[str, Any] | None) -> list[str]:
-    """What ``docs/cluster.md`` says of them."""
+    """Return the section of ``docs/cluster.md`` on these measurements."""
     if not kept:
         return ["They have not been measured on an idle machine yet."]
     of = kept["machine"]
@@ -236,7 +236,7 @@ def costs(kept: dict[str, Any] | None) -> list[str]:
 
 
 def main() -> None:
-    """Measure and keep, or write the pages."""
+    """Measure and store results, or write the pages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=["overhead", "settings"], default=["settings", "overhead"])
     parser.add_argument("--parameters", type=int, nargs="+", default=PARAMETERS)
@@ -259,6 +259,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import cluster  # under its own name, by which workers find the model
+    from benchmarks import cluster  # under its module name, by which workers import the model
 
     cluster.main()

@@ -1,16 +1,17 @@
-"""What a deployment over Flower costs on one machine: ``python -m benchmarks.deployment [--only 62k/2 11M/8]``.
+"""Measure the cost of a Flower deployment on one machine: ``python -m benchmarks.deployment [--only 62k/2 11M/8]``.
 
-A SuperLink and real SuperNodes with TLS on loopback, in the environment that Flower is in. FedAvg on the digits with an MLP
-of 62 thousand, 11 million or 110 million parameters, over 2, 8 or 32 sites. Of each case it tells
+It runs a SuperLink and real SuperNodes with TLS on loopback, in the environment that Flower is installed in: FedAvg on
+the digits with an MLP of 62 thousand, 11 million or 110 million parameters, over 2, 8 or 32 sites. It measures for each
+case
 
-- the seconds of a round, the first left out,
-- the bytes between SuperNodes and SuperLink, counted where they pass, beside those of the tensors that the run counts,
-- the share of a processor that all processes take while nothing is asked of them,
-- the largest memory of the process that holds the run, of the SuperLink, and of all processes together.
+- the seconds per round, without the first one,
+- the bytes between SuperNodes and SuperLink on the wire, next to those of the tensors that the run counts,
+- the share of a processor that all idle processes use,
+- the peak memory of the process with the run, of the SuperLink, and of all processes together.
 
-Each case has an interpreter of its own and is kept in ``results/deployment.json``; those that are there are not measured
-again, unless ``--again`` says so. A case that would leave the machine without memory is ended, and that is kept, too.
-``--show`` writes the table into ``docs/deployment.md`` and measures nothing. The machine must be idle.
+Each case runs in its own interpreter and is stored in ``results/deployment.json``. Stored cases are not measured again
+without ``--again``. A case that would exhaust the memory of the machine is stopped, which is stored too. ``--show``
+writes the table to ``docs/deployment.md`` and measures nothing. The machine must be idle.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ from unskew.reproduction.tables import markdown
 SITES = (2, 8, 32)
 ROUNDS = {"62k": 6, "11M": 4, "110M": 3}
 IDLE = 20.0
-"""Seconds in which nothing is asked."""
+"""Seconds of the idle measurement."""
 LONGEST = 2400.0
-"""Seconds of a case."""
+"""Time limit of a case in seconds."""
 KEPT = Path("results/deployment.json")
 PAGE, MARKS = Path("docs/deployment.md"), ("<!-- measured -->", "<!-- /measured -->")
 
 
 def in_a_process(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
-    """A case in an interpreter of its own; with ``failed`` if there are no figures."""
+    """Run a case in its own interpreter; the result has ``failed`` if there are no measurements."""
     options = ["--only", f"{size}/{sites}", "--rounds", str(rounds), "--idle", str(idle)]
     command = [sys.executable, "-m", "benchmarks.deployment", "--one", *options]
     with tempfile.TemporaryDirectory() as scratch:
@@ -60,7 +61,7 @@ def in_a_process(size: str, sites: int, rounds: int, idle: float) -> dict[str, A
 
 
 def table(cases: dict[str, dict[str, Any]]) -> str:
-    """What the page shows."""
+    """Return the table for the page."""
     rows = []
     for name in (f"{size}/{sites}" for size in WIDTHS for sites in SITES):
         one, (size, _, sites) = cases.get(name), name.partition("/")
@@ -87,7 +88,7 @@ def table(cases: dict[str, dict[str, Any]]) -> str:
 
 
 def show(cases: dict[str, dict[str, Any]]) -> None:
-    """Write the table into the page."""
+    """Write the table to the page."""
     begin, end = MARKS
     before, _, rest = PAGE.read_text().partition(begin)
     after = rest.partition(end)[2]
@@ -95,7 +96,7 @@ def show(cases: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure the cases that are not there yet, or show them."""
+    """Measure the cases without a result, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     every = [f"{size}/{sites}" for size in WIDTHS for sites in SITES]
     parser.add_argument("--only", nargs="+", choices=every, default=every, help="cases, as PARAMETERS/SITES")

@@ -1,4 +1,4 @@
-"""One case of ``benchmarks.deployment``: a run over real SuperNodes, and what it took."""
+"""Single case of ``benchmarks.deployment``: a run over real SuperNodes, and its cost."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import run
 
 WIDTHS = {"62k": 214, "11M": 3280, "110M": 10450}
-"""Of the two hidden layers, by the number of parameters that they make."""
+"""Sizes of the two hidden layers, by the number of parameters of the model."""
 STARTING = 600.0
-"""Seconds in which all sites must be connected."""
+"""Seconds within which all sites must be connected."""
 SPARE = 1500
-"""Megabytes of memory that must be left; a case that takes more is ended."""
+"""Megabytes of memory that must remain free; a case that uses more is stopped."""
 
 
 class Meter:
-    """Hands connections on to a port and counts the bytes each way."""
+    """Proxy that forwards connections to a port and counts the bytes in each direction."""
 
     def __init__(self, to: int):
         self.to, self.up, self.down = to, 0, 0
@@ -59,7 +59,7 @@ class Meter:
 
 
 def processor_seconds(groups: Sequence[int]) -> float:
-    """What the processes of some process groups have taken so far, of those that live."""
+    """Return the CPU seconds of the live processes in some process groups."""
     total, tick = 0.0, os.sysconf("SC_CLK_TCK")
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -72,22 +72,22 @@ def processor_seconds(groups: Sequence[int]) -> float:
 
 
 def available() -> float:
-    """Megabytes of memory that are free, or could be."""
+    """Return the available memory in megabytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 1024
 
 
 def peak_of(process: int) -> float:
-    """The largest memory of a process so far, in megabytes."""
+    """Return the peak memory of a process in megabytes."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 class Memory(threading.Thread):
-    """Watches what all processes of the machine take beyond what they took at first.
+    """Watches the memory of all processes relative to the start.
 
     Args:
-        stop: Called when hardly any is left.
+        stop: Called when almost no memory is left.
     """
 
     def __init__(self, stop: Callable[[], None]):
@@ -95,7 +95,7 @@ class Memory(threading.Thread):
         self.stop, self.before, self.least = stop, available(), available()
 
     def run(self) -> None:
-        """Look twice a second."""
+        """Check the memory twice a second."""
         while True:
             self.least = min(self.least, available())
             if self.least < SPARE:
@@ -104,12 +104,12 @@ class Memory(threading.Thread):
 
     @property
     def taken(self) -> float:
-        """Megabytes at most."""
+        """Peak memory in megabytes."""
         return self.before - self.least
 
 
 def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
-    """A line of the table, in this process."""
+    """Measure one row of the table in this process."""
     config = experiment(
         {
             "data": "digits",
@@ -126,7 +126,7 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
     meters: list[Meter] = []
 
     class Metered(LocalSuperLink):
-        """Its SuperNodes reach the SuperLink through the meter."""
+        """SuperLink whose SuperNodes connect through the meter."""
 
         def _supernode(self, client: int) -> Any:
             port = int(self.superlink.address.rpartition(":")[2])
@@ -142,7 +142,7 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
                 self.superlink = inside
 
         def connected(self) -> bool:
-            """Whether every site has read its data and is let in."""
+            """Return whether every site has loaded its data and is connected."""
             logs = {path.name: path.read_text(errors="replace") for path in self.logs.glob("site-*.log")}
             nodes = [text for name, text in logs.items() if name.endswith("-supernode.log")]
             own = [text for name, text in logs.items() if not name.endswith("-supernode.log")]
@@ -153,7 +153,7 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
     superlink: list[float] = []
 
     class Follower:
-        """Notes the bytes at the end of each round."""
+        """Callback that records the bytes at the end of each round."""
 
         def start(self, config: Any, rounds_done: int) -> None:
             crossed.append(meters[0].up + meters[0].down)

@@ -1,8 +1,9 @@
-"""What FedCOG's generation costs beside local training: ``python -m benchmarks.generation [--json FILE]``.
+"""Measure the cost of FedCOG's generation relative to training: ``python -m benchmarks.generation [--json FILE]``.
 
-The setting of the paper's Table 11: CNN-A, 32 x 32 color images, 400 local steps of batch 64, 100 steps of generation for
-N = 16 ... 1024 inputs; seconds of one client, on the engine ``inline`` with one thread (as a worker of ``processes`` has)
-and for four clients at once on ``vectorized``. The paper's own figures stand beside them; machines differ, so compare ratios.
+The setting is that of the paper's Table 11: CNN-A, 32 x 32 color images, 400 local steps of batch 64, 100 steps of
+generation for N = 16 ... 1024 inputs. Reported are seconds of one client, on the engine ``inline`` with one thread (as
+in a worker of ``processes``), and of four clients at once on ``vectorized``, next to the paper's. Machines differ, so
+compare ratios.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from benchmarks.timing import load_images
 PAPER = {16: 0.72, 32: 0.78, 64: 0.79, 128: 0.80, 256: 0.81, 512: 0.83, 1024: 1.27}
 PAPER_TRAINING = 14.81
 STEPS = 400
-TOGETHER = 256  # more inputs for four clients at once take minutes on a CPU
+TOGETHER = 256  # with more inputs, four clients at once take minutes on a CPU
 
 
 class Timed(UnskewLoop):
-    """A loop whose last round tells what its clients spent."""
+    """Loop that reports the time that clients spent in its last round."""
 
     def seconds(self, t: int) -> tuple[float, float]:
         updates = list(self.engine.train([self.server.broadcast(t, k) for k in self.sampler.draw(t, frozenset())]))
@@ -38,7 +39,7 @@ class Timed(UnskewLoop):
 
 
 def cost(fed: Any, n: int, engine: str, cohort: int, steps: int) -> tuple[float, float]:
-    """Seconds of generation and of training per client, in the second round (the first has no previous model)."""
+    """Measure seconds of generation and training per client in round 2 (round 1 has no previous model)."""
     loop = Timed(fed, cohort, steps, 64, 0.01, 1, engine, spelling=f"fedcog:start_round=1,n={n}")
     try:
         loop.seconds(0)

@@ -1,8 +1,8 @@
-"""A loop made by hand for one model: what is left to gain when CNN-A's forward pass is written out.
+"""Loop written by hand for one model: the remaining potential if CNN-A's forward pass is written out.
 
-Not a yardstick that a simulator for any model can be held to, but an honest ceiling: the same algorithm and batches as
-``benchmarks.baselines.TunedLoop``, with the arithmetic laid out for these very shapes, and (``HandmadeTogether``) five
-clients trained as one network of grouped convolutions.
+This is no baseline for a simulator of arbitrary models, but an upper bound: the same algorithm and batches as
+``benchmarks.baselines.TunedLoop``, with arithmetic for exactly these shapes, and (``HandmadeTogether``) five clients
+trained as one network of grouped convolutions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from benchmarks.baselines import MEAN, STD, CnnA
 
-# What pays, as the share of CPU time per round that it saves when everything else stays (AMD EPYC with
-# AVX-512, two cores, torch 2.13, real CIFAR-10, one thread, medians of interleaved repetitions):
+# Effective optimizations, as the share of CPU time per round that each saves if everything else is unchanged (AMD EPYC
+# with AVX-512, two cores, torch 2.13, real CIFAR-10, one thread, medians of interleaved repetitions):
 #
 #                                                                              A        B
 #   input channels-last (both input and weights NCHW otherwise)              15 %     13 %
@@ -30,14 +30,14 @@ from benchmarks.baselines import MEAN, STD, CnnA
 #   ReLU after the pooling instead of a relu() before it                      2 %      3 %   1 % if that is in place
 #   clients_per_group=5 (2: 14 % and 23 %, 10: 14 % and 39 %)            19 %     37 %   fewer, larger kernels, and
 #                                                                                            enough channels for a
-#                                                                                            vectorised pooling
+#                                                                                            vectorized pooling
 #
-# Two processes of one thread against one process of two threads: `python -m benchmarks.speed` shows it; more the smaller
-# the batches.
+# `python -m benchmarks.speed` compares two processes of one thread with one process of two threads; the gain is larger with
+# smaller batches.
 #
-# What was tried and does not pay (within 1 to 2 % unless a number is given):
+# Tested without effect (within 1 to 2 % unless a number is given):
 #
-#   - weights channels-last: little once the input is; kept, since the vector is then in the kernels' order
+#   - weights channels-last: little gain once the input is; kept, since the vector is then in the kernels' order
 #   - fc1 with its inputs channels-last, so that flattening is a view: kept for simplicity
 #   - normalized float32 images in memory instead of uint8 normalized per batch: same time, four times the memory
 #   - gathering, or normalizing, a whole epoch at once instead of batch by batch
@@ -45,20 +45,20 @@ from benchmarks.baselines import MEAN, STD, CnnA
 #   - gradients as views of one flat buffer and one v.add_(g, alpha=-lr): same time, as the buffer has to be zeroed
 #     and accumulated into; concatenating the gradients first: 1 to 4 % slower
 #   - torch.set_flush_denormal(True); switching the garbage collector off
-#   - fixed halves of the cohort instead of a shared counter: same time on an idle machine; the counter stays for
-#     busy ones. Clients are of equal size, so there is no "largest first"
+#   - fixed halves of the cohort instead of a shared counter: same time on an idle machine; the counter is kept for
+#     busy ones. Clients have equal sizes, so there is no "largest first"
 #   - two Python threads with a model each instead of two processes: 7 % slower in B (interpreter lock)
 #   - torch.compile: 2 % faster in A, 3 % slower in B, 10 to 30 s to compile
-#   - torch.func.vmap over five clients: 1.45 (A) and 1.15 (B) times the time of one client after the other
+#   - torch.func.vmap over five clients: 1.45 (A) and 1.15 (B) times the time of training one client after the other
 #   - switching oneDNN off: twice the time
 #
-# Left out because it rewrites the arithmetic for these very shapes: conv1 computing two neighbouring pixels as 12
+# Not used, because it rewrites the arithmetic for exactly these shapes: conv1 computing two neighboring pixels as 12
 # channels with stride 2 (6 channels fill 6 of 16 lanes), and a first pooling made of torch.maximum over strided
-# views with a backward pass of its own. Together (with clients_per_group=1) they save 19 % in A and nothing in B.
+# views with its own backward pass. Together (with clients_per_group=1) they save 19 % in A and nothing in B.
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks: otherwise every step faults its activations in anew. Process-wide."""
+    """Make glibc keep freed blocks; otherwise every step maps the memory of its activations again. Process-wide."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is not None:
@@ -67,22 +67,22 @@ def keep_freed_memory() -> None:
 
 
 def to_vector(model: CnnA) -> torch.Tensor:
-    """The parameters as one vector, in the memory order that the kernels like best (see ``Stack``)."""
+    """Return the parameters as one vector, in the memory order that is fastest for the kernels (see ``Stack``)."""
     pieces = []
     for name, p in model.named_parameters():
         p = p.detach()
         if p.dim() == 4:
             p = p.permute(0, 2, 3, 1)  # channels last
         elif name == "fc1.weight":
-            p = p.view(120, 16, 25).transpose(1, 2)  # takes its input channels last too: flattening is a view
+            p = p.view(120, 16, 25).transpose(1, 2)  # also takes channels-last inputs, so that flattening is a view
         pieces.append(p.reshape(-1))
     return torch.cat(pieces)
 
 
 class Stack:
-    """``k`` copies of CNN-A as one network, side by side; for ``k = 1`` plain CNN-A.
+    """``k`` copies of CNN-A side by side as one network; for ``k = 1`` plain CNN-A.
 
-    All parameters are views of one buffer: tensor after tensor, each holding the ``k`` copies one after the other.
+    All parameters are views of one buffer: tensor after tensor, each with its ``k`` copies in sequence.
     """
 
     SHAPES = ((6, 3, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,), (84, 120), (84,), (10, 84), (10,))
@@ -111,12 +111,12 @@ class Stack:
             block.copy_(piece)
 
     def add_to(self, vector: torch.Tensor, weight: float) -> None:
-        """Add ``weight`` times each of the copies to ``vector``."""
+        """Add ``weight`` times each copy to ``vector``."""
         for block, piece in zip(self.blocks, vector.split(self.sizes), strict=True):
             piece.add_(block[0] if self.k == 1 else block.sum(0), alpha=weight)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """From images [batch, 3k, 32, 32], channels last, to logits [k * batch, 10]."""
+        """Compute logits [k * batch, 10] from images [batch, 3k, 32, 32], channels last."""
         w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = self.parameters
         k, batch = self.k, len(x)
         x = F.max_pool2d(F.conv2d(x, w1, b1, groups=k), 2).relu_()
@@ -133,16 +133,16 @@ class Stack:
         return torch.baddbmm(b5, x, w5.transpose(1, 2)).view(k * batch, 10)
 
     def step(self, x: torch.Tensor, y: torch.Tensor, lr: float) -> None:
-        """One step of SGD on the mean loss of each copy's own batch."""
+        """Take one step of SGD on the mean loss of each copy's batch."""
         loss = F.cross_entropy(self.logits(x), y, reduction="sum")
         gradients = torch.autograd.grad(loss, self.parameters)
         torch._foreach_add_(self.views, gradients, alpha=-lr / len(x))
 
 
 class HandmadeTrainer:
-    """Local training of up to ``clients_per_group`` clients at a time, from images kept as uint8.
+    """Local training of up to ``clients_per_group`` clients at a time, from images stored as uint8.
 
-    More than one at a time is possible because all clients of the benchmark have equally many samples.
+    Groups are possible because all clients of the benchmark have the same number of samples.
     """
 
     clients_per_group = 1
@@ -162,7 +162,7 @@ class HandmadeTrainer:
         self.stacks: dict[int, Stack] = {}
 
     def batches(self, clients: list[int], t: int) -> Iterator[torch.Tensor]:
-        """Indices [k, batch] of each step: shuffled epochs, the last batch of an epoch may be smaller."""
+        """Yield the indices [k, batch] of each step: shuffled epochs; the last batch of an epoch may be smaller."""
         generators = [torch.Generator().manual_seed(hash((self.seed, t, c)) & 0x7FFFFFFF) for c in clients]
         done = 0
         while True:
@@ -179,7 +179,7 @@ class HandmadeTrainer:
                 done += 1
 
     def images(self, index: torch.Tensor) -> torch.Tensor:
-        """Normalized images [batch, 3k, 32, 32], channels last, of indices [k, batch]."""
+        """Return normalized images [batch, 3k, 32, 32], channels last, for indices [k, batch]."""
         k, batch = index.shape
         x = self.x.index_select(0, index.reshape(-1))
         x = torch.addcmul(self.shift, x.float(), self.scale)
@@ -200,6 +200,6 @@ class HandmadeTrainer:
 
 
 class HandmadeTogether(HandmadeTrainer):
-    """Five clients as one network."""
+    """Five clients trained as one network."""
 
     clients_per_group = 5

@@ -1,8 +1,8 @@
-"""How much memory a run takes, data and workers included: ``python -m benchmarks.memory [--json FILE]``.
+"""Measure the memory of a run, including data and workers: ``python -m benchmarks.memory [--json FILE]``.
 
-The peak of the proportional set size (PSS), where memory that processes share counts once, of a whole run in an interpreter
-of its own: ten rounds of FedAvg with CNN-A, from the arrays of each client to the last model. The yardstick is the loop that
-was tuned by hand; what a run may need beyond its data is what an interpreter with PyTorch and two workers need.
+The measure is the peak proportional set size (PSS), which counts shared memory once, of a whole run in its own
+interpreter: ten rounds of FedAvg with CNN-A, from the arrays of each client to the last model. The baseline is the
+hand-tuned loop. Beyond its data, a run should need only the memory of an interpreter with PyTorch and two workers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from benchmarks.timing import resident
 
 ROUNDS = 10
 GIGABYTES = 10
-EACH = 25_000  # images of a client of the large federation
+EACH = 25_000  # images per client of the large federation
 CASES = [(loop, setting, kind) for setting in "AB" for kind in ("uint8", "float32") for loop in ("tuned", "unskew")]
 
 
 def given(setting: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """The images of all clients in order, and their labels; their values do not matter here."""
+    """Return the images of all clients in order, and their labels; their values do not matter here."""
     draws, one = np.random.default_rng(0), SETTINGS[setting]
     count = one["clients"] * one["per_client"]
     x = np.empty((count, 32, 32, 3), kind)
@@ -40,13 +40,13 @@ def given(setting: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def apart(x: np.ndarray, y: np.ndarray, per_client: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Arrays of its own for each client."""
+    """Return separate arrays for each client."""
     rows = [slice(first, first + per_client) for first in range(0, len(x), per_client)]
     return [(x[own].copy(), y[own].copy()) for own in rows]
 
 
 def mapped(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Clients over sparse files of ``GIGABYTES`` in all: they take no room on the disk, but reading them takes memory."""
+    """Create clients over sparse files of ``GIGABYTES`` in total, which use no disk space but need memory when read."""
     count = GIGABYTES * 10**9 // (EACH * 32 * 32 * 3)
     whole = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (count * EACH, 32, 32, 3))
     del whole
@@ -56,7 +56,7 @@ def mapped(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def tuned(x: np.ndarray, y: np.ndarray, setting: str) -> None:
-    """The hand-made loop."""
+    """Run the hand-tuned loop."""
     loop = TunedLoop(x, y, **SETTINGS[setting])
     for t in range(ROUNDS):
         loop.round(t)
@@ -64,7 +64,7 @@ def tuned(x: np.ndarray, y: np.ndarray, setting: str) -> None:
 
 
 def ours(clients: list[tuple[np.ndarray, np.ndarray]], setting: str, **options: Any) -> None:
-    """The same through the public interface, which also evaluates."""
+    """Run the same through the public interface, which also evaluates."""
     import unskew
 
     one = SETTINGS[setting]
@@ -77,7 +77,7 @@ def ours(clients: list[tuple[np.ndarray, np.ndarray]], setting: str, **options: 
 
 
 def one_case(loop: str, setting: str, kind: str) -> dict[str, float]:
-    """One line of the table, in this process."""
+    """Measure one row of the table in this process."""
     from unskew.data.normalization import Normalization
 
     options = {"normalize": Normalization(MEAN, STD, 1 / 255)} if kind == "mapped" else {}
@@ -104,7 +104,7 @@ def one_case(loop: str, setting: str, kind: str) -> dict[str, float]:
 
 
 def measured(loop: str, setting: str, kind: str) -> dict[str, Any]:
-    """One line of the table, in an interpreter of its own."""
+    """Measure one row of the table in its own interpreter."""
     command = [sys.executable, "-m", "benchmarks.memory", "--case", loop, setting, kind]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800)
     return {"loop": loop, "setting": setting, "kind": kind, **json.loads(answer.stdout.splitlines()[-1])}

@@ -16,7 +16,7 @@ SETTINGS = {
 
 
 def measurements(figures: dict[str, Any]) -> str:
-    """The section of the page on engines."""
+    """Return the measurement section of the page on engines."""
     m = figures["machine"]
     text = [
         f"Measured on {m['cores']} cores ({m['cpu']}), Python {m['python']}, torch {m['torch']}, with "

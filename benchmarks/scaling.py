@@ -1,7 +1,8 @@
-"""How long a round takes on many nodes, on paper: a model of its parts from constants that were measured.
+"""Estimate the time of a round on many nodes, from a model of its parts with measured constants.
 
-``python -m benchmarks.scaling [--constants FILE]`` prints the tables, of what ``python -m benchmarks.cluster`` keeps in
-``results/cluster-cpu.json`` or in ``FILE``. ``python -m benchmarks.cluster --pages`` puts them into ``docs/scaling.md``.
+``python -m benchmarks.scaling [--constants FILE]`` prints the tables, computed from the results of
+``python -m benchmarks.cluster`` in ``results/cluster-cpu.json`` or in ``FILE``.
+``python -m benchmarks.cluster --pages`` writes them to ``docs/scaling.md``.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ NODES = (1, 2, 4, 10, 30, 100, 300, 1000)
 MODELS = {"62k": 62_000, "11M": 11_000_000, "110M": 110_000_000}
 CLIENTS = (10**4, 10**5, 10**6, 10**7)
 COHORT, WORKERS, TRAINING = 1000, 16, 10.0
-"""Of the tables: clients in a round, workers of a node, seconds of a client's training."""
+"""Assumptions of the tables: clients per round, workers per node, and training seconds per client."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a machine can do.
+    """Performance of a machine.
 
     Attributes:
-        task: Seconds of the server's process for a task: to send it, to wait for it, to take it in.
-        store: Bytes a second into or out of a node's object store.
-        link: Bytes a second between two nodes.
-        add: Bytes of updates a second that are added up.
-        draw: Seconds for each registered client to draw a cohort.
+        task: Seconds of the server's process per task: to send it, to wait for it, to receive its result.
+        store: Bytes per second into or out of a node's object store.
+        link: Bytes per second between two nodes.
+        add: Bytes of updates per second that are summed.
+        draw: Seconds per registered client to draw a cohort.
     """
 
     task: float = 0.35e-3
@@ -44,22 +45,22 @@ class Constants:
 def parts(
     machine: Constants, nodes: int, parameters: int, cohort: int, workers: int, training: float, clients: int = 10**4
 ) -> dict[str, float]:
-    """Seconds of each part of a round.
+    """Return the seconds of each part of a round.
 
     Args:
-        machine: What a node can do.
-        nodes: How many; the server is on one of them.
-        parameters: Of the model, four bytes each.
-        cohort: Clients in the round.
-        workers: Of a node.
-        training: Seconds of a client's training.
-        clients: Registered ones.
+        machine: Performance of a node.
+        nodes: Number of nodes; one of them runs the server.
+        parameters: Number of parameters of the model, four bytes each.
+        cohort: Number of clients in the round.
+        workers: Number of workers per node.
+        training: Training seconds per client.
+        clients: Number of registered clients.
     """
     size = 4.0 * parameters
     away = cohort * (nodes - 1) / nodes
     return {
         "drawing": clients * machine.draw,
-        # Nodes that have the model pass it on.
+        # Nodes that have the model forward it.
         "broadcast": size / machine.store + math.ceil(math.log2(nodes)) * size / machine.link,
         "training": math.ceil(cohort / (nodes * workers)) * training,
         "link": away * size / machine.link,
@@ -70,18 +71,18 @@ def parts(
 
 
 def seconds(of: dict[str, float]) -> float:
-    """Of a round: while clients train, the server takes in those that are done; its link works beside its process."""
+    """Return the seconds of a round; the server receives results while clients train, its link works in parallel."""
     server = of["store"] + of["adding"] + of["tasks"]
     return of["drawing"] + of["broadcast"] + max(of["training"], of["link"], server)
 
 
 def limit(of: dict[str, float]) -> str:
-    """The part that takes longest."""
+    """Return the part that takes longest."""
     return max(of, key=lambda name: of[name])
 
 
 def round_table(machine: Constants) -> list[str]:
-    """Seconds of a round and what limits it, by nodes and model."""
+    """Return the table of seconds per round and of the bottleneck, by nodes and model."""
     lines = ["| nodes | " + " | ".join(MODELS) + " |", "|---" * (len(MODELS) + 1) + "|"]
     for nodes in NODES:
         cases = [parts(machine, nodes, size, COHORT, WORKERS, TRAINING) for size in MODELS.values()]
@@ -90,7 +91,7 @@ def round_table(machine: Constants) -> list[str]:
 
 
 def client_table(machine: Constants) -> list[str]:
-    """What registered clients cost, by their number."""
+    """Return the table of the cost of registered clients, by their number."""
     lines = [
         "| clients | to draw a cohort | data partition | SCAFFOLD's variates of 11M parameters | nodes' files for them |",
         "|---|---|---|---|---|",
@@ -102,7 +103,7 @@ def client_table(machine: Constants) -> list[str]:
 
 
 def saturation(machine: Constants) -> list[str]:
-    """From how many nodes on more of them do not help, by model."""
+    """Return the table of the number of nodes above which more nodes do not help, by model."""
     lines = ["| model | more nodes help up to | then the limit is | seconds of a round there |", "|---|---|---|---|"]
     for name, size in MODELS.items():
         best = min(NODES, key=lambda nodes: seconds(parts(machine, nodes, size, COHORT, WORKERS, TRAINING)))
@@ -116,18 +117,18 @@ TABLES = {"rounds": round_table, "clients": client_table, "saturation": saturati
 
 
 def page_of(name: str) -> Path:
-    """A page of the documentation."""
+    """Return the path of a documentation page."""
     return ROOT / "docs" / f"{name}.md"
 
 
 def constants_of(kept: dict[str, Any] | None) -> Constants:
-    """Those that were measured, and the others as they are assumed."""
+    """Return the measured constants, with assumptions for the others."""
     told = (kept or {}).get("constants", {})
     return Constants(**{one.name: told[one.name] for one in fields(Constants) if one.name in told})
 
 
 def said(kept: dict[str, Any] | None) -> list[str]:
-    """Where the constants come from."""
+    """Return sentences on the origin of the constants."""
     of = constants_of(kept)
     text = (
         f"`task` {1000 * of.task:.2f} ms, `store` {of.store / 1e9:.2f} GB/s, `link` {of.link / 1e9:.2f} GB/s, `add` "
@@ -145,12 +146,12 @@ def said(kept: dict[str, Any] | None) -> list[str]:
 
 
 def scaling_tables(kept: dict[str, Any] | None) -> dict[str, list[str]]:
-    """The tables of ``docs/scaling.md`` by their marks."""
+    """Return the tables of ``docs/scaling.md`` by their marks."""
     return {name: make(constants_of(kept)) for name, make in TABLES.items()} | {"constants": said(kept)}
 
 
 def filled(text: str, tables: dict[str, list[str]]) -> str:
-    """A page with its tables made anew, each between its marks."""
+    """Return a page with its tables regenerated, each between its marks."""
     for name, lines in tables.items():
         start, rest = text.split(f"<!-- {name} -->\n\n", 1)
         text = (
@@ -160,7 +161,7 @@ def filled(text: str, tables: dict[str, list[str]]) -> str:
 
 
 def write_pages(kept: dict[str, Any] | None, pages: dict[Path, dict[str, list[str]]]) -> None:
-    """Write the tables of pages, and those of ``docs/scaling.md``."""
+    """Write the tables of pages, including those of ``docs/scaling.md``."""
     for page, tables in {**pages, page_of("scaling"): scaling_tables(kept)}.items():
         page.write_text(filled(page.read_text(), tables))
 

@@ -1,9 +1,10 @@
-"""Speed and memory of unskew beside two loops without a framework, measured in turn in one run.
+"""Measure speed and memory of unskew next to two framework-free loops, in turn in one run.
 
 ``python -m benchmarks.speed [--data cifar10/train.parquet] [--only speed|clients|engines] [--json FILE]``
 
-Three tables: rounds per second against the loops of ``benchmarks/baselines.py``; time and memory per round for 100, 10,000
-and 1,000,000 registered clients; rounds per second of each engine on small and large models, which is what ``auto`` rests on.
+There are three tables: rounds per second compared with the loops of ``benchmarks/baselines.py``; time and memory per
+round for 100, 10,000 and 1,000,000 registered clients; and rounds per second of each engine on small and large models,
+on which the engine ``auto`` is based.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from unskew.tasks.registry import TASKS
 
 CIFAR = Path(__file__).parents[2] / "shared" / "data" / "cifar10" / "train.parquet"
 LONG = 1000
-"""Rounds of a run in which a trial takes all the time that it may."""
+"""Number of rounds of a run that is long enough for a trial to take all the time it may."""
 
 
 class UnskewLoop:
-    """unskew's own round on one engine, with the interface of the yardsticks."""
+    """Round of unskew on one engine, with the interface of the baselines."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class UnskewLoop:
         setup = EngineConfig(
             spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu")
         )
-        if isinstance(clients_per_group, str):  # "auto": what a trial finds for a long run
+        if isinstance(clients_per_group, str):  # "auto": the result of a trial for a long run
             clients_per_group = choose_engine(
                 EngineRequest(engine, None, clients_per_group), setup, cohort, LONG, None, False
             ).clients_per_group
@@ -90,7 +91,7 @@ class UnskewLoop:
 
 
 def federation_of(x: np.ndarray, y: np.ndarray, clients: int, per_client: int) -> Federation:
-    """Client ``c`` owns the samples ``c * per_client`` to ``(c + 1) * per_client - 1``, as in the yardsticks."""
+    """Create clients as in the baselines: ``c`` owns the samples ``c * per_client`` to ``(c + 1) * per_client - 1``."""
     total = clients * per_client
     images, labels = torch.from_numpy(x[:total]).permute(0, 3, 1, 2), torch.from_numpy(y[:total])
     offsets = np.arange(clients + 1) * per_client
@@ -103,12 +104,12 @@ def federation_of(x: np.ndarray, y: np.ndarray, clients: int, per_client: int) -
 
 
 def clients_per_group(cohort: int) -> int:
-    """Clients as one network that leave two workers equal parts, about ten at most."""
+    """Return the number of clients per network, at most about ten, that gives two workers equal shares."""
     return -(-cohort // (2 * max(1, cohort // 20)))
 
 
 def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[dict[str, Any]]:
-    """FedAvg with CNN-A: unskew's engines against the yardsticks, in settings A and B."""
+    """Compare unskew's engines with the baselines: FedAvg with CNN-A in settings A and B."""
     rows = []
     for name, setting in SETTINGS.items():
         fed = federation_of(x, y, setting["clients"], setting["per_client"])
@@ -144,7 +145,7 @@ def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[d
 
 
 class Registered(Sequence[ClientData]):
-    """As many clients as one likes over the same 500 samples each of a shared array."""
+    """Any number of clients over the same 500 samples each of a shared array."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, clients: int, per_client: int = 500):
         self.x, self.y, self.clients, self.per_client = x, y, clients, per_client
@@ -177,7 +178,7 @@ def _registered(x: np.ndarray, y: np.ndarray, clients: int, spelling: str, round
 
 
 def clients(x: np.ndarray, y: np.ndarray, rounds: int) -> list[dict[str, Any]]:
-    """Time and memory per round at the same cohort of 10, for more and more registered clients."""
+    """Measure time and memory per round at a cohort of 10, for increasing numbers of registered clients."""
     rows = []
     for spelling in ("fedavg", "scaffold"):
         for count in (100, 10_000, 1_000_000):
@@ -196,7 +197,7 @@ def clients(x: np.ndarray, y: np.ndarray, rounds: int) -> list[dict[str, Any]]:
 
 
 def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, Any]]:
-    """Rounds per second of every engine, from tiny to large work per client, also with several clients per group."""
+    """Measure rounds per second of every engine, from tiny to large work per client, with and without groups."""
     small = np.ascontiguousarray(x[:, 8:16, 8:16, :1])
     cases = {
         "logistic, 8x8, 1 step of 32, cohort 10": (small, "logistic", 10, 1, 32),
@@ -226,7 +227,7 @@ def engines(x: np.ndarray, y: np.ndarray, repetitions: int) -> list[dict[str, An
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on."""
+    """Describe the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     return {"cpu": cpu, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""How the benchmarks measure: loops in turn, each in a process of its own, on CIFAR-10 or on noise of its shape."""
+"""Measurement of loops: in turn, each in its own process, on CIFAR-10 or on noise of the same shape."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 
 
 def resident() -> float:
-    """Memory of this process and its workers in MiB, shared pages counted once (proportional set size)."""
+    """Return the memory of this process and its workers in MiB, with shared pages counted once (PSS)."""
     total = 0
     for pid in (os.getpid(), *(process.pid for process in mp.active_children())):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
                 if line.startswith("Pss:"):
                     total += int(line.split()[1])
@@ -26,7 +26,7 @@ def resident() -> float:
 
 
 def _serve(make_loop: Callable[[], Any], pipe: Connection) -> None:
-    """Hold one loop; run as many rounds as asked for and answer the seconds per round."""
+    """Create one loop, run the requested numbers of rounds and reply with the seconds per round."""
     loop = make_loop()
     t = 0
     while (rounds := pipe.recv()) is not None:
@@ -48,17 +48,17 @@ def measure(
     warm_up: int = 1,
     memory: dict[str, float] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per round of each loop, measured in turn; each loop lives in a process of its own.
+    """Measure the seconds per round of each loop, in turn; each loop has its own process.
 
     Args:
-        loops: By name, what makes the loop (inside its process).
-        repetitions: How many times the turn goes round.
-        rounds: FedAvg rounds of each loop per turn.
+        loops: Functions that create the loops inside their processes, by name.
+        repetitions: Number of measurements of each loop.
+        rounds: FedAvg rounds per measurement.
         warm_up: Unmeasured rounds before.
-        memory: Filled with the MiB that each loop holds in the end, besides what it shares with the others.
+        memory: Filled with the MiB of each loop at the end, without memory that it shares with others.
 
     Returns:
-        By name, one number for each repetition.
+        One number per repetition, by name.
     """
     fork = mp.get_context("fork")
     handles = []
@@ -85,7 +85,7 @@ def measure(
 
 
 def load_images(path: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """CIFAR-10 from a parquet file with JPEG bytes, or noise of the same shape."""
+    """Load CIFAR-10 from a parquet file with JPEG bytes, or create noise of the same shape."""
     if path is None:
         rng = np.random.default_rng(0)
         return rng.integers(0, 256, (50_000, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 50_000)

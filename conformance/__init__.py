@@ -1,1 +1,1 @@
-"""Whether libraries of federated learning compute what the papers say, on a problem small enough to know the answer."""
+"""Suite that tests whether federated learning libraries match the papers, on a problem with a known solution."""

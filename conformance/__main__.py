@@ -22,12 +22,12 @@ CHECKOUTS = ("pfllib", "fl_bench")
 
 
 def interpreter(library: str) -> Path:
-    """The interpreter that has the library."""
+    """Return the Python interpreter of the library's environment."""
     return environment(ENVIRONMENTS / library, HERE / "adapters" / f"{library}.py")
 
 
 def outcome(library: str, checkout: Path | None, minutes: float = MINUTES) -> dict[str, object]:
-    """Return what the worker measured within the time limit, or why it did not."""
+    """Return the worker's measurements, or the reason why there are none within the time limit."""
     if library in CHECKOUTS and checkout is None:
         return {"skipped": "needs the path of a checkout"}
     ENVIRONMENTS.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def outcome(library: str, checkout: Path | None, minutes: float = MINUTES) -> di
 
 
 def cell(numbers: list[float | None] | None, which: int) -> str:
-    """One number of a case, or what stands for it."""
+    """Format one number of a case, or a placeholder."""
     if numbers is None:
         return "-"
     value = numbers[which]
@@ -60,7 +60,7 @@ def cell(numbers: list[float | None] | None, which: int) -> str:
 
 
 def table(found: dict[str, dict], which: int, titles: list[str]) -> str:
-    """A table in Markdown, a row for each library."""
+    """Format a table in Markdown, with a row per library."""
     rows = [["library", *titles], ["---"] * (len(titles) + 1)]
     for library, one in found.items():
         if "skipped" not in one:
@@ -70,7 +70,7 @@ def table(found: dict[str, dict], which: int, titles: list[str]) -> str:
 
 
 def main() -> int:
-    """Run what was asked for; return 1 if a library that was asked for by name, or unskew itself, was not run."""
+    """Run the requested libraries; return 1 if unskew or a library requested by name was not run."""
     parser = argparse.ArgumentParser(prog="python -m conformance", description=__doc__)
     parser.add_argument("libraries", nargs="*", metavar="LIBRARY", help=", ".join(LIBRARIES))
     for library in CHECKOUTS:

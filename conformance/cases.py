@@ -1,4 +1,4 @@
-"""The runs of the table, and what is measured in each."""
+"""Runs of the table, and the measurements of each."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ OPTIONS: dict[str, dict[str, float]] = {
     "ca2fl": {"size": 3},
     "fedasync": {"alpha": 0.4},
 }
-"""What is chosen where a paper leaves a choice."""
+"""Options of methods where a paper leaves a choice."""
 
 
 def case(method: str, **given: object) -> Case:
-    """A case with the method's options."""
+    """Create a case with the method's options."""
     return Case(method, OPTIONS.get(method, {}), **given)  # type: ignore[arg-type]
 
 
@@ -53,16 +53,16 @@ TABLE: dict[str, Case] = {
     "FedAdam": case("fedadam", **SHORT),
 }
 FIRST = 20
-"""Rounds over which the way is compared; after them what matters is where it leads."""
+"""Number of rounds over which trajectories are compared; afterwards only the limit matters."""
 
 
 def deviation(run: Runner, asked: Case, rounds: int | None = None) -> float:
-    """Largest difference of a model's entry from the paper's, over the first ``rounds``."""
+    """Return the largest difference of a model entry from the paper's, over the first ``rounds``."""
     return measured(run, asked, rounds)[0]
 
 
 def measured(run: Runner, asked: Case, rounds: int | None = None) -> tuple[float, float]:
-    """The deviation over the first ``rounds``, and how far from the optimum the last model is."""
+    """Return the deviation over the first ``rounds``, and the distance of the last model from the optimum."""
     trace = run(asked)
     if len(trace.models) != asked.rounds:
         raise ValueError(f"{len(trace.models)} models came of {asked.rounds} rounds.")
@@ -72,7 +72,7 @@ def measured(run: Runner, asked: Case, rounds: int | None = None) -> tuple[float
 
 
 def reproduced(run: Runner, asked: Case, changed: Callable[..., Iterator[Array]], rounds: int = 8) -> float:
-    """Largest difference from the paper's algorithm with a change, over a few rounds."""
+    """Return the largest difference from the paper's algorithm with a change, over a few rounds."""
     few = replace(asked, rounds=rounds)
     trace = run(few)
     pairs = zip(trace.models, changed(Run(few, trace.cohorts), **few.options), strict=True)
@@ -80,12 +80,12 @@ def reproduced(run: Runner, asked: Case, changed: Callable[..., Iterator[Array]]
 
 
 def distance(model: Array, problem: Problem, weights: str = "uniform") -> float:
-    """From the optimum of the objective that the weights name."""
+    """Return the distance from the optimum of the objective with the given client weights."""
     return float(np.linalg.norm(model - problem.optimum(weights)))
 
 
 def descent(problem: Problem, rounds: int, lr: float, weights: str) -> list[Array]:
-    """Gradient descent on the whole objective."""
+    """Run gradient descent on the whole objective."""
     w, path, shares = problem.start(), [], problem.shares(weights)
     for _ in range(rounds):
         w = w - lr * sum(share * problem.gradient(k, w) for k, share in enumerate(shares))

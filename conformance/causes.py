@@ -1,6 +1,6 @@
-"""Where a library's models differ from the paper's: the paper's algorithm with the change that gives the library's models.
+"""Explanations of deviations from the papers: a paper's algorithm with the change that gives a library's models.
 
-A cause is one only if it reproduces the library's trajectory; the worker measures whether it does.
+An explanation is valid only if it reproduces the library's trajectory, which the worker measures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from conformance.problem import Array
 
 
 def feddyn_without_client_terms(run: Run, alpha: float) -> Iterator[Array]:
-    """Clients train as in FedAvg, and ``h`` takes the sum of models minus one model."""
+    """FedDyn whose clients train as in FedAvg, and whose ``h`` subtracts the sum of models minus one model."""
     x, h = run.start, np.zeros_like(run.start)
     for S in run.cohorts:
         y = {k: run.local(k, x) for k in S}
@@ -36,13 +36,13 @@ def feddyn_by_terms(run: Run, alpha: float, pull: Callable[[Array, Array], Array
 
 
 def _unit(w: Array, x: Array) -> Array:
-    """Half the gradient of ``||w - x||``, which is zero at ``x``."""
+    """Return half the gradient of ``||w - x||``, which is zero at ``x``."""
     length = np.linalg.norm(w - x)
     return np.zeros_like(w) if length == 0 else (w - x) / (2 * length)
 
 
 def fedprox_by_norm(run: Run, mu: float) -> Iterator[Array]:
-    """FedProx with ``mu/2 ||w - x||``, not its square."""
+    """FedProx with ``mu/2 ||w - x||`` instead of its square."""
     x = run.start
     for S in run.cohorts:
         x = run.mean({k: run.local(k, x, lambda g, w, x=x: g + mu * _unit(w, x)) for k in S})
@@ -52,7 +52,7 @@ def fedprox_by_norm(run: Run, mu: float) -> Iterator[Array]:
 def scaffold_with(
     run: Run, sign: float = 1.0, option: int = 2, shared: bool = False, kept: bool = True
 ) -> Iterator[Array]:
-    """SCAFFOLD whose new variates have another sign, or are not kept."""
+    """SCAFFOLD whose new variates have another sign, or are not stored."""
     x, c, c_k = run.start, np.zeros_like(run.start), run.zeros()
     for S in run.cohorts:
         y, change = {}, {}
@@ -69,10 +69,10 @@ def scaffold_with(
 
 
 def scaffold_in_one_buffer(run: Run, option: int = 1) -> Iterator[Array]:
-    """SCAFFOLD, option I, with variates of the other sign that all lie in one place.
+    """SCAFFOLD, option I, with variates of the other sign that all share one buffer.
 
-    The gradient of a client that was there before is written where its old variate lies, before it trains: it trains with
-    the new one, and its change is zero.
+    The gradient of a client that took part before is written over its old variate before it trains. So it trains with
+    the new variate, and the change of its variate is zero.
     """
     x, c, known = run.start, np.zeros_like(run.start), set()
     for S in run.cohorts:
@@ -96,7 +96,7 @@ def fedopt_from_zero(
     second: Callable[[Array, Array], Array],
     corrected: float | None = None,
 ) -> Iterator[Array]:
-    """FedOpt whose second moment starts at zero, perhaps with Adam's correction of bias with exponent ``t + 1``."""
+    """FedOpt whose second moment starts at zero, optionally with Adam's bias correction with exponent ``t + 1``."""
     x, m, v = run.start, np.zeros_like(run.start), np.zeros_like(run.start)
     for t, S in enumerate(run.cohorts, 1):
         delta = run.mean({k: run.local(k, x) - x for k in S})
@@ -140,4 +140,4 @@ CAUSES: dict[str, dict[str, Cause]] = {
         "feddyn": ("the squared norm of theta is not in the clients' loss", partial(feddyn_by_terms, pull=lambda w, x: -x)),
     },
 }  # fmt: skip
-"""By library and method: the change in words, and the algorithm with it."""
+"""Change in words, and the changed algorithm, by library and method."""

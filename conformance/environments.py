@@ -1,4 +1,4 @@
-"""An interpreter for each library, with PyTorch taken from the one that asks, because it is large."""
+"""Virtual environment of each library, which shares the calling interpreter's PyTorch because it is large."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MINUTES = 30
 
 
 def constant(module: Path, name: str) -> tuple[str, ...]:
-    """What a module sets ``name`` to; it is read, not imported, as the library that it imports is not here."""
+    """Return the constant ``name`` of a module without importing it, because its library is not installed here."""
     for node in ast.parse(module.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == name:
             return tuple(ast.literal_eval(node.value))
@@ -21,14 +21,14 @@ def constant(module: Path, name: str) -> tuple[str, ...]:
 
 
 def environment(folder: Path, module: Path) -> Path:
-    """The interpreter in ``folder`` that has what ``module`` names, made if need be.
+    """Return the interpreter in ``folder`` with the requirements of ``module``; create it if necessary.
 
     Args:
-        folder: Of the virtual environment.
-        module: Its ``REQUIREMENTS`` are installed, and its ``ALONE`` without what these need.
+        folder: Folder of the virtual environment.
+        module: Module whose ``REQUIREMENTS`` are installed, and whose ``ALONE`` are installed without dependencies.
 
     Raises:
-        subprocess.SubprocessError: Something cannot be installed.
+        subprocess.SubprocessError: If a package cannot be installed.
     """
     python = folder / "bin" / "python"
     if not (folder / "made").exists():

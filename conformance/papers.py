@@ -1,4 +1,4 @@
-"""The papers' algorithms, in float64 and a few lines each. They are written from the papers and share nothing with unskew.
+"""Algorithms of the papers in float64, in a few lines each, written from the papers without any code of unskew.
 
 Each is a generator of the models after each round. ``run.local`` takes a client's steps, ``run.mean`` averages over the
 cohort with the weights of the case.
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from conformance.problem import Array, Case, Trace, softmax
 
 Direction = Callable[[Array, Array], Array]
-"""From a gradient and the model where it was taken to the direction of the step."""
+"""Maps a gradient, and the model where it was computed, to the direction of the step."""
 
 
 class Run:
-    """What the algorithms share: the data, the cohorts and the local steps."""
+    """Shared parts of the algorithms: data, cohorts and local steps."""
 
     def __init__(self, case: Case, cohorts: list[list[int]]):
         self.case, self.cohorts, self.problem = case, cohorts, case.make()
@@ -28,25 +28,25 @@ class Run:
         self.share = self.problem.shares(case.weights)
 
     def steps(self, k: int) -> int:
-        """Local steps of client ``k``."""
+        """Return the number of local steps of client ``k``."""
         return self.problem.sizes[k] if self.case.steps is None else self.case.steps
 
     def gradient(self, k: int, w: Array) -> Array:
-        """Gradient of client ``k``'s objective."""
+        """Return the gradient of client ``k``'s objective."""
         return self.problem.gradient(k, w)
 
     def local(self, k: int, w: Array, direction: Direction = lambda g, w: g) -> Array:
-        """The client's model after its local steps from ``w``."""
+        """Return the client's model after its local steps from ``w``."""
         for _ in range(self.steps(k)):
             w = w - self.lr * direction(self.gradient(k, w), w)
         return w
 
     def mean(self, of: Mapping[int, Array]) -> Array:
-        """The weighted mean over a cohort."""
+        """Return the weighted mean over a cohort."""
         return sum(self.share[k] * v for k, v in of.items()) / sum(self.share[k] for k in of)
 
     def zeros(self) -> dict[int, Array]:
-        """A zero for each client."""
+        """Return a zero for each client."""
         return {k: np.zeros_like(self.start) for k in range(self.K)}
 
 
@@ -59,7 +59,7 @@ def fedavg(run: Run) -> Iterator[Array]:
 
 
 def fedprox(run: Run, mu: float) -> Iterator[Array]:
-    """Li et al. 2018, Algorithm 2: each client has ``mu/2 ||w - x||^2`` more to minimize."""
+    """Li et al. 2018, Algorithm 2: each client also minimizes ``mu/2 ||w - x||^2``."""
     x = run.start
     for S in run.cohorts:
         x = run.mean({k: run.local(k, x, lambda g, w, x=x: g + mu * (w - x)) for k in S})
@@ -67,9 +67,9 @@ def fedprox(run: Run, mu: float) -> Iterator[Array]:
 
 
 def scaffold(run: Run, option: int = 2, mu: float = 0.0, beta: float = 0.0) -> Iterator[Array]:
-    """Karimireddy et al. 2019, Algorithm 1; for sums also with FedProx's term and FedAvgM's momentum.
+    """Karimireddy et al. 2019, Algorithm 1; for compositions also with FedProx's term and FedAvgM's momentum.
 
-    The paper's ``c`` is the plain mean of all ``c_k``; with other weights it is the mean that the objective takes.
+    The paper's ``c`` is the plain mean of all ``c_k``; with other weights it is the weighted mean of the objective.
     """
     x, c, c_k, m = run.start, np.zeros_like(run.start), run.zeros(), 0.0
     for S in run.cohorts:
@@ -88,7 +88,7 @@ def scaffold(run: Run, option: int = 2, mu: float = 0.0, beta: float = 0.0) -> I
 def feddyn(run: Run, alpha: float) -> Iterator[Array]:
     """Acar et al. 2021, Algorithm 1, with gradient steps instead of the exact minimum.
 
-    The paper's ``h`` is the plain mean of all ``g_k``; with other weights it is the mean that the objective takes.
+    The paper's ``h`` is the plain mean of all ``g_k``; with other weights it is the weighted mean of the objective.
     """
     x, h, g_k = run.start, np.zeros_like(run.start), run.zeros()
     for S in run.cohorts:
@@ -100,7 +100,7 @@ def feddyn(run: Run, alpha: float) -> Iterator[Array]:
 
 
 def mime(run: Run) -> Iterator[Array]:
-    """Karimireddy et al. 2020 ("Mime"), Algorithm 1 for plain SGD: steps are corrected by the cohort's gradient at ``x``."""
+    """Karimireddy et al. 2020 ("Mime"), Algorithm 1 for plain SGD: the cohort's gradient at ``x`` corrects steps."""
     x = run.start
     for S in run.cohorts:
         at_x = {k: run.gradient(k, x) for k in S}
@@ -110,7 +110,7 @@ def mime(run: Run) -> Iterator[Array]:
 
 
 def fednova(run: Run) -> Iterator[Array]:
-    """Wang et al. 2020, Algorithm 1, for plain SGD, where the length of an update is its number of steps."""
+    """Wang et al. 2020, Algorithm 1, for plain SGD, for which the length of an update is its number of steps."""
     x = run.start
     for S in run.cohorts:
         tau = run.mean({k: np.array(float(run.steps(k))) for k in S})
@@ -149,7 +149,7 @@ def fedyogi(run: Run, eta: float, tau: float, beta2: float) -> Iterator[Array]:
 
 
 def fedadam(run: Run, eta: float, tau: float, beta2: float) -> Iterator[Array]:
-    """Reddi et al. 2020, Algorithm 2: no correction of bias."""
+    """Reddi et al. 2020, Algorithm 2, without bias correction."""
     return _fedopt(run, lambda v, square: beta2 * v + (1 - beta2) * square, 0.9, eta, tau)
 
 
@@ -165,7 +165,7 @@ def fedexp(run: Run, epsilon: float) -> Iterator[Array]:
 
 
 def fedsam(run: Run, rho: float) -> Iterator[Array]:
-    """Qu et al. 2022, Algorithm 1: the gradient is taken a step of length ``rho`` uphill."""
+    """Qu et al. 2022, Algorithm 1: the gradient is computed after a step of length ``rho`` uphill."""
     x = run.start
     for S in run.cohorts:
         y = {}
@@ -176,7 +176,7 @@ def fedsam(run: Run, rho: float) -> Iterator[Array]:
 
 
 def fedntd(run: Run, beta: float, temperature: float) -> Iterator[Array]:
-    """Lee et al. 2021, Equation 5: the global model's view of the classes that are not the label is kept."""
+    """Lee et al. 2021, Equation 5: the global model's predictions for classes other than the label are preserved."""
     x = run.start
     for S in run.cohorts:
         y = {}
@@ -196,7 +196,7 @@ def fedntd(run: Run, beta: float, temperature: float) -> Iterator[Array]:
 
 
 def fedbuff(run: Run, size: int) -> Iterator[Array]:
-    """Nguyen et al. 2021, Algorithm 1, without delays: what does not fill a buffer waits for the next round."""
+    """Nguyen et al. 2021, Algorithm 1, without delays: updates that do not fill a buffer wait for the next round."""
     x, buffer = run.start, []
     for S in run.cohorts:
         for k, delta in [(k, run.local(k, x) - x) for k in S]:
@@ -250,13 +250,13 @@ PAPERS: dict[str, Callable[..., Iterator[Array]]] = {
     "ca2fl": ca2fl,
     "fedasync": fedasync,
     "fedpvr": scaffold,  # the model is one linear layer, and all linear layers are corrected
-    "ditto": fedavg,  # personal models are trained beside, and do not touch the global one
-    "fedbn": fedavg,  # there is no BatchNorm to keep
-    "fedavg+ft": fedavg,  # clients go on only after the last round
+    "ditto": fedavg,  # personal models are trained separately and do not affect the global one
+    "fedbn": fedavg,  # the model has no BatchNorm
+    "fedavg+ft": fedavg,  # clients are fine-tuned only after the last round
 }
 
 
 def paper(case: Case, cohorts: list[list[int]] | None = None) -> Trace:
-    """What the paper says comes of ``case``, with these cohorts or its own."""
+    """Return the paper's result for ``case``, with these cohorts or its own."""
     chosen = case.cohorts if cohorts is None else cohorts
     return Trace(list(PAPERS[case.method](Run(case, chosen), **case.options)), chosen)

@@ -1,8 +1,8 @@
-"""A convex problem on which the papers' algorithms are deterministic, and how a library is asked to run one of them.
+"""Convex problem on which the papers' algorithms are deterministic, and the interface to run them in a library.
 
-Softmax regression without a penalty: client ``k`` minimizes the mean cross-entropy of its samples. Labels are skewed and
-noisy, inputs are shifted from client to client, batches are full and every model starts at zero. So nothing is left to
-chance, the optimum is finite, and Newton's method finds it.
+The problem is softmax regression without regularization: client ``k`` minimizes the mean cross-entropy of its samples.
+Labels are skewed and noisy, inputs are shifted between clients, batches are full, and every model starts at zero. So
+there is no randomness, the optimum is finite, and Newton's method finds it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLASSES, FEATURES, CLIENTS = 4, 5, 8
 
 @dataclass(frozen=True)
 class Problem:
-    """What the clients hold: inputs ``x[k]`` of shape ``[n_k, features]``, the last of them 1, and labels ``y[k]``."""
+    """Clients' data: inputs ``x[k]`` of shape ``[n_k, features]``, whose last feature is 1, and labels ``y[k]``."""
 
     x: tuple[Array, ...]
     y: tuple[NDArray[np.int64], ...]
@@ -31,29 +31,29 @@ class Problem:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each client."""
+        """Number of samples of each client."""
         return tuple(len(y) for y in self.y)
 
     def shares(self, weights: str) -> Array:
-        """What each client counts in the objective, in sum 1: the same for all (``uniform``), or by ``samples``."""
+        """Return the weight of each client in the objective, with sum 1: equal (``uniform``), or by ``samples``."""
         counts = np.ones(self.clients) if weights == "uniform" else np.array(self.sizes, float)
         return counts / counts.sum()
 
     def start(self) -> Array:
-        """The model before the first round, ``[classes, features]``."""
+        """Model before the first round, ``[classes, features]``."""
         return np.zeros((CLASSES, self.x[0].shape[1]))
 
     def gradient(self, k: int, w: Array) -> Array:
-        """Gradient of client ``k``'s mean cross-entropy."""
+        """Return the gradient of client ``k``'s mean cross-entropy."""
         error = softmax(self.x[k] @ w.T)
         error[np.arange(len(error)), self.y[k]] -= 1
         return error.T @ self.x[k] / len(error)
 
     def optimum(self, weights: str = "uniform") -> Array:
-        """The minimum of the weighted objective, by Newton's method.
+        """Return the minimum of the weighted objective, by Newton's method.
 
-        Adding one row to all rows of a model changes nothing, so the Hessian is singular. The least-squares step stays
-        where the rows add up to zero, and so do all the algorithms, which start there.
+        Adding one row to all rows of a model changes nothing, so the Hessian is singular. The least-squares step keeps
+        the sum of rows at zero, as do all the algorithms, which start there.
         """
         w = self.start()
         for _ in range(50):
@@ -68,15 +68,15 @@ class Problem:
 
 
 def softmax(logits: Array) -> Array:
-    """Probabilities of the classes, row by row."""
+    """Return the class probabilities, row by row."""
     e = np.exp(logits - logits.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
 
 
 def problem(sizes: tuple[int, ...] = (40,) * CLIENTS, seed: int = 0) -> Problem:
-    """Clients of these sizes: each has inputs of its own mean and mostly two classes; three labels in ten are noise.
+    """Create clients of these sizes, each with its own input mean and mostly two classes; 30 % of the labels are noise.
 
-    Inputs are rounded to float32, so that a library that stores them so computes with the same numbers.
+    Inputs are rounded to float32, so that libraries that store float32 compute with the same numbers.
     """
     draws = np.random.default_rng(seed)
     truth = draws.normal(size=(CLASSES, FEATURES))
@@ -92,13 +92,13 @@ def problem(sizes: tuple[int, ...] = (40,) * CLIENTS, seed: int = 0) -> Problem:
 
 
 def equal_clients() -> Problem:
-    """Every client holds the same samples."""
+    """Create clients that all have the same samples."""
     one = problem()
     return Problem((one.x[0],) * CLIENTS, (one.y[0],) * CLIENTS)
 
 
 def repeated_points(copies: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)) -> Problem:
-    """Every client holds one sample, so many times: in batches of one it takes so many steps, all alike."""
+    """Create clients with copies of one sample: with batches of one, a client takes one equal step per copy."""
     one = problem()
     xs = (np.repeat(x[:1], n, axis=0) for x, n in zip(one.x, copies, strict=True))
     return Problem(tuple(xs), tuple(np.repeat(y[:1], n) for y, n in zip(one.y, copies, strict=True)))
@@ -106,14 +106,14 @@ def repeated_points(copies: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)) -> Probl
 
 @dataclass(frozen=True)
 class Case:
-    """One run that a library is asked for.
+    """Run that a library is asked to perform.
 
     Attributes:
-        method: A name that ``conformance.papers`` knows.
-        options: What the paper leaves to be chosen.
+        method: Name of a method in ``conformance.papers``.
+        options: Options that the paper leaves open.
         rounds: Number of rounds.
-        steps: Local steps of every client, on full batches; None: as many as it has samples, one sample each.
-        weights: How the server averages, ``uniform`` or by ``samples``.
+        steps: Local steps of every client, on full batches; None for one step per sample, on that sample.
+        weights: Weighting of the server's average, ``uniform`` or by ``samples``.
         participation: Share of the clients in each round.
     """
 
@@ -128,7 +128,7 @@ class Case:
 
     @property
     def cohorts(self) -> list[list[int]]:
-        """Who takes part in each round."""
+        """Return the clients that take part in each round."""
         draws = np.random.default_rng(1)
         clients = self.make().clients
         size = round(self.participation * clients)
@@ -137,7 +137,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trace:
-    """What came of a case: the model after each round, and who took part."""
+    """Result of a case: the model after each round, and the clients that took part."""
 
     models: list[Array]
     cohorts: list[list[int]]

@@ -1,4 +1,4 @@
-"""One library, in the interpreter that has it: ``python -m conformance.worker NAME OUT [CHECKOUT]``."""
+"""Run one library in its own interpreter: ``python -m conformance.worker NAME OUT [CHECKOUT]``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conformance.causes import CAUSES
 
 
 def main(name: str, out: str, checkout: str | None = None) -> None:
-    """Run every case that the library has a method for, and write what was measured."""
+    """Run every case whose method the library has, and write the measurements."""
     library = importlib.import_module(f"conformance.adapters.{name}")
     if checkout is not None:
         library.use(Path(checkout))

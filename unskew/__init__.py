@@ -100,9 +100,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when first used: ``import unskew`` itself stays light."""
+    """Import a public name on first use, which keeps ``import unskew`` fast."""
     if name not in _PLACES:
-        hint = f"; it is called unskew.{_FORMER[name]}" if name in _FORMER else ""
+        hint = f"; use unskew.{_FORMER[name]}" if name in _FORMER else ""
         raise AttributeError(f"module 'unskew' has no attribute {name!r}{hint}")
     value = getattr(importlib.import_module(_PLACES[name]), name)
     globals()[name] = value
@@ -110,5 +110,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return [*__all__, "__version__"]

@@ -1,9 +1,9 @@
-"""``python -m unskew`` is the command ``unskew``."""
+"""Entry point of ``python -m unskew``, equivalent to the command ``unskew``."""
 
 import os
 import sys
 
-# Python puts the folder one works in first; a file there that is called like a module of Python's own would be taken for it.
+# Python puts the working directory first; a file there with the name of a standard module would shadow that module.
 sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
 
 from unskew.cli.app import main  # noqa: E402

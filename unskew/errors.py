@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each message is a sentence: what is wrong, where, and what to do."""
+"""Exceptions for users. Each message states the problem, where it occurred, and how to solve it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 
 class UnskewError(Exception):
-    """Base of every error that unskew raises on purpose."""
+    """Base class of all errors that unskew raises deliberately."""
 
 
 class ConfigError(UnskewError):
-    """An option, a name or a configuration file is wrong."""
+    """An option, a name or a configuration file is invalid."""
 
 
 class DataError(UnskewError):
-    """The data cannot be used as given."""
+    """The data cannot be used."""
 
 
 class MethodConflictError(ConfigError):
@@ -24,7 +24,7 @@ class MethodConflictError(ConfigError):
 
 
 class CheckpointError(UnskewError):
-    """A checkpoint is missing, damaged or belongs to another run."""
+    """A checkpoint is missing, corrupted or belongs to another run."""
 
 
 class EngineError(UnskewError):
@@ -32,18 +32,18 @@ class EngineError(UnskewError):
 
 
 LONGEST_LIST = 40
-"""Largest number of names listed in a message."""
+"""Maximum number of names listed in a message."""
 
 
 def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "", meant: str | None = None) -> str:
-    """Write a sentence for an unknown name, with the nearest existing ones.
+    """Write an error message for an unknown name, with the closest known names.
 
     Args:
-        kind: What a name is called, such as ``option``.
+        kind: Kind of name, such as ``option``.
         name: The unknown name.
         existing: The known names.
-        owner: What has these names, such as a method.
-        meant: The name that another library's ``name`` stands for, if it is known.
+        owner: Owner of the names, such as a method; empty for none.
+        meant: Known name that corresponds to ``name`` in another library, if any.
 
     >>> unknown_name("method", "fedavgg", ["fedavg", "fedprox"])
     "There is no method 'fedavgg'. Did you mean 'fedavg'? Known: fedavg, fedprox."
@@ -60,7 +60,7 @@ def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "",
 
 
 def short_repr(value: object, write: Callable[[object], str] = repr) -> str:
-    """A value as a sentence shows it, whatever it is: Python does not write integers of more than 4300 digits.
+    """Return a value as text for a message, even if it has no text: Python does not convert integers above 4300 digits.
 
     Args:
         value: Any value.
@@ -94,7 +94,7 @@ def list_items(values: Any, wrong: UnskewError) -> list[Any]:
 
 
 def plain_message(message: str) -> str:
-    """A validation library's message as part of a sentence.
+    """Rewrite a message of a validation library as part of a sentence.
 
     >>> plain_message("Input should be greater than 0")
     'it must be greater than 0'

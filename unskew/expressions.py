@@ -16,9 +16,9 @@ class Expression:
     """A name with values and options.
 
     Attributes:
-        name: What stands before the first colon or comma.
-        values: Pieces without an equals sign, in order.
-        options: Texts of the other parts, by key.
+        name: Text before the first colon or comma.
+        values: Parts without an equals sign, in order.
+        options: Values of the other parts, by key.
     """
 
     name: str
@@ -26,12 +26,12 @@ class Expression:
     options: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the expression as it is written."""
+        """Return the expression as text."""
         parts = [*self.values, *(f"{key}={value}" for key, value in self.options.items())]
         return f"{self.name}:{','.join(parts)}" if parts else self.name
 
     def numbers(self) -> tuple[float, ...]:
-        """Return the values as numbers; one that is not a finite number makes the result empty."""
+        """Return the values as numbers, or an empty tuple if one of them is not a finite number."""
         try:
             numbers = tuple(float(value) for value in self.values)
         except ValueError:
@@ -39,34 +39,34 @@ class Expression:
         return numbers if all(map(math.isfinite, numbers)) else ()
 
     def with_flags(self, flags: Collection[str]) -> dict[str, str]:
-        """Return the options, where a value that names a flag means ``flag=true``.
+        """Return the options; a value that names a flag means ``flag=true``.
 
         Args:
-            flags: Options that are true where they stand without a value.
+            flags: Options that can be set to true without a value.
 
         Raises:
-            ConfigError: A value is not a flag, or is given twice.
+            ConfigError: If a value is not a flag, or an option is set twice.
         """
         options = dict(self.options)
         for value in self.values:
             if value not in flags:
                 raise ConfigError(f"{value!r} in {str(self)!r} is not an option; write option=value.")
             if value in options:
-                raise ConfigError(f"{str(self)!r} gives {value} twice.")
+                raise ConfigError(f"{str(self)!r} sets {value} twice.")
             options[value] = "true"
         return options
 
 
 def parse_expression(text: str, opener: str = ":", separator: str = ",") -> Expression:
-    """Read an expression.
+    """Parse an expression.
 
     Args:
         text: The expression.
-        opener: Ends the name.
-        separator: Ends each value and each option; it also ends a name without values.
+        opener: Separator between the name and its values and options.
+        separator: Separator between values and options; it also ends a name without values.
 
     Raises:
-        ConfigError: An option has no key, or a key is given twice.
+        ConfigError: If an option has no key, or a key occurs twice.
 
     >>> parse_expression("dirichlet:0.1, min=half")
     Expression(name='dirichlet', values=('0.1',), options={'min': 'half'})
@@ -84,16 +84,16 @@ def parse_expression(text: str, opener: str = ":", separator: str = ",") -> Expr
         if not key:
             raise ConfigError(f"{part!r} in {text!r} is not an option; write option=value.")
         if key in options:
-            raise ConfigError(f"{text!r} gives {key} twice.")
+            raise ConfigError(f"{text!r} sets {key} twice.")
         options[key] = value
     return Expression(text[:end].strip(), tuple(values), options)
 
 
 def parse_seed_list(text: str) -> list[int]:
-    """Return the seeds that a text lists.
+    """Parse a list of seeds.
 
     Raises:
-        ConfigError: The text is not a list of seeds, has one twice, or absurdly many.
+        ConfigError: If the text is not a list of seeds, a seed occurs twice, or there are more than ``MOST_SEEDS``.
 
     >>> parse_seed_list("0..2,7")
     [0, 1, 2, 7]

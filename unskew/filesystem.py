@@ -1,6 +1,6 @@
-"""Writing to disk so that nothing is ever half there or outside its folder, and reading what is certain to end.
+"""Safe file access: atomic and synced writes, folder locks, and reading of regular files only.
 
-Run folders may come from others. Nothing is written through a link, and temporary files have names that nobody can foresee.
+Run folders may come from others. Therefore nothing is written through a link, and temporary files have unpredictable names.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 from unskew.errors import CheckpointError, ConfigError, short_repr
 
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-"""Links are not followed; Windows has no such flag."""
+"""Flags to not follow links; Windows has no ``O_NOFOLLOW``."""
 
 
 def disk_error(path: Path, error: OSError) -> CheckpointError:
-    """The sentence for a write that failed.
+    """Return the error for a failed write.
 
     Args:
         path: File that was written.
@@ -38,7 +38,7 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
             "free some space, then resume or repeat the run."
         )
     if error.errno == errno.ELOOP:
-        return CheckpointError(f"{path} is a symbolic link, and unskew writes through none. Remove it.")
+        return CheckpointError(f"{path} is a symbolic link, and unskew does not write through links. Remove it.")
     return CheckpointError(f"{path} could not be written: {error.strerror or error}.")
 
 
@@ -55,23 +55,23 @@ def create_file(path: Path) -> BinaryIO:
     """Open a new file for writing.
 
     Raises:
-        FileExistsError: If something is there, be it a link to nowhere.
+        FileExistsError: If the path exists, even as a broken link.
     """
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW, 0o666), "wb")
 
 
 def open_to_append(path: Path) -> int:
-    """Open a file for appending, not following a link; gives its handle.
+    """Open a file for appending without following links, and return its descriptor.
 
     Raises:
-        CheckpointError: If it is a link, or cannot be opened.
+        CheckpointError: If the file is a link, or cannot be opened.
     """
     with disk_errors(path):
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW, 0o644)
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append a text to a file.
+    """Append text to a file.
 
     Args:
         path: File to extend or create.
@@ -85,30 +85,30 @@ def append_text(path: Path, text: str) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a regular file: a pipe or a device may never end.
+    """Read a regular file; reading a pipe or device might never end.
 
     Raises:
-        OSError: If it cannot be read, or is not a regular file.
+        OSError: If the file cannot be read, or is not a regular file.
     """
     check_regular(path)
     return path.read_bytes()
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that may be damaged.
+    """Read a JSON file that may be corrupted.
 
     Raises:
-        OSError: If it cannot be read, or is not a regular file.
-        ValueError: See ``parse_json``.
+        OSError: If the file cannot be read, or is not a regular file.
+        ValueError: If the content is not valid; see ``parse_json``.
     """
     return parse_json(read_file(path))
 
 
 def parse_json(data: bytes) -> Any:
-    """Read JSON that may be damaged.
+    """Parse JSON that may be corrupted.
 
     Raises:
-        ValueError: If it is not JSON, is nested too deeply, or holds a number that nothing can work with.
+        ValueError: If the data are not JSON, are nested too deeply, or contain a number that is too large.
     """
     try:
         return json.loads(data, parse_int=_whole, parse_float=_real)
@@ -129,14 +129,14 @@ def _real(text: str) -> float:
 
 
 def check_run(folder: Path, resume: bool = False) -> None:
-    """Reject a folder without a run, before PyTorch is loaded.
+    """Validate that a folder contains a run, before PyTorch is loaded.
 
     Args:
         folder: The folder.
         resume: Whether a run is to be resumed there.
 
     Raises:
-        CheckpointError: If it has no ``config.yaml``.
+        CheckpointError: If the folder has no ``config.yaml``.
     """
     if not (folder / "config.yaml").is_file():
         what = f"There is no run to resume in {folder}" if resume else f"{folder} is not a run folder"
@@ -144,10 +144,10 @@ def check_run(folder: Path, resume: bool = False) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Reject what is not a regular file, such as a folder, a pipe or a device.
+    """Validate that a path is a regular file, and not a folder, pipe or device.
 
     Raises:
-        OSError: The path is not a regular file, or does not exist.
+        OSError: If the path is not a regular file, or does not exist.
     """
     mode = path.stat().st_mode
     if stat.S_ISDIR(mode):
@@ -157,10 +157,10 @@ def check_regular(path: Path) -> None:
 
 
 def check_plain(folder: Path) -> None:
-    """Reject a folder with links, pipes or devices in it: what is written there could land elsewhere.
+    """Validate that a folder contains only files and folders: writing to a link could change files elsewhere.
 
     Raises:
-        ConfigError: There is a link at any depth.
+        ConfigError: If there is a link, pipe or device at any depth.
     """
     for directory, folders, names in os.walk(folder):
         for path in (Path(directory, name) for name in (*folders, *names)):
@@ -170,20 +170,20 @@ def check_plain(folder: Path) -> None:
                 continue
             if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                 raise ConfigError(
-                    f"{path} is a link, a pipe or a device, and unskew works only in folders of plain files. Remove it, or "
+                    f"{path} is a link, pipe or device, but unskew works only in folders of regular files. Remove it, or "
                     "replace it with a copy."
                 )
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and wait until it is on the disk.
+    """Write a new file and wait until it is on disk.
 
     Args:
         path: File to create.
         data: Content of the file.
 
     Raises:
-        FileExistsError: If something is there.
+        FileExistsError: If the path exists.
     """
     with create_file(path) as file:
         file.write(data)
@@ -192,7 +192,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file, or the entries of a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -201,19 +201,19 @@ def sync_path(path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Make up a name that nobody can foresee, in the folder of ``path``."""
+    """Return an unpredictable temporary path in the folder of ``path``."""
     return path.with_name(f".{secrets.token_hex(8)}.new")
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, also after a power cut; a link there is replaced.
+    """Write a file atomically, even if power fails; a link at the path is replaced.
 
     Args:
         path: File to write or replace.
         data: Content of the file.
 
     Raises:
-        CheckpointError: The disk is full or the folder cannot be written.
+        CheckpointError: If the disk is full or the file cannot be written.
     """
     fresh = temporary_path(path)
     with disk_errors(path):
@@ -233,10 +233,10 @@ def _left_over(path: Path) -> bool:
 
 
 def is_occupied(folder: Path) -> bool:
-    """Return whether a folder has contents, not counting unfinished files of a killed process.
+    """Return whether a folder has contents, ignoring unfinished files of a killed process.
 
     Raises:
-        ConfigError: The path is a file, or cannot be read.
+        ConfigError: If the path is a file, or cannot be read.
     """
     try:
         return folder.exists() and not all(map(_left_over, folder.iterdir()))
@@ -247,23 +247,23 @@ def is_occupied(folder: Path) -> bool:
 
 
 def parse_path(path: str | Path) -> Path:
-    """A file or a folder by its name.
+    """Convert the name of a file or folder to a path.
 
     Raises:
-        ConfigError: The name is empty, which a path would take for the folder one works in, or it is not a name.
+        ConfigError: If the name is empty (a ``Path`` would be the working directory), a URL, or not a valid name.
     """
     if not isinstance(path, str | Path):
-        raise ConfigError(f"A file or a folder is named by text or a Path, not by {short_repr(path)}.")
+        raise ConfigError(f"The name of a file or folder must be a string or Path, got {short_repr(path)}.")
     if "\0" in str(path):
-        raise ConfigError(f"{str(path)!r} names no file or folder: it holds the character 0.")
+        raise ConfigError(f"{str(path)!r} is not a valid name of a file or folder: it contains a null character.")
     try:
         os.fsencode(path)
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{str(path)!r} names no file or folder: it is not valid Unicode.") from error
+        raise ConfigError(f"{str(path)!r} is not a valid name of a file or folder: it is not valid Unicode.") from error
     if re.match("[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
-        raise ConfigError(f"{path} is an address; unskew reads and writes local files, so give a path on this machine.")
+        raise ConfigError(f"{path} is a URL, but unskew reads and writes only local files. Use a path on this machine.")
     if isinstance(path, str) and not path.strip():
-        raise ConfigError(f"{path!r} names no file or folder; give a name, or leave the option out.")
+        raise ConfigError(f"{path!r} is not a name of a file or folder; enter a name, or omit the option.")
     return Path(path)
 
 
@@ -273,7 +273,7 @@ def user_cache() -> Path:
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Make a folder with its parents; gives those that were not there, innermost first."""
+    """Create a folder and its parents, and return the created ones, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -281,7 +281,7 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 def unmake_folder(folder: Path, added: list[Path]) -> None:
-    """Undo ``make_folder``: empty the folder, and remove the folders it ``added`` that are empty then.
+    """Undo ``make_folder``: empty the folder, and remove created folders that are empty.
 
     Args:
         folder: Folder to empty.
@@ -296,23 +296,21 @@ def unmake_folder(folder: Path, added: list[Path]) -> None:
 
 
 _ours: set[Path] = set()
-"""Folders that a thread of this process works in: the system's locks are between processes only."""
+"""Folders locked by threads of this process, because the system's locks work only between processes."""
 
 
 @contextmanager
 def file_lock(path: Path, seconds: float) -> Iterator[None]:
-    """Context manager that holds the lock file ``path`` exclusively.
+    """Context manager that locks the file ``path`` exclusively and removes it at the end.
 
-    It waits for the lock and removes the file at the end.
-
-    The lock ends with the process, however that ends.
+    The lock ends with the process, even if it is killed.
 
     Args:
         path: Lock file.
-        seconds: How long to wait for the lock.
+        seconds: Seconds to wait for the lock.
 
     Raises:
-        ConfigError: Another one has it for more than ``seconds``.
+        ConfigError: If the lock is not available in time.
     """
     try:
         import fcntl
@@ -326,7 +324,7 @@ def file_lock(path: Path, seconds: float) -> Iterator[None]:
         try:
             # flock, not lockf: threads of one process wait for each other, too.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it before may have removed this file, and a third one made another.
+            # The previous owner may have removed this file, and another process created a new one.
             if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
                 break
         except OSError as error:
@@ -334,7 +332,7 @@ def file_lock(path: Path, seconds: float) -> Iterator[None]:
                 break  # no such locks here
         os.close(handle)
         if time.monotonic() > end:
-            raise ConfigError(f"Another process has had {path} for {seconds:g} seconds; wait for it, or stop it first.")
+            raise ConfigError(f"Another process has locked {path} for {seconds:g} s; wait for it, or stop it first.")
         time.sleep(0.05)
     try:
         yield
@@ -348,11 +346,11 @@ def folder_lock(folder: Path) -> Iterator[None]:
     """Context manager that locks an existing folder. The lock ends with the process, even if it is killed.
 
     Raises:
-        ConfigError: Another process, or another thread of this one, is working there, or a link or the like lies in it.
+        ConfigError: If another process or thread is using the folder, or it contains a link, pipe or device.
     """
     resolved = folder.resolve()
     busy = ConfigError(
-        f"Another process is working in {folder}, or another thread of this one; wait for it, or stop it first."
+        f"Another process, or another thread of this one, is working in {folder}; wait for it, or stop it first."
     )
     if resolved in _ours:
         raise busy
@@ -373,7 +371,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, busy: ConfigError) -> int | None:
-    """The locked file's handle; None on a system without such locks (Windows)."""
+    """Lock a file and return its descriptor; None on a system without such locks (Windows)."""
     try:
         import fcntl
     except ImportError:
@@ -382,9 +380,9 @@ def _lock(path: Path, busy: ConfigError) -> int | None:
         with disk_errors(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | NOFOLLOW, 0o644)
         try:
-            # lockf, not flock: a worker process that outlives this one for a moment must not keep the lock.
+            # lockf, not flock: a worker process that briefly outlives this one must not keep the lock.
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have removed the file before we had it: then others would lock another one.
+            # The previous owner may have removed the file; then another process would lock a different one.
             if os.path.exists(path) and os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
             os.close(handle)
@@ -402,31 +400,31 @@ def output_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -
     A new folder is removed if the block fails before anything worth keeping exists.
 
     Args:
-        folder: It is made if it is not there.
-        resume: Whether something may be in it.
-        kept: Whether something is in it that must stay, asked if it fails.
+        folder: Output folder, created if it is missing; None does nothing.
+        resume: Whether the folder may have contents.
+        kept: Returns whether the folder has contents worth keeping; called if the block fails.
 
     Raises:
-        ConfigError: Something is in it, or somebody else works there.
+        ConfigError: If the folder has contents and ``resume`` is false, or another process is using it.
     """
     if folder is None:
         yield
         return
     there = ConfigError(
-        f"The folder {folder} is already there; choose another with --out, or go on: unskew resume, or compare --resume."
+        f"The folder {folder} already exists; choose another with --out, or continue with unskew resume or compare --resume."
     )
     if is_occupied(folder) and not resume:
         raise there
     added = make_folder(folder)
     with folder_lock(folder):
-        # Looked at again: whoever had the lock before may have finished just now.
+        # Check again: another process may have finished between the first check and the lock.
         fresh = not is_occupied(folder)
         if not fresh and not resume:
             raise there
         try:
             yield
         except BaseException:
-            # Without the lock file, the folder was moved or removed, and another one may be in its place.
+            # Without the lock file, the folder was moved or removed, and the path may be another folder now.
             if fresh and not kept() and (folder / ".lock").exists():
                 unmake_folder(folder, added)
             raise

@@ -1,7 +1,7 @@
-"""Objects named by an import path, and objects built from checked options.
+"""Import of objects by import path, and construction of objects from validated options.
 
-Methods, generators, models and studies are named in a configuration. Their options are the fields of a dataclass, whose types
-say which values are allowed.
+Methods, generators, models and studies are named in a configuration. Their options are the fields of a dataclass, whose type
+annotations define the allowed values.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 LARGEST = 3.4e38
-"""Largest number of an option; float32 holds no larger one."""
+"""Largest magnitude of a numeric option; float32 cannot represent larger numbers."""
 
 Built = TypeVar("Built")
 
 
 def import_from_path(path: str, what: str) -> Any:
-    """The object at ``package.module:name``; the folder one works in is where its module is looked for last.
+    """Import the object at ``package.module:name``; the working directory is searched last.
 
     Args:
-        path: The module, and a name in it that may have dots.
-        what: What the path stands for, as an error says it: ``the model 'package.module:name'``.
+        path: The module, and a name in it that may contain dots.
+        what: Description of the path for error messages: ``the model 'package.module:name'``.
 
     Raises:
-        ConfigError: If there is none, or if a file that is not trusted names it.
+        ConfigError: If the object does not exist, or an untrusted file names it.
     """
     module_name, _, attribute = path.partition(":")
     if not all(module_name.split(".")) or not attribute or {"/", "\\"} & set(path):
         raise ConfigError(
-            f"{what[0].upper()}{what[1:]} is not an import path; write names with dots between, such as "
-            "my_package.my_module, and not the path of a file."
+            f"{what[0].upper()}{what[1:]} is not an import path. Use dotted names such as my_package.my_module, not the "
+            "path of a file."
         )
     check_trusted(path, what)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    # The module may be the user's, and importing it may fail in any way.
+    # The module may be custom code, and importing it may raise any error.
     except Exception as error:
         raise ConfigError(
             f"The module {module_name!r} of {what} cannot be imported "
-            f"({type(error).__name__}: {error}). Check its spelling, and that its folder is on PYTHONPATH."
+            f"({type(error).__name__}: {error}). Check the name, and that its folder is on PYTHONPATH."
         ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
-        raise ConfigError(f"The module {module_name!r} has no {attribute!r}, named by {what}.") from error
+        raise ConfigError(f"The module {module_name!r} has no {attribute!r}, which {what} refers to.") from error
 
 
 def import_own(path: str) -> Any:
-    """Import ``package.module:name`` from one of unskew's own catalogues; nothing from outside may be passed here."""
+    """Import ``package.module:name`` from unskew's own registries; never pass text from elsewhere."""
     module_name, _, name = path.partition(":")
     return getattr(importlib.import_module(module_name), name)
 
@@ -76,10 +76,10 @@ def import_callable(path: str, what: str) -> Callable[..., Any]:
 
     Args:
         path: ``package.module:name``.
-        what: What the path stands for, for the error.
+        what: Description of the path for error messages.
 
     Raises:
-        ConfigError: The object does not exist, or cannot be called.
+        ConfigError: If the object does not exist, or is not callable.
     """
     target = import_from_path(path, what)
     if not callable(target):
@@ -88,7 +88,7 @@ def import_callable(path: str, what: str) -> Callable[..., Any]:
 
 
 def option_defaults(cls: type) -> dict[str, object]:
-    """Names and defaults of the options of a class; none, if it is not a dataclass."""
+    """Return names and defaults of the options of a class; an empty dictionary if it is not a dataclass."""
     if not dataclasses.is_dataclass(cls):
         return {}
     return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
@@ -102,24 +102,24 @@ def _readers(cls: type[Any]) -> dict[str, pydantic.TypeAdapter[Any]]:
 
 
 def _reader(hint: Any, default: object) -> pydantic.TypeAdapter[Any]:
-    """Numbers are finite, unless the type says ``Field(allow_inf_nan=True)`` or the default is none either."""
+    """Create a parser. Numbers must be finite, unless the type allows ``allow_inf_nan`` or the default is not finite."""
     if isinstance(default, float) and not math.isfinite(default):
         return pydantic.TypeAdapter(hint)
     try:
         return pydantic.TypeAdapter(hint, config=pydantic.ConfigDict(allow_inf_nan=False))
-    except pydantic.PydanticUserError:  # a class with a configuration of its own
+    except pydantic.PydanticUserError:  # a class with its own configuration
         return pydantic.TypeAdapter(hint)
 
 
 def check_finite(rule: object, owner: str) -> None:
-    """Refuse numbers that are not finite in an instance that was made in Python.
+    """Validate that the options of an instance created in Python are finite.
 
     Args:
         rule: Instance of a rule.
-        owner: Name of the rule, for the error.
+        owner: Name of the rule, for error messages.
 
     Raises:
-        ConfigError: A number is not finite, and its type does not allow that.
+        ConfigError: If a number is not finite and its type does not allow this.
     """
     for key in option_defaults(type(rule)):
         value = getattr(rule, key)
@@ -128,18 +128,18 @@ def check_finite(rule: object, owner: str) -> None:
 
 
 def all_finite(values: dict[str, Any]) -> dict[str, Any]:
-    """The values, if every number in them is finite and every name text, however deep: a file would hold others otherwise.
+    """Validate that nested values contain only finite numbers and string keys, as files cannot store others.
 
     Raises:
-        ValueError: A number is not finite, or a key is not text.
+        ValueError: If a number is not finite, or a key is not a string.
     """
     entries = [(str(key), value) for key, value in values.items()]
     while entries:
         name, value = entries.pop()
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name}: {value} is not a number to build with")
+            raise ValueError(f"{name}: {value} is not a finite number")
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-            raise ValueError(f"{name}: names must be text, and in a file in quotes where they would be something else")
+            raise ValueError(f"{name}: keys must be strings; quote keys in a file that would be read as another type")
         if isinstance(value, dict | list | tuple):
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             entries += [(f"{name}.{key}", entry) for key, entry in inner]
@@ -149,17 +149,17 @@ def all_finite(values: dict[str, Any]) -> dict[str, Any]:
 def build_from_options(
     cls: type[Built], options: Mapping[str, object], owner: str, prefix: str, kind: str = "option"
 ) -> Built:
-    """An instance of a dataclass with checked options.
+    """Build an instance of a dataclass from validated options.
 
     Args:
-        cls: The class.
-        options: Values by name; text is read as the field's type.
-        owner: Whose options they are, as an error says it.
-        prefix: What stands before an option where it was written, such as ``fedprox:``.
-        kind: What an option is called.
+        cls: The dataclass.
+        options: Values by name; text is parsed as the field's type.
+        owner: Owner of the options in error messages.
+        prefix: Text before an option in messages, such as ``fedprox:``.
+        kind: Word for an option in messages.
 
     Raises:
-        ConfigError: An option is unknown, of the wrong type, or out of range.
+        ConfigError: If an option is unknown, has the wrong type, or is out of range.
     """
     names, readers = option_defaults(cls), _readers(cast(Any, cls))
     checked: dict[str, object] = {}
@@ -173,7 +173,7 @@ def build_from_options(
             raise ConfigError(f"{prefix}{key}={short_repr(value, str)} is not valid: {reason}.") from error
         if isinstance(number, float) and LARGEST < abs(number) < math.inf:
             raise ConfigError(
-                f"{prefix}{key}={short_repr(value, str)} is not valid: at most {LARGEST:g} can be computed with."
+                f"{prefix}{key}={short_repr(value, str)} is not valid: its magnitude must be at most {LARGEST:g}."
             )
     with on_behalf_of(*options.values()):
         return cls(**checked)

@@ -1,11 +1,11 @@
-"""Plugins of installed packages, found by entry points: methods, models, data sources, partitions and engines, by name.
+"""Plugins of installed packages, found by entry points: methods, models, data sources, partitions and engines.
 
-A package says in its ``pyproject.toml``::
+A package declares a plugin in its ``pyproject.toml``::
 
     [project.entry-points."unskew.methods"]
     humble = "my_package.rules:Humble"
 
-Nothing is looked up unless a name is not known here, or names are listed: to look costs time at every start.
+Installed packages are searched only for unknown names and for lists of names, because a search takes time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ GROUPS = (METHODS, MODELS, DATA, PARTITIONS, ENGINES)
 
 @dataclass(frozen=True)
 class Plugin:
-    """One thing that a package offers.
+    """A plugin of an installed package.
 
     Attributes:
         group: One of ``GROUPS``.
-        name: How it is written.
-        package: The package's name and version.
+        name: Name of the plugin, lowercase.
+        package: Name and version of the package.
         entry: The entry point.
     """
 
@@ -46,41 +46,41 @@ class Plugin:
     entry: importlib.metadata.EntryPoint
 
     def load(self) -> Any:
-        """The object itself.
+        """Import the object of the plugin.
 
         Raises:
-            ConfigError: The package cannot be imported, or has no such object.
+            ConfigError: If the package cannot be imported, or has no such object.
         """
         try:
             return self.entry.load()
-        except Exception as error:  # a package of somebody else's may fail in any way
+        except Exception as error:  # importing another package may raise any error
             raise ConfigError(
-                f"The package {self.package} offers {self.name!r} ({self.group}), but it cannot be loaded "
+                f"The package {self.package} provides {self.name!r} ({self.group}), but it cannot be loaded "
                 f"({type(error).__name__}: {error}). Repair or remove the package."
             ) from error
 
     def load_callable(self) -> Callable[..., Any]:
-        """The object, which is a function or a class.
+        """Import the function or class of the plugin.
 
         Raises:
-            ConfigError: The plugin cannot be loaded, or is not callable.
+            ConfigError: If the plugin cannot be loaded, or is not callable.
         """
         target: Callable[..., Any] = self.load()
         if callable(target):
             return target
         raise ConfigError(
-            f"The package {self.package} offers {self.name!r} ({self.group}), which is not a function and no class."
+            f"The package {self.package} provides {self.name!r} ({self.group}), which is not a function or class."
         )
 
 
 def list_plugins(group: str) -> dict[str, Plugin]:
-    """Return the plugins of installed packages by lowercase name; the first of a name wins."""
+    """Return the plugins of installed packages by lowercase name; the first one with a name is used."""
     return _plugins(group, tuple(sys.path), os.getcwd())
 
 
 @functools.lru_cache(maxsize=8)
 def _plugins(group: str, path: tuple[str, ...], here: str) -> dict[str, Plugin]:
-    """Search ``path``. A package in the working directory counts as not installed, unless it is unskew itself."""
+    """Search ``path`` for plugins. A package in the working directory is ignored, unless it is unskew itself."""
     found_plugins: dict[str, Plugin] = {}
     for entry in importlib.metadata.entry_points(group=group):
         dist = entry.dist
@@ -96,16 +96,16 @@ def _plugins(group: str, path: tuple[str, ...], here: str) -> dict[str, Plugin]:
 
 
 def find_plugin(group: str, kind: str, name: str, existing: Iterable[str]) -> Plugin:
-    """The plug-in of this name.
+    """Return the plugin with a name.
 
     Args:
         group: One of ``GROUPS``.
-        kind: What it is called in an error.
-        name: As it was written.
-        existing: Names that unskew itself knows, for the error.
+        kind: Kind of the plugin in error messages, such as ``method``.
+        name: Name of the plugin; case does not matter.
+        existing: Names that unskew itself provides, for the error message.
 
     Raises:
-        ConfigError: No installed package offers the name.
+        ConfigError: If no installed package provides the name.
     """
     others = list_plugins(group)
     if name.lower() in others:

@@ -1,4 +1,4 @@
-"""Progress of long operations: the operation reports it, and a command that displays it subscribes."""
+"""Progress of long operations: an operation reports it to the command that displays it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Follow = Callable[[str, float, float], None]
-"""Told what is done, how much of it is done, and how much there is."""
+"""Receives the name of an operation, the finished amount and the total amount."""
 PATIENCE = 2.0
-"""Seconds after which a reader wants to know."""
+"""Seconds after which progress is displayed."""
 _follow: ContextVar[Follow | None] = ContextVar("follow", default=None)
 
 
 @contextmanager
 def report_progress_to(follow: Follow, after: float = PATIENCE) -> Iterator[None]:
-    """Context manager that forwards progress of operations longer than ``after`` seconds to ``follow``.
+    """Context manager that forwards progress to ``follow``, once the block has run for ``after`` seconds.
 
     Args:
-        follow: Receives text, finished amount and total.
+        follow: Receives the name of the operation, the finished amount and the total amount.
         after: Seconds before the first report.
 
     >>> with report_progress_to(print, after=0):
@@ -41,7 +41,7 @@ def report_progress_to(follow: Follow, after: float = PATIENCE) -> Iterator[None
 
 
 def report_progress(text: str, done: float, total: float) -> None:
-    """Say how much is done, if anybody listens.
+    """Report progress to the current receiver, if there is one.
 
     Args:
         text: Name of the operation.

@@ -1,6 +1,6 @@
-"""Provenance of text: an import path that comes from an untrusted file is rejected before anything is imported.
+"""Provenance of text: an import path from an untrusted file is rejected before anything is imported.
 
-The mark is on the text itself. What the command line or Python puts in its place has no mark.
+The text itself has a mark. Text from the command line or from Python that replaces it has none.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ TRUST = "add --trust-code (in Python trust_code=True)"
 
 
 class UntrustedText(str):
-    """Text from a file that is not trusted; it equals the same text without this mark.
+    """Text from an untrusted file; it equals the same text without this mark.
 
-    Most operations on text return it without the mark; use ``with_provenance`` to keep it.
+    Most string operations return text without the mark; use ``with_provenance`` to keep it.
 
     Attributes:
         source: The file.
-        remedy: How to trust it, as an error message says it.
+        remedy: How to trust the file, for error messages.
     """
 
     source: str
@@ -37,16 +37,16 @@ class UntrustedText(str):
         return marked
 
     def __getnewargs__(self) -> tuple[str, str, str]:  # type: ignore[override]
-        """Keep the mark in copies and in other processes."""
+        """Preserve the mark in copies and in other processes."""
         return str(self), self.source, self.remedy
 
 
 def with_provenance(text: str, origin: object) -> str:
-    """Give a text that was made from ``origin`` the mark of ``origin``, if it has one.
+    """Return a text derived from ``origin``, with the mark of ``origin`` if it has one.
 
     Args:
         text: The new text.
-        origin: Value from which the text was made.
+        origin: Value that the text is derived from.
     """
     return UntrustedText(text, origin.source, origin.remedy) if isinstance(origin, UntrustedText) else text
 
@@ -56,14 +56,14 @@ def _keep(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 Named = Annotated[str, WrapValidator(_keep)]
-"""A text field that may name code; validation keeps its mark."""
+"""Text field that may name code; validation preserves its mark."""
 
 _speaker: ContextVar[UntrustedText | None] = ContextVar("speaker", default=None)
 
 
 @contextmanager
 def on_behalf_of(*values: object) -> Iterator[None]:
-    """Reject import paths in the block if one of ``values``, however deep, comes from an untrusted file."""
+    """Context manager that rejects import paths if one of ``values``, at any depth, comes from an untrusted file."""
     mark = next(filter(None, map(_mark_in, values)), None)
     token = _speaker.set(mark if mark is not None else _speaker.get())
     try:
@@ -80,18 +80,15 @@ def _mark_in(value: object) -> UntrustedText | None:
 
 
 def check_trusted(path: str, owner: str) -> None:
-    """Reject an import path that comes from an untrusted file.
+    """Validate that an import path does not come from an untrusted file.
 
     Args:
         path: The import path.
-        owner: What it stands for, as an error message says it: ``the model 'package.module:name'``.
+        owner: Description of the path for error messages: ``the model 'package.module:name'``.
 
     Raises:
-        ConfigError: If the path, or what ``on_behalf_of`` was given, has the mark of an untrusted file.
+        ConfigError: If the path, or a value of ``on_behalf_of``, comes from an untrusted file.
     """
     mark = path if isinstance(path, UntrustedText) else _speaker.get()
     if mark is not None:
-        raise ConfigError(
-            f"{mark.source} names code to import, {owner}, and unskew imports what a file names only if you trust the file: "
-            f"{mark.remedy}."
-        )
+        raise ConfigError(f"{mark.source} names code to import, {owner}. To import it, trust the file: {mark.remedy}.")

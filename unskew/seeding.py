@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, never on what was drawn before.
+"""Random numbers that depend only on their purpose, not on earlier draws.
 
-Every draw comes from a seed derived from ``(seed, purpose, round, client)``. So engines agree, a resumed run equals
-an uninterrupted one, and the order of execution does not matter.
+Each seed is derived from ``(seed, purpose, round, client)``. So all engines draw the same numbers, a resumed run equals an
+uninterrupted one, and the order of execution does not matter.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _MIX2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def derive(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
-    """A 63-bit seed for one purpose in one round at one client.
+    """Return a 63-bit seed for one purpose in one round at one client.
 
     Args:
-        seed: Seed of the run.
-        purpose: Name of what the numbers are used for.
+        seed: Random seed of the run.
+        purpose: Name of the purpose of the numbers.
         round: Number of the round.
         client: Number of the client.
 
@@ -37,11 +37,11 @@ def derive(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
 
 
 def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
-    """A CPU generator seeded by ``derive``.
+    """Return a CPU generator with the seed from ``derive``.
 
     Args:
-        seed: Seed of the run.
-        purpose: Name of what the numbers are used for.
+        seed: Random seed of the run.
+        purpose: Name of the purpose of the numbers.
         round: Number of the round.
         client: Number of the client.
     """
@@ -49,11 +49,11 @@ def generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch
 
 
 def numpy_generator(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
-    """A NumPy generator seeded by ``derive``.
+    """Return a NumPy generator with the seed from ``derive``.
 
     Args:
-        seed: Seed of the run.
-        purpose: Name of what the numbers are used for.
+        seed: Random seed of the run.
+        purpose: Name of the purpose of the numbers.
         round: Number of the round.
         client: Number of the client.
     """
@@ -61,33 +61,33 @@ def numpy_generator(seed: int, purpose: str, round: int = 0, client: int = 0) ->
 
 
 def _mix(z: Tensor) -> Tensor:
-    """The finaliser of SplitMix64; shifts are made logical by masking, because int64 shifts keep the sign."""
+    """Apply the finalizer of SplitMix64; right shifts are masked, because int64 shifts extend the sign."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
 def _wrapped(number: int) -> int:
-    """An integer as 64-bit arithmetic leaves it."""
+    """Wrap an integer to signed 64 bits."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def fold(key: Tensor, number: int | Tensor) -> Tensor:
-    """A new key from a key and a number (a step, a layer).
+    """Derive a new key from a key and a number, such as a step or layer.
 
     Args:
         key: Random key, int64.
         number: Number to fold into the key.
     """
-    if isinstance(number, int):  # in Python: to make a tensor of it on a GPU would wait for that
+    if isinstance(number, int):  # in Python, because creating a tensor on a GPU would synchronize
         return _mix(key + _wrapped((number + 1) * _GOLDEN))
     return _mix(key + (number + 1) * _GOLDEN)
 
 
 def uniform(key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Uniform float32 numbers in [0, 1) of ``shape``, a pure function of the 64-bit integer tensor ``key``.
+    """Return uniform float32 numbers in [0, 1), a pure function of the int64 tensor ``key``.
 
-    Unlike a generator it can be mapped over clients and gives the same numbers on every device.
+    Unlike a generator, it can be mapped over clients and returns the same numbers on every device.
 
     Args:
         key: Random key, int64.
@@ -99,7 +99,7 @@ def uniform(key: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def normal(key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal float64 numbers of ``shape``, a pure function of ``key`` (Box and Muller's transform).
+    """Return standard normal float64 numbers, a pure function of ``key`` (Box-Muller transform).
 
     Args:
         key: Random key, int64.

@@ -1,1 +1,1 @@
-"""One module a library. Each has ``REQUIREMENTS``, ``METHODS`` and ``run``; docs/conformance.md says what they are."""
+"""One module per library, with ``REQUIREMENTS``, ``METHODS`` and ``run``, see docs/conformance.md."""

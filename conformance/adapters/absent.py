@@ -1,4 +1,4 @@
-"""Stand-ins for packages that a library imports for what the suite does not use."""
+"""Placeholders for packages that a library imports but the suite does not use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 
 def stand_in(*names: str) -> None:
-    """Let ``import`` find something under these names, if the package is not here or does not load."""
+    """Make ``import`` succeed for these names if the package is missing or cannot be loaded."""
     try:
         for name in names:
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""FedJAX, through its federated algorithms, in float64."""
+"""Adapter of FedJAX: its federated algorithms, in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 jax.config.update("jax_enable_x64", True)
-jax.tree_map = jax.tree_util.tree_map  # the last FedJAX calls it so; JAX took it away later
+jax.tree_map = jax.tree_util.tree_map  # the last FedJAX uses this name, which JAX removed later
 
 import fedjax  # noqa: E402
 from fedjax.algorithms import fed_avg, fed_prox, mime  # noqa: E402
@@ -26,7 +26,7 @@ def _losses(w: jax.Array, batch: dict[str, jax.Array], rng: object = None) -> ja
 
 
 def run(case: Case) -> Trace:
-    """Clients are handed to the algorithm round by round."""
+    """Pass the clients to the algorithm round by round."""
     one = case.make()
     client = fedjax.optimizers.sgd(case.lr)
     server = fedjax.optimizers.sgd(1.0, momentum=case.options.get("beta", 0.0) or None)
@@ -48,5 +48,5 @@ def run(case: Case) -> Trace:
 
 
 def version() -> str:
-    """Of the library."""
+    """Return the version of the library."""
     return version_of("fedjax")

@@ -1,4 +1,4 @@
-"""FedLab, through its handlers and serial trainers."""
+"""Adapter of FedLab: its handlers and serial trainers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ REQUIREMENTS = ("pynvml", "munch", "tqdm", "pandas")
 ALONE = ("fedlab==1.3.0",)
 METHODS = ("fedavg", "fedprox", "scaffold", "feddyn")
 
-stand_in("torchvision", "torchvision.datasets", "torchvision.transforms")  # for data sets of images alone
+stand_in("torchvision", "torchvision.datasets", "torchvision.transforms")  # used only for image data sets
 
 import fedlab  # noqa: E402
 from fedlab.contrib.algorithm import basic_client, basic_server, feddyn, fedprox, scaffold  # noqa: E402
 
 
 class _Data:
-    """What a trainer asks for a client's samples."""
+    """Data set interface that a trainer expects."""
 
     def __init__(self, case: Case):
         one = case.make()
@@ -38,7 +38,7 @@ PARTS = {
 
 
 def run(case: Case) -> Trace:
-    """As the library's own pipeline does it, with our cohorts."""
+    """Run the steps of the library's own pipeline, with our cohorts."""
     one = case.make()
     model = torch.nn.Linear(one.x[0].shape[1], one.start().shape[0], bias=False).double()
     torch.nn.init.zeros_(model.weight)
@@ -62,5 +62,5 @@ def run(case: Case) -> Trace:
 
 
 def version() -> str:
-    """Of the library."""
+    """Return the version of the library."""
     return fedlab.__version__

@@ -1,4 +1,4 @@
-"""FL-bench, from a checkout: its servers and clients, without its loading of data and its evaluation."""
+"""Adapter of FL-bench, from a checkout: its servers and clients, without its data loading and evaluation."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def use(checkout: Path) -> None:
 
 
 class _Samples(TensorDataset):
-    """All samples, with the two switches that the library's data sets have."""
+    """All samples, with the two modes that the library's data sets have."""
 
     def train(self) -> None:
-        """Nothing is augmented."""
+        """Do nothing, because there is no augmentation."""
 
     def eval(self) -> None:
-        """Nothing is augmented."""
+        """Do nothing, because there is no augmentation."""
 
 
 def _begin(server: object, args: Of) -> None:
-    """In the place of the base server's ``__init__``, which reads files: the fields that a round needs."""
+    """Set the fields that a round needs, instead of the base server's ``__init__``, which reads files."""
     server.args, server.model, server.device = args, args.net, torch.device("cpu")
     server.client_num = args.clients
     server.train_clients = list(range(args.clients))
@@ -62,7 +62,7 @@ def _begin(server: object, args: Of) -> None:
 
 
 def run(case: Case) -> Trace:
-    """Each round: packages to the clients, their training, the server's aggregation."""
+    """Run each round: packages to the clients, their training, the server's aggregation."""
     one = case.make()
     importlib.import_module("src.server.fedavg").FedAvgServer.__init__ = _begin
     net = torch.nn.Linear(one.x[0].shape[1], one.start().shape[0], bias=False).double()
@@ -95,6 +95,6 @@ def run(case: Case) -> Trace:
 
 
 def version() -> str:
-    """The commit of the checkout."""
+    """Return the commit of the checkout."""
     done = subprocess.run(["git", "-C", _where[-1], "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "commit not known"

@@ -1,6 +1,6 @@
-"""Flower's strategies at the server; local steps are NumPy's, as the library leaves training to its user.
+"""Adapter of Flower: its server strategies, with local steps in NumPy because Flower leaves training to its user.
 
-What it says about the loss of FedProx's clients, in the docstring of its strategy, is followed word for word.
+The loss of FedProx's clients is exactly the one in the docstring of Flower's strategy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STRATEGIES = {
 
 
 def _with_term(locally: Run, k: int, x: Array, mu: float) -> Array:
-    """A client's model after steps on the loss that the docstring of ``FedProx`` gives, by autograd."""
+    """Return a client's model after steps by autograd on the loss in the docstring of ``FedProx``."""
     inputs, labels = torch.from_numpy(locally.problem.x[k]), torch.from_numpy(locally.problem.y[k])
     w, w_global = torch.from_numpy(np.array(x)).requires_grad_(), torch.from_numpy(np.array(x))
     for _ in range(locally.steps(k)):
@@ -44,7 +44,7 @@ def _with_term(locally: Run, k: int, x: Array, mu: float) -> Array:
 
 
 def run(case: Case) -> Trace:
-    """Each round's models are given to the strategy as fit results."""
+    """Pass each round's models to the strategy as fit results."""
     locally = Run(case, case.cohorts)
     x, models = locally.start, []
     strategy = STRATEGIES[case.method](ndarrays_to_parameters([x]), **case.options)
@@ -62,5 +62,5 @@ def run(case: Case) -> Trace:
 
 
 def version() -> str:
-    """Of the library."""
+    """Return the version of the library."""
     return version_of("flwr")

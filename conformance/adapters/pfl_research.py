@@ -1,4 +1,4 @@
-"""pfl-research, through its algorithms and its simulated backend."""
+"""Adapter of pfl-research: its algorithms and its simulated backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METHODS = ("fedavg", "fedprox", "scaffold", "scaffold-1")
 
 
 class _Softmax(torch.nn.Linear):
-    """A model as the library wants it."""
+    """Model with the interface that the library expects."""
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(self(x), y)
@@ -35,7 +35,7 @@ class _Softmax(torch.nn.Linear):
 
 
 class _Onlooker(TrainingProcessCallback):
-    """Notes the model after each round."""
+    """Callback that records the model after each round."""
 
     def __init__(self) -> None:
         self.models = []
@@ -46,7 +46,7 @@ class _Onlooker(TrainingProcessCallback):
 
 
 def run(case: Case) -> Trace:
-    """One run of the library's own loop, in which the sampler follows our cohorts."""
+    """Run the library's own loop, with a sampler that returns our cohorts."""
     one = case.make()
     module = _Softmax(one.x[0].shape[1], one.start().shape[0], bias=False).double()
     torch.nn.init.zeros_(module.weight)
@@ -79,5 +79,5 @@ def run(case: Case) -> Trace:
 
 
 def version() -> str:
-    """Of the library."""
+    """Return the version of the library."""
     return version_of("pfl")

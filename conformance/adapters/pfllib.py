@@ -1,4 +1,4 @@
-"""PFLlib, from a checkout: its servers and clients, without the evaluation between rounds."""
+"""Adapter of PFLlib, from a checkout: its servers and clients, without the evaluation between rounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _where: list[Path] = []
 
 
 def use(checkout: Path) -> None:
-    """Make the checkout importable; its code reads data from beside the working directory."""
+    """Make the checkout importable; its code reads data relative to the working directory."""
     _where.append(checkout)
     sys.path.insert(0, str(checkout / "system"))
     folder = Path(tempfile.mkdtemp())
@@ -37,7 +37,7 @@ def use(checkout: Path) -> None:
 
 
 def run(case: Case) -> Trace:
-    """What ``train`` of a server does in a round, with our cohorts; the library stores inputs as float32."""
+    """Run the steps of a server's ``train`` in each round, with our cohorts; the library stores inputs as float32."""
     one = case.make()
     for kind in ("train", "test"):
         folder = Path("../dataset/softmax") / kind
@@ -74,6 +74,6 @@ def run(case: Case) -> Trace:
 
 
 def version() -> str:
-    """The commit of the checkout."""
+    """Return the commit of the checkout."""
     done = subprocess.run(["git", "-C", _where[-1], "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip() or "commit not known"

@@ -1,4 +1,4 @@
-"""unskew, through ``unskew.run`` and a client rule that only looks on."""
+"""Adapter of unskew: ``unskew.run`` with a client rule that only observes."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ METHODS = tuple(SPELLINGS)
 
 @dataclass(frozen=True)
 class Onlooker(unskew.ClientRule):
-    """Notes the model that each round begins with, and changes nothing."""
+    """Records the initial model of each round without changing anything."""
 
     name, summary, paper = "onlooker", "looks on", "-"
     seen: dict[int, Array] = field(default_factory=dict)
 
     def begin(self, ctx: unskew.Context) -> dict[str, torch.Tensor]:
-        """Called at each client of a round, before its first step."""
+        """Record the model of a client before its first step."""
         self.seen.setdefault(ctx.round, ctx.v_global.numpy().copy())
         return {}
 
 
 def run(case: Case) -> Trace:
-    """The case on the engine that trains one client after another."""
+    """Run the case on the engine that trains one client after another."""
     problem = case.make()
     pairs = list(zip(problem.x, problem.y, strict=True))
     fed = unskew.Federation.from_arrays(pairs, test=pairs[0], classes=CLASSES, holdout=0)
@@ -81,5 +81,5 @@ def run(case: Case) -> Trace:
 
 
 def version() -> str:
-    """Of the library."""
+    """Return the version of the library."""
     return unskew.__version__

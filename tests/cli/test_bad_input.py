@@ -61,8 +61,8 @@ OPTIONS = [
     ("--method .x", "The method '.x' is not an import path"),
     ("--model ..:x", "The model '..:x' is not an import path"),
     ("--model torch.nn:Module", "'torch.nn:Module' is not a model"),
-    ("--loss evil", "loss='evil' is not valid: losses are auto, mse"),
-    ("--tokenizer bytes", "say how texts are read, but digits holds none"),
+    ("--loss evil", "loss='evil' is not valid: it must be auto, mse"),
+    ("--tokenizer bytes", "require texts, but digits contains none"),
     ("--model torch:zeros", "'torch:zeros' is not a model: it must be a torch.nn.Module"),
     ("--delay fixed:1e99", "The delay 'fixed:1e99' is longer than any run"),
     ("--out=", "'' names no file or folder"),
@@ -86,9 +86,9 @@ OPTIONS = [
     ("--data cifar11", "no data set 'cifar11'. Did you mean 'cifar1"),
     ("--data=", "no data set ''"),
     ("--data table:nowhere.csv", "no file or folder"),
-    ("--data digits --data-path .", "takes no path"),
+    ("--data digits --data-path .", "is built in. Remove path"),
     ("--partition dirichlett:0.1", "no partition 'dirichlett'. Did you mean 'dirichlet'"),
-    ("--partition dirichlet", "needs a value"),
+    ("--partition dirichlet", "requires a value"),
     ("--partition dirichlet:abc", "must be a number"),
     ("--partition dirichlet:0", "must be a positive number"),
     ("--partition dirichlet:-1", "must be a positive number"),
@@ -106,7 +106,7 @@ OPTIONS = [
     ("--device cuda:99", "device 'cuda:99' is not available here"),
     # methods that would do nothing in so few rounds
     ("--method fedcog", "fedcog would never act: with start_round=50 it does so after 50 rounds, and the run has 1"),
-    ("--method scaffold+fedcog-authors:start_round=1", "the run more rounds than that"),
+    ("--method scaffold+fedcog-authors:start_round=1", "or more rounds"),
     ("--method dense:start_round=1", "dense would never act"),
     ("--method fedals:auto --set momentum=0.9", "fedals:auto would never act: with longest=50"),
     # numbers
@@ -124,13 +124,13 @@ OPTIONS = [
     ("--participation nan", "participation=nan"),
     ("--local-steps 0", "local_steps=0"),
     ("--local-steps 99999999999", "local_steps=99999999999"),
-    ("--local-epochs 2", "both given"),
+    ("--local-epochs 2", "cannot be combined"),
     ("--batch-size 0", "batch_size=0"),
     ("--batch-size -64", "batch_size=-64"),
     ("--lr 0", "lr=0"),
     ("--lr -0.1", "lr=-0.1"),
     ("--lr nan", "lr=nan"),
-    ("--set ray.address=127.0.0.1", "not an address of a cluster"),
+    ("--set ray.address=127.0.0.1", "is not a cluster address"),
     ("--engine ray --set ray.address=127.0.0.1:1", "no Ray cluster at '127.0.0.1:1'"),
     ("--set model_options={hidden:[8,.inf]}", "hidden.1: inf is not a number"),
     ("--lr inf", "lr=inf"),
@@ -183,8 +183,8 @@ OPTIONS = [
     ("--set clip_grad_norm=.inf", "clip_grad_norm=inf"),
     ("--set precision=fp8", "precision='fp8'"),
     ("--set optimizer=lion", "optimizer='lion'"),
-    ("--set nesterov=true", "nesterov needs momentum"),
-    ("--set optimizer=adam --momentum 0.9", "momentum belongs to sgd"),
+    ("--set nesterov=true", "nesterov requires momentum"),
+    ("--set optimizer=adam --momentum 0.9", "momentum requires optimizer=sgd"),
     ("--set buffers=keep", "buffers='keep'"),
     ("--set client_weighting=equal", "client_weighting='equal'"),
     ("--set workers=0", "workers=0"),
@@ -196,7 +196,7 @@ OPTIONS = [
     ("--model mlp --set model_options.hidden=[0]", "hidden"),
     ("--model mlp --set model_options.hidden=wide", "hidden"),
     ("--model mlp --set model_options.hidden=[1000000000000]", "cannot be built"),
-    ("--set clients=null", "needs the number of clients"),
+    ("--set clients=null", "requires the number of clients"),
     # shapes
     (
         "--model torch.nn:Linear --set model_options.in_features=64 --set model_options.out_features=10",
@@ -233,7 +233,7 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --data digit", "Did you mean 'digits'"),
         ("compare fedavg --set data=5", "data=5"),
         ("compare fedavg --set seed=7", "--set seed has no effect on a comparison"),
-        ("compare fedavg --set method=moon", "--seeds 0..4 takes the seeds 0 to 4"),
+        ("compare fedavg --set method=moon", "set the seeds with --seeds 0..4"),
         ("compare fedavg --out=", "'' names no file or folder"),
         ("partition digits --out=", "'' names no file or folder"),
         ("diagnose --out=", "'' names no file or folder"),
@@ -242,7 +242,7 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --device meta", "device='meta'"),
         ("compare fedavg --config nowhere.yaml", "nowhere.yaml cannot be read"),
         ("compare fedavg fedavgm+fedadam", "both fill the slot"),
-        ("compare fedavg fedcog:start_round=50 --rounds 20", "Give it a smaller start_round"),
+        ("compare fedavg fedcog:start_round=50 --rounds 20", "Use a smaller start_round"),
         ("resume", "Missing argument"),
         ("resume nowhere", "no run to resume"),
         ("partition digit", "Did you mean 'digits'"),
@@ -252,10 +252,10 @@ def test_run_refuses(capsys, options, words):
         ("partition digits --seed -1", "seed=-1"),
         ("partition digits --out who.xyz", "no known ending"),
         ("partition digits --out who", "no known ending"),
-        ("partition digits --label y", "takes no path, label"),
+        ("partition digits --label y", "Remove path, label"),
         ("runn", "No such command"),
         ("run nowhere.yaml", "nowhere.yaml cannot be read"),
-        ("run digits", "For data of that name take --data digits"),
+        ("run digits", "For data with this name, use --data digits"),
         ("run .", "cannot be read"),
     ],
 )
@@ -271,14 +271,14 @@ def test_other_commands_refuse(capsys, args, words):
         ("network: {drop: {x: 1}}", "network.drop="),
         ("rounds: [1", "my.yaml is not a valid YAML file"),
         ("a: b: c", "my.yaml is not a valid YAML file"),
-        ("- rounds", "must hold a mapping"),
-        ("rounds", "must hold a mapping"),
+        ("- rounds", "must contain a mapping"),
+        ("rounds", "must contain a mapping"),
         ("5: 3", "no option '5'"),
         ("rounds: many", "rounds='many'"),
-        ("rounds: 1\nlr: 0.1\nrounds: 2", "line 3: the key 'rounds' is there twice; keep one of the two"),
-        ("network: {drop: 0.1, drop: 0.2}", "the key 'drop' is there twice"),
+        ("rounds: 1\nlr: 0.1\nrounds: 2", "line 3: the key 'rounds' occurs twice; remove one of them"),
+        ("network: {drop: 0.1, drop: 0.2}", "the key 'drop' occurs twice"),
         ("clients: yes", "clients=True"),
-        ("local_steps: 1\nlocal_epochs: 1", "both given"),
+        ("local_steps: 1\nlocal_epochs: 1", "cannot be combined"),
         ("label: 2020-13-45", "my.yaml is not a valid YAML file"),
         ("data: !!python/object/apply:os.system ['true']", "my.yaml is not a valid YAML file"),
         ("model_options: 5", "model_options=5"),
@@ -289,8 +289,8 @@ def test_other_commands_refuse(capsys, args, words):
         ("network:\n  <<: {drop: 0.1}", "line 2: the merge key << is not supported"),
         ("drop_last: !!bool maybe", "the tag !!bool is not supported"),
         ("data: digits\nlabel: !!timestamp x", "line 2: the tag !!timestamp is not supported"),
-        ("rounds: 12:30:45", "12:30:45 would be a number to base 60"),
-        ("clip: 1:30.5", "would be a number to base 60"),
+        ("rounds: 12:30:45", "reads 12:30:45 as a base-60 number"),
+        ("clip: 1:30.5", "as a base-60 number"),
         ("\x00", "my.yaml is not a valid YAML file"),
     ],
 )
@@ -304,7 +304,7 @@ def test_configuration_file_is_refused(capsys, text, words):
 def test_near_misses_are_answered_with_what_was_meant(capsys):
     Path("patients.csv").write_text("a,b\n1,2\n")
     said = refused(capsys, "run", "--data", "patients.cvs", files=["patients.csv"])
-    assert said == "unskew: There is no file or folder patients.cvs. Did you mean patients.csv?"
+    assert said == "unskew: There is no file or folder at patients.cvs. Did you mean patients.csv?"
     said = refused(capsys, "run", "--method", "fedprox mu=0.1", files=["patients.csv"])
     assert "'fedprox mu=0.1' is not a method; write fedprox:mu=0.1." in said
     Path("my.yaml").write_text("rounds: 3\nnum_clients: 4\n")
@@ -374,14 +374,14 @@ def with_value(value):
 @pytest.mark.parametrize(
     ("clients", "words"),
     [
-        ([(X, Y), (with_value(np.nan), Y)], "client 1 hold NaN or infinite"),
-        ([(X, Y), (with_value(np.inf), Y)], "client 1 hold NaN or infinite"),
+        ([(X, Y), (with_value(np.nan), Y)], "client 1 contain NaN or infinite"),
+        ([(X, Y), (with_value(np.inf), Y)], "client 1 contain NaN or infinite"),
         ([(X, Y), (X[:0], Y[:0])], "client 1 is empty"),
-        ([(X, Y), (X, Y + 1)], "client 1 hold 3; with 3 classes they must be 0 to 2"),
-        ([(X, Y), (X, Y - 1)], "client 1 hold -1"),
+        ([(X, Y), (X, Y + 1)], "client 1 contain 3, but with 3 classes they must be 0 to 2"),
+        ([(X, Y), (X, Y - 1)], "client 1 contain -1"),
         ([(X, Y), (X, Y + 0.5)], "client 1 are not integers"),
         ([(X, Y), (X, Y[:5])], "Client 1 has 6 inputs but 5 labels"),
-        ([(X, Y), (X[:, :3], Y)], "client 1 has inputs of shape (3,), client 0 of (4,)"),
+        ([(X, Y), (X[:, :3], Y)], "client 1 has inputs of shape (3,), but client 0 has shape (4,)"),
         ([(X, Y), (X.astype(str), Y)], "client 1 are not a numeric array"),
         ([(X, Y), (X,)], "Client 1 must be (x, y)"),
         ([], "at least one client"),
@@ -644,7 +644,7 @@ def test_what_a_newcomer_gets_wrong_in_python():
             lambda: unskew.run(lonely, model=normalized, engine="processes", rounds=1),
             r"Client 1 trains on a batch of one",
         ),
-        (lambda: unskew.run(integers, model="mlp", rounds=1), r"give floats if they are features"),
+        (lambda: unskew.run(integers, model="mlp", rounds=1), r"convert features to floats"),
     ]:
         with pytest.raises(unskew.UnskewError, match=message):
             wrong()
@@ -692,7 +692,7 @@ def test_options_of_a_method_may_be_python_values():
     for spec, options, words in (
         ("fedcog", {"n": -5}, "not valid"),
         ("fedcog", {"m": 5}, "fedcog has no option 'm'"),
-        ("fedcog+moon", {"n": 5}, "belong to one method"),
+        ("fedcog+moon", {"n": 5}, "need the name of one method"),
     ):
         with pytest.raises(ConfigError, match=words):
             unskew.method(spec, **options)

@@ -167,7 +167,7 @@ def test_local_epochs(capsys):
 def test_run_folder(capsys):
     outcome = call(capsys, "run", *QUICK, "--out", "a")
     assert outcome.code == 0
-    assert "Everything is in a" in outcome.out
+    assert "Results are in a" in outcome.out
     files = {str(path.relative_to("a")) for path in Path("a").rglob("*") if path.is_file()}
     assert {p for p in files if "/" not in p} == {
         "config.yaml", "engine.json", "inputs.json", "about.json", "metrics.jsonl", "summary.json", "clients.jsonl",
@@ -308,7 +308,7 @@ def test_partition(capsys):
 
 def test_partition_writes_no_picture_unless_it_is_named(capsys):
     outcome = call(capsys, "partition")
-    assert (outcome.code, "--out clients.png draws it" in outcome.out) == (0, True)
+    assert (outcome.code, "--out clients.png plots it" in outcome.out) == (0, True)
     assert not Path("clients.png").exists()
 
 
@@ -322,9 +322,9 @@ def test_many_clients_and_classes_are_shortened_with_a_hint_and_classes_without_
     assert "20 of 25 classes are shown" in shown.out
     assert "u9" not in shown.out
     assert "clients are shown" not in call(capsys, *table, "--clients-shown", 25).out
-    assert "of which no client" not in shown.err
+    assert "that no client has" not in shown.err
     few = call(capsys, *table, "--clients", 3)
-    assert "the test set has 22 classes of which no client has a sample: c" in few.err
+    assert "the test set has 22 classes that no client has: c" in few.err
 
 
 def test_the_partition_of_numbers_shows_their_means_and_the_variance_between_clients(capsys):
@@ -366,7 +366,7 @@ def test_numeric_labels_of_many_values_and_several_problems_of_a_table_are_repor
     Path("t.csv").write_text("\n".join(["id,grade,half,dose,weight,day", *rows]))
     args = ("partition", "table:t.csv", "--partition", "iid", "--clients", 2, "--exclude", "id,dose,weight")
     assert (
-        "'grade' has 20 different numbers, and each is a class; --task regression"
+        "'grade' has 20 different numbers, each a class; to predict the number, use --task regression"
         in call(capsys, *args, "--label", "grade").err
     )
     assert "use --task regression" in call(capsys, *args, "--label", "half").err
@@ -375,12 +375,12 @@ def test_numeric_labels_of_many_values_and_several_problems_of_a_table_are_repor
     for words in (
         "'id' looks like an identifier",
         "dose (48), weight (45)",
-        "'day' holds dates",
+        "'day' contains dates",
         "unskew init proposes",
     ):
         assert words in told
     Path("texts.csv").write_text("review,stars\ngood,a\nbad,b\n")
-    assert "for texts with text.columns" in call(capsys, "partition", "table:texts.csv", "--label", "stars").err
+    assert "for texts, set text.columns" in call(capsys, "partition", "table:texts.csv", "--label", "stars").err
 
 
 @pytest.mark.parametrize("holdout", [0, 0.3])
@@ -416,7 +416,7 @@ def test_the_columns_of_a_table_are_shown_once_and_never_in_json(capsys):
     assert [word in told for word in ("left out: excluded", "left out: not among the features")] == [True, True]
     options = (*table, "--data", "table:my.csv", "--set", "label=label", "--model", "logistic", "--rounds", 1)
     ran = call(capsys, "run", *options, "--engine", "inline", "--out", "a")
-    assert ran.out.count("what is done to it") == ran.out.count("left out: excluded") == 1, ran
+    assert ran.out.count("role") == ran.out.count("left out: excluded") == 1, ran
     assert ran.out.index("left out") < ran.out.index("test accuracy, last round")
     compared = call(capsys, "compare", "fedavg", *options, "--engine", "inline", "--seeds", 1, "--out", "c", "--json")
     assert (len(compared.json()["rows"]), "left out" in compared.out) == (1, False)
@@ -616,12 +616,12 @@ def test_a_configuration_is_named_by_a_flag_or_by_its_place(capsys):
         assert call(capsys, "partition", *args, "--json").json()["clients"] == 3
     assert call(capsys, "diagnose", "my.yaml", "--no-curvature", "--json").json()["clients"] == 3
     assert "Name one configuration file" in call(capsys, "run", "my.yaml", "--config", "my.yaml").err
-    assert "Name the data once" in call(capsys, "partition", "digits", "--data", "digits").err
+    assert "The data are set twice" in call(capsys, "partition", "digits", "--data", "digits").err
 
 
 def test_a_run_goes_on_by_a_flag(capsys):
     args = ("run", *QUICK, "--out", "a")
-    assert "give both" in call(capsys, *args[:-2], "--resume").err
+    assert "--resume requires --out" in call(capsys, *args[:-2], "--resume").err
     assert call(capsys, *args, "--rounds", 1).code == 0
     assert "is complete" in call(capsys, *args, "--rounds", 1, "--resume").err
     assert call(capsys, *args, "--rounds", 2, "--resume").code == 0

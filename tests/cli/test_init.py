@@ -51,7 +51,7 @@ def test_a_table_is_looked_at_and_the_file_runs(capsys):
     summary = runs(capsys)
     assert (summary["clients"], summary["partition"]) == (4, "natural:hospital")
     again = call(capsys, "init", "study.csv")
-    assert (again.code, "already there" in again.err) == (2, True)
+    assert (again.code, "already exists" in again.err) == (2, True)
     other = call(capsys, "init", "study.csv", "--label", "hospital", "--out", "other.yaml")
     assert other.code == 0, other.err
     assert yaml.safe_load(Path("other.yaml").read_text())["label"] == "hospital"
@@ -123,8 +123,8 @@ def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     assert outcome.code == 0, outcome.err
     values = yaml.safe_load(Path("experiment.yaml").read_text())
     assert values["exclude"] == ["age", "crp"]
-    assert "left out: age: numbers, but 'unknown' in row 7" in outcome.out
-    assert "left out: crp: numbers with decimal commas" in outcome.out
+    assert "excluded: age: numbers, but 'unknown' in row 7" in outcome.out
+    assert "excluded: crp: numbers with decimal commas" in outcome.out
     assert (values["class_weights"], values["metrics"]) == ("balanced", ["auroc", "auprc", "balanced_accuracy"])
     assert values["objective"] == "auprc"
     assert "the class yes has " in outcome.out
@@ -136,7 +136,7 @@ def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     foreign = call(capsys, "init", "west.csv", "--out", "x.yaml")
     assert (foreign.code, "west.csv: read as ,-separated, decimal point, latin-1" in foreign.err) == (0, True)
     table = call(capsys, "run", "study.csv")
-    assert (table.code, "take unskew init study.csv" in table.err) == (2, True)
+    assert (table.code, "use unskew init study.csv" in table.err) == (2, True)
     counts = ["id,dose,cost", *(f"{i % 5},{i},{3 * i}" for i in range(150))]
     Path("cost.csv").write_text("\n".join(counts) + "\n")
     number = call(capsys, "partition", "table:cost.csv", "--label", "cost", "--clients", "3", "--partition", "iid")
@@ -188,15 +188,15 @@ def test_suspicious_columns_are_reported_and_constants_excluded(capsys):
     assert outcome.code == 0, outcome.err
     values = yaml.safe_load(Path("experiment.yaml").read_text())
     assert (values["data"], values["partition"], values["exclude"]) == ("study.csv", "natural:subject", ["unit"])
-    assert "left out: unit: the same value in every row" in outcome.out
+    assert "excluded: unit: the same value in every row" in outcome.out
     assert "almost is nearly the label (correlation 0.9" in outcome.out
     assert "score is nearly" not in outcome.out
     assert (
-        "integers of few values: pain; those that are codes, not amounts, belong in categories: [pain]" in outcome.out
+        "integers with few values: pain; add the columns that contain codes, not amounts, to categories: [pain]" in outcome.out
     )
     Path("owners.csv").write_text("\n".join(",".join(map(str, row[1:])) for row in rows) + "\n")
     other = call(capsys, "init", "owners.csv", "--label", "total", "--out", "o.yaml")
-    assert "names the clients, write partition: natural:COLUMN: city" in other.out
+    assert "names the clients, set partition: natural:COLUMN to it: city" in other.out
 
 
 def test_a_table_of_texts_is_proposed_as_texts_and_runs(capsys):

@@ -123,8 +123,8 @@ def test_an_engine_of_a_package_gives_the_same_numbers(package, tmp_path):
     ("engine", "words"),
     [
         ("processses", "There is no engine 'processses'. Did you mean 'processes'"),
-        ("inline:threads=2", "'inline' takes no options in its name; remove them"),
-        ("ray:retries=2", "'ray' takes no options in its name; set them in the section ray"),
+        ("inline:threads=2", "'inline' takes no options in its name. Remove them"),
+        ("ray:retries=2", "'ray' takes no options in its name. Set them in the section ray"),
         ("counting:log", "is not an option; write option=value"),
     ],
 )
@@ -143,9 +143,9 @@ def test_a_broken_one_is_told_with_its_package_and_the_others_are_shown(package,
     assert "friend 1.2" in told[0]
     assert "'broken'" in told[0]
     assert "ModuleNotFoundError" in told[0]
-    assert "unskew's own" in told[1]
+    assert "is ignored" in told[1]
     shown = call(capsys, "methods").out
-    assert "Other packages' partitions: halves [friend 1.2]" in shown
+    assert "Partitions of other packages: halves [friend 1.2]" in shown
     assert "friend 1.2" in call(capsys, "models").out
     with pytest.raises(ConfigError, match=r"friend 1\.2 offers 'broken'.*cannot be loaded"):
         unskew.method("broken")
@@ -162,7 +162,7 @@ def test_a_package_in_the_folder_one_works_in_is_not_installed(package, monkeypa
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"data": "moons", "label": "y"}, "takes no options of tables"),
+        ({"data": "moons", "label": "y"}, "does not support table options"),
         ({"data": "moons", "partition": "halves:1,other=2"}, "halves cannot be called with.*other"),
         ({"data": "moons", "partition": "halves:1", "model": "tiny", "model_options": {"depth": 2}}, "friend 1.2"),
     ],

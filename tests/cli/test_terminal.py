@@ -93,10 +93,10 @@ def test_quiet_says_the_result_and_verbose_every_round(capsys):
     assert (quiet.code, quiet.err) == (0, "")
     assert "test accuracy, last round" in quiet.out
     assert "━" not in quiet.out
-    assert "Everything is in" not in quiet.out
+    assert "Results are in" not in quiet.out
     verbose = call(capsys, "--verbose", "run", *TINY, "--rounds", "2", "--out", "b")
     assert re.findall(r"round (\d), accuracy 0\.\d+, loss", verbose.out) == ["1", "2"]
-    assert "Everything is in" in verbose.out
+    assert "Results are in" in verbose.out
     plain = call(capsys, "run", *TINY, "--rounds", "2", "--out", "c")  # the one before left nothing behind
     assert "━" in plain.out
     assert "round 1, accuracy" not in plain.out
@@ -122,7 +122,7 @@ def test_the_shell_can_complete(capsys, monkeypatch):
     assert call(capsys).out.split() == ["diagnose"]
 
 
-@pytest.mark.parametrize(("stop", "words"), [(RunInterrupted, "the run is saved"), (KeyboardInterrupt, "Interrupted")])
+@pytest.mark.parametrize(("stop", "words"), [(RunInterrupted, "the run was saved"), (KeyboardInterrupt, "Interrupted")])
 def test_what_is_said_at_a_stop_is_true(capsys, tmp_path, stop, words):
     """Where no file was written there is nothing to go on with, though the folder may be there."""
     folder = tmp_path / "run" / "checkpoints"

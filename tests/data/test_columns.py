@@ -106,12 +106,12 @@ def test_features_are_taken_in_the_order_they_are_named_in(patients):
         ({"features": ["agee"]}, "features: There is no column 'agee'. Did you mean 'age'"),
         ({"exclude": ["patient"]}, "exclude: There is no column 'patient'. Did you mean 'patient_id'"),
         ({"features": ["age", "bmi"], "exclude": ["bmi"]}, "'bmi' is both in features and in exclude"),
-        ({"features": ["age", "age"]}, "names the column 'age' twice"),
-        ({"features": ["name"]}, r"'name' of features holds no numbers \(text\)"),
-        ({"features": ["dose"]}, r"'dose' of features holds no numbers \(decimal commas, see csv.decimal\)"),
+        ({"features": ["age", "age"]}, "contains the column 'age' twice"),
+        ({"features": ["name"]}, r"'name' in features is not numeric \(text\)"),
+        ({"features": ["dose"]}, r"'dose' in features is not numeric \(decimal commas, see csv.decimal\)"),
         ({"features": ["outcome"]}, "'outcome' is the label"),
         ({"features": 3}, "3 is not a list of names"),
-        ({"exclude": ["patient_id", "age", "bmi", "ward"]}, r"could be inputs: .*age \(left out: excluded\)"),
+        ({"exclude": ["patient_id", "age", "bmi", "ward"]}, r"no numeric input columns .*age \(left out: excluded\)"),
     ],
 )
 def test_choices_that_do_not_fit_are_refused(patients, options, words):
@@ -161,7 +161,7 @@ def test_row_numbers_that_pandas_stores_are_left_out(tmp_path):
 def test_only_tables_of_numbers_have_features(tmp_path):
     for name, options in (("digits", {}), ("sentences", {"tokenizer": "bytes"})):
         for field in ("features", "exclude"):
-            with pytest.raises(ConfigError, match="choose among the columns of a table"):
+            with pytest.raises(ConfigError, match="features and exclude require a table"):
                 load_federation(name, partition="iid", **options, **{field: "a"})
     assert load_federation("digits", partition="iid", clients=2).columns == {}
     image = pytest.importorskip("PIL.Image")
@@ -171,7 +171,7 @@ def test_only_tables_of_numbers_have_features(tmp_path):
     given = {"label": "outcome", "image": "photo", "clients": None}
     fed = load_federation(f"table:{tmp_path}/t.csv", partition="natural:who", **given)
     assert fed.columns == {"photo": "input", "who": "decides the partition", "outcome": "label"}
-    with pytest.raises(ConfigError, match="are the images of its column 'photo'"):
+    with pytest.raises(ConfigError, match="are the images in its column 'photo'"):
         load_federation(f"table:{tmp_path}/t.csv", partition="natural:who", exclude="who", **given)
 
 
@@ -192,7 +192,7 @@ def test_a_run_goes_on_with_the_same_features_only(patients, tmp_path):
     options = {"data": patients, "label": "outcome", "partition": "iid", "clients": 2, "model": "logistic"}
     unskew.run(**options, features="age,bmi", rounds=1, engine="inline", out=tmp_path / "run")
     with pytest.raises(
-        CheckpointError, match="features=\\['age', 'bmi'\\], but is resumed with features=\\['bmi', 'age'\\]"
+        CheckpointError, match="features=\\['age', 'bmi'\\], and cannot be resumed with features=\\['bmi', 'age'\\]"
     ):
         unskew.run(**options, features=["bmi", "age"], rounds=2, engine="inline", out=tmp_path / "run", resume=True)
 

@@ -56,8 +56,8 @@ def test_a_file_of_windows_is_read_with_its_dashes_and_signs(tmp_path):
     [
         (b"a,b;c\n1,2;3\n", "several separators: , and ;"),
         (b"a;b\n1,5;2.5\n", "decimal commas in 'a', but points in 'b'"),
-        (b"a;b\n1,234;2\n", "1,234 in 'a', whose comma may mark decimals or thousands"),
-        ("é,ü\nä,ö\nß,ñ\n".encode() + b"\xff,1\n", "has bytes that are not UTF-8"),
+        (b"a;b\n1,234;2\n", "1,234 in 'a', whose comma may be a decimal or a thousands mark"),
+        ("é,ü\nä,ö\nß,ñ\n".encode() + b"\xff,1\n", "contains bytes that are not UTF-8"),
         (b"a,b\n\x01\xff,2\n", "neither UTF-8 nor latin-1"),
     ],
 )

@@ -97,9 +97,9 @@ def test_the_original_file_is_read_without_its_pickles(tmp_path, monkeypatch):
     ("name", "options", "error", "words"),
     [
         ("dsprites:many", {}, ConfigError, "number of images"),
-        ("dsprites:5", {}, DataError, "not possible"),
-        ("dsprites:800000", {}, DataError, "not possible"),
-        ("dsprites", {"label": "x"}, ConfigError, "its label is the shape"),
+        ("dsprites:5", {}, DataError, "is not valid"),
+        ("dsprites:800000", {}, DataError, "is not valid"),
+        ("dsprites", {"label": "x"}, ConfigError, "label of dSprites is the shape"),
     ],
 )
 def test_mistakes_are_sentences(name, options, error, words):

@@ -51,7 +51,7 @@ def test_names_may_be_given_in_another_order_and_have_more_classes():
             "data frames have different columns: age, visits, smoker",
         ),
         (lambda x, y: (x.assign(age="old"), y), "column 'age' is not numeric"),
-        (lambda x, y: (x, np.zeros(len(x), int)), "Some labels are text and some are not"),
+        (lambda x, y: (x, np.zeros(len(x), int)), "Some labels are strings and some are not"),
     ],
 )
 def test_frames_and_labels_that_differ_are_sentences(change, words):

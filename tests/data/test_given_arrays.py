@@ -118,7 +118,7 @@ def test_files_are_read_only_where_a_client_is_drawn(tmp_path):
     assert fed.clients[2].x.eq(1).all()
     assert fed.to(torch.device("meta")).clients is fed.clients
     assert fed.sizes.tolist() == [7] * 4
-    with pytest.raises(DataError, match="inputs of client 1 hold NaN or infinite values"):
+    with pytest.raises(DataError, match="inputs of client 1 contain NaN or infinite values"):
         fed.clients[1].x  # noqa: B018
     shard = replace(fed, clients=[replace(fed.clients[2], id=k) for k in range(2)])
     assert unskew.run(federation=shard, **OPTIONS).summary["rounds"] == 1

@@ -313,7 +313,7 @@ def test_the_server_learns_from_what_clients_send():
 
 def test_what_trains_no_model_cannot_be_combined_with_what_acts_on_it():
     for other in ("fedprox", "fedals"):
-        with pytest.raises(MethodConflictError, match="train no model"):
+        with pytest.raises(MethodConflictError, match="do not train a model"):
             unskew.method(f"feddm+{other}")
     with pytest.raises(MethodConflictError, match="slot 'server'"):
         unskew.method("feddm+dense")
@@ -326,7 +326,7 @@ def test_what_trains_no_model_cannot_be_combined_with_what_acts_on_it():
 
 @pytest.mark.parametrize("name", ["dense", "feddm"])
 def test_single_updates_are_refused_under_secure_aggregation(name):
-    with pytest.raises(MethodConflictError, match=f"{name} reads the update of each single client"):
+    with pytest.raises(MethodConflictError, match=f"{name} reads the update of each individual client"):
         run(name, secure_aggregation="required")
 
 

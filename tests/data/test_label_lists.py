@@ -134,7 +134,7 @@ def test_names_of_the_hub_and_whole_numbers(tmp_path):
     assert source.class_names == ("9", "10", "100")  # as numbers, not as text
     wrong = {"value": [1.0], "labels": [[3]]}
     parquet.write_table(pa.table(wrong, schema=features.arrow_schema), tmp_path / "test.parquet")
-    with pytest.raises(DataError, match="the test rows holds a number that is none of 3 labels"):
+    with pytest.raises(DataError, match="the test rows contains a number outside its 3 labels"):
         load_source(f"{tmp_path}/train.parquet", label="labels")
 
 
@@ -171,18 +171,18 @@ def test_what_is_refused(tmp_path):
             load_source(f"{tmp_path}/train.parquet", label="y", **options)
 
     a = [1.0, 2.0]
-    fails({"a": a, "y": [["x"], None]}, "has 1 missing values; a row without labels needs an empty list")
+    fails({"a": a, "y": [["x"], None]}, "has 1 missing values. Use an empty list for a row without labels")
     fails({"a": a, "y": [["x"], ["x", None]]}, "has 1 missing values in its lists")
-    fails({"a": a, "y": [[0.5], [1.0]]}, "lists of double; labels are text or numbers")
+    fails({"a": a, "y": [[0.5], [1.0]]}, "lists of double, but labels must be strings or integers")
     fails({"a": a, "y": [[["x"]], []]}, "lists of list")
     fails({"a": a, "y": pa.array([[], []], pa.list_(pa.string()))}, "No row has a label in the label column 'y'")
-    fails({"a": a, "y": [["x"], []]}, "label_separator is for a column of text", ConfigError, label_separator=";")
-    fails({"a": a, "y": [{"b": 1}, {"b": 2}]}, "it must hold one class or a list of labels per row")
-    fails({"a": a, "y": [{"b": 1}, {"b": 2}]}, "a separator needs text", label_separator=";")
-    words = "holds lists in .*, the training rows but not in .*, the test rows"
+    fails({"a": a, "y": [["x"], []]}, "label_separator requires a string column", ConfigError, label_separator=";")
+    fails({"a": a, "y": [{"b": 1}, {"b": 2}]}, "It must contain one class or a list of labels per row")
+    fails({"a": a, "y": [{"b": 1}, {"b": 2}]}, "a separator requires strings", label_separator=";")
+    words = "has lists in .*, the training rows but not in .*, the test rows"
     fails({"a": a, "y": [["x"], []]}, words, test={"a": a, "y": ["x", "x"]})
     fails({"a": a, "y": [["x"], []], "i": ["no.png", "no.png"]}, "it has no bytes and no file .*no.png", image="i")
-    with pytest.raises(ConfigError, match="label_separator belongs to tables"):
+    with pytest.raises(ConfigError, match="label_separator requires a table"):
         load_source("digits", label_separator=";")
 
 
@@ -190,7 +190,7 @@ def test_what_is_refused(tmp_path):
 def test_partitions_by_the_label_are_refused(spec):
     y = np.array(matrix(TRAIN))
     with pytest.raises(
-        ConfigError, match="divides samples by their one label, but here a sample may have several; use"
+        ConfigError, match="requires one label per sample, but here a sample may have several labels. Use"
     ):
         make_partition(spec, y, 3, 0, classes=4)
 
@@ -200,7 +200,7 @@ def test_other_partitions_use_every_sample_once(spec):
     y = np.array(matrix(TRAIN))
     parts = make_partition(spec, y, 3, 0, classes=4, columns={"user": np.array(users(24))})
     assert sorted(parts.order.tolist()) == list(range(24))
-    with pytest.raises(DataError, match="whole-number label per sample"):
+    with pytest.raises(DataError, match="integer label per sample"):
         make_partition(spec, y, 3, 0, classes=5, columns={"user": np.array(users(24))})
 
 
@@ -230,10 +230,10 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
 
     refused = call(capsys, "run", *data, *options, "--method", "fedreg")
     assert refused.code == 2
-    assert "fedreg cannot be trained for the task 'multilabel', because" in refused.err
+    assert "fedreg does not support the task 'multilabel', because" in refused.err
     refused = call(capsys, "run", *data[:2], *data[4:], *options)
     assert refused.code == 2
-    assert "here a sample may have several; use iid" in " ".join(refused.err.split())
+    assert "here a sample may have several labels. Use iid" in " ".join(refused.err.split())
 
     words = ["--partition", "natural:user_id", "--label", "labels", "--image", "image", "--label-separator", ";"]
     counted = call(capsys, "partition", "table:flair", *words, "--json").json()

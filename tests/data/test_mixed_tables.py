@@ -57,7 +57,7 @@ def test_means_and_deviations_from_sums_are_those_of_all_rows():
     assert found.counts.tolist() == [57, 58]
     assert found.mean.tolist() == near(np.nanmean(pooled, 0).tolist())
     assert found.std.tolist() == near(np.nanstd(pooled, 0).tolist(), size=1e6)
-    with pytest.raises(DataError, match="any value in the column 'b'"):
+    with pytest.raises(DataError, match="a value in the column 'b'"):
         global_moments([counts_and_sums(np.array([[1.0, np.nan]]))], lambda mean: [], ["a", "b"])
 
 
@@ -111,9 +111,9 @@ def test_a_plain_table_is_read_as_before(table):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dates": ()}, "'since' holds dates. Name it in dates"),
-        ({"dates": "age"}, "'age' of dates holds int64"),
-        ({"categories": "dose"}, "'dose' of categories holds double"),
+        ({"dates": ()}, "'since' contains dates. List it in dates"),
+        ({"dates": "age"}, "'age' in dates contains int64"),
+        ({"categories": "dose"}, "'dose' in categories contains double"),
         ({"categories": "drugs"}, "Did you mean 'drug'"),
         ({"missing": "median"}, "median"),
     ],
@@ -124,7 +124,7 @@ def test_columns_that_are_not_what_they_are_called_are_refused(table, options, w
 
 
 def test_tables_alone_have_categories():
-    with pytest.raises(ConfigError, match="for tables"):
+    with pytest.raises(ConfigError, match="require a table"):
         unskew.load_federation("digits", categories="auto")
 
 
@@ -187,5 +187,5 @@ def test_values_of_a_category_are_no_sum(table):
         unskew.run(load(table), model="table-mlp", secure_aggregation="required", **TINY)
     numbers = load(table, categories=(), features="age,dose")
     assert unskew.run(numbers, model="logistic", secure_aggregation="required", **TINY).summary["bytes_up"] > 0
-    with pytest.warns(UserWarning, match="logistic takes the codes of drug, smoker as numbers"):
+    with pytest.warns(UserWarning, match="logistic treats the category codes of drug, smoker as numbers"):
         unskew.run(load(table), model="logistic", **TINY)

@@ -93,7 +93,7 @@ def test_the_first_classes_of_other_data():
     assert fed.classes == 4
     assert fed.class_counts().shape == (3, 4)
     assert int(fed.test[1].max()) == 3
-    for wrong, words in ((11, "from 2 to the 10 classes"), (1, "from 2 to the 10")):
+    for wrong, words in ((11, "from 2 to 10, the number of classes"), (1, "from 2 to 10")):
         with pytest.raises(ConfigError, match=words):
             load_federation("digits", partition="iid", clients=3, max_classes=wrong)
 
@@ -134,7 +134,7 @@ def test_images_are_brought_to_a_size_one_by_one_as_all_at_once(celeba):
     large, small = (load_source("celeba", path=celeba, size=size) for size in (None, 8))
     assert torch.equal(resize_images(large.train.x, 8, 8), small.train.x)
     assert load_source("digits", size=16).train.x.shape[1:] == (1, 16, 16)
-    with pytest.raises(ConfigError, match="image_size=8 belongs to images"):
+    with pytest.raises(ConfigError, match="image_size=8 requires images"):
         load_federation("gaussians", clients=2, partition="iid", image_size=8)
 
 
@@ -226,7 +226,7 @@ def test_leaf_with_names_of_files_and_without_a_test_part(tmp_path):
         Image.fromarray(pixels(1, 12 + i % 2, 10, 3)[0]).save(images / f"{i:06d}.jpg")
     names = [f"{i:06d}.jpg" for i in range(12)]
     leaf(tmp_path / "data", "train", {"7": (names[:6], [0, 1] * 3), "12": (names[6:], [1, 0] * 3)})
-    with pytest.raises(DataError, match=r"differ in size.*image_size="):
+    with pytest.raises(DataError, match=r"differ in size.*image_size"):
         load_source(f"leaf:{tmp_path}")
     fed = load_federation(f"leaf:{tmp_path}", partition="natural:user", clients=None, image_size=8)
     assert (fed.shape, len(fed.clients), fed.classes) == ((3, 8, 8), 2, 2)
@@ -253,18 +253,18 @@ def test_leaf_with_features_and_labels_in_words(tmp_path):
     [
         ({"a": ([[1.0], [2.0]], [0])}, {}, "2 inputs, 1 labels"),
         ({"a": ([[1.0], [2.0]], [0, 1])}, {"num_samples": [3]}, "num_samples 3"),
-        ({"a": ([[1.0], [2.0, 3.0]], [0, 1])}, {}, "lists of as many numbers"),
-        ({"a": ([[1.0], ["x"]], [0, 1])}, {}, "lists of as many numbers"),
-        ({"a": ([[1.0]], [0]), "b": ([[1.0, 2.0]], [0])}, {}, "differ in kind or length"),
+        ({"a": ([[1.0], [2.0, 3.0]], [0, 1])}, {}, "lists of numbers with equal lengths"),
+        ({"a": ([[1.0], ["x"]], [0, 1])}, {}, "lists of numbers with equal lengths"),
+        ({"a": ([[1.0]], [0]), "b": ([[1.0, 2.0]], [0])}, {}, "differ in type or length"),
         ({"a": ([[1.0]], [0])}, {"users": ["b"]}, "user 'b' has no lists"),
-        ({"a": ([[1.0]], [0])}, {"users": "a"}, "lists of the same length"),
-        ({"a": ([[1.0]], [0])}, {"user_data": []}, "lists of the same length"),
-        ({"a": ([[1.0]], [0])}, {"num_samples": 1}, "lists of the same length"),
+        ({"a": ([[1.0]], [0])}, {"users": "a"}, "lists of equal length"),
+        ({"a": ([[1.0]], [0])}, {"user_data": []}, "lists of equal length"),
+        ({"a": ([[1.0]], [0])}, {"num_samples": 1}, "lists of equal length"),
         ({"a": ([[1.0]], [0])}, {"users": [["a"]]}, "has no lists"),
-        ({"a": ([[1.0], [2.0]], [0, "x"])}, {}, "neither all numbers nor all text"),
+        ({"a": ([[1.0], [2.0]], [0, "x"])}, {}, "must be all numbers or all strings"),
         ({"a": ([[1.0], [2.0]], [0, 0.5])}, {}, "fractions"),
         ({"a": ([[float("nan")]], [0])}, {}, "NaN"),
-        ({"a": ([], [])}, {}, "holds no .json file with samples"),
+        ({"a": ([], [])}, {}, "contains no .json file with samples"),
     ],
 )
 def test_files_that_are_not_leafs_are_refused(tmp_path, users, changes, words):
@@ -274,18 +274,18 @@ def test_files_that_are_not_leafs_are_refused(tmp_path, users, changes, words):
 
 
 def test_folders_that_are_not_leafs_are_refused(capsys, tmp_path):
-    with pytest.raises(DataError, match="no folder 'train'"):
+    with pytest.raises(DataError, match="has a folder 'train'"):
         load_source(f"leaf:{tmp_path}")
     (tmp_path / "train").mkdir()
-    with pytest.raises(DataError, match=r"holds no .json file"):
+    with pytest.raises(DataError, match=r"contains no .json file"):
         load_source(f"leaf:{tmp_path}")
-    for text, words in (("{", "not a JSON file"), ("[1]", "not of LEAF's layout"), ('{"users": []}', "not of LEAF's")):
+    for text, words in (("{", "not a JSON file"), ("[1]", "not in LEAF's layout"), ('{"users": []}', "not in LEAF's")):
         (tmp_path / "train" / "a.json").write_text(text)
         with pytest.raises(DataError, match=words):
             load_source(f"leaf:{tmp_path}")
-    with pytest.raises(ConfigError, match="needs a path"):
+    with pytest.raises(ConfigError, match="requires a path"):
         load_source("leaf")
-    with pytest.raises(ConfigError, match="take no label column"):
+    with pytest.raises(ConfigError, match="LEAF's layout are y. Remove label"):
         load_source(f"leaf:{tmp_path}", label="y")
     outcome = call(capsys, "run", "--data", f"leaf:{tmp_path}/none", "--partition", "natural:user")
     assert outcome.code == 2
@@ -331,5 +331,5 @@ def test_another_data_set_at_the_server_in_the_clients_size_and_channels(cifar10
     assert gray.normalization == replace(
         alone.normalization, mean=alone.normalization.mean * 3, std=alone.normalization.std * 3
     )
-    with pytest.raises(DataError, match="must both hold images"):
+    with pytest.raises(DataError, match="must both contain images"):
         load_federation("digits", partition="iid", clients=3, server_data="gaussians")

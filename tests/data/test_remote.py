@@ -50,9 +50,9 @@ def test_what_was_fetched_is_fetched_anew_only_if_it_changed(store, monkeypatch)
 @pytest.mark.parametrize(
     ("url", "error", "text"),
     [
-        ("memory://bucket/nothing", DataError, "There is no file or folder memory://bucket/nothing"),
+        ("memory://bucket/nothing", DataError, "There is no file or folder at memory://bucket/nothing"),
         ("nonsense://bucket", ConfigError, "cannot be read: Protocol not known"),
-        ("memory://out", DataError, "leads out of its folder"),
+        ("memory://out", DataError, "points outside its folder"),
     ],
 )
 def test_what_cannot_be_fetched_is_told(store, url, error, text):

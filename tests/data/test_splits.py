@@ -105,10 +105,10 @@ def test_without_an_option_the_split_is_what_it_was(visits):
     ("split_by", "words"),
     [
         ("patient", "There is no column 'patient'. Did you mean 'patient_id'"),
-        ("time:ward", "'ward' of split_by has text such as '.'; write dates as 2024-01-31"),
-        ("column:ward", "'ward' of split_by has the value 'a'; write train or test"),
-        ("column:side,patient_id", "column:side decides alone"),
-        ("patient_id,ward", "is not valid; write a column such as patient_id"),
+        ("time:ward", "'ward' of split_by contains strings such as '.'. Write dates as 2024-01-31"),
+        ("column:ward", "'ward' of split_by has the value 'a'. Write train or test"),
+        ("column:side,patient_id", "column:side cannot be combined"),
+        ("patient_id,ward", "is not valid. Write a column such as patient_id"),
         ("when:visit", "is not valid"),
     ],
 )
@@ -126,7 +126,7 @@ def test_groups_in_two_files_clients_of_one_group_and_data_without_columns(tmp_p
         unskew.load_federation(f"table:{tmp_path}", split_by="patient", **options)
     with pytest.raises(ConfigError, match="there is a test file"):
         unskew.load_federation(f"table:{tmp_path}", split_by="column:patient", **options)
-    with pytest.raises(ConfigError, match="needs the columns of a table"):
+    with pytest.raises(ConfigError, match="split_by requires a table"):
         unskew.load_federation("digits", split_by="patient")
     with pytest.raises(ConfigError, match="split_by='a,b' is not valid"):
         unskew.run(data="digits", split_by="a,b")

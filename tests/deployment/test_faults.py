@@ -405,7 +405,7 @@ def test_sites_that_do_not_come_are_named(tmp_path):
         ({"network": {"delay": "fixed:1"}, "method": "fedbuff"}, "network.delay"),
         ({"diagnose": ["consensus"]}, "diagnose=consensus"),
         ({"save_samples": True}, "save_samples"),
-        ({"method": "fedssyn:data=local,generator=vae-small"}, "compares in a simulation"),
+        ({"method": "fedssyn:data=local,generator=vae-small"}, "is only for simulations"),
     ],
 )
 def test_what_only_a_simulation_can_do_is_refused_before_anything_is_sent(options, why, tmp_path):

@@ -225,7 +225,7 @@ def test_plain_updates_and_numbers_that_are_not_finite_are_not_added(tmp_path):
         ({"clients": 2}, ConfigError, "needs 3 sites in a round at least, but there are 2"),
         ({"participation": 0.5}, ConfigError, "needs 3 sites in a round"),
         ({"method": "fedbuff"}, ConfigError, "empties its buffer"),
-        ({"method": "fedasync"}, MethodConflictError, "reads the update of each single client"),
+        ({"method": "fedasync"}, MethodConflictError, "reads the update of each individual client"),
     ],
 )
 def test_what_cannot_be_masked_is_refused_before_anything_is_sent(options, error, why, tmp_path):

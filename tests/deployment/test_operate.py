@@ -250,7 +250,7 @@ def test_the_audit_log_has_every_event_and_shows_changes(tmp_path, capsys):
     assert all(len(event["digest"]) == 64 for event in events if "accepted" in event["event"])
     found = call(capsys, "deploy", "log", result.folder, "--verify")
     assert found.code == 0
-    assert f"{len(events)} events, none altered" in found.out
+    assert f"{len(events)} events, none changed" in found.out
     assert "update accepted" in call(capsys, "deploy", "log", result.folder).out
     lines = path.read_text().splitlines(keepends=True)
     for altered in (lines[:4] + lines[5:], [*lines[:4], lines[4].replace("site-0", "site-9"), *lines[5:]], lines[1:]):

@@ -74,7 +74,7 @@ def test_updates_are_taken_as_they_come_with_their_real_delay(method, tmp_path):
 @pytest.mark.parametrize(
     ("options", "method", "why"),
     [
-        ({"asynchronous": True}, "fedrep", "in that round; it cannot be run with --asynchronous"),
+        ({"asynchronous": True}, "fedrep", "in the same round and cannot be combined with --asynchronous"),
         ({"quorum": 4}, "fedavg", "the experiment has 3 clients"),
         (
             {"quorum": 2, "client_weighting": "samples"},

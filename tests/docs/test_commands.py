@@ -132,7 +132,7 @@ def test_a_command_that_trains_nothing_does_what_it_is_shown_for(line, checkout,
     outcome = call(capsys, *words_of(line))
     assert (outcome.code, outcome.err) == (0, "")
     assert len(outcome.out.splitlines()) > 5
-    assert "Nothing has been run" not in outcome.out
+    assert "There are no outcomes yet" not in outcome.out
 
 
 def trained_here(page):

@@ -51,10 +51,18 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
             exec(compile(code, str(page), "exec"), module.__dict__)
 
 
+def shared_options(name):
+    """The options in the shared tables whose preceding line names the command."""
+    parts = re.split(r"^(For .*:)$", section(COMMAND_LINE, "Shared options"), flags=re.MULTILINE)[1:]
+    groups = zip(parts[::2], parts[1::2], strict=True)
+    return [option for commands, text in groups if f"`{name}`" in commands for option in first_names(text)]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_a_command_is_described_and_no_other(name):
-    documented = {option.strip("`") for option in first_names(section(COMMAND_LINE, f"unskew {name}"))}
-    assert documented == options_of(COMMANDS[name])
+    text = section(COMMAND_LINE, f"unskew {name}")
+    assert sorted([*first_names(text), *shared_options(name)]) == sorted(options_of(COMMANDS[name]))
+    assert bool(shared_options(name)) == ("[shared options](#shared-options)" in text)
 
 
 def test_every_field_of_the_configuration_is_described_with_its_default():

@@ -40,10 +40,10 @@ def test_methods_that_weigh_clients_alike_are_named():
 
 @pytest.mark.parametrize(
     ("title", "task"),
-    [("Several labels a sample", "multilabel"), ("Texts", "language"), ("Numbers as labels", "regression")],
+    [("Multi-label data", "multilabel"), ("Texts", "language"), ("Regression targets", "regression")],
 )
 def test_methods_that_refuse_a_task_are_named(title, task):
-    sentence = re.search(r"Refused are (.*?)[.;]", section((DOCS / "data.md").read_text(), title))[1]
+    sentence = re.search(r"Not supported: (.*?)[.;]", section((DOCS / "data.md").read_text(), title))[1]
     refusing = [name for name in METHODS if task not in rule_class(name).tasks]
     assert re.findall("`(.*?)`", sentence) == refusing
 
@@ -83,20 +83,20 @@ def listed_options(text):
 def test_the_section_of_a_method_has_its_shape_and_its_options(entry):
     name = entry["name"]
     labels = re.findall(r"^\*\*(\w[\w ]*)\*\*$", section(PAGE, name), re.M)
-    assert labels[:3] == ["Options", "Cost", "Goes with"]
+    assert labels[:3] == ["Options", "Cost", "Compatibility"]
     assert labels[3:] in ([], ["Notes"])
     assert listed_options(part_of(name, "Options")) == {k: shown(v) for k, v in entry["options"].items()}
 
     cost, goes_with = (
-        re.findall(r"^- ([A-Z][\w ]*): (.*)$", part_of(name, label), re.M) for label in ("Cost", "Goes with")
+        re.findall(r"^- ([A-Z][\w ]*): (.*)$", part_of(name, label), re.M) for label in ("Cost", "Compatibility")
     )
-    assert [line for line, _ in cost] == ["Traffic", "Work", "At the clients", "At the server"]
+    assert [line for line, _ in cost] == ["Traffic", "Computation", "State"]
     assert [line for line, _ in goes_with] == ["Compositions", "Server reads", "Tasks", "Delays"]
     told = dict(goes_with)
     assert told["Server reads"].startswith({"sum": "sums", "individual": "single updates"}[entry["needs"]])
     tasks = {"all": {"classification", "multilabel", "language", "regression"}, "classification": {"classification"}}
-    tasks["classification, several labels"] = {"classification", "multilabel"}
-    tasks["classification, several labels, regression"] = {"classification", "multilabel", "regression"}
+    tasks["classification, multi-label"] = {"classification", "multilabel"}
+    tasks["classification, multi-label, regression"] = {"classification", "multilabel", "regression"}
     assert tasks[re.split(r"\.", told["Tasks"])[0]] == set(rule_class(name).tasks)
 
 
@@ -111,7 +111,7 @@ def test_the_compositions_that_are_not_supported_are_listed():
                     method(f"{name}+{other}")
                 except unskew.UnskewError:
                     refused.add(other)
-        line = re.search(r"^- Compositions: (.*)$", part_of(name, "Goes with"), re.M)[1]
+        line = re.search(r"^- Compositions: (.*)$", part_of(name, "Compatibility"), re.M)[1]
         told = re.match(r"not with ([^:.]*)", line)
         assert set(re.findall("`(.*?)`", told[1] if told else "")) == refused, name
 

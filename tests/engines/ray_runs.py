@@ -59,7 +59,7 @@ def test_whole_runs_as_tasks_of_the_cluster(nodes, tmp_path):
         parallel=f"2@{nodes[0]}", out=tmp_path / "there", callback_factory=lambda *run: [killer], **options
     )
     assert killer.killed
-    assert any("begun again" in text for text in killer.warned)
+    assert any("restarting it" in text for text in killer.warned)
     for name, histories in alone.histories.items():
         for one, other in zip(histories, there.histories[name], strict=True):
             assert [row["loss"] for row in one] == [row["loss"] for row in other]
@@ -68,7 +68,7 @@ def test_whole_runs_as_tasks_of_the_cluster(nodes, tmp_path):
     assert not list((tmp_path / "there").rglob("*.new"))
     again = unskew.compare(parallel=f"2@{nodes[0]}", out=tmp_path / "there", resume=True, **options)
     assert again.histories == there.histories
-    with pytest.raises(ConfigError, match="whole runs are tasks"):
+    with pytest.raises(ConfigError, match="each run is one task"):
         unskew.compare(parallel=f"2@{nodes[0]}", engine="ray", **options)
 
 

@@ -231,7 +231,7 @@ BOTH = f"{FEDCOG},cooccurrence=true,double=true+scaffold"
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in FITTING])
 def test_a_method_for_another_task_refuses(name):
     rule = rule_class(name)
-    with pytest.raises(ConfigError, match=f"{rule.name} cannot be trained for the task 'multilabel', because "):
+    with pytest.raises(ConfigError, match=f"{rule.name} does not support the task 'multilabel', because "):
         train(name)
 
 
@@ -261,7 +261,7 @@ def test_refusals_name_the_part_and_come_before_any_training(tmp_path):
         tasks, tasks_reason = ("classification",), "it divides by a softmax"
 
     sentence = (
-        "softmax cannot be trained for the task 'multilabel', because it divides by a softmax. It is for: classif"
+        "softmax does not support the task 'multilabel', because it divides by a softmax. Supported tasks: classif"
     )
     with pytest.raises(ConfigError, match=sentence):
         train([Softmax(), "fedavgm"], out=tmp_path / "run")
@@ -376,14 +376,14 @@ def test_arrays_that_do_not_fit_the_task():
         with pytest.raises(DataError, match=sentence):
             unskew.Federation.from_arrays(clients, test=test, **{"task": "multilabel", **options})
 
-    refused([(x, y[:, 0])], r"client 0 have shape \(6,\); multi-label data need \[n, labels\]")
+    refused([(x, y[:, 0])], r"client 0 have shape \(6,\). Multi-label data require \[n, labels\]")
     refused([(x, y * 2)], "client 0 must be 0 or 1")
     refused([(x, np.where(y > 0, np.nan, 0))], "client 0 must be 0 or 1")
     refused([(x, y), (x, y[:, :2])], "client 1 have 2 columns, but there are 3 labels")
     refused([(x, y)], "the test set have 2 columns, but there are 3 labels", test=(x, y[:, :2]))
     refused([(x, y)], "client 0 have 3 columns, but there are 4 labels", classes=4)
-    refused([(x, y, x, y[:, :2])], "Client 0 has 3 labels to train on but 2 to test on")
+    refused([(x, y, x, y[:, :2])], "Client 0 has 3 labels in its training data, but 2 in its test data")
     refused(
-        [(x, y)], r"expected one class index per sample. For several labels a sample, set task=", task="classification"
+        [(x, y)], r"expected one class index per sample. For several labels per sample, set task=", task="classification"
     )
     refused([(x, y)], "no task 'multi'. Did you mean 'multilabel'", task="multi")

@@ -117,7 +117,7 @@ def test_clients_that_are_trained_again_are_counted(played, tmp_path):
     assert torch.equal(struck.vector, calm.vector)
     screen = Console(width=200, record=True, file=io.StringIO())
     screen.print(summary_table(struck.summary))
-    assert "16 clients whose worker or node had died" in screen.export_text()
+    assert "16 clients whose worker or node died" in screen.export_text()
     assert "retries" not in train("inline", clients=4).summary, "where nothing is trained again, nothing is said"
 
 
@@ -162,7 +162,7 @@ def test_a_store_without_room_is_told(played, monkeypatch):
         raise KeyError("The object store is full.")
 
     monkeypatch.setattr(played, "put", full)
-    with pytest.raises(EngineError, match=r"cannot take what clients need.*larger --object-store-memory"):
+    with pytest.raises(EngineError, match=r"cannot store the clients' data.*larger --object-store-memory"):
         train("ray", clients=4)
 
 
@@ -216,7 +216,7 @@ def test_the_user_is_warned_when_the_head_dies():
         assert said == []
     ray_cluster.watch_head(address, said.append, threading.Event(), 0.01)
     assert len(said) == 1
-    assert f"{address} no longer answers" in said[0]
+    assert f"{address} no longer responds" in said[0]
     assert "unskew resume" in said[0]
 
 
@@ -257,7 +257,7 @@ def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_pat
     shutil.copytree(tmp_path / "half", tmp_path / "alone")
     assert torch.equal(run("half", "ray", 4, resume=True, **nodes).vector, whole.vector)
     assert torch.equal(run("alone", "inline", 4, resume=True, **nodes).vector, whole.vector)
-    for options, text in (({}, "name one with out"), ({"out": tmp_path / "c", "network": "fixed:1"}, "without delays")):
+    for options, text in (({}, "Set out to"), ({"out": tmp_path / "c", "network": "fixed:1"}, "not support delays")):
         with pytest.raises(ConfigError, match=text):
             train("ray", "scaffold", 4, **options, **nodes)
     with pytest.raises(DataError, match="does not see /nowhere"):
@@ -288,5 +288,5 @@ def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch)
     monkeypatch.setattr(
         ray_worker, "federation_of", lambda spec, seed: unskew.load_federation("digits", clients=4, seed=5)
     )
-    with pytest.raises(unskew.UnskewError, match="are not those of the server"):
+    with pytest.raises(unskew.UnskewError, match="differ from the server's"):
         train("ray", "fedavg", federation=named, **nodes)

@@ -393,7 +393,7 @@ def test_metrics_keep_the_mark_of_a_file():
 def test_odd_names_of_folders_are_a_sentence(here):
     for name in ("a\\b", "c"):
         (here / "images" / name).mkdir(parents=True)
-    with pytest.raises(DataError, match="has a backslash in its name; rename the folder"):
+    with pytest.raises(DataError, match="has a backslash in its name. Rename the folder"):
         class_folders(here / "images")
     (here / "checkpoints" / "\N{SUPERSCRIPT TWO}").mkdir(parents=True)
     assert list_checkpoints(here / "checkpoints") == []

@@ -179,9 +179,9 @@ def test_options_out_of_range_and_what_it_cannot_be_combined_with(capsys, tmp_pa
     for wrong in ("buffer_size=0", "eta=0", "eta=-1", "buffer_size=2.5"):
         with pytest.raises(ConfigError, match="ca2fl:"):
             unskew.method(f"ca2fl:{wrong}")
-    with pytest.raises(MethodConflictError, match="a part of the model stays"):
+    with pytest.raises(MethodConflictError, match="a part of the model at clients"):
         unskew.method("ca2fl+fedals")
-    with pytest.raises(MethodConflictError, match="ca2fl reads the update of each single client"):
+    with pytest.raises(MethodConflictError, match="ca2fl reads the update of each individual client"):
         train(secure_aggregation="required")
     args = ("run", "--method", "ca2fl:bufer_size=3", "--rounds", "2")
     outcome = call(capsys, *args)

@@ -214,7 +214,7 @@ def test_periods_by_pattern():
     periods = rule.periods_of(spec)
     assert periods == [20, *[10] * 16, 5, 5, 1]
     assert unskew.methods.fedals.fedals.FedALS(periods={"body": 4}).periods_of(spec) == [*[4] * 19, 1]
-    with pytest.raises(ConfigError, match="fits no layer"):
+    with pytest.raises(ConfigError, match="matches no layer"):
         method("fedals:periods=stam:3").sync.periods_of(spec)
     with pytest.raises(ConfigError, match="20 layers"):
         method("fedals:split=21").sync.periods_of(spec)
@@ -350,7 +350,7 @@ def test_the_drift_that_auto_sees_is_the_consensus_distance():
 
 
 def test_a_budget_below_one_average_an_epoch_is_refused():
-    with pytest.raises(ConfigError, match="raise one of the two"):
+    with pytest.raises(ConfigError, match="Increase one of them"):
         method("fedals:auto,budget=0.01,longest=50")
     assert method("fedals:auto").sync.longest == 50
 
@@ -358,9 +358,9 @@ def test_a_budget_below_one_average_an_epoch_is_refused():
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
-        ("fedals:alpha=10", "never averages first: 10 rounds lie between two averages"),
+        ("fedals:alpha=10", "never averages first: their period is 10 rounds"),
         ("fedals:alpha=10", "Set rounds to at least 10, or fedals:alpha to at most 3"),
-        ("fedals:alpha=10,split=2", "never averages first, head: 10 rounds"),
+        ("fedals:alpha=10,split=2", "never averages first, head: their period is 10 rounds"),
     ],
 )
 def test_a_run_too_short_to_average_everything_says_so(chosen, words):
@@ -371,11 +371,11 @@ def test_a_run_too_short_to_average_everything_says_so(chosen, words):
 
 @pytest.mark.parametrize("option", ["budget=0.3", "longest=20"])
 def test_options_of_auto_are_refused_without_it(option):
-    with pytest.raises(ConfigError, match=f"{option} belongs to auto; write fedals:auto,{option}"):
+    with pytest.raises(ConfigError, match=f"{option} needs auto. Use fedals:auto,{option}"):
         method(f"fedals:{option}")
 
 
 def test_a_part_of_a_layers_name_is_told_how_to_be_a_pattern():
     spec = ModelSpec(build_model("resnet20", (3, 32, 32), 10), (3, 32, 32), 10)
-    with pytest.raises(ConfigError, match=r"write '\*stem\*'"):
+    with pytest.raises(ConfigError, match=r"use '\*stem\*'"):
         method("fedals:periods=stem:2").sync.periods_of(spec)

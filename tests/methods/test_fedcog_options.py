@@ -161,12 +161,12 @@ def test_explicit_labels_are_repeated_in_order(spec):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("labels=explicit", "belong together"),
-        ("labels=explicit,explicit=", "belong together"),
-        ("explicit=0;1", "belong together"),
+        ("labels=explicit", "vice versa"),
+        ("labels=explicit,explicit=", "vice versa"),
+        ("explicit=0;1", "vice versa"),
         ("labels=explicit,explicit=0;x", "must be a valid integer"),
         ("labels=explicit,explicit=0;-1", "must be greater than or equal to 0"),
-        ("labels=explicit,explicit=0;3", "has the label 3, but the classes of the data are 0 to 2"),
+        ("labels=explicit,explicit=0;3", "contains the label 3, but the classes of the data are 0 to 2"),
     ],
 )
 def test_wrong_labels_are_refused(options, message):
@@ -179,9 +179,7 @@ def test_what_makes_images_needs_images(option):
     """Also where the first round of generation is far away."""
     x, y = np.random.default_rng(0).normal(size=(12, 4)).astype("float32"), np.arange(12) % 2
     table = Federation.from_arrays([(x, y)], test=(x, y))
-    with pytest.raises(
-        ConfigError, match=rf"fedcog:{option} needs images, but one input of arrays has the shape \(4,\)"
-    ):
+    with pytest.raises(ConfigError, match=rf"fedcog:{option} needs images, but the inputs of arrays have shape \(4,\)"):
         unskew.run(table, model="logistic", method=f"fedcog:start_round=90,{option}", rounds=1)
 
 

@@ -103,7 +103,7 @@ def test_the_local_models_that_are_measured_are_the_clients_own():
 
 @pytest.mark.parametrize("budget", [{"optimizer": "adam"}, {"optimizer": "adamw"}, {"momentum": 0.9, "nesterov": True}])
 def test_an_optimizer_whose_gradients_add_up_otherwise_is_refused(budget):
-    with pytest.raises(ConfigError, match="use optimizer=sgd and no nesterov"):
+    with pytest.raises(ConfigError, match="Use optimizer=sgd without nesterov"):
         train("fednova", **budget)
 
 

@@ -155,9 +155,9 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
             prepared(replace(rule, refuse=refuse), fed)
     with pytest.raises(ConfigError, match="there are 1 clients"):
         prepared(replace(rule, refuse="5"), pictures([9]))
-    with pytest.raises(ConfigError, match="every client refuses"):
+    with pytest.raises(ConfigError, match="no client shares images"):
         train(replace(rule, refuse="1.0"), federation=fed)
-    with pytest.raises(DataError, match="keep all of their images back"):
+    with pytest.raises(DataError, match="keep selects no images of any client"):
         prepared(replace(rule, keep=lambda images, labels: labels < 0), fed)
     with pytest.raises(DataError, match="5 booleans"):
         prepared(replace(rule, keep=lambda images, labels: labels), fed)
@@ -187,7 +187,7 @@ def test_ablations():
     result = train(f"fedssyn:{MINE},n_syn=6,data=central_real")
     assert result.summary["client_accuracy_mean"] is not None
     assert result.summary["clients"] == 1
-    with pytest.raises(MethodConflictError, match="nothing to do for scaffold"):
+    with pytest.raises(MethodConflictError, match="so scaffold has no effect"):
         unskew.method(f"fedssyn:{MINE},data=central_real+scaffold")
     real = train(f"fedssyn:{MINE},data=real")
     assert torch.equal(real.vector, train("fedavg", client_weighting="uniform").vector)
@@ -372,22 +372,22 @@ def test_the_set_is_kept_as_a_data_set_and_used_again(tmp_path):
     assert not (tmp_path / "b" / "synthetic").exists()
     assert again.summary["synthetic"] == str(folder)
     assert again.summary["bytes_up"] == first.summary["bytes_up"]
-    with pytest.warns(UserWarning, match="hold other samples than those here"):
+    with pytest.warns(UserWarning, match="from other client data"):
         train("fedssyn", federation=pictures([12, 20, 9, 14]), synthetic=str(tmp_path / "a"))
     both = unskew.compare(
         pictures(), methods=["fedavg", "fedssyn"], seeds=1, rounds=1, model="logistic", synthetic=str(tmp_path / "a")
     )
     assert "synthetic_images" in both.summaries["fedssyn"][0]
     for words, options in {
-        "holds a finished": {"synthetic": str(tmp_path / "nowhere")},
-        "clients 4, but the data here 2": {"federation": pictures([9, 9])},
-        "classes 3, but the data here 4": {"federation": pictures(classes=4), "model": SmallBatchNorm(4, 3)},
+        "is neither a finished": {"synthetic": str(tmp_path / "nowhere")},
+        "clients=4, but the data have clients=2": {"federation": pictures([9, 9])},
+        "classes=3, but the data have classes=4": {"federation": pictures(classes=4), "model": SmallBatchNorm(4, 3)},
         "with n_syn=5, not 6": {"method": "fedssyn:n_syn=6"},
         "with rho=0.75, not 0.5": {"method": "fedssyn:rho=0.5"},
         "without epsilon, not with 3": {"method": "fedssyn:epsilon=3"},
         "without refuse, not with 0": {"method": "fedssyn:refuse=0"},
         "without epochs, not with 7": {"method": f"fedssyn:{MINE};epochs=7"},
-        "makes no synthetic data": {"method": "fedavg"},
+        "does not use synthetic data": {"method": "fedavg"},
     }.items():
         with pytest.raises(ConfigError, match=words):
             train(**{"method": "fedssyn", "synthetic": str(tmp_path / "a"), "out": tmp_path / "c", **options})
@@ -465,9 +465,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch):
     )
     with pytest.raises(DataError, match="8-bit images"):
         unskew.run(floats, method="fedssyn", model="logistic", rounds=1)
-    with pytest.raises(ConfigError, match="has no private training"):
+    with pytest.raises(ConfigError, match="does not support private training"):
         unskew.method("fedssyn:generator=vae,epsilon=3")
-    with pytest.raises(ConfigError, match="give epsilon or noise_multiplier"):
+    with pytest.raises(ConfigError, match="Also set epsilon or noise_multiplier"):
         unskew.method("fedssyn:clip=2")
     with pytest.raises(ConfigError, match="There is no generator 'vea'"):
         unskew.method("fedssyn:generator=vea")
@@ -560,7 +560,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch
 
 def test_a_comparison_misses_a_given_set_before_anything_is_trained(monkeypatch, tmp_path):
     monkeypatch.setattr("unskew.comparison.compare.run_or_resume", lambda *_: pytest.fail("something was trained"))
-    with pytest.raises(ConfigError, match="holds a finished synthetic set"):
+    with pytest.raises(ConfigError, match="is neither a finished synthetic set"):
         unskew.compare(methods=["fedavg", "fedssyn"], data="digits", rounds=1, synthetic=str(tmp_path / "none"))
 
 
@@ -575,4 +575,6 @@ def test_the_preparation_tells_of_training_and_of_sampling_and_never_goes_back()
     assert {total for _, _, total in seen} == {2}
     for k in range(2):
         mine = [text for text, _, _ in seen if text.startswith(f"client {k}:")]
-        assert mine == [f"client {k}: generator epoch {e} of 2" for e in (1, 2)] + [f"client {k}: making 3 images"] * 5
+        assert (
+            mine == [f"client {k}: generator epoch {e} of 2" for e in (1, 2)] + [f"client {k}: generating 3 images"] * 5
+        )

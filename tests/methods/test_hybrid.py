@@ -219,7 +219,7 @@ def test_only_feddf_needs_single_updates():
     for method in ("fedft", "hfcl"):
         hidden = train(method, rounds=2, secure_aggregation="required")
         assert torch.equal(hidden.vector, train(method, rounds=2).vector)
-    with pytest.raises(MethodConflictError, match="feddf reads the update of each single client"):
+    with pytest.raises(MethodConflictError, match="feddf reads the update of each individual client"):
         train("feddf", secure_aggregation="required")
 
 
@@ -239,7 +239,7 @@ def test_without_data_at_the_server_they_are_refused_with_what_to_do(method):
 
 def test_center_with_what_acts_at_clients_is_refused():
     for other in ("fedprox", "fedals", "vhl"):
-        with pytest.raises(MethodConflictError, match=f"{other}, which acts at clients, would do nothing"):
+        with pytest.raises(MethodConflictError, match=f"{other}, which acts at clients, has no effect"):
             unskew.method(f"center+{other}")
 
 

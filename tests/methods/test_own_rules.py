@@ -79,7 +79,7 @@ class Part(unskew.SyncRule):
     [
         (with_attributes(name="a/b"), "needs a name of letters"),
         (with_attributes(name=""), "needs a name of letters"),
-        (with_attributes(name="fedprox"), "Declared calls itself 'fedprox', as a method of unskew does"),
+        (with_attributes(name="fedprox"), "Declared has the name 'fedprox' of a built-in method"),
         (with_attributes(loss=lambda self, loss_fn, ctx, carry: None), "loss must return a function .* not None"),
         (with_attributes(gradient=lambda self, grad_fn, ctx, carry: 1), "gradient must return a function .* not 1"),
         (with_attributes(gradient=lambda self, *_: lambda v, batch: 1.0), r"shape \(219,\), not 1.0"),
@@ -90,9 +90,9 @@ class Part(unskew.SyncRule):
         (with_attributes(needs=("indvidual",)), "Did you mean 'individual'"),
         (with_attributes(weights="sample"), "weights must be 'samples'"),
         (with_attributes(Server, steps_without="update"), "steps_without must be"),
-        (with_attributes(unskew.ServerRule, name="idle"), "needs a method 'step' of its own"),
-        (with_attributes(unskew.SyncRule, name="still"), "needs a method 'exchanged_slices' of its own"),
-        (with_attributes(Server, buffer=lambda self: 0), "an integer number of updates from 1"),
+        (with_attributes(unskew.ServerRule, name="idle"), "must define the method 'step'"),
+        (with_attributes(unskew.SyncRule, name="still"), "must define the method 'exchanged_slices'"),
+        (with_attributes(Server, buffer=lambda self: 0), "a positive integer number of updates"),
         (with_attributes(Server, step=lambda self, state, updates: {}), "with the model 'v'"),
         (
             with_attributes(Server, step=lambda self, state, updates: {"v": state["v"].float()}),
@@ -116,14 +116,14 @@ class Part(unskew.SyncRule):
         ),
         (
             with_attributes(Server, metrics=lambda self, state: [1.0]),
-            r"server.metrics must return a dictionary of figures.*\[1.0\]",
+            r"server.metrics must return a dictionary of metrics.*\[1.0\]",
         ),
         (with_attributes(transform_update=lambda self, ctx, carry, delta: delta[:3]), r"not torch.float64 \(3,\)"),
         (with_attributes(transform_update=lambda self, ctx, carry, delta: delta.float()), "not torch.float32"),
-        (with_attributes(Part, pieces=(slice(0, 9), slice(5, 20))), "do not overlap"),
-        (with_attributes(Part, pieces=(slice(9, 20), slice(0, 5))), "in order"),
+        (with_attributes(Part, pieces=(slice(0, 9), slice(5, 20))), "without overlap"),
+        (with_attributes(Part, pieces=(slice(9, 20), slice(0, 5))), "in ascending order"),
         (with_attributes(Part, pieces=(slice(0, 10**6),)), "of the 219 parameters"),
-        (with_attributes(Part, pieces=(slice(None, 20),)), "with both ends"),
+        (with_attributes(Part, pieces=(slice(None, 20),)), "with start and stop"),
         (with_attributes(Part, pieces=(slice(0, 20, 2),)), "without a step"),
     ],
 )
@@ -202,7 +202,7 @@ def test_what_a_rule_writes_must_be_tensors(engine, place):
     def end(self, ctx, carry, v):
         getattr(ctx, place)["a"] = 5
 
-    with pytest.raises(ConfigError, match=rf"own\.end must write tensors by name to ctx\.{place}"):
+    with pytest.raises(ConfigError, match=rf"own\.end may write only tensors to ctx\.{place}"):
         train(with_attributes(end=end), engine, rounds=1)
 
 

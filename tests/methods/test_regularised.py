@@ -145,7 +145,7 @@ def test_a_model_that_is_only_a_head_is_refused_or_told_where_a_body_is_needed(w
 
     with pytest.raises(ConfigError, match="fedrep shares the body of the model"):
         run("fedrep")
-    with pytest.raises(ConfigError, match="this model has one layer only, its head"):
+    with pytest.raises(ConfigError, match="this model has only one layer, its head"):
         run("fedals")
     assert run("fedals:split=1,alpha=2").summary["bytes_up"] == run("fedavg").summary["bytes_up"] / 2
     for method in ("moon:projection=0", "feddecorr"):

@@ -228,7 +228,7 @@ def test_a_resumed_run_goes_on_with_the_same_rates(tmp_path, per):
     straight = unskew.run(**given)
     with pytest.raises(RuntimeError):
         unskew.run(**given, out=tmp_path / "run", callbacks=[Stops()])
-    with pytest.raises(CheckpointError, match="resume it with rounds=4"):
+    with pytest.raises(CheckpointError, match="Resume with rounds=4"):
         unskew.resume(tmp_path / "run", rounds=6)
     resumed = unskew.resume(tmp_path / "run")
     assert torch.equal(resumed.vector, straight.vector)
@@ -255,17 +255,17 @@ def test_a_run_whose_rates_do_not_depend_on_its_end_may_be_made_longer(tmp_path)
     ("options", "words"),
     [
         ({"lr_schedule": "cosin"}, "Did you mean 'cosine'"),
-        ({"lr_schedule": "step:30"}, "step takes 2 numbers. It is written like step:30,0.1"),
-        ({"lr_schedule": "step:2.5,0.1"}, "whole one from 1"),
+        ({"lr_schedule": "step:30"}, "step takes 2 numbers. Example: step:30,0.1"),
+        ({"lr_schedule": "step:2.5,0.1"}, "must be an integer of at least 1"),
         ({"lr_schedule": "step:2,1.5"}, "at most 1"),
-        ({"lr_schedule": "cosine:2"}, "share from 0 to 1"),
+        ({"lr_schedule": "cosine:2"}, "must be from 0 to 1"),
         ({"lr_schedule": "inverse:0,1"}, "above 0"),
         ({"lr_schedule": "warmup:x"}, "warmup takes 1 number."),
         ({"lr_schedule": "warmup:nan"}, "warmup takes 1 number."),
-        ({"lr_schedule": "cosine+step:2,0.1"}, "joins too much"),
+        ({"lr_schedule": "cosine+step:2,0.1"}, "combines too many kinds"),
         ({"lr_schedule": "warmup:50+cosine", "rounds": 50}, "warms up for 50 of 50 rounds"),
-        ({"lr_schedule": "step:1,1e-20", "rounds": 5}, "nothing is learned"),
-        ({"lr_schedule": "cosine", "lr_schedule_per": "step"}, "give local_steps"),
+        ({"lr_schedule": "step:1,1e-20", "rounds": 5}, "too small to train"),
+        ({"lr_schedule": "cosine", "lr_schedule_per": "step"}, "requires local_steps"),
     ],
 )
 def test_a_schedule_that_means_nothing_is_refused(options, words):

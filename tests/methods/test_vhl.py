@@ -253,10 +253,10 @@ def test_a_resumed_run_equals_one_without_interruption(tmp_path):
 
 def test_what_it_cannot_do_is_said():
     table = images(np.float32, (5,))
-    with pytest.raises(unskew.UnskewError, match="style makes images, but an input has the shape"):
+    with pytest.raises(unskew.UnskewError, match="style generates images, but the inputs have shape"):
         unskew.run(table, method="vhl:source=style", model="logistic", rounds=1)
     tokens = images(np.int64, (5,))
-    with pytest.raises(unskew.UnskewError, match="tokens are not numbers"):
+    with pytest.raises(unskew.UnskewError, match="tokens are discrete"):
         unskew.run(tokens, method="vhl", model="logistic", rounds=1)
     with pytest.raises(unskew.UnskewError, match="vhl appears twice"):
         unskew.method("vhl+vhl:lam=2")

@@ -209,16 +209,20 @@ def test_models_of_images_that_cannot_be_are_refused(folders, tmp_path):
     refused("needs an image shape", shape=(4,))
     refused("cannot be loaded", weights="no-such-model")
     for size in (0, -1, True, 8.5):
-        refused("it is the height and width of images", weights=str(folders["resnet-18"]), size=size)
+        refused(
+            "the height and width of images must be a positive integer", weights=str(folders["resnet-18"]), size=size
+        )
     refused(
-        "do not fit the model: .* are missing or of another shape",
+        "do not fit the model: .* are missing or have another shape",
         weights=str(folders["resnet-18"]),
         config={"hidden_sizes": [4, 16]},
     )
     other = tmp_path / "other"
     shutil.copytree(folders["vit-b16"], other)
     (other / "preprocessor_config.json").write_text(json.dumps({"image_mean": "gray", "image_std": [1, 1, 1]}))
-    refused("image_mean in the preprocessor_config.json of .* must be 3 numbers", "vit-b16", weights=str(other))
+    refused(
+        "image_mean in the preprocessor_config.json of .* must be a list of 3 numbers", "vit-b16", weights=str(other)
+    )
     refused("does not fit the model", "vit-b16", weights=str(folders["vit-b16"]), lora={"targets": ["query"]})
     with pytest.raises(ConfigError, match="no option 'depth'"):
         build_model("resnet-18", (3, 8, 8), 3, depth=3)

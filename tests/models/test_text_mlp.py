@@ -59,7 +59,7 @@ def test_a_table_with_a_text_column_is_trained_on_and_predicted_without_a_named_
     options = ["--text", "review", "--label", "stars", "--partition", "natural:shop", *more]
     run = call(capsys, "run", "--data", f"table:{reviews}", *options, "--out", str(tmp_path / "run"), "--json")
     assert run.code == 0, run.err
-    assert "model: text-mlp, the default for texts" in run.err
+    assert "using model text-mlp, the default for texts" in run.err
     assert run.json()["accuracy"] > 0.85
     (tmp_path / "new.csv").write_text("review\nlovely and so lovely\nawful film\n")
     assert unskew.load_predictor(tmp_path / "run").predict_file(tmp_path / "new.csv") == ["5", "1"]
@@ -76,12 +76,12 @@ def test_every_engine_gives_the_same_model_and_python_needs_no_name(reviews):
 
 def test_models_that_do_not_fit_texts_and_texts_without_labels_are_sentences(reviews):
     options = {"data": f"table:{reviews}", "text": "review", "partition": "natural:shop"}
-    with pytest.raises(ConfigError, match="Texts need a tokenizer: use the model text-mlp"):
+    with pytest.raises(ConfigError, match="Texts require a tokenizer. Use the model text-mlp"):
         unskew.run(**options)
-    with pytest.raises(ConfigError, match="token ids of texts: use text-mlp or hf:NAME"):
+    with pytest.raises(ConfigError, match=r"token ids of texts. Use text-mlp or hf:NAME"):
         unskew.run(**{**options, "text": {"columns": "review", "tokenizer": "bytes"}}, label="stars", model="logistic")
     x = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
     fed = unskew.Federation.from_arrays([(x, np.arange(20) % 2)], test=(x, np.arange(20) % 2))
-    with pytest.raises(ConfigError, match="takes token ids of texts; for numbers use table-mlp"):
+    with pytest.raises(ConfigError, match=r"needs token ids of texts. For numbers use table-mlp"):
         unskew.run(fed, model="text-mlp")
     assert unskew.run(fed, rounds=1, engine="inline").summary["model"] == "table-mlp"

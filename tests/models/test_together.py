@@ -257,10 +257,10 @@ def test_a_pytorch_without_the_private_functions_trains_one_client_after_another
         (lambda: Body([nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular")], 128), PICTURE, "padding_mode"),
         (lambda: Body([nn.BatchNorm1d(2, momentum=None)], 2), (2,), "momentum=None"),
         (lambda: nn.Linear(2, CLASSES), (2,), "whole model"),
-        (Branch, (2,), "cannot follow"),
+        (Branch, (2,), "cannot trace"),
         (Overwritten, PICTURE, "relu_"),
         (hooked, (2,), "hook"),
-        (AcrossSamples, (2,), "do not expect"),
+        (AcrossSamples, (2,), "do not support"),
     ],
 )
 def test_what_is_unknown_is_named(make, shape, reason):

@@ -109,7 +109,7 @@ def test_who_holds_what_is_what_the_federation_holds(page):
     assert found["distance of a client's labels from all (total variation), mean"] == pytest.approx(
         wanted["label_distance_mean"]
     )
-    assert found["effective number of classes of a client, mean"] == pytest.approx(wanted["effective_classes"])
+    assert found["effective number of classes per client, mean"] == pytest.approx(wanted["effective_classes"])
     assert held["figures"]["effective number of clients"] == pytest.approx(wanted["effective_clients"], rel=1e-5)
 
 
@@ -204,7 +204,7 @@ def test_made_images_stand_beside_real_ones_and_layers_beside_their_periods(tmp_
     made = "fedssyn:generator=vae-small,epochs=1,n_syn=6"
     folder = unskew.compare(methods=[made, "fedals:alpha=2"], seeds=1, out=tmp_path / "c", **quick).folder
     text = call(capsys, "report", folder).out
-    assert "real images of a client's data; unskew report --no-images leaves them out" in " ".join(text.split())
+    assert "real images of clients; unskew report --no-images omits them" in " ".join(text.split())
     page = Page((folder / "report.html").read_text())
     images = [attrs for tag, attrs in page.tags if tag == "img" and "images of" in attrs["alt"]]
     assert [one["alt"] for one in images[:2]] == ["real images of 0", "generated images of 0"]
@@ -280,20 +280,20 @@ def run(compared, tmp_path):
     ("file", "content", "error", "sentence"),
     [
         ("summary.json", "{", CheckpointError, "summary.json is corrupted"),
-        ("summary.json", "[]", CheckpointError, "no JSON object"),
+        ("summary.json", "[]", CheckpointError, "not a JSON object"),
         ("summary.json", '{"method": "fedavg"}', CheckpointError, "not the summary of a run: data is missing"),
         ("metrics.jsonl", "", CheckpointError, "lacks rounds"),
         ("metrics.jsonl", METRICS.replace("1.5", "null"), CheckpointError, "their traffic or times"),
         ("metrics.jsonl", METRICS.replace("1.5", "1" + "0" * 400), CheckpointError, "metrics.jsonl is corrupted"),
         ("config.yaml", "1: 2", ConfigError, "not the configuration of a run"),
-        ("clients.jsonl", '{"client": 0, "samples": -1}\n', CheckpointError, "remove it"),
+        ("clients.jsonl", '{"client": 0, "samples": -1}\n', CheckpointError, "Remove it"),
         ("metrics.jsonl", "x\n", CheckpointError, "metrics.jsonl is corrupted"),
-        ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is corrupted; remove it"),
-        ("clients.jsonl", '{"client": 0, "samples": 1, "class_counts": {"x": 1}}\n', CheckpointError, "remove it"),
+        ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is corrupted. Remove it"),
+        ("clients.jsonl", '{"client": 0, "samples": 1, "class_counts": {"x": 1}}\n', CheckpointError, "Remove it"),
         ("about.json", '{"classes": [1]}', CheckpointError, "about.json is corrupted"),
         ("config.yaml", "a: [", ConfigError, "not a valid YAML file"),
-        ("summary.json", None, ConfigError, "is not finished; go on with: unskew resume"),
-        ("config.yaml", None, ConfigError, "holds no finished run"),
+        ("summary.json", None, ConfigError, "is not finished; continue with: unskew resume"),
+        ("config.yaml", None, ConfigError, "contains no finished run"),
     ],
 )
 def test_a_damaged_or_foreign_folder_is_a_sentence(run, light, file, content, error, sentence):
@@ -307,12 +307,12 @@ def test_what_cannot_be_reported_on_is_a_sentence(run, light, tmp_path):
     memory = unskew.run(model="logistic", clients=2, rounds=1, local_steps=1, engine="inline")
     (tmp_path / "other.html").write_text("<html>mine</html>")
     for args, sentence in (
-        ((tmp_path / "nowhere",), "is not there"),
+        ((tmp_path / "nowhere",), "does not exist"),
         ((run / "config.yaml",), "is a file, not a folder"),
-        ((memory,), "run it with out="),
+        ((memory,), "Run it with out="),
         (([],), "Name at least one"),
         ((3,), "not of 3"),
-        ((run, tmp_path / "other.html"), "is there and is not a report"),
+        ((run, tmp_path / "other.html"), "exists and is not a report"),
         ((run, tmp_path / "report.pdf"), "must end with .html"),
         ((run, tmp_path), "is a folder"),
     ):

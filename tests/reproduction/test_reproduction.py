@@ -229,7 +229,7 @@ def test_a_method_that_does_not_fit_is_refused_before_any_is_trained(tmp_path, m
         rows={"FedAvg": {"method": "fedavg"}, "FedReg": {"method": "fedreg"}},
     )  # fmt: skip
     made = sweep.Sweep(preset, "paper", tmp_path / "runs", tmp_path / "results", {})
-    with pytest.raises(ConfigError, match="fedreg corrects plain SGD steps"):
+    with pytest.raises(ConfigError, match="fedreg supports only plain SGD"):
         list(made.carry_out([0]))
 
 
@@ -419,7 +419,7 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     (((folder,), page),) = reported
     assert (folder / "summary.json").is_file()
     assert page == Path("runs/reproduce/fedcog-table-1-smoke.html")
-    assert "goes on with digits instead" in outcome.out
+    assert "uses digits instead" in outcome.out
     assert "Scale smoke is not the paper's setting: data digits (paper: cifar10); " in outcome.out
     assert "64.36" not in outcome.out, "the paper's number is of other data"
     assert len(list((tmp_path / "results" / "runs").rglob("*.json"))) == 2
@@ -510,7 +510,7 @@ def test_mistakes_are_sentences(capsys, tmp_path, monkeypatch, args, words):
 def test_a_damaged_outcome_is_said_to_be_damaged(tmp_path):
     config = experiment({})
     (tmp_path / f"{experiment_hash(config)}.json").write_text("{")
-    with pytest.raises(Exception, match="remove it"):
+    with pytest.raises(Exception, match="Remove it"):
         stored_outcome(tmp_path, config)
 
 

@@ -217,7 +217,7 @@ def test_the_command_runs_shows_and_refuses(capsys, tmp_path, monkeypatch):
     args = ("reproduce", "fedssyn/logistic", "--seeds", "0,1", "--row", "one class each, E = 2, noise 0.1")
     outcome = call(capsys, *args, "--plot", "figure.png")
     assert outcome.code == 0, outcome.err
-    assert "goes on with digits instead" in outcome.out
+    assert "uses digits instead" in outcome.out
     assert "p = 1" in outcome.out
     assert (tmp_path / "figure.png").is_file()
     monkeypatch.setattr(logistic, "load_source", None)
@@ -229,7 +229,7 @@ def test_the_command_runs_shows_and_refuses(capsys, tmp_path, monkeypatch):
     assert last < first
     for wrong, words in [
         (["--row", "no"], "has no row"),
-        (["--column", "no"], "program of its own"),
+        (["--column", "no"], "supports --row, but not --column"),
         (["--scale", "big"], "scale"),
         (["--data-path", "nowhere"], "no file or folder"),
     ]:

@@ -81,8 +81,8 @@ def test_of_some_drawn_values_the_names_are_theirs():
     [
         (NAMES[:3], "3 client_names for 4"),
         (("a", "b", "a", "c"), "'a'.*distinct"),
-        ("abcd", "list of texts"),
-        (("a", 1, "b", "c"), "list of texts"),
+        ("abcd", "list of strings"),
+        (("a", 1, "b", "c"), "list of strings"),
     ],
 )
 def test_names_are_checked(names, words):

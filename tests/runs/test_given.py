@@ -40,7 +40,7 @@ def test_a_run_carries_its_method_and_its_configuration_the_spelling(fed, tmp_pa
     again = {"federation": fed, "rounds": 2}
     longer = unskew.resume(tmp_path / "run", method=["fedprox:mu=0.1", Mine()], **again)
     assert (len(longer.history), longer.summary["method"]) == (2, spelling)
-    with pytest.raises(CheckpointError, match="is resumed with method='fedprox'"):
+    with pytest.raises(CheckpointError, match="cannot be resumed with method='fedprox'"):
         unskew.resume(tmp_path / "run", method="fedprox", federation=fed, rounds=3)
     with pytest.raises(ConfigError, match="only-here"):
         unskew.resume(tmp_path / "run", federation=fed, rounds=3)
@@ -66,34 +66,34 @@ HUGE = 10**5000
         (lambda fed: unskew.run(fed, callbacks=[Half()], **BUDGET), "is not a callback"),
         (lambda fed: unskew.run(fed, method=HUGE, **BUDGET), "cannot be written out is not a method"),
         (lambda fed: unskew.run(fed, method=["fedavg"], lr=HUGE), "lr=an object of type int"),
-        (lambda fed: unskew.run(fed, model="mlp", model_options={"hidden": HUGE}), "as 'hidden', but got an object"),
-        (lambda fed: unskew.run(fed, label=HUGE, **BUDGET), "has no effect on a federation that is given"),
-        (lambda fed: unskew.run(fed, partition=np.zeros(0), **BUDGET), "has no effect on a federation that is given"),
+        (lambda fed: unskew.run(fed, model="mlp", model_options={"hidden": HUGE}), "positive integers, not an object"),
+        (lambda fed: unskew.run(fed, label=HUGE, **BUDGET), "has no effect when a federation is passed"),
+        (lambda fed: unskew.run(fed, partition=np.zeros(0), **BUDGET), "has no effect when a federation is passed"),
         (lambda fed: unskew.method("fedprox", mu=-HUGE), "fedprox:mu=an object of type int"),
-        (lambda fed: unskew.method(HUGE, mu=1), "not to an object of type int"),
-        (lambda fed: unskew.compare(fed, methods=5, **BUDGET), "methods is a list such as"),
+        (lambda fed: unskew.method(HUGE, mu=1), "not an object of type int"),
+        (lambda fed: unskew.compare(fed, methods=5, **BUDGET), "methods must be a list such as"),
         (
             lambda fed: unskew.compare(fed, methods="fedavg", callback_factory="me", **BUDGET),
-            "callback_factory is a function",
+            "callback_factory must be a function",
         ),
         (
             lambda fed: unskew.compare(fed, methods="fedavg", seeds=None, **BUDGET),
-            "seeds is a number of seeds, or a list",
+            "seeds must be a number of seeds or a list",
         ),
-        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=HUGE, **BUDGET), "the number of seeds is 1 to"),
-        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[[]], **BUDGET), "A seed is an integer"),
-        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[0, True], **BUDGET), "A seed is an integer"),
-        (lambda fed: unskew.run(fed, resume="yes", **BUDGET), "the run in out: name its folder there"),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=HUGE, **BUDGET), "the number of seeds must be from 1 to"),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[[]], **BUDGET), "A seed must be an integer"),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[0, True], **BUDGET), "A seed must be an integer"),
+        (lambda fed: unskew.run(fed, resume="yes", **BUDGET), "resume needs a run folder"),
         (lambda fed: unskew.resume(None, federation=fed), "named by text or a Path, not by None"),
-        (lambda fed: unskew.resume("x", federation="digits"), "not as str"),
+        (lambda fed: unskew.resume("x", federation="digits"), "not str"),
         (lambda fed: unskew.diagnose(fed, run=5), "named by text or a Path, not by 5"),
-        (lambda fed: unskew.diagnose(fed, synthetic_fractions=torch.tensor(1), **BUDGET), "shares is a list"),
-        (lambda fed: unskew.diagnose(fed, synthetic_fractions=[], **BUDGET), "shares is empty"),
+        (lambda fed: unskew.diagnose(fed, synthetic_fractions=torch.tensor(1), **BUDGET), "synthetic_fractions must be a list"),
+        (lambda fed: unskew.diagnose(fed, synthetic_fractions=[], **BUDGET), "synthetic_fractions is empty"),
         (lambda fed: unskew.diagnose(fed, synthetic_fractions=["x"], **BUDGET), "p=x is not a share"),
         (lambda fed: unskew.diagnose(fed, samples="5", **BUDGET), "samples=5 is not valid: it must be an integer"),
         (lambda fed: unskew.diagnose(fed, epsilon="0", **BUDGET), "epsilon=0 is not valid"),
         (lambda fed: unskew.diagnose(fed, mu=HUGE, **BUDGET), "mu=an object of type int"),
-        (lambda fed: unskew.diagnose(fed, synthetic=5, **BUDGET), "a list of these, or a place, not as 5"),
+        (lambda fed: unskew.diagnose(fed, synthetic=5, **BUDGET), "a list of such pairs, or a path, not 5"),
     ],
 )
 def test_what_is_of_the_wrong_kind_is_refused_in_a_sentence(fed, tmp_path, monkeypatch, call, words):
@@ -115,7 +115,7 @@ def test_a_spelling_with_spaces_stays_as_it_was_written(fed, tmp_path):
 
 
 def test_two_methods_of_one_name_are_refused(fed):
-    with pytest.raises(ConfigError, match="fedprox is there twice"):
+    with pytest.raises(ConfigError, match="fedprox is listed twice"):
         unskew.compare(fed, methods=["fedprox", FedProx()], rounds=1, **BUDGET)
 
 
@@ -138,10 +138,10 @@ def test_options_of_ones_own_rules_are_part_of_what_a_run_is(fed, tmp_path):
     assert yaml.safe_load((run / "config.yaml").read_text())["method"] == "l1:lam=0.1"
     assert len(unskew.resume(run, method=L1(lam=0.1), federation=fed, rounds=2).history) == 2
     with pytest.raises(
-        CheckpointError, match=r"was made with method='l1:lam=0\.1', but is resumed with method='l1:lam=0.2'"
+        CheckpointError, match=r"was started with method='l1:lam=0\.1' and cannot be resumed with method='l1:lam=0.2'"
     ):
         unskew.resume(run, method=L1(lam=0.2), federation=fed, rounds=3)
-    with pytest.raises(ConfigError, match=r"no method 'l1'\..* If it is a rule of your own, give it again"):
+    with pytest.raises(ConfigError, match=r"no method 'l1'\..* If it is a custom rule, pass it again"):
         unskew.resume(run, federation=fed, rounds=3)
     (run / "summary.json").write_text("[]")
     with pytest.raises(CheckpointError, match="is corrupted; remove it"):

@@ -149,7 +149,7 @@ def test_regression_takes_functions_of_predictions_in_their_units():
     )
     assert {"mae", "rmse", "error"} <= set(result.clients[0])
     with pytest.raises(
-        ConfigError, match=r"objective=auroc does not fit: .* It can be r2, loss, worst_client, mae, rmse"
+        ConfigError, match=r"objective=auroc is not available: .* Available: r2, loss, worst_client, mae, rmse"
     ):
         unskew.run(fed, objective="auroc", **options)
     assert unskew.run(fed, objective="mae", target=5.0, **options).summary["target"] == 5.0
@@ -161,7 +161,7 @@ def test_regression_takes_functions_of_predictions_in_their_units():
         ({"objective": "auroq"}, "Did you mean 'auroc'"),
         ({"objective": "recall"}, "no objective 'recall'"),
         ({"objective": "recall/maybe"}, "recall/CLASS"),
-        ({"objective": "r2"}, "does not fit"),
+        ({"objective": "r2"}, "is not available"),
         ({"metrics": [broken]}, "metric broken must return a number, but returned 'many'"),
         ({"metrics": [quitting]}, "metric quitting failed on the test set .SystemExit: 0"),
         ({"metrics": [as_text]}, "metric as_text must return a number, but returned '0.5'"),
@@ -169,13 +169,13 @@ def test_regression_takes_functions_of_predictions_in_their_units():
         ({"metrics": [client]}, "metric client has the name of an existing metric"),
         ({"metrics": [undefined]}, "metric undefined must return a finite number"),
         ({"objective": failing}, r"metric failing failed on the test set .*shapes \(120,\) and \(120, 2\)"),
-        ({"metrics": [lambda y, s: 0.0]}, "is not a name"),
-        ({"metrics": [len, len]}, "two metrics are called 'len'"),
+        ({"metrics": [lambda y, s: 0.0]}, "is not a valid name"),
+        ({"metrics": [len, len]}, "two metrics are named 'len'"),
         ({"metrics": ["no_such_module_here:f"]}, "cannot be imported"),
         ({"target": 1.5}, "at most 1"),
         ({"objective": "loss", "target": -1}, "in the unit of the objective"),
-        ({"keep": "best", "method": "ditto"}, "keep=best does not go with method=ditto"),
-        ({"keep": "best", "eval_clients": 0}, "keep=best looks at eval_clients"),
+        ({"keep": "best", "method": "ditto"}, "keep=best cannot be combined with method=ditto"),
+        ({"keep": "best", "eval_clients": 0}, "keep=best needs evaluated clients"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(fed, options, said):
@@ -259,7 +259,7 @@ def test_a_comparison_ranks_by_it(fed):
     table = comparison_table(rows)
     assert "Test cost (lower is better)" in table.title
     assert any(str(column.header).startswith("rounds to") and "%" not in str(column.header) for column in table.columns)
-    with pytest.raises(ConfigError, match="one objective"):
+    with pytest.raises(ConfigError, match="must have the same objective"):
         unskew.compare(
             fed, methods=["fedavg", "scaffold"], seeds=1, overrides={"fedavg": {"objective": "loss"}}, **options
         )

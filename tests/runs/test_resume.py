@@ -205,7 +205,7 @@ def test_sigterm_is_ctrl_c_with_code_143(tmp_path, straight, number, everyone):
     process.signal(number, everyone=everyone)
     outcome = process.wait()
     assert outcome.code == 128 + number
-    assert f"Stopped; the run is saved. Go on with: unskew resume {run}" in outcome.err
+    assert f"Stopped; the run was saved. To resume, run: unskew resume {run}" in outcome.err
     assert "Traceback" not in outcome.out + outcome.err
     assert not process.alive()
     if everyone:
@@ -604,11 +604,11 @@ def test_without_its_checkpoints_a_run_is_not_trained_again_in_silence(tmp_path,
     short = tmp_path / "short"  # shorter than the rounds between two checkpoints
     unskew.run(data="digits", model="logistic", clients=2, local_steps=1, rounds=2, engine="inline", out=short)
     shutil.rmtree(short / "checkpoints")
-    with pytest.raises(CheckpointError, match="its checkpoints are gone"):
+    with pytest.raises(CheckpointError, match="its checkpoints are missing"):
         unskew.resume(short, rounds=3)
     shutil.rmtree(stopped / "checkpoints")
     before = (stopped / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match="its checkpoints are gone"):
+    with pytest.raises(CheckpointError, match="its checkpoints are missing"):
         unskew.resume(stopped)
     assert (stopped / "metrics.jsonl").read_bytes() == before
 

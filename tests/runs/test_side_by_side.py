@@ -56,7 +56,7 @@ def test_what_lies_in_a_file_is_what_was_laid_there(tmp_path):
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "257", "9" * 5000, "8@local", "0@auto", "2@somewhere"])
 def test_no_number_of_runs(text):
-    with pytest.raises(ConfigError, match="is not a number of runs"):
+    with pytest.raises(ConfigError, match="is not a number of parallel runs"):
         read_parallel(text)
 
 
@@ -70,7 +70,7 @@ def test_how_many_runs_are_made_at_a_time(monkeypatch):
     assert [at_once("auto"), at_once("auto", 3), at_once("auto", 1), at_once("auto", size=SMALL + 1)] == [4, 3, 1, 1]
     assert [at_once("auto", workers=2), at_once("auto", engine="ray"), at_once(6), at_once(6, 2)] == [1, 1, 6, 2]
     assert at_once("auto", engine="ray", ray={"address": "10.0.0.1:6379"}) == 4
-    with pytest.raises(ConfigError, match="a Ray cluster of their own"):
+    with pytest.raises(ConfigError, match="their own Ray cluster"):
         at_once(2, engine="ray")
     there = [at_once(read_parallel(text)) for text in ("3@10.0.0.1:6379", "auto@auto")]
     assert [(at, at.address, at.auto, at.small) for at in there] == [
@@ -78,7 +78,7 @@ def test_how_many_runs_are_made_at_a_time(monkeypatch):
         (8, "auto", True, True),
     ]
     assert at_once("1@auto", ray={"deadline": 5}).deadline == 5
-    with pytest.raises(ConfigError, match="whole runs are tasks"):
+    with pytest.raises(ConfigError, match="each run is one task"):
         at_once("2@auto", engine="ray")
 
 
@@ -110,7 +110,7 @@ def test_a_work_is_told_of_here_and_its_error_is_raised_here():
 
 
 def test_what_has_no_name_elsewhere_cannot_be_sent():
-    with pytest.raises(ConfigError, match=r"cannot be pickled.*lambda.* Define classes and functions at the top"):
+    with pytest.raises(ConfigError, match=r"cannot be pickled.*lambda.* Define classes and functions at module level"):
         list(run_jobs([], 1, lambda: None))
 
 
@@ -188,7 +188,7 @@ def test_ctrl_c_saves_every_run_and_leaves_no_process(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "Stopped; the run is saved. Go on with: " in err
+    assert "Stopped; the run was saved. To resume, run: " in err
     assert err.count("Finishing this round") == 1
     end = time.monotonic() + 30
     while [pid for pid in children if Path(f"/proc/{pid}").exists()]:

@@ -72,7 +72,7 @@ def test_a_run_that_was_stopped_in_between_ends_at_the_same_round(digits, tmp_pa
 
 def test_what_has_no_meaning_is_refused(digits):
     nothing_held_out = load_federation("digits", partition="iid", clients=3, holdout=0)
-    with pytest.raises(ConfigError, match="give them a holdout above 0"):
+    with pytest.raises(ConfigError, match="Set holdout above 0"):
         train(nothing_held_out, 2)
     with pytest.raises(ConfigError, match="eval_clients=0"):
         train(digits, 2, eval_clients=0)

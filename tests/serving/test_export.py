@@ -177,7 +177,7 @@ def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch
     with pytest.raises(CheckpointError, match="corrupted"):
         unskew.load_predictor(folder, client=1)
     monkeypatch.setattr("unskew.runs.personal_model_files.MOST", 10)
-    with pytest.warns(UserWarning, match="are not kept"):
+    with pytest.warns(UserWarning, match="are not stored"):
         unskew.run(out=tmp_path / "large", **same)
     with pytest.raises(ConfigError, match="keeps none of client 0"):
         unskew.load_predictor(tmp_path / "large", client=0)

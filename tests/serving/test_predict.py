@@ -102,7 +102,7 @@ def test_rows_of_a_table_are_read_by_the_names_of_their_columns(patients, capsys
     [
         ("a.csv", "age\n1\n", "'bmi'"),
         ("a.csv", "age,bmi\n1,2\n1,\n", "'bmi' has 1 missing or infinite values, the first in row 1;"),
-        ("a.csv", "age,bmi\n1,2\n1,x\n", "'bmi' holds 'x' in row 1, not numbers"),
+        ("a.csv", "age,bmi\n1,2\n1,x\n", "'bmi' contains 'x' in row 1, not numbers"),
         ("a.csv", "age;bmi\n1,5;2.5\n", "decimal commas in 'age', but points in 'bmi'"),
         ("a.csv", "age,bmi\n", "no rows"),
         ("a.png", "", "rows of a table"),
@@ -335,7 +335,7 @@ def test_predictions_overwrite_neither_their_input_nor_the_run(patients, capsys,
     for out in ("new.csv", tmp_path / "." / "new.csv", patients / "run" / "metrics.jsonl"):
         outcome = call(capsys, "predict", patients / "run", "new.csv", "--out", out)
         assert outcome.code == 2
-        assert "choose another file" in outcome.err
+        assert "Choose another file" in outcome.err
     assert before == ((tmp_path / "new.csv").read_bytes(), (patients / "run" / "metrics.jsonl").read_bytes())
 
 

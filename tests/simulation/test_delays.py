@@ -118,9 +118,9 @@ def test_traces(tmp_path):
     assert {all_(t, 9) for t in range(20)} == {4, 5}
     own.check(2)
     all_.check(1000)
-    with pytest.raises(DataError, match="none for client 2 of 4"):
+    with pytest.raises(DataError, match="no delay for client 2 of 4"):
         own.check(4)
-    with pytest.raises(DataError, match="none for client 2 of 6"):  # before a round is trained
+    with pytest.raises(DataError, match="no delay for client 2 of 6"):  # before a round is trained
         train(f"trace:{tmp_path}/own.csv", rounds=1, participation=0.01)
     (tmp_path / "mixed.csv").write_text("\ufeffclient, delay\n0, 1\n, 7\n", encoding="utf-8")
     mixed = Delays(f"trace:{tmp_path}/mixed.csv", 0)
@@ -139,7 +139,7 @@ def test_traces(tmp_path):
         ("delay\n1,2\n", "line 2: there are more values than columns"),
         ("delay;client\n1;2\n", "no column 'delay'"),
         ("", "no column 'delay'"),
-        ("delay\n", "holds no delays"),
+        ("delay\n", "contains no delays"),
         ("delay\n" + "1" * 200_000, "not a CSV file"),
         ("delay\n\xff", "not a CSV file"),
         (None, "cannot be read"),
@@ -156,16 +156,16 @@ def test_a_run_does_not_go_on_with_another_trace(tmp_path):
     (tmp_path / "t.csv").write_text("delay\n1\n3\n")
     train(f"trace:{tmp_path}/t.csv", rounds=3, out=tmp_path / "a")
     (tmp_path / "t.csv").write_text("delay\n1\n2\n")
-    with pytest.raises(CheckpointError, match="trace of delays has changed"):
+    with pytest.raises(CheckpointError, match="delay trace has changed"):
         unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=6)
 
 
 @pytest.mark.parametrize(
     ("delay", "options", "words"),
     [
-        ("fixed:9", {}, "[36] updates were still on their way"),
+        ("fixed:9", {}, "[36] updates were still in flight"),
         ("none", {"network": {"drop": 0.999999}}, "no update was used"),
-        ("none", {"method": "fedbuff:buffer_size=99"}, "the server waited for more"),
+        ("none", {"method": "fedbuff:buffer_size=99"}, "the server buffer never filled"),
     ],
 )
 def test_a_run_in_which_the_model_never_moves_says_so(delay, options, words):
@@ -255,7 +255,7 @@ def test_delays_written_wrongly_are_refused(delay, words):
 
 @pytest.mark.parametrize("method", ["fedals", "fedrep", "fedgen"])
 def test_methods_that_need_a_round_together_are_refused(method):
-    with pytest.raises(ConfigError, match=f"{method} needs the updates of a round"):
+    with pytest.raises(ConfigError, match=f"{method} needs all updates of a round"):
         train("fixed:1", method)
     with pytest.raises(ConfigError, match="diagnose=consensus"):
         train("fixed:1", diagnose="consensus")

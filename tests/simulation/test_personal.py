@@ -192,7 +192,7 @@ def test_an_interrupted_run_has_the_same_personal_figures(tmp_path):
 
 
 def test_a_client_has_one_personal_model():
-    with pytest.raises(MethodConflictError, match="ditto keeps a personal model"):
+    with pytest.raises(MethodConflictError, match="ditto and ft both define a client's personal model"):
         method("ditto+ft")
     assert [rule.name for rule in method("fedrep+ft").client] == ["fedrep", "ft"]
 

@@ -87,9 +87,9 @@ def test_a_longer_run_draws_its_own_last_round(tmp_path):
 
 
 def test_what_makes_nothing_is_said(tmp_path):
-    with pytest.warns(UserWarning, match="no rule of this method makes inputs"):
+    with pytest.warns(UserWarning, match="no rule of this method generates samples"):
         train(tmp_path / "a", method="fedprox", save_samples=True)
-    with pytest.warns(UserWarning, match="no client made inputs in the last round"):
+    with pytest.warns(UserWarning, match="no client generated samples in the last round"):
         train(tmp_path / "b", method="fedcog:start_round=2", save_samples=True, base_run=True)
     draws = np.random.default_rng(0)
     table = [(draws.normal(size=(9, 4)).astype("float32"), draws.integers(0, 2, 9)) for _ in range(2)]
@@ -99,7 +99,7 @@ def test_what_makes_nothing_is_said(tmp_path):
             rounds=1, engine="inline", save_samples=True, out=tmp_path / "c",
         )  # fmt: skip
     assert not any((tmp_path / name / "samples").exists() for name in "abc")
-    with pytest.raises(ConfigError, match="save_samples draws pictures into the run folder"):
+    with pytest.raises(ConfigError, match="save_samples writes images to the run folder"):
         train(save_samples=True)
 
 

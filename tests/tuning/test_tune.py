@@ -161,7 +161,7 @@ def test_a_trial_that_cannot_be_made_is_one_of_its_methods_trials():
     found = unskew.tune(digits(False), methods=["fedprox"], trials=4, seeds=1, search_space=spaces, **TINY)
     states = [row["state"] for row in found.trials]
     assert states.count("failed") == [row["options"]["optimizer"] for row in found.trials].count("adam") > 0
-    assert all("momentum belongs to sgd" in row["reason"] for row in found.trials if row["state"] == "failed")
+    assert all("momentum requires optimizer=sgd" in row["reason"] for row in found.trials if row["state"] == "failed")
     assert found.tuned["fedprox"].options["optimizer"] == "sgd"
     assert found.tuned["fedprox"].config.method == "fedprox:mu=0.5"
 
@@ -169,16 +169,16 @@ def test_a_trial_that_cannot_be_made_is_one_of_its_methods_trials():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"holdout": 0}, "holds anything out"),
+        ({"holdout": 0}, "no client has any"),
         ({"eval_clients": 0}, "eval_clients"),
         ({"methods": []}, "at least one"),
         ({"methods": ["fedavg", "FedAvg"]}, "only once"),
-        ({"methods": [rule_class("fedavg")()]}, "named by text"),
+        ({"methods": [rule_class("fedavg")()]}, "must be strings"),
         ({"trials": 0}, "trials=0"),
-        ({"seeds": "0..2"}, "tuned on"),
-        ({"method": "fedavg"}, "leave out method"),
-        ({"parallel": 2}, "give out"),
-        ({"resume": True}, "name it with out"),
+        ({"seeds": "0..2"}, "used for tuning"),
+        ({"method": "fedavg"}, "instead of method"),
+        ({"parallel": 2}, "Set out"),
+        ({"resume": True}, "Set out"),
         ({"methods": ["feddf"]}, "server"),
     ],
 )
@@ -212,12 +212,12 @@ def test_the_command_leaves_configurations_that_run_and_compare_take(tmp_path, c
     again = call(capsys, *command, "--out", out, "--resume")
     assert "space" in again.err
     assert again.code == 2
-    assert "already there" in call(capsys, *command, "--out", out).err
+    assert "already exists" in call(capsys, *command, "--out", out).err
     (tmp_path / "s.yaml").write_text("fedssyn.generator: somebodys_module:net\n")
     sent = call(capsys, "tune", "fedssyn", "--space", tmp_path / "s.yaml", *words, "--out", tmp_path / "sent")
     assert "names code to import" in sent.err
     twice = call(capsys, "compare", files[0], files[0], "--out", tmp_path / "twice")
-    assert "twice" in twice.err
+    assert "must contain different methods" in twice.err
 
 
 def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data(tmp_path):
@@ -332,7 +332,7 @@ def test_a_database_of_somebody_else_names_no_code(key, value):
 
     assert study.params_of(Stored) == good
     Stored.params = {**good, key: value}
-    with pytest.raises(ConfigError, match=f"study.db holds {key}='{value}'".replace("+", r"\+")):
+    with pytest.raises(ConfigError, match=f"study.db contains {key}='{value}'".replace("+", r"\+")):
         study.params_of(Stored)
 
 

@@ -1,1 +1,1 @@
-"""The command line: commands, options, and what the terminal shows."""
+"""Command-line interface: commands, options, and terminal output."""

@@ -26,19 +26,19 @@ EVIDENCE = {
 
 
 class HalvingRound(ProgressLine):
-    """A line that does not say that a run goes on: every run of a trial does."""
+    """Progress line without the message that a run is resumed, because every run of a trial is."""
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Show the line."""
+        """Add the line to the display."""
         super().start(config, 0)
         self.progress.update(self.line, completed=rounds_done)
 
 
 def print_advice(console: Console, advice: Advice, command: str) -> None:
-    """The methods in their order with reasons, those that do not fit, what else there is to know, and the command.
+    """Print the ranked methods with reasons, incompatible methods, notes, and a command that compares the methods.
 
     Args:
-        console: Console that prints.
+        console: Console to print to.
         advice: Advice on methods.
         command: Command that compares the suggested methods.
     """
@@ -57,7 +57,7 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
     )
     has_costs = any(suggestion.seconds is not None for suggestion in advice.suggestions)
     for number, suggestion in enumerate(advice.suggestions, 1):
-        sent = "" if suggestion.megabytes is None else f"; {suggestion.megabytes:.3g} MB in all"
+        sent = "" if suggestion.megabytes is None else f"; {suggestion.megabytes:.3g} MB in total"
         time = (
             f", about {duration(suggestion.seconds)} ({suggestion.cost:.2g} × fedavg)"
             if suggestion.seconds is not None
@@ -71,16 +71,16 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         doubt = "; caveat above" if suggestion.rank < suggestion.evidence else ""
         say(f"[{EVIDENCE[suggestion.evidence]}{doubt}: {'; '.join(dict.fromkeys(suggestion.sources))}{sent}]", 3, "dim")
     if advice.excluded:
-        say("Does not fit", style="italic")
+        say("Not applicable", style="italic")
         for left in advice.excluded:
-            # A reason often begins with the method's name.
+            # A reason often starts with the method's name.
             name = left.method.partition(":")[0]
             text = left.reason if left.reason.startswith(name) else f"{left.method}: {left.reason}"
             say(text, 3)
     for text in advice.notes:
         say(text)
     if len(advice.methods) > 1:
-        say("This compares the best with fedavg:", style="italic")
+        say("To compare the best methods with fedavg:", style="italic")
         console.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -94,15 +94,15 @@ def follower(console: Console) -> Iterator[Callable[[str, Experiment], Sequence[
 
 
 def print_trial(console: Console, trial: AdviceTrial) -> None:
-    """A line per advised method, and how many pieces of advice held.
+    """Print one row per advised method, and a summary of how often the advice was right.
 
     Args:
-        console: Console that prints.
+        console: Console to print to.
         trial: Result of validating the advice.
     """
     from unskew.diagnosis.successive_halving import VERDICTS
 
-    table = Table(title="The advice, tried", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="Validation of the advice", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("method", "rounds", f"test {trial.figure}", "fedavg's", "advice"):
         table.add_column(name, justify="left" if name in ("method", "advice") else "right", overflow="fold")
     for tried in trial.tried:

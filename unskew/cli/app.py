@@ -1,4 +1,4 @@
-"""The command line: options in, a table or JSON out. No logic lives here."""
+"""Entry point of the command line, and the commands ``run``, ``compare`` and ``resume``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     pass
 
 app = typer.Typer(
-    help="Federated learning for skewed data: run, compare and resume methods that add up.",
+    help="Federated learning on skewed data: run, compare and resume composable methods.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -79,7 +79,7 @@ def run(
             "--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/DATA-METHOD-seedN)."
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    again: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -87,7 +87,7 @@ def run(
     from unskew.config.loader import experiment
 
     values = config_values(config, context)
-    checked = experiment(values)  # a mistake is told before PyTorch is loaded
+    checked = experiment(values)  # report mistakes before PyTorch is loaded
     set_default_model(checked, values)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
@@ -112,7 +112,8 @@ def compare(
     methods: Annotated[
         list[str],
         typer.Argument(
-            help="Methods, such as fedprox+scaffold; a .yaml file is the configuration, several alone are a method each."
+            help="Methods, such as fedprox+scaffold, and optionally a configuration file (.yaml); or only "
+            "configuration files, each with a method."
         ),
     ],
     seeds: Annotated[str, typer.Option("--seeds", help=f"Seeds: {SEEDS}")] = "0..2",
@@ -122,18 +123,20 @@ def compare(
         Path | None,
         typer.Option("--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/compare-DATA)."),
     ] = None,
-    again: Annotated[bool, typer.Option("--resume", help="Go on in --out: finished runs are reused.")] = False,
+    again: Annotated[
+        bool, typer.Option("--resume", help="Resume the comparison in --out, reusing finished runs.")
+    ] = False,
     parallel: Parallel = "1",
     references: Annotated[
         bool | None,
         typer.Option(
             "--references/--no-references",
-            help="Also train on all data in one place (pooled) and each client alone (local). [default: on]",
+            help="Also train on pooled data (pooled) and each client alone (local). [default: on]",
         ),
     ] = None,
     budget: Annotated[
         float | None,
-        typer.Option("--budget", metavar="MINUTES", help="Do not start if the estimated time is above this."),
+        typer.Option("--budget", metavar="MINUTES", help="Do not start if the estimated time is longer."),
     ] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
@@ -142,20 +145,18 @@ def compare(
     from unskew.config.loader import experiment
     from unskew.methods.registry import check_expression
 
-    files = [Path(name) for name in methods if is_config_file(name)]  # each a method with its configuration
+    files = [Path(name) for name in methods if is_config_file(name)]  # each file configures one method
     each = {}
     for file in files:
         own = {name: value for name, value in config_values(file, context).items() if name not in ("seed", "target")}
         name = own.pop("method", "fedavg")
         if not isinstance(name, str):
-            raise ConfigError(
-                f"{file}: method={short_repr(name)} is not a method expression; write one such as fedprox+scaffold."
-            )
+            raise ConfigError(f"{file}: method={short_repr(name)} is not a method expression such as fedprox+scaffold.")
         each[name] = own
     if len(each) < len(files):
-        raise ConfigError(f"{' and '.join(methods)} name one method twice; each file is one with its configuration.")
+        raise ConfigError(f"{' and '.join(methods)} must contain different methods: each file configures one method.")
     methods = list(each) or methods
-    for name in methods:  # a mistake is told before PyTorch is loaded
+    for name in methods:  # report mistakes before PyTorch is loaded
         check_expression(name)
     from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table, reaching_table
     from unskew.cli.progress import ProgressLine, make_progress
@@ -168,12 +169,12 @@ def compare(
     for name in (assignment.partition("=")[0].strip() for assignment in sets or []):
         if name in ("method", "seed"):
             raise ConfigError(
-                f"--set {name} has no effect on a comparison: its methods are listed, as in unskew compare fedavg moon, "
-                "and --seeds 0..4 takes the seeds 0 to 4."
+                f"--set {name} has no effect on a comparison. List the methods, as in unskew compare fedavg moon, "
+                "and set the seeds with --seeds 0..4."
             )
     which = parse_seeds(seeds)
     values = config_values(config, context)
-    # A file made for one run may be used: what is compared, and for which seeds, is said here.
+    # The file may be written for a single run; methods and seeds of the comparison come from the command line.
     for name in ("method", "seed"):
         values.pop(name, None)
     checked = experiment({**next(iter(each.values()), {}), **values})
@@ -218,7 +219,7 @@ def compare(
     for table in filter(None, (*tables, metrics_table(rows), clients_table(ranked), costs)):
         console.print(table)
     if not LOUDNESS.quiet:
-        text = f"{folder}/convergence.png and clients.png show the curves and what each client holds."
+        text = f"{folder}/convergence.png shows the learning curves, clients.png the label distribution across clients."
         console.print(text, markup=False)
     report_after_runs(console, [folder])
     if not LOUDNESS.quiet:
@@ -229,7 +230,7 @@ def compare(
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(help="The run folder.")],
+    folder: Annotated[Path, typer.Argument(help="Run folder.")],
     rounds: Rounds = None,
     data_path: DataPath = None,
     engine: EngineName = None,
@@ -238,7 +239,7 @@ def resume(
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with an interrupted run, or make a finished one longer with --rounds."""
+    """Resume an interrupted run, or extend a finished run with --rounds."""
     check_run(folder, resume=True)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.config.loader import set_field
@@ -276,20 +277,20 @@ app.add_typer(deploy, name="deploy")
 
 
 def _refuse(text: str) -> None:
-    """Say on standard error why nothing was done."""
-    from rich.console import Console  # it takes as long as all else, and most that only ask for help do without
+    """Print an error message to standard error."""
+    from rich.console import Console  # slow to import, and not needed otherwise
 
     Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @functools.cache
 def commands() -> Any:
-    """All commands, put together once in a process: that takes longer than to refuse a bad option."""
+    """Return the command with all subcommands; cached because building it is slow."""
     return typer.main.get_command(app)
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one sentence and exit code 2, never a traceback."""
+    """Run the command line; user errors give a message and exit code 2 instead of a traceback."""
     print_notices()
     try:
         commands()(prog_name="unskew", args=normalize_global_flags(sys.argv[1:]))
@@ -299,11 +300,13 @@ def main() -> None:
         _refuse(f"unskew: {error}")
         sys.exit(2)
     except (MemoryError, RuntimeError, ImportError) as error:
-        scarce = any(words in str(error) for words in ("memory", "failed to map segment"))  # the latter of a library
+        scarce = any(
+            words in str(error) for words in ("memory", "failed to map segment")
+        )  # the latter: loading a library
         if not isinstance(error, MemoryError) and not scarce:
             raise
         text = (
-            f"unskew: there is not enough memory for this: {str(error).splitlines()[-1] if str(error) else 'none left'}"
+            f"unskew: there is not enough memory: {str(error).splitlines()[-1] if str(error) else 'allocation failed'}"
         )
         _refuse(text)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Options shared by the commands, and how they become a configuration."""
+"""Options shared by commands, and their conversion to a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from unskew.config.experiment import Experiment
 
-SEEDS = "which, as 0,1,2 or 0..4; a single number from 1 is how many."
+SEEDS = "a list such as 0,1,2 or 0..4, or a single number N for N seeds."
 """Help text of ``--seeds``."""
 DataPath = Annotated[str | None, add_flag("data_path")]
 Rounds = Annotated[int | None, add_flag("rounds")]
@@ -38,24 +38,26 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", parser=parse_path, metavar="PATH", help="Configuration file; flags override it."),
 ]
-TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run models and methods of one's own that a file names.")]
+TrustCode = Annotated[bool, typer.Option("--trust-code", help="Import custom models and methods that a file names.")]
 Client = Annotated[
     str | None,
-    typer.Option("--client", help="The client whose own model it is, by number or name; else the global one."),
+    typer.Option("--client", help="Use the personal model of this client, by number or name, not the global model."),
 ]
 Parallel = Annotated[
     str,
     typer.Option(
-        "--parallel", metavar="N|auto", help="Runs at a time, each in a process; on a Ray cluster N@HOST:PORT."
+        "--parallel",
+        metavar="N|auto",
+        help="Number of concurrent runs, each in a process; N@HOST:PORT on a Ray cluster.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command these flags, after its ``config``, which they override.
+    """Decorate a command with flags of configuration fields, after its parameter ``config``.
 
-    ``config_values`` reads them from its context.
+    ``config_values`` reads the flags from the command's context; they override the configuration file.
     """
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -80,16 +82,16 @@ def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callab
 
 
 def load_config(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a command with the configuration file as ``config``, wherever it was named.
+    """Return the arguments of a command with the configuration file as ``config``.
 
-    It may stand after ``--config``, or among what a command takes without a flag, where it is known by its ending. Several
-    files and no method besides are each a method with its configuration, and stay where they are.
+    The file is the value of ``--config``, or a positional argument with the suffix .yaml or .yml. If all methods of a
+    comparison are files, each configures one method, and they are left unchanged.
     """
     files = [arguments["config"], arguments.get("file")]
     for name in ("source", "run", "methods"):
         value = arguments.get(name)
         each = isinstance(value, list) and len(value) > 1 and all(map(is_config_file, value))
-        if each and "trials" not in arguments:  # a tuning makes its methods' configurations itself
+        if each and "trials" not in arguments:  # tune does not support one configuration per method
             continue
         if isinstance(value, list):
             files += [Path(item) for item in value if is_config_file(item)]
@@ -104,18 +106,18 @@ def load_config(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_config_file(word: str) -> bool:
-    """Return whether a word names a configuration file."""
+    """Return whether a command-line argument is the name of a configuration file."""
     return word.lower().endswith((".yaml", ".yml"))
 
 
 def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]:
-    """The configuration file, overridden by the command's flags, overridden by its ``--set``."""
+    """Return the values of the configuration file, overridden by flags, which are overridden by ``--set``."""
     from unskew.config.loader import load_yaml, set_field
     from unskew.provenance import TRUST
 
     values = {} if config is None else load_yaml(config, None if context.params.get("trust_code") else TRUST)
     for section, field in (("network", "delay"), ("text", "columns")):
-        if isinstance(values.get(section), str | list):  # short for one field: the others may be set
+        if isinstance(values.get(section), str | list):  # expand the short form, so that --set can add other fields
             values[section] = {field: values[section]}
     flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
     if flags.get("class_weights", "balanced") != "balanced":
@@ -138,10 +140,10 @@ def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]
 
 
 def parse_numbers(text: str) -> list[float]:
-    """The weights of ``--class-weights``.
+    """Parse the weights of ``--class-weights``.
 
     Raises:
-        ConfigError: The text is not a list of numbers.
+        ConfigError: If the text is not a list of numbers.
     """
     try:
         return [float(part) for part in text.split(",")]
@@ -150,7 +152,7 @@ def parse_numbers(text: str) -> list[float]:
 
 
 def set_default_model(config: Experiment, values: Mapping[str, Any]) -> None:
-    """Print which model is used where none is named and it is not the usual one.
+    """Print the default model if it depends on the data and the user did not set a model.
 
     Args:
         config: Configuration of the run.
@@ -158,15 +160,15 @@ def set_default_model(config: Experiment, values: Mapping[str, Any]) -> None:
     """
     if "model" not in values and config.model in ("table-mlp", "text-mlp"):
         kind = "texts" if config.model == "text-mlp" else "tables"
-        print(f"unskew: model: {config.model}, the default for {kind}; --model names another", file=sys.stderr)
+        print(f"unskew: using model {config.model}, the default for {kind}; --model sets another", file=sys.stderr)
 
 
 def parse_seeds(text: str, first: int = 0) -> list[int]:
-    """Read the seeds of ``--seeds``: a list names them; a single number from 1 is how many, and then they are printed.
+    """Parse ``--seeds``: a list of seeds, or a single positive number of seeds, which are then printed.
 
     Args:
-        text: As it was written.
-        first: The first of so many.
+        text: Value of the option.
+        first: First seed if ``text`` is a number of seeds.
     """
     from unskew.expressions import parse_seed_list
 
@@ -179,35 +181,38 @@ def parse_seeds(text: str, first: int = 0) -> list[int]:
 
 
 def confirm_resume_target(again: bool, out: Path | None) -> None:
-    """Refuse to go on nowhere.
+    """Validate that ``--resume`` is combined with ``--out``.
 
     Args:
         again: Whether ``--resume`` was given.
         out: Output folder, or None.
 
     Raises:
-        ConfigError: ``--resume`` is there without ``--out``.
+        ConfigError: If ``--resume`` was given without ``--out``.
     """
     if again and out is None:
-        raise ConfigError("--resume continues the folder that --out names; give both.")
+        raise ConfigError("--resume requires --out with the folder to resume.")
 
 
 def console_for(as_json: bool = False) -> Console:
-    """Progress goes to standard error when standard output must be JSON; a file has wide lines, unless COLUMNS is set."""
+    """Return a console, on standard error if standard output has JSON.
+
+    Without a terminal, lines have 120 characters unless COLUMNS is set.
+    """
     from rich.console import Console
 
     stream = sys.stderr if as_json else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else 120
-    return Console(stderr=as_json, width=width, markup=False, emoji=False)  # names in files are no markup
+    return Console(stderr=as_json, width=width, markup=False, emoji=False)  # names in data may look like markup
 
 
 def print_json(value: object) -> None:
-    """One JSON document on standard output."""
+    """Print a value to standard output as JSON."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def unused_path(base: Path) -> Path:
-    """``base``, or ``base-2``, ``base-3`` ... if something is already there."""
+    """Return ``base``, or ``base-2``, ``base-3`` ... if the path already exists."""
     number, path = 1, base
     while path.exists():
         number += 1
@@ -216,7 +221,7 @@ def unused_path(base: Path) -> Path:
 
 
 def resume_command(folder: Path, config: Experiment) -> str:
-    """The command that goes on with a run.
+    """Return the command that resumes a run.
 
     Args:
         folder: Run folder.
@@ -228,7 +233,7 @@ def resume_command(folder: Path, config: Experiment) -> str:
 
 
 def shorten_name(config: Experiment) -> str:
-    """Return the name of the data in default folder names, independent of how the path was written."""
+    """Return the name of the data for default folder names, independent of the form of its path."""
     from unskew.config.paths import PREFIXES
 
     prefix, _, path = config.data.partition(":")
@@ -239,7 +244,7 @@ def shorten_name(config: Experiment) -> str:
 
 @contextmanager
 def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
-    """Context manager in which a signal ends the program with 128 and its number; it says how to resume: with ``again``.
+    """Context manager that ends the program on a signal, with exit code 128 plus its number, and prints how to resume.
 
     Args:
         folder: Run folder.
@@ -255,7 +260,7 @@ def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
     handlers = {signal_number: signal.getsignal(signal_number) for signal_number in ending}
     before = {
         signal_number: former for signal_number, former in handlers.items() if former is not signal.SIG_IGN
-    }  # as by nohup
+    }  # nohup ignores SIGHUP
     for signal_number in before:
         signal.signal(signal_number, end)
     try:
@@ -264,12 +269,12 @@ def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
         from unskew.simulation.round_loop import RunInterrupted
 
         number = stop.number if isinstance(stop, RunInterrupted) else ended[0] if ended else signal.SIGINT
-        if not any(path.is_file() for path in folder.rglob("*")):  # as where a run has not begun
+        if not any(path.is_file() for path in folder.rglob("*")):
             text = "Stopped; nothing was written."
         elif isinstance(stop, RunInterrupted):
-            text = f"Stopped; the run is saved. Go on with: {again}"
+            text = f"Stopped; the run was saved. To resume, run: {again}"
         else:
-            text = f"Interrupted. Resume from the last checkpoint with: {again}"
+            text = f"Interrupted. To resume from the last checkpoint, run: {again}"
         print(text, file=sys.stderr)
         raise typer.Exit(128 + number) from stop
     finally:
@@ -278,12 +283,12 @@ def exit_on_signal(folder: Path, again: str) -> Iterator[None]:
 
 
 def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
-    """The end of a run: its figures, and its summary as a table or JSON.
+    """Write the plots of a finished run, and print its summary as a table or JSON.
 
     Args:
         result: Result of the run.
         folder: Run folder.
-        console: Console that prints.
+        console: Console to print to.
         as_json: Whether to print JSON.
     """
     from unskew.cli.tables import summary_table
@@ -298,5 +303,5 @@ def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
 
     if LOUDNESS.quiet:
         return
-    text = f"Everything is in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
+    text = f"Results are in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Tables that compare methods, for the terminal."""
+"""Terminal tables that compare methods."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from unskew.tasks.primary_metric import (
 
 REFERENCES = "References, not ranked: all data in one place (pooled), each client alone (local)"
 WORDS = ("model", "over")
-"""Columns that hold words, not figures."""
+"""Columns of words, which are left-aligned."""
 COST = ("MB up", "MB down", "seconds")
 
 
 def split_expression(spelling: str) -> list[str]:
-    """Split a method expression where it may be wrapped: after ``+``, ``,`` and ``:``.
+    """Split a method expression at the positions where lines may break: after ``+``, ``,`` and ``:``.
 
     >>> split_expression("fedprox:mu=0.1+scaffold")
     ['fedprox:', 'mu=0.1+', 'scaffold']
@@ -48,7 +48,7 @@ def split_expression(spelling: str) -> list[str]:
 
 
 class MethodExpressionCell:
-    """A method as it was written, in as few lines as there is room for; no word of it is broken."""
+    """Table cell with a method expression, wrapped without breaking names or options."""
 
     def __init__(self, text: str):
         self.text = text
@@ -63,7 +63,7 @@ class MethodExpressionCell:
 
 
 class MethodRows(Table):
-    """A line per method: the figures come first to the room that there is, and spellings are folded into the rest."""
+    """Table with one row per method; metric columns get their full width, and method expressions wrap in the rest."""
 
     def __init__(self, title: str, methods: Iterable[str], *columns: str):
         super().__init__(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -80,9 +80,7 @@ class MethodRows(Table):
         self.columns[0].width, self.padding = 0, (0, 1)
         figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
         if figures + self.least > options.max_width:
-            for column in self.columns[
-                1:
-            ]:  # a heading may be folded between its words, a figure and its spread may not
+            for column in self.columns[1:]:  # headers may break between words, values may not
                 cells = [as_text(cell, console).plain for cell in column.cells]
                 column.width = max(map(len, [*cells, *str(column.header).split()]))
             self.padding = (0, 1, 0, 0)
@@ -95,12 +93,12 @@ class MethodRows(Table):
 
 
 def mean_std_text(row: dict[str, Any]) -> str:
-    """Describe the values of a comparison table (means and standard deviations)."""
+    """Describe the values in a comparison table, such as ``mean ± std over 3 seeds``."""
     return f"mean ± std over {row['seeds']} seeds" if row["seeds"] > 1 else "1 seed"
 
 
 def std_text(row: dict[str, Any], name: str) -> float | None:
-    """The standard deviation of a figure; of a single seed there is none.
+    """Return the standard deviation of a metric over seeds; None for a single seed.
 
     Args:
         row: Row of the comparison.
@@ -110,12 +108,12 @@ def std_text(row: dict[str, Any], name: str) -> float | None:
 
 
 def megabytes_cell(value: float | None) -> str:
-    """Traffic; references have none."""
+    """Format traffic in MB; ``-`` for references, which have none."""
     return "-" if value is None else format_megabytes(value)
 
 
 def language_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The table of ``unskew compare`` for language models: losses, lower is better."""
+    """Build the table of ``unskew compare`` for language models, with losses (lower is better)."""
     title = f"Test loss in nats per token (lower is better), {mean_std_text(rows[0])}"
     title = REFERENCES if rows[0].get("reference") else title
     figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds_title(rows[0]))
@@ -136,23 +134,23 @@ def language_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def rounds_title(row: dict[str, Any]) -> str:
-    """Return the title of the column of rounds to the target."""
+    """Return the column title for rounds to the target."""
     return f"rounds to {value_text(objective_metric(row), row['target'])}"
 
 
 def value_cell(row: dict[str, Any], one: MetricInfo, name: str) -> str:
-    """Return a value of a metric with its spread over seeds.
+    """Format a value of a metric with its standard deviation over seeds.
 
     Args:
         row: Row of the comparison.
-        one: The metric.
+        one: Metric.
         name: Key of the metric in the row.
     """
     return value_text(one, row.get(name), std_text(row, name), sign="")
 
 
 def rounds_cell(row: dict[str, Any]) -> str:
-    """Rounds to the target, or how many seeds reached it; without a global model nothing."""
+    """Format rounds to the target, or the number of seeds that reached it; ``-`` without a global model."""
     if row.get(objective_metric(row).name) is None:
         return "-"
     reached = row["rounds_to_target"]
@@ -160,7 +158,7 @@ def rounds_cell(row: dict[str, Any]) -> str:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The table that ``unskew compare`` prints: one line per method, means over seeds."""
+    """Build the table that ``unskew compare`` prints: one row per method, means over seeds."""
     judge = objective_metric(rows[0])
     if "perplexity" in rows[0] and judge.name in (*SCORES, "loss", "perplexity"):
         return language_table(rows)
@@ -189,14 +187,14 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricInfo | None = None) -> Table:
-    """Build the table of costs to the target, one row per method.
+    """Build the table of costs to reach the target, one row per method.
 
-    ``>`` marks bounds, used if the other method misses the target.
+    ``>`` marks lower bounds, used if a method does not reach the target.
 
     Args:
-        rows: Cost of each method.
+        rows: Costs of each method.
         target: Value to reach.
-        objective: Metric of the target; None: accuracy.
+        objective: Metric of the target; None means accuracy.
     """
     judge = objective or metric_info("accuracy")
     title = f"Rounds and traffic to {value_text(judge, target)} test {judge.title}"
@@ -217,7 +215,7 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
 
 
 def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
-    """The table of ``unskew compare`` for the ``metrics`` that were asked for; None without any."""
+    """Build the table of ``unskew compare`` for the requested ``metrics``; None without any."""
     metrics = secondary_metrics(rows[0])
     if not metrics:
         return None
@@ -233,7 +231,7 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
 
 
 def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
-    """The second table of ``unskew compare``: what clients get, if some method has personal models; else None."""
+    """Build the table of per-client metrics of ``unskew compare``; None if no method has personal models."""
     scored = client_metric_name(objective_metric(rows[0]).name, primary_metric_name(rows[0]))
     judge = metric_info(scored, rows[0].get("own_metrics"))
     if all(row[f"personal_{scored}_mean"] is None for row in rows):

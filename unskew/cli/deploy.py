@@ -1,4 +1,4 @@
-"""``unskew deploy``: the method that was simulated, across sites over Flower."""
+"""``unskew deploy``: run a simulated experiment across real sites with Flower."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 
 deploy = typer.Typer(
-    help="Train across real sites over Flower: the same method, the same run folder.",
+    help="Train across real sites with Flower, with the same methods and run folders as in simulation.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -46,20 +46,20 @@ def init(
     sets: Sets = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Write all that a deployment needs: the app, a site's configuration, scripts for keys, units, compose."""
+    """Write the files of a deployment: app, site configuration, scripts for keys, systemd units, Docker Compose."""
     from unskew.config.loader import experiment
     from unskew.deployment.flower.project_files import init_project as write_folder
     from unskew.deployment.server.site_clients import check_deployable
 
     if config is None:
-        raise ConfigError("Name the experiment that was simulated: --config experiment.yaml.")
+        raise ConfigError("Set --config to the experiment that was simulated, such as --config experiment.yaml.")
     checked = experiment(config_values(config, context))
     check_deployable(checked)
     files = write_folder(folder, checked)
     console = console_for()
     for file in files:
         console.print(str(file), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Begin with {files[0]}.", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Start with {files[0]}.", markup=False, highlight=False, soft_wrap=True)
 
 
 @deploy.command()
@@ -69,7 +69,7 @@ def check(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """At a site, before anything is sent: read the data, show what will be sent, test certificates and clock."""
+    """Check a site before it connects: read its data, show what will be sent, and test certificates and clock."""
     from dataclasses import asdict
 
     from rich.table import Table
@@ -81,7 +81,7 @@ def check(
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table("what", "", "found", title=f"{file}")
+        table = Table("check", "", "result", title=f"{file}")
         words = {True: "ok", False: "WRONG", None: ""}
         for finding in findings:
             table.add_row(finding.what, words[finding.ok], Text(finding.text))
@@ -96,7 +96,7 @@ def site(
         Path, typer.Argument(help="The site's configuration, site.yaml.", parser=parse_path, metavar="SITE.yaml")
     ],
 ) -> None:
-    """Run a site's own process, which holds the data and trains; its SuperNode hands messages to it."""
+    """Run the process of a site that has the data and trains; the site's SuperNode forwards messages to it."""
     from unskew.deployment.site.process import serve_site
 
     serve_site(file)
@@ -108,7 +108,7 @@ def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="The experiment that was simulated; flags override it.")] = None,
     file: Annotated[
-        Path | None, typer.Option("--config", parser=parse_path, metavar="PATH", help="The same, with a flag.")
+        Path | None, typer.Option("--config", parser=parse_path, metavar="PATH", help="Same as the argument CONFIG.")
     ] = None,
     rounds: Rounds = None,
     sets: Sets = None,
@@ -118,26 +118,26 @@ def run(
     folder: Annotated[
         Path | None,
         typer.Option(
-            "--folder", parser=parse_path, metavar="PATH", help="The deployment's folder, from unskew deploy init."
+            "--folder", parser=parse_path, metavar="PATH", help="Deployment folder, written by unskew deploy init."
         ),
     ] = None,
-    superlink: Annotated[str | None, typer.Option("--superlink", help="Host and port of its SuperLink.")] = None,
+    superlink: Annotated[str | None, typer.Option("--superlink", help="Host and port of the SuperLink.")] = None,
     own_data: Annotated[
-        bool, typer.Option("--own-data", help="The sites have data of their own, not parts of the experiment's.")
+        bool, typer.Option("--own-data", help="The sites use their own data instead of parts of the experiment's data.")
     ] = False,
     startup_timeout: Annotated[
-        float, typer.Option("--startup-timeout", help="Seconds until which all sites must have connected.")
+        float, typer.Option("--startup-timeout", help="Seconds to wait until all sites are connected.")
     ] = 600.0,
     round_timeout: Annotated[
         float | None,
-        typer.Option("--round-timeout", help="Seconds to wait for updates in a round; without it, no limit."),
+        typer.Option("--round-timeout", help="Seconds to wait for updates in a round; no limit by default."),
     ] = None,
-    min_updates: Annotated[int, typer.Option("--min-updates", min=1, help="Updates that a round needs.")] = 1,
+    min_updates: Annotated[int, typer.Option("--min-updates", min=1, help="Minimum number of updates per round.")] = 1,
     on_timeout: Annotated[
         str, typer.Option("--on-timeout", help="With fewer updates after the timeout: wait, continue or abort.")
     ] = "wait",
     asynchronous: Annotated[
-        bool, typer.Option("--asynchronous", help="Take updates as they come, in later rounds, too.")
+        bool, typer.Option("--asynchronous", help="Accept updates whenever they arrive, also in later rounds.")
     ] = False,
     quorum: Annotated[
         int | None,
@@ -164,7 +164,7 @@ def run(
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Carry out an experiment across sites; writes the run folder that unskew run would."""
+    """Run an experiment across sites, and write the same run folder as unskew run."""
     from unskew.config.loader import experiment
 
     values = config_values(config, context)

@@ -1,4 +1,4 @@
-"""``unskew diagnose``: how skewed the clients are at a model, what synthetic data would change, and what to do."""
+"""``unskew diagnose``: measure skew between clients, predict the effect of synthetic data, and recommend methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 def diagnose(
     context: typer.Context,
     run: Annotated[
-        Path | None, typer.Argument(help="A run folder, or a checkpoint of one; without it, a model as initialized.")
+        Path | None, typer.Argument(help="Run folder or a checkpoint of a run; by default, a newly initialized model.")
     ] = None,
     config: ConfigFile = None,
     images: Annotated[
@@ -38,7 +38,7 @@ def diagnose(
             "--synthetic",
             parser=parse_path,
             metavar="PATH",
-            help="Synthetic images: a parquet file, a folder of them, or a run that made some.",
+            help="Synthetic images: a parquet file, a folder of such files, or a run that generated images.",
         ),
     ] = None,
     synthetic_fraction: Annotated[
@@ -49,35 +49,39 @@ def diagnose(
     ] = 100,
     samples: Annotated[int, typer.Option("--samples", min=0, help="Number of samples per client; 0 for all.")] = 1000,
     curvature: Annotated[
-        bool, typer.Option("--curvature/--no-curvature", help="Measure smoothness, which is most of the work.")
+        bool, typer.Option("--curvature/--no-curvature", help="Measure smoothness, which takes most of the time.")
     ] = True,
     epsilon: Annotated[float | None, typer.Option("--epsilon", help="Accuracy for which rounds are predicted.")] = None,
-    mu: Annotated[float | None, typer.Option("--mu", help="Strong convexity, if the loss has it.")] = None,
+    mu: Annotated[
+        float | None, typer.Option("--mu", help="Strong convexity of the loss, if it is strongly convex.")
+    ] = None,
     traffic: Annotated[
         str | None,
-        typer.Option("--max-traffic", help="Largest traffic of the run, up and down over all clients: 100MB."),
+        typer.Option("--max-traffic", help="Maximum traffic of the run, up and down, over all clients: 100MB."),
     ] = None,
     secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="The server may see sums of updates only.")
+        bool, typer.Option("--secure-aggregation", help="The server may see only sums of updates.")
     ] = False,
     server_data: Annotated[
         int | None, typer.Option("--server-data", min=1, help="Number of labeled samples at the server.")
     ] = None,
     privacy: Annotated[
-        str | None, typer.Option("--privacy", help="What clients make and share keeps to this: epsilon=5.")
+        str | None, typer.Option("--privacy", help="Privacy budget of data that clients generate and share: epsilon=5.")
     ] = None,
     minutes: Annotated[
         float | None,
         typer.Option(
             "--validate-minutes",
             metavar="MINUTES",
-            help="Validate the advice for this number of minutes by successive halving.",
+            help="Validate the advice by successive halving for this number of minutes.",
         ),
     ] = None,
     details: Annotated[
-        bool, typer.Option("--details", help="Print all measured quantities and the bounds of theory.")
+        bool, typer.Option("--details", help="Print all measured quantities and the theoretical bounds.")
     ] = False,
-    cost: Annotated[bool, typer.Option("--cost/--no-cost", help="Estimate the time of each advised method.")] = True,
+    cost: Annotated[
+        bool, typer.Option("--cost/--no-cost", help="Estimate the time of each recommended method.")
+    ] = True,
     sets: Sets = None,
     trust_code: TrustCode = False,
     out: Annotated[
@@ -86,12 +90,12 @@ def diagnose(
             "--out",
             parser=parse_path,
             metavar="PATH",
-            help="Image file for the plot; diagnosis.png by default, none with --json.",
+            help="Image file for the plot; diagnosis.png by default, no plot by default with --json.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how skewed the clients are, predict what synthetic data would change, and advise what to do about it."""
+    """Measure the skew between clients, predict the effect of synthetic data, and recommend methods."""
     from unskew.cli.advice import follower, print_advice, print_trial
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.cli.tables import heterogeneity_tables
@@ -103,9 +107,7 @@ def diagnose(
     from unskew.progress import report_progress_to
     from unskew.provenance import TRUST
 
-    AdviceLimits.read(
-        traffic, secure_aggregation, server_data, privacy
-    )  # a mistake is told before anything is measured
+    AdviceLimits.read(traffic, secure_aggregation, server_data, privacy)  # report mistakes before anything is measured
     if minutes is not None:
         check_minutes(minutes)
     options: dict[str, Any] = config_values(config, context)
@@ -144,7 +146,7 @@ def diagnose(
         if cost:
             advice = advice.with_costs()
     command = advice.command(COMPARED, config, file_values)
-    # What was measured is printed first: the figure may fail all the same, on a disk that is full by now.
+    # Print the results before writing the plot, which may fail, for instance on a full disk.
     if as_json:
         output = {"summary": report.summary(), **report.as_json(), "advice": {**advice.as_json(), "command": command}}
         if minutes is not None:
@@ -167,7 +169,7 @@ def diagnose(
             console.print(table)
     else:
         console.print(
-            "--details prints all measured quantities and the bounds of theory.", markup=False, highlight=False
+            "--details prints all measured quantities and the theoretical bounds.", markup=False, highlight=False
         )
     if plot is not None:
         report.plot(plot)

@@ -14,7 +14,7 @@ from unskew.filesystem import check_run, parse_path
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     rows: Annotated[
         Path,
         typer.Argument(
@@ -24,7 +24,7 @@ def evaluate(
         ),
     ],
     by: Annotated[
-        str | None, typer.Option("--by", help="Column such as hospital: metrics for each value, too.")
+        str | None, typer.Option("--by", help="Column, such as hospital; also compute metrics for each of its values.")
     ] = None,
     out: Annotated[
         Path | None,

@@ -1,4 +1,4 @@
-"""``unskew export``: a trained model as files for other programs, with a model card."""
+"""``unskew export``: export a trained model for other programs, with a model card."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from unskew.filesystem import check_run, parse_path
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     kind: Annotated[str, typer.Option("--format", help="torch, onnx, torchscript or transformers.")] = "onnx",
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", parser=parse_path, metavar="PATH", help="The folder to write; RUN/export-FORMAT by default."
-        ),
+        typer.Option("--out", parser=parse_path, metavar="PATH", help="Folder to write; RUN/export-FORMAT by default."),
     ] = None,
     client: Client = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a trained model with its preprocessing for other programs, and a model card."""
+    """Export a trained model with its preprocessing for other programs, and write a model card."""
     check_run(run)
     from unskew.serving.export import export as write
 
@@ -33,7 +31,7 @@ def export(
         print_json({"folder": str(done.folder), "file": str(done.file), "apart": done.apart})
         return
     checked = (
-        "" if done.apart is None else f" Its outputs differ by {done.apart:.1g} at most from those of the run's model."
+        "" if done.apart is None else f" Its outputs differ by at most {done.apart:.1g} from those of the run's model."
     )
     text = f"The model is {done.file}; README.md next to it is its model card.{checked}"
     console_for().print(text, markup=False, highlight=False, soft_wrap=True)

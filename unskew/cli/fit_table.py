@@ -1,4 +1,4 @@
-"""Tables that are never broken: where a word would not fit into its column, each row becomes a few lines of its own."""
+"""Terminal tables that never break words: if a table is too wide, each row is printed on separate lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.text import Text
 
 
 class ReflowTable(Table):
-    """A table where there is room for every word of it, else its rows one below the other."""
+    """Table that prints its rows stacked if the terminal is too narrow for its longest words."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         needed = self.__rich_measure__(console, options.update(max_width=10_000)).minimum
         if needed <= options.max_width:
-            for column in self.columns:  # rich shares what is missing among columns, whatever the words in them
+            for column in self.columns:  # otherwise rich may shrink a column below its longest word
                 cells = (as_text(cell, console).plain for cell in (column.header, *column.cells))
                 column.min_width = max((len(word) for cell in cells for word in cell.split()), default=0)
             yield from super().__rich_console__(console, options)
@@ -25,11 +25,11 @@ class ReflowTable(Table):
 
 
 def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
-    """The rows of a table one below the other: the first cell as a heading, then a line with the others.
+    """Render the rows of a table below each other: the first cell as a heading, then a line with the other cells.
 
     Args:
         table: Table that is too wide.
-        console: Console that prints.
+        console: Console to print to.
     """
     if table.title:
         yield console.render_str(table.title, style="italic") if isinstance(table.title, str) else table.title
@@ -44,7 +44,7 @@ def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
                 continue
             line.append("; " if line else "")
             line.append(f"{name}: " if name else "")
-            # A figure and its spread stay in one line.
+            # Keep a value and its standard deviation on one line.
             line.append(cell.plain.replace(" ", "\N{NO-BREAK SPACE}") if len(cell.plain) < 20 else cell.plain)
         if line:
             yield Padding(line, (0, 0, 0, 2))
@@ -57,7 +57,7 @@ def as_text(cell: RenderableType, console: Console) -> Text:
 
     Args:
         cell: Content of a cell.
-        console: Console that prints.
+        console: Console to print to.
     """
     if isinstance(cell, Text):
         return cell.copy()

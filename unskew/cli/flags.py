@@ -1,4 +1,4 @@
-"""Fields of a configuration that have a flag of their own, and how the help of a command lists them."""
+"""Configuration fields with a command-line flag, and their sections in the help of commands."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ FLAGS: dict[str, tuple[type, str]] = {
     "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
     "clients": (int, "Number of clients."),
     "label": (str, "Label column of a table."),
-    "label_separator": (str, "Separator between the labels of a row in a text label column."),
+    "label_separator": (str, "Separator between the labels of a row in a string label column."),
     "image": (str, "Image column of a table."),
     "text": (str, "Text column, or a pair: premise,hypothesis."),
-    "tokenizer": (str, "Tokenizer of texts: a name at the hub, a folder, or bytes."),
-    "features": (str, "Columns of a table that are inputs: age,income; all numbers by default."),
+    "tokenizer": (str, "Tokenizer of texts: a name on the Hugging Face Hub, a folder, or bytes."),
+    "features": (str, "Columns of a table that are inputs: age,income; all numeric columns by default."),
     "exclude": (str, "Columns of a table that are not inputs: patient_id,row."),
-    "categories": (str, "Categorical columns of a table: drug,ward; auto for all text."),
+    "categories": (str, "Categorical columns of a table: drug,ward; auto for all string columns."),
     "dates": (str, "Date columns of a table."),
     "missing": (str, "How to handle missing numbers: error, mean (impute), indicator (impute and flag)."),
-    "split_by": (str, "Column kept on one side of every split: patient_id; time:visit_date; column:split."),
+    "split_by": (
+        str,
+        "Column whose values are never split between training and test: patient_id; time:visit_date; column:split.",
+    ),
     "task": (str, "regression predicts the numbers in the label column."),
     "server_data": (str, "Data at the server: a number of test samples, or another data source."),
-    "server_data_path": (str, "Folder with the files of that other source."),
+    "server_data_path": (str, "Folder with the files of the server's data source."),
     "method": (str, "Method expression: fedprox:mu=0.1+scaffold."),
     "model": (
         str,
@@ -43,23 +46,23 @@ FLAGS: dict[str, tuple[type, str]] = {
     "lr_schedule": (str, "Learning-rate schedule: constant, step:30,0.1, cosine, warmup:5+cosine, ..."),
     "momentum": (float, "Momentum of the clients' SGD."),
     "weight_decay": (float, "Weight decay of the clients' optimizer."),
-    "loss": (str, "Loss of regression: mse, mae, huber or huber:DELTA."),
-    "class_weights": (str, "Class weights in the clients' loss: balanced, or one for each class: 1,5."),
-    "client_weighting": (str, "How clients count: auto, samples or uniform."),
-    "seed": (int, "Decides every random draw."),
+    "loss": (str, "Regression loss: mse, mae, huber or huber:DELTA."),
+    "class_weights": (str, "Class weights in the clients' loss: balanced, or one per class: 1,5."),
+    "client_weighting": (str, "Weights of clients in the aggregation: auto, samples or uniform."),
+    "seed": (int, "Random seed."),
     "engine": (str, "auto, inline, processes, vectorized, ray, or the engine of a plugin."),
     "device": (str, "auto, cpu, cuda, cuda:1."),
     "delay": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
     "eval_every": (int, "Number of rounds between evaluations."),
-    "metrics": (str, "Further metrics: auroc,auprc,f1,balanced_accuracy,ece,recall,package.module:function."),
+    "metrics": (str, "Additional metrics: auroc,auprc,f1,balanced_accuracy,ece,recall,package.module:function."),
     "objective": (str, "Metric that judges runs: auto, accuracy, auroc, auprc, loss, r2, worst_client, ..."),
-    "early_stopping": (int, "Stop after this number of evaluations without progress on held-out data."),
+    "early_stopping": (int, "Stop after this number of evaluations without improvement on held-out data."),
     "keep": (str, "Model of the run: last, or best on held-out data."),
-    "target": (float, "Report the rounds needed to this value of the objective (accuracy: 0 to 1)."),
-    "save_samples": (bool, "Draw the inputs that clients make in the last round."),
-    "synthetic": (str, "Run folder whose synthetic images are used again (fedssyn)."),
+    "target": (float, "Report the rounds needed to reach this value of the objective (accuracy: 0 to 1)."),
+    "save_samples": (bool, "Plot the inputs that clients generate in the last round."),
+    "synthetic": (str, "Run folder whose synthetic images are reused (fedssyn)."),
 }
-"""The type and the help of each."""
+"""Type and help text of each field."""
 TABLE = ("label", "label_separator", "image", "text", "tokenizer", "features", "exclude")
 COLUMNS = ("categories", "dates", "missing", "split_by", "task")
 DATA = ("data", "data_path", "partition", "clients", *TABLE, *COLUMNS)
@@ -76,11 +79,11 @@ PANELS = {
     "Machine": MACHINE,
     "Evaluation": (*EVALUATION, "save_samples", "synthetic"),
 }
-"""Under which head the help of a command lists them; its own options stand before."""
+"""Sections of the fields in the help of a command; the command's own options come first."""
 
 
 def add_flag(name: str) -> Any:
-    """The option of a field."""
+    """Return the Typer option of a field."""
     panel = next(panel for panel, names in PANELS.items() if name in names)
     return typer.Option(f"--{name.replace('_', '-')}", help=FLAGS[name][1], rich_help_panel=panel)
 
@@ -109,7 +112,7 @@ DEFAULTS = {
     "objective": "auto",
     "keep": "last",
 }
-"""Defaults of fields that the help shows; other fields show none."""
+"""Defaults that the help shows."""
 EXAMPLES = {
     "run": "unskew run --method fedprox:mu=0.1 --rounds 20",
     "compare": "unskew compare fedavg scaffold --seeds 0..2 --rounds 20",
@@ -126,11 +129,11 @@ EXAMPLES = {
     "reproduce": "unskew reproduce --list",
     "tune": "unskew tune fedavg fedprox --trials 10",
 }
-"""A command line of each command, shown at the end of its help."""
+"""Example of each command, shown at the end of its help."""
 
 
 def suggest_flag(flag: str) -> str | None:
-    """Return the flag for a former name or for another library's flag; None if it is not known."""
+    """Return the flag for a former name or another library's name of a flag; None if the name is not known."""
     bare = flag.lstrip("-")
     if bare in FORMER_FLAGS:
         return f"--{FORMER_FLAGS[bare]}"
@@ -141,10 +144,10 @@ def suggest_flag(flag: str) -> str | None:
 
 
 class Sections(TyperCommand):
-    """A command whose help lists the fields of a configuration after its own options, by what they are about."""
+    """Command whose help lists configuration fields in sections after its own options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Answer a flag of another library with ours.
+        """Parse arguments; for an unknown flag that another library uses, the error suggests the flag of unskew.
 
         Args:
             ctx: Context of the command.
@@ -152,14 +155,14 @@ class Sections(TyperCommand):
         """
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # of the click that Typer uses, which may be its own copy
+        except Exception as error:  # from the click module that Typer uses, which may be a vendored copy
             ours = suggest_flag(str(getattr(error, "option_name", "")))
             if ours is not None and hasattr(error, "possibilities"):
                 error.possibilities = [ours]
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the help of all options; those of a configuration with their defaults.
+        """Write the help of all options; configuration fields are shown with their defaults.
 
         Args:
             ctx: Context of the command.

@@ -1,4 +1,4 @@
-"""The commands that only show something."""
+"""Commands that show information: ``methods``, ``models``, ``partition``, and ``--version``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unskew.filesystem import parse_path, user_cache, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
-    """List every method with the slot it fills, its options and its paper; and what other packages offer."""
+    """List all methods with slots, options and papers, including plugins of other packages."""
     from unskew.cli.plugin_listing import plugin_data_and_partitions, plugin_methods
     from unskew.cli.tables import methods_table
 
@@ -33,9 +33,9 @@ def methods(as_json: AsJson = False) -> None:
 
 
 def described() -> list[dict[str, Any]]:
-    """``unskew.methods.registry.describe_all()``, kept in the user's cache as long as its sources are the same.
+    """Return ``unskew.methods.registry.describe_all()``, cached in the user's cache until the source files change.
 
-    To ask the classes is to load PyTorch, which takes ten times as long as all else.
+    Without the cache, the classes must be imported, and with them PyTorch, which takes most of the time.
     """
     package = Path(__file__).parents[1]
     sources = sorted([*(package / "methods").rglob("*.py"), *(package / "protocol").glob("*.py")])
@@ -60,22 +60,24 @@ def described() -> list[dict[str, Any]]:
 
 def models(
     model: Annotated[
-        str | None, typer.Argument(help="A name, hf:NAME, or package.module:factory; without it, all are listed.")
+        str | None,
+        typer.Argument(help="A name, hf:NAME, or package.module:factory; by default, all models are listed."),
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", help="Shape of one input, channels first; 3,32,32, or 8 tokens for hf:NAME."),
+        typer.Option("--shape", help="Shape of one input, channels first; 3,32,32 by default, 8 (tokens) for hf:NAME."),
     ] = None,
     classes: Annotated[
-        int | None, typer.Option("--classes", min=1, help="Number of classes; 10, or hf:NAME as a language model.")
+        int | None,
+        typer.Option("--classes", min=1, help="Number of classes; 10 by default; hf:NAME is then a language model."),
     ] = None,
     split: Annotated[
-        int | None, typer.Option("--split", min=0, help="Layers in the body; all but the head by default.")
+        int | None, typer.Option("--split", min=0, help="Number of layers in the body; all but the head by default.")
     ] = None,
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the models, or the layers of one in order of depth with their sizes and the split into body and head."""
+    """List all models, or the layers of one model with their sizes and the split into body and head."""
     from unskew.cli.model_summary import grouping_note, layer_rows, model_spec
     from unskew.cli.plugin_listing import plugin_models
     from unskew.cli.tables import layers_table, models_table
@@ -116,17 +118,21 @@ def partition(
             help="Image file for a plot; none by default.",
         ),
     ] = None,
-    clients_shown: Annotated[int, typer.Option("--clients-shown", min=1, help="Most clients in the table.")] = 20,
+    clients_shown: Annotated[
+        int, typer.Option("--clients-shown", min=1, help="Maximum number of clients in the table.")
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each client would hold: a table, a plot, and the partition's hash."""
+    """Show the label distribution across clients as a table and a plot, and the partition's hash."""
     from unskew.config.loader import experiment
 
     values = {**config_values(config, context), "holdout": 0.0}
     values.pop("method", None)
     if source is not None:
         if context.params.get("data") is not None:
-            raise ConfigError(f"Name the data once, not {source} and --data {context.params['data']}.")
+            raise ConfigError(
+                f"The data are set twice: {source} and --data {context.params['data']}. Remove one of them."
+            )
         values["data"] = source
     checked = experiment(values)
     from unskew.cli.progress import progress_while_waiting
@@ -137,7 +143,7 @@ def partition(
     with progress_while_waiting("partition"):
         fed = federation_of(checked.data_spec, checked.seed)
     counts, names = fed.label_distribution()
-    # If each client has one kind of text, a table of clients by kinds is a diagonal: its sizes say the same.
+    # If each client has one text group, the table of clients by groups is diagonal, so sizes are sufficient.
     diagonal = fed.task == "language" and names == fed.client_names
     shown_counts = fed.sizes[:, None] if diagonal else counts
     shown_names = ("samples",) if diagonal else names
@@ -168,34 +174,34 @@ def partition(
         console.print(columns_table(fed.columns))
     console.print(targets or partition_table(shown_counts, shown_names, clients_shown, fed.sizes, fed.client_names))
     shares = [f"{share:.0%} of the variance of {name} is between clients, " for name, share in between.items()]
-    plot = f"plot in {out}" if out is not None else "--out clients.png draws it"
+    plot = f"plot in {out}" if out is not None else "--out clients.png plots it"
     line = f"{''.join(shares)}partition hash {fed.fingerprint}, {plot}"
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 START = """unskew: federated learning on data that differ between clients
 
-  unskew init patients.csv          write experiment.yaml for data of your own
+  unskew init patients.csv          write experiment.yaml for your own data
   unskew run --rounds 20            train one model with FedAvg, on a small data set
   unskew compare fedavg scaffold    compare methods on the same data
   unskew diagnose                   measure the skew and get advice
   unskew --help                     list all commands"""
-"""Printed by ``unskew`` without a command."""
+"""Output of ``unskew`` without a command."""
 
 
 def version(
     context: typer.Context,
     show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="Results, warnings and errors only, anywhere in the line.")
+        bool, typer.Option("--quiet", help="Print only results, warnings and errors. Allowed after any command.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="A line per round, and the traceback of an error.")
+        bool, typer.Option("--verbose", help="Print a line per round, and the traceback of errors.")
     ] = False,
 ) -> None:
-    """Federated learning for skewed data: run, compare and resume methods that add up."""
+    """Federated learning on skewed data: run, compare and resume composable methods."""
     if quiet and verbose:
-        raise ConfigError("--quiet and --verbose contradict each other; give one of them.")
+        raise ConfigError("--quiet and --verbose cannot be combined. Use one of them.")
     LOUDNESS.quiet, LOUDNESS.verbose = quiet, verbose
     if show:
         from unskew.version import __version__

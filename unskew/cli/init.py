@@ -1,4 +1,4 @@
-"""``unskew init``: a first configuration for one's own data."""
+"""``unskew init``: write a first configuration for the user's data."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ def init(
     data: Annotated[
         str | None,
         typer.Argument(
-            help="A .csv, .jsonl, .parquet or .npz file, a folder of images, or a data source; digits without."
+            help="A .csv, .jsonl, .parquet or .npz file, a folder of images, or a data source; digits by default."
         ),
     ] = None,
     label: Annotated[
         str | None, typer.Option("--label", help="Label column of a table, if it is not detected.")
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", parser=parse_path, metavar="PATH", help="The file that is written; it must be new.")
+        Path, typer.Option("--out", parser=parse_path, metavar="PATH", help="File to write; it must not exist yet.")
     ] = Path("experiment.yaml"),
 ) -> None:
-    """Write a commented experiment.yaml for your own data, after looking at them, and say what to do next."""
+    """Inspect your data, write a commented experiment.yaml for them, and print the next commands."""
     from unskew.data.sources.registry import SOURCES
 
     there = data is None or Path(data).expanduser().exists() or data.partition(":")[0] in SOURCES
-    if out.exists() and there:  # else what is wrong with the data is told first
-        raise ConfigError(f"{out} is already there; choose another name with --out, or remove it.")
+    if out.exists() and there:  # if the data do not exist, report that first
+        raise ConfigError(f"{out} already exists. Choose another name with --out, or remove the file.")
     if not out.parent.is_dir():
-        raise ConfigError(f"There is no folder {out.parent} to write {out.name} into.")
+        raise ConfigError(f"The folder {out.parent} for {out.name} does not exist.")
     from unskew.cli.progress import progress_while_waiting
     from unskew.config.infer import infer_config
 
@@ -46,7 +46,7 @@ def init(
     for line in inferred.seen:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     name = shlex.quote(str(out))
-    console.print(f"{out} is written. Look at it; then, for example:", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Wrote {out}. Review it, and then run, for example:", markup=False, highlight=False, soft_wrap=True)
     for command in (
         f"unskew partition {name}",
         f"unskew diagnose {name} --no-curvature",

@@ -1,4 +1,4 @@
-"""Contents of ``unskew models MODEL``."""
+"""Layers and grouping of a model, for ``unskew models MODEL``."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from unskew.models.registry import MODELS, resolve_model
 from unskew.models.spec import ModelSpec
 
 LARGEST = 1 << 24
-"""Side of an input and number of classes, from which on no model fits into memory."""
+"""Maximum side length of an input and number of classes, to avoid running out of memory."""
 
 
 def grouping_note(spec: ModelSpec) -> str:
-    """Return a sentence on whether several clients of this model are trained as one network on a CPU."""
+    """Return a message on whether several clients with this model can be trained as one network on a CPU."""
     form, why = grouped_form_or_reason(spec)
     return "Several clients are trained as one network." if form else f"Clients are trained one after another: {why}."
 
 
 def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequence[str]) -> ModelSpec:
-    """The layout of the model that ``unskew models MODEL`` shows.
+    """Build the model that ``unskew models MODEL`` shows.
 
     Args:
-        model: A name or an import path.
-        shape: Shape of one input, as ``3,32,32``, the default; for ``hf:NAME`` ``8``, eight tokens.
-        classes: Number of classes; 10 by default, but without it ``hf:NAME`` is a language model.
-        sets: ``model_options.NAME=VALUE`` and ``head=NAME``.
+        model: Name or import path of the model.
+        shape: Shape of one input; None means ``3,32,32``, or ``8`` (tokens) for ``hf:NAME``.
+        classes: Number of classes; None means 10, or a language model for ``hf:NAME``.
+        sets: Assignments ``model_options.NAME=VALUE`` and ``head=NAME``.
 
     Raises:
-        ConfigError: There is no such model, or it does not take such inputs.
+        ConfigError: If the model does not exist, or does not support such inputs.
     """
     values: dict[str, Any] = {"model": model}
     for assignment in sets:
         set_field(values, assignment)
     if not {"model", "model_options", "head"} >= set(values):
-        raise ConfigError("unskew models takes --set model_options.NAME=VALUE and --set head=NAME, no other field.")
+        raise ConfigError("unskew models supports only --set model_options.NAME=VALUE and --set head=NAME.")
     config = experiment(values)
     own = config.model in MODELS and MODELS[config.model].texts
     texts = own or (config.model.startswith(HUB) and (shape is None or "," not in shape))
@@ -60,11 +60,11 @@ def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequenc
 
 
 def layer_rows(spec: ModelSpec, split: int | None) -> list[dict[str, Any]]:
-    """Return one row per layer, in order of depth; embeddings are layer 0 because they are not counted.
+    """Return one row per layer, in order of depth; embeddings are layer 0.
 
     Args:
-        spec: The model's layout.
-        split: Layers in the body; by default all before the head.
+        spec: Specification of the model.
+        split: Number of layers in the body; None means all before the head.
     """
     groups = layer_groups(spec)
     body, _ = split_at_depth(groups, -1 if split is None else split)

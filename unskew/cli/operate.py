@@ -32,7 +32,7 @@ def _age(seconds: float | None) -> str:
 
 
 def status(folder: RunFolder, as_json: AsJson = False) -> None:
-    """Show the round of a running deployed run, who is connected, who is missing since when, and the last warning."""
+    """Show the round of a running deployed run, its connected and missing sites, and the last warning."""
     status_report = _status(folder)
     if as_json:
         print_json(status_report)
@@ -55,14 +55,14 @@ def status(folder: RunFolder, as_json: AsJson = False) -> None:
 
 
 def sites(folder: RunFolder, as_json: AsJson = False) -> None:
-    """Show each site of a running deployed run: key, version, last contact, rounds answered, faults."""
+    """Show each site of a running deployed run: key, version, last reply, number of rounds, invalid replies."""
     from rich.table import Table
 
     site_reports = _status(folder)["sites"]
     if as_json:
         print_json(site_reports)
         return
-    table = Table("client", "site", "key", "unskew", "connected", "last answer", "rounds", "faults", "excluded")
+    table = Table("client", "site", "key", "unskew", "connected", "last reply", "rounds", "invalid replies", "excluded")
     for site in site_reports:
         words = [str(site["client"]), site["site"], site["key"], site["version"], "yes" if site["connected"] else "no"]
         table.add_row(*words, _age(site["seen"]), str(site["answered"]), str(site["faults"]), "yes" * site["excluded"])
@@ -92,23 +92,24 @@ def log(
             time.sleep(1.0)
     if verify:
         _line(
-            f"{shown} events, none altered. Lines cut off at the end show only in this digest of the last one: {last}"
+            f"{shown} events, none changed. To detect events removed at the end, compare the digest of the last "
+            f"event: {last}"
         )
 
 
 def stop(
     folder: RunFolder,
-    now: Annotated[bool, typer.Option("--now", help="Give up the current round, too.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Discard the current round.")] = False,
 ) -> None:
-    """End a running deployed run after its current round, with a checkpoint; unskew resume continues it."""
+    """Stop a running deployed run after its current round, with a checkpoint; unskew resume continues it."""
     from unskew.deployment.server.control import send_command
 
     send_command(folder, "stop", now=now)
-    _line(f"The run ends {'now' if now else 'after this round'}. Continue it with: unskew resume {folder}")
+    _line(f"The run stops {'now' if now else 'after this round'}. To resume it, run: unskew resume {folder}")
 
 
 def exclude(folder: RunFolder, site: Annotated[str, typer.Argument(help="Name or client number of the site.")]) -> None:
-    """Leave a site out of a running deployed run: the current round no longer waits for it, later ones do not ask it."""
+    """Exclude a site from a running deployed run; the current round stops waiting for it."""
     from unskew.deployment.server.control import send_command
 
     _line(f"{send_command(folder, 'exclude', site=site)['name']} is excluded.")
@@ -118,10 +119,10 @@ def register(
     keys: Annotated[list[Path], typer.Argument(help="Public keys of all sites.", metavar="KEY.pub...", exists=True)],
     superlink: Annotated[str, typer.Option("--superlink", help="Host and port of the SuperLink.")],
     folder: Annotated[
-        Path, typer.Option("--folder", parser=parse_path, metavar="PATH", help="The deployment's folder.")
+        Path, typer.Option("--folder", parser=parse_path, metavar="PATH", help="Deployment folder.")
     ] = Path(),
 ) -> None:
-    """Wait until the SuperLink listens, then register all sites with it, in one call of Flower."""
+    """Wait until the SuperLink is reachable, and register all sites with it."""
     from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink
 
     there = RemoteSuperLink(folder.absolute(), superlink).superlink

@@ -1,4 +1,4 @@
-"""Plugins of other packages for the listing commands. A broken plugin is reported, and the others are listed."""
+"""Plugins of other packages for the listing commands; a broken plugin gives a warning and is skipped."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from unskew.errors import ConfigError
 
 
 def plugin_methods() -> list[dict[str, Any]]:
-    """The methods of other packages, as ``unskew.methods.registry.describe_all`` has them, with their ``package``."""
+    """Describe the methods of other packages as ``methods.registry.describe_all`` does, with their ``package``."""
     rows: list[dict[str, Any]] = []
     for name, plugin in sorted(plugins.list_plugins(plugins.METHODS).items()):
         from unskew.methods.registry import METHODS, describe_method
 
         if name in METHODS:
-            _warn(f"The package {plugin.package} offers a method {name!r}; unskew's own of that name is taken.")
+            _warn(
+                f"The method {name!r} of the package {plugin.package} is ignored, because unskew has a method {name!r}."
+            )
             continue
         try:
             rows.append({**describe_method(name), "package": plugin.package})
@@ -26,7 +28,7 @@ def plugin_methods() -> list[dict[str, Any]]:
 
 
 def plugin_models() -> list[dict[str, Any]]:
-    """The models of other packages as rows of ``unskew models``."""
+    """Return the models of other packages as rows of ``unskew models``."""
     rows = []
     for name, plugin in sorted(plugins.list_plugins(plugins.MODELS).items()):
         try:
@@ -39,12 +41,12 @@ def plugin_models() -> list[dict[str, Any]]:
 
 
 def plugin_data_and_partitions() -> list[str]:
-    """Return one line per kind of plugin: models, data and partitions."""
+    """Return one line for each kind of plugin: models, data and partitions."""
     lines = []
     for group, what in ((plugins.MODELS, "models"), (plugins.DATA, "data"), (plugins.PARTITIONS, "partitions")):
         names = [f"{name} [{plugin.package}]" for name, plugin in sorted(plugins.list_plugins(group).items())]
         if names:
-            lines.append(f"Other packages' {what}: {', '.join(names)}")
+            lines.append(f"{what.capitalize()} of other packages: {', '.join(names)}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""``unskew predict``: labels and probabilities of new rows or images from a trained model."""
+"""``unskew predict``: predict labels and probabilities for new rows or images with a trained model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 20
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="The folder of a finished run.")],
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     rows: Annotated[
         Path,
         typer.Argument(
@@ -37,7 +37,7 @@ def predict(
     ] = None,
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", min=0, max=1, help="Predict the second of two classes from this probability on."),
+        typer.Option("--threshold", min=0, max=1, help="Minimum probability to predict the second of two classes."),
     ] = None,
     client: Client = None,
     trust_code: TrustCode = False,
@@ -97,12 +97,12 @@ def predict(
         table.add_row(*(Text(escape_controls(cell)) for cell in [*cells, *shown]))
     console.print(table)
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
-    where = f"All are in {out}." if out is not None else "--out FILE writes all of them, with every probability."
+    where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
     console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)
 
 
 def check_output(out: Path | None, run: Path, rows: Path) -> None:
-    """Check the file that a command writes about the rows of another one.
+    """Validate the output file of a command.
 
     Args:
         out: File to write, or None.
@@ -110,7 +110,7 @@ def check_output(out: Path | None, run: Path, rows: Path) -> None:
         rows: Input file.
 
     Raises:
-        ConfigError: It has another ending than ``FORMATS``, is the input, or is in the run folder.
+        ConfigError: If the file has a suffix other than ``FORMATS``, is the input file, or is in the run folder.
     """
     if out is None:
         return
@@ -118,11 +118,11 @@ def check_output(out: Path | None, run: Path, rows: Path) -> None:
         raise ConfigError(f"--out {out.name} must end in {' or '.join(FORMATS)}.")
     if out.resolve() == rows.resolve() or run.resolve() in out.resolve().parents:
         what = "the input" if out.resolve() == rows.resolve() else "in the run folder, whose files belong to the run"
-        raise ConfigError(f"--out {out} is {what}; choose another file.")
+        raise ConfigError(f"--out {out} is {what}. Choose another file.")
 
 
 def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
-    """Write rows to a .csv or .jsonl file, if one is named.
+    """Write rows to a .csv or .jsonl file.
 
     Args:
         lines: Rows to write.
@@ -134,7 +134,7 @@ def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
 
 
 def escape_controls(text: str) -> str:
-    r"""Return a text for the terminal, with its control characters written out.
+    r"""Escape the control characters of a string for the terminal.
 
     >>> escape_controls("red" + chr(27) + "[0m")
     'red\\x1b[0m'
@@ -143,7 +143,7 @@ def escape_controls(text: str) -> str:
 
 
 def escape_formula(value: object) -> object:
-    """Return a cell for a CSV file that a spreadsheet takes as text or as a number, and not as a formula.
+    """Escape a CSV cell, so that spreadsheets do not interpret it as a formula.
 
     >>> escape_formula("=1+1"), escape_formula("red"), escape_formula("-0.5")
     ("'=1+1", 'red', '-0.5')
@@ -167,13 +167,14 @@ def probability_names(label: str | None, names: list[str]) -> list[str]:
 
 
 def format_value(lines: list[dict[str, Any]], kind: str) -> str:
-    """The predictions as JSON lines or CSV; in CSV several labels or columns are divided by |.
+    """Format predictions as JSON lines or CSV.
 
-    In CSV a text that begins like a formula (``=``, ``+``, ``-``, ``@``) gets an apostrophe before it.
+    In CSV, the items of lists are separated by ``|``, and strings that start like a formula (``=``, ``+``, ``-``,
+    ``@``) are prefixed with an apostrophe.
 
     Args:
-        lines: Rows to write.
-        kind: ``csv`` or ``jsonl``.
+        lines: Rows to format.
+        kind: ``.csv`` or ``.jsonl``.
     """
     if kind == ".jsonl":
         return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -1,4 +1,4 @@
-"""A run's progress on the terminal."""
+"""Progress display in the terminal."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name
 
 @contextmanager
 def make_progress(console: Console, transient: bool = False) -> Iterator[Progress]:
-    """A live display with one line per run; it appears with the first, and goes at the end if it is ``transient``.
+    """Context manager for a live display with one line per run, which appears with the first line.
 
     Args:
-        console: Console that prints.
+        console: Console to print to.
         transient: Whether the display disappears at the end.
     """
     progress = Progress(
@@ -58,10 +58,7 @@ def make_progress(console: Console, transient: bool = False) -> Iterator[Progres
 
 @contextmanager
 def progress_while_waiting(title: str) -> Iterator[None]:
-    """Context manager that shows progress of operations longer than two seconds, with the time left, on standard error.
-
-    Nothing is shown in a pipe.
-    """
+    """Context manager that shows progress of operations longer than two seconds, if standard error is a terminal."""
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("{task.description}", markup=False),
@@ -76,7 +73,7 @@ def progress_while_waiting(title: str) -> Iterator[None]:
     if progress.disable:
         yield
         return
-    line = progress.add_task(title, total=None)  # some work has no parts that could be counted
+    line = progress.add_task(title, total=None)  # the total may remain unknown
     timer = Timer(PATIENCE, progress.start)
     timer.daemon = True
     before = [""]
@@ -98,16 +95,16 @@ def progress_while_waiting(title: str) -> Iterator[None]:
 
 
 class ProgressLine(Callback):
-    """A callback: one line of a live display.
+    """Callback that shows a run as one line of a live display.
 
     Args:
-        progress: The display.
+        progress: Live display.
         title: Text before the bar.
         transient: Remove the line when the run ends.
-        warnings: Print what the run warns of.
-        named: Say the title before a warning, as one of several runs.
-        columns: Show what is done to each column of a table.
-        held_out: Show what clients hold out, by which a run is judged, and nothing of the test set.
+        warnings: Print the warnings of the run.
+        named: Print the title before a warning, to distinguish several runs.
+        columns: Print the role of each column of a table.
+        held_out: Show the objective on the clients' held-out samples instead of metrics on the test set.
     """
 
     def __init__(
@@ -120,19 +117,24 @@ class ProgressLine(Callback):
         columns: bool = False,
         held_out: bool = False,
     ):
-        self.progress, self.title, self.transient = progress, title, transient
-        self.warnings, self.named, self.columns, self.held_out = warnings, named, columns, held_out
+        self.progress = progress
+        self.title = title
+        self.transient = transient
+        self.warnings = warnings
+        self.named = named
+        self.columns = columns
+        self.held_out = held_out
         self.making: TaskID | None = None
         self.objective = AUTO
         self.global_model = True
 
     def loaded(self, federation: Federation) -> None:
-        """Print which columns of a table are used."""
+        """Print the roles of a table's columns."""
         if self.columns and federation.columns:
             self.progress.console.print(columns_table(federation.columns))
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Show the line."""
+        """Add the line to the display."""
         self.objective = metric_name(config.get("objective", AUTO))
         self.global_model = not is_local(str(config.get("method", "")))
         self.progress.start()
@@ -151,7 +153,7 @@ class ProgressLine(Callback):
         self.progress.update(self.making, description=f"{self.title}: {text}", completed=done, total=total)
 
     def round(self, row: Row) -> None:
-        """Advance it."""
+        """Advance the line and show the metric of the round."""
         judge = metric_info(primary_metric_name(row) if self.objective == AUTO else self.objective)
         if "perplexity" in row and judge.name in SCORES and not self.held_out:
             judge = metric_info("loss")
@@ -169,12 +171,12 @@ class ProgressLine(Callback):
             self.progress.console.print(text, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:
-        """Something the user should know."""
+        """Print a warning."""
         if self.warnings:
             whose = f"{self.title}: " if self.named else ""
             self.progress.console.print(whose + text, style="yellow", markup=False, highlight=False)
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Leave the final figures, or remove the line."""
+        """Keep the line with the final metric, or remove it if it is transient."""
         if self.transient:
             self.progress.remove_task(self.line)

@@ -1,4 +1,4 @@
-"""``unskew report``: run folders in, one page out."""
+"""``unskew report``: write an HTML report on finished runs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, folders of comparisons, or folders that hold some.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, comparison folders, or folders that contain such folders.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
             parser=parse_path,
             metavar="PATH",
-            help="The file; report.html in the folder, or here for several folders.",
+            help="File to write; by default report.html in the folder, or in the current folder for several folders.",
         ),
     ] = None,
     images: Annotated[
-        bool, typer.Option("--images/--no-images", help="Generated images next to real images of the clients.")
+        bool, typer.Option("--images/--no-images", help="Show generated images next to real images of the clients.")
     ] = True,
     title: Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Title of the page.")] = None,
 ) -> None:
-    """Write a report on finished runs: one HTML file that needs no network."""
+    """Write a report on finished runs as one self-contained HTML file."""
     from unskew.cli.progress import progress_while_waiting
     from unskew.reporting.report import report as write
 
@@ -48,7 +50,7 @@ def report(
 
 @contextmanager
 def broken_sections(console: Console) -> Iterator[None]:
-    """Print the warnings that writing a report gives, a line each."""
+    """Context manager that prints the warnings raised while a report is written."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         yield
@@ -57,28 +59,28 @@ def broken_sections(console: Console) -> Iterator[None]:
 
 
 def print_report_path(console: Console, file: Path) -> None:
-    """Tell where the report is, and what not everybody should see.
+    """Print the path of the report, and a warning if it contains real images.
 
     Args:
-        console: Console that prints.
-        file: The report.
+        console: Console to print to.
+        file: Path of the report.
     """
     from unskew.reporting.report import shows_real_images
 
-    real = " It holds real images of a client's data; unskew report --no-images leaves them out."
-    text = f"The report is {file}: open it in a browser; it needs no network.{real if shows_real_images(file) else ''}"
+    real = " It contains real images of clients; unskew report --no-images omits them."
+    text = f"The report is {file}. Open it in a browser.{real if shows_real_images(file) else ''}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def report_after_runs(console: Console, runs: Sequence[Path], out: Path | None = None) -> None:
     """Write the report after the runs of a command.
 
-    Without plotly, print a hint; a failing report does not affect the results.
+    Without plotly and jinja2, only a hint is printed. If the report fails, a warning is printed.
 
     Args:
-        console: Console that prints.
+        console: Console to print to.
         runs: Run folders.
-        out: File to write; None: the default.
+        out: File to write; None means the default.
     """
     from unskew.cli.progress import progress_while_waiting
     from unskew.errors import UnskewError
@@ -93,4 +95,4 @@ def report_after_runs(console: Console, runs: Sequence[Path], out: Path | None =
                 file = write(list(runs), out)
             print_report_path(console, file)
     except (UnskewError, OSError) as error:
-        console.print(f"There is no report: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Report not written: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``unskew reproduce``: the papers' tables, run at a chosen scale and set beside the published numbers."""
+"""``unskew reproduce``: run tables of papers at a chosen scale, and compare with the published numbers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    preset: Annotated[str | None, typer.Argument(help="A preset, such as fedcog/table-3.")] = None,
+    preset: Annotated[str | None, typer.Argument(help="Preset, such as fedcog/table-3.")] = None,
     scale: Annotated[str, typer.Option("--scale", help="smoke (minutes), cpu (hours) or paper.")] = "smoke",
     listing: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", help="Which seeds, such as 0,1,2; the scale's if left out.")
+        str | None, typer.Option("--seeds", help="Seeds, such as 0,1,2; by default, those of the scale.")
     ] = None,
-    rows: Annotated[list[str] | None, typer.Option("--row", help="Only this row. Repeatable.")] = None,
-    columns: Annotated[list[str] | None, typer.Option("--column", help="Only this column. Repeatable.")] = None,
+    rows: Annotated[list[str] | None, typer.Option("--row", help="Run only this row. Repeatable.")] = None,
+    columns: Annotated[list[str] | None, typer.Option("--column", help="Run only this column. Repeatable.")] = None,
     data_path: DataPath = None,
     engine: EngineName = None,
     device: Device = None,
@@ -46,11 +46,11 @@ def reproduce(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", parser=parse_path, metavar="PATH", help="Draw the table into this image file."),
+        typer.Option("--plot", parser=parse_path, metavar="PATH", help="Write a plot of the table to this image file."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a table of a paper, or go on with it, and print the paper's numbers beside ours."""
+    """Run or resume a table of a paper, and print the paper's numbers next to ours."""
     from unskew.cli.fit_table import ReflowTable
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.expressions import parse_seed_list
@@ -71,14 +71,14 @@ def reproduce(
                 [{"name": p.name, "title": p.title, "where": p.where, "reference": p.reference} for p in presets]
             )
             return
-        overview = ReflowTable("preset", "what", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
+        overview = ReflowTable("preset", "title", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
         for p in presets:
             overview.add_row(p.name, p.title, p.where)
         console.print(overview)
         return
     if preset in study_names():
         if columns or engine is not None or device is not None:
-            raise ConfigError(f"{preset} is a program of its own, without columns, engines and devices; it has --row.")
+            raise ConfigError(f"{preset} supports --row, but not --column, --engine and --device.")
         which = parse_seed_list(seeds) if seeds else None
         _study(preset, scale, which, rows, data_path, results, show, plot, as_json, at_once)
         return
@@ -91,7 +91,7 @@ def reproduce(
     for kind, wanted, there in (("row", rows, table.rows), ("column", columns, table.columns)):
         for name in wanted or ():
             if name not in there:
-                raise ConfigError(f"{preset} has no {kind} {name!r}; it has: {'; '.join(there)}.")
+                raise ConfigError(f"{preset} has no {kind} {name!r}. Available: {'; '.join(there)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
     with exit_on_signal(runs, again), make_progress(console) as progress:
         sweep = Sweep(
@@ -110,7 +110,7 @@ def reproduce(
             missing = sweep.settle()
             if missing:
                 other = sweep.cells(0)[0].config.data
-                console.print(f"{missing} This scale goes on with {other} instead.", style="yellow", soft_wrap=True)
+                console.print(f"{missing} This scale uses {other} instead.", style="yellow", soft_wrap=True)
             outcomes = list(sweep.carry_out(which, at_once))
     entries = report.table_entries(table, outcomes)
     settings = settings_note(table, scale, (cell for cell, _ in outcomes))
@@ -140,7 +140,7 @@ def _study(
     as_json: bool,
     parallel: int | str,
 ) -> None:
-    """A preset that is a program of its own."""
+    """Run a preset that is implemented as a custom study."""
     from unskew.cli.progress import make_progress
     from unskew.reproduction.study import StudyRuns, load_study
 
@@ -151,9 +151,7 @@ def _study(
     if not show:
         missing = runs.settle()
         if missing:
-            console.print(
-                f"{missing} This scale goes on with {runs.settings['data']} instead.", style="yellow", soft_wrap=True
-            )
+            console.print(f"{missing} This scale uses {runs.settings['data']} instead.", style="yellow", soft_wrap=True)
         again = shlex.join(["unskew", *sys.argv[1:]])
         with exit_on_signal(results, again), make_progress(console) as progress:
             progress.start()
@@ -180,7 +178,7 @@ def _print(
     tables: list[Line],
     done: bool,
 ) -> None:
-    """Print the reproduced preset and its tables."""
+    """Print the title, settings and tables of a preset."""
     from unskew.cli.fit_table import ReflowTable
 
     console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")
@@ -194,4 +192,4 @@ def _print(
             table.add_row(*line)
         console.print(table)
     if not done:
-        console.print("Nothing has been run yet.")
+        console.print("There are no outcomes yet.")

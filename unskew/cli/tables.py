@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Terminal tables."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def clients_text(summary: dict[str, Any], whose: str) -> str:
-    """The figures over clients as one line.
+    """Format the statistics over clients as one line.
 
     Args:
         summary: Summary of the run.
-        whose: Prefix of the metrics.
+        whose: Prefix of the metrics, ``client`` or ``personal``.
     """
     scored = client_metric_name(objective_metric(summary).name, primary_metric_name(summary))
     judge = metric_info(scored, summary.get("own_metrics"))
@@ -36,11 +36,11 @@ def clients_text(summary: dict[str, Any], whose: str) -> str:
 
 
 def format_count(count: int, what: str) -> str:
-    """A number of things.
+    """Format a count with its noun.
 
     Args:
-        count: Number of things.
-        what: Name of one of them.
+        count: Count.
+        what: Noun in the singular.
 
     >>> format_count(1, "round"), format_count(2, "round")
     ('1 round', '2 rounds')
@@ -54,7 +54,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_column(style="bold")
     table.add_column()
     clients_per_group = (
-        f", {summary['clients_per_group']} clients together" if summary.get("clients_per_group", 1) > 1 else ""
+        f", {summary['clients_per_group']} clients per group" if summary.get("clients_per_group", 1) > 1 else ""
     )
     loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
     judge, scored = objective_metric(summary), primary_metric_name(summary)
@@ -78,7 +78,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ),
         ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
         ("partition hash", str(summary["partition_hash"])),
-        ("model", f"{summary['model']}, {summary['parameters']:,} parameters, statistics: {summary['buffers']}"),
+        ("model", f"{summary['model']}, {summary['parameters']:,} parameters, buffers: {summary['buffers']}"),
         (
             "traffic",
             f"{format_megabytes(summary['bytes_up'])} MB up, {format_megabytes(summary['bytes_down'])} MB down",
@@ -91,13 +91,13 @@ def summary_table(summary: dict[str, Any]) -> Table:
     ]
     if "perplexity" in summary:
         best = (format_number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
-        share = f"next token right {format_percent(summary['accuracy'])}%"
+        share = f"next-token accuracy {format_percent(summary['accuracy'])}%"
         lines[:2] = [
             (
                 "test loss, last round",
                 f"{loss} nats per token  (perplexity {format_number(summary['perplexity'])}, {share})",
             ),
-            ("test loss, best of all", "{}  (perplexity {})".format(*best)),
+            ("test loss, best round", "{}  (perplexity {})".format(*best)),
         ]
     if summary.get("micro_f1") is not None:
         lines[2:2] = [
@@ -114,17 +114,17 @@ def summary_table(summary: dict[str, Any]) -> Table:
             (f"rounds to {value_text(judge, summary['target'])}", "not reached" if reached is None else str(reached)),
         )
     if "synthetic_images" in summary:
-        images = f"{summary['synthetic_images']:,} images, made in {summary['synthetic_seconds']:.1f} s"
+        images = f"{summary['synthetic_images']:,} images, generated in {summary['synthetic_seconds']:.1f} s"
         epochs = f"; local epochs {summary['local_epochs']}" if "local_epochs" in summary else ""
         lines.append(("synthetic data", images + epochs))
     if "privacy" in summary:
         lines.append(("privacy", summary["privacy"]))
     if summary["updates_skipped"]:
-        lines.append(("left out", f"{summary['updates_skipped']} updates that were not finite"))
+        lines.append(("skipped", f"{summary['updates_skipped']} updates that were not finite"))
     if "retries" in summary:
-        lines.append(("trained again", f"{summary['retries']:,} clients whose worker or node had died"))
+        lines.append(("trained again", f"{summary['retries']:,} clients whose worker or node died"))
     if summary.get("diverged"):
-        lines.insert(0, ("diverged", "yes: the model is of no use; try a smaller learning rate"))
+        lines.insert(0, ("diverged", "yes: the model is not usable. Try a smaller learning rate"))
     for name, value in lines:
         table.add_row(name, value)
     return table
@@ -134,11 +134,14 @@ CLASSES_SHOWN = 20
 
 
 def targets_table(fed: Federation, most: int) -> tuple[Table, dict[str, float]]:
-    """Return a table of the clients' targets of regression, and the share of each target's variance between clients.
+    """Build the table of the clients' regression targets.
 
     Args:
-        fed: Data of all clients.
-        most: Largest number of clients in the table.
+        fed: Federation.
+        most: Maximum number of clients in the table.
+
+    Returns:
+        The table, and the share of each target's variance that is between clients.
     """
     values = [fed.objective.restored(client.y.double()).numpy() for client in fed.clients]  # type: ignore[attr-defined]
     sizes, means = np.array([len(y) for y in values]), np.stack([y.mean(0) for y in values])
@@ -167,13 +170,13 @@ def partition_table(
     sizes: np.ndarray | None = None,
     client_names: Sequence[str] = (),
 ) -> Table:
-    """Build the table of the label distribution from counts ``[K, C]`` and, for multi-label data, sample counts ``[K]``.
+    """Build the table of the label distribution across clients.
 
     Args:
         counts: Samples per client and class, ``[K, C]``.
         class_names: Names of the classes.
-        most: Largest number of clients in the table.
-        sizes: Samples per client, ``[K]``; None: the sums of ``counts``.
+        most: Maximum number of clients in the table.
+        sizes: Samples per client, ``[K]``, for multi-label data; None means the sums of ``counts``.
         client_names: Names of the clients.
     """
     sizes = counts.sum(1) if sizes is None else sizes
@@ -199,7 +202,7 @@ def partition_table(
 def columns_table(columns: Mapping[str, str]) -> Table:
     """Build the table of the roles of a table's columns."""
     table = Table(title="Columns of the table", title_justify="left")
-    for name in ("column", "what is done to it"):
+    for name in ("column", "role"):
         table.add_column(name, overflow="fold")
     for row in describe_roles(columns):
         table.add_row(*row)
@@ -240,11 +243,11 @@ def layers_table(model: str, layers: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=f"{model}: layers in order of depth", title_justify="left", show_footer=True)
     total = sum(row["parameters"] for row in layers)
     body = sum(row["parameters"] for row in layers if row["part"] == "body")
-    statistics = f"{sum(row['buffers'] for row in layers):,}"
-    sizes = {"parameters": f"{total:,}", "statistics": statistics, "part": f"body {body:,}, head {total - body:,}"}
-    for name in ("", "layer", "with it", "parameters", "statistics", "part"):
-        right = name in ("", "parameters", "statistics")
-        # A layer's name is what patterns are written for: broken into lines, never cut.
+    buffers = f"{sum(row['buffers'] for row in layers):,}"
+    sizes = {"parameters": f"{total:,}", "buffers": buffers, "part": f"body {body:,}, head {total - body:,}"}
+    for name in ("", "layer", "with", "parameters", "buffers", "part"):
+        right = name in ("", "parameters", "buffers")
+        # Users write patterns for layer names, so names are wrapped and never truncated.
         table.add_column(name, footer=sizes.get(name, ""), justify="right" if right else "left", overflow="fold")
     for row in layers:
         figures = (f"{row['parameters']:,}", f"{row['buffers']:,}")
@@ -257,27 +260,27 @@ QUANTITIES = {
     "gradient2": "squared norm of the mean gradient",
     "sigma2_mean": "noise of a client's gradient, σ², mean",
     "sigma2_max": "noise of a client's gradient, σ², largest",
-    "sigma2_avg": "noise on all clients' data together, σ²_avg",
+    "sigma2_avg": "noise on the pooled data of all clients, σ²_avg",
     "L_max": "smoothness of a client's loss, L_max",
     "L_avg": "smoothness of the mean loss, L_avg",
     "delta2": "distance of real and synthetic mean gradients, δ²",
-    "sigma2_synthetic": "noise on the synthetic data together, σ̃²_avg",
+    "sigma2_synthetic": "noise on the pooled synthetic data, σ̃²_avg",
     "L_synthetic": "smoothness on the synthetic data, L̃_avg",
     "epsilon": "accuracy ε of the prediction",
 }
 LABELS = {
-    "label_distance_mean": "distance of a client's labels from all (total variation), mean",
-    "label_distance_max": "distance of a client's labels from all, largest",
-    "label_distance_chance": "what chance alone would give, mean",
-    "feature_skew": "share of one class's inputs' variance between clients",
-    "label_entropy_gap": "divergence of a client's labels from all, nats, mean",
+    "label_distance_mean": "distance of client label distributions from the global one (total variation), mean",
+    "label_distance_max": "distance of client label distributions from the global one, largest",
+    "label_distance_chance": "distance expected by chance, mean",
+    "feature_skew": "share of the input variance within a class that is between clients",
+    "label_entropy_gap": "divergence of client label distributions from the global one, nats, mean",
     "effective_classes": "effective number of classes of a client, mean",
     "effective_clients": "effective number of clients",
 }
 
 
 def shorten(value: float | None) -> str:
-    """Four significant digits.
+    """Format a number with four significant digits.
 
     >>> shorten(12345.678), shorten(0.00012345), shorten(None)
     ('1.235e+04', '0.0001234', '-')
@@ -286,10 +289,10 @@ def shorten(value: float | None) -> str:
 
 
 def heterogeneity_tables(report: dict[str, Any]) -> list[Table]:
-    """The tables that ``unskew diagnose`` prints: labels, quantities of each model, and shares of each model.
+    """Build the tables of ``unskew diagnose``: label skew, quantities of each model, and shares of synthetic data.
 
     Args:
-        report: As ``Report.as_json`` gives it.
+        report: Result of ``Report.as_json``.
     """
     style: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD, "pad_edge": False}
     labels = Table("", "", title="Labels and sizes", show_header=False, **style)
@@ -302,8 +305,11 @@ def heterogeneity_tables(report: dict[str, Any]) -> list[Table]:
             quantities.add_row(label, *map(shorten, values))
     tables = [labels, quantities]
     for m in report["models"]:
-        title = f"A share p of synthetic data, {m['model']}: measured, and Lemma 1's bound; synthetic: {report['synthetic']}"
-        table = Table("p", "ζ̂²", "≤", "σ̂²", "≤", "L", "≤", "rounds", "by the bounds", title=title, **style)
+        title = (
+            f"With a share p of synthetic data, {m['model']}: measured, and the bound of Lemma 1; "
+            f"synthetic: {report['synthetic']}"
+        )
+        table = Table("p", "ζ̂²", "≤", "σ̂²", "≤", "L", "≤", "rounds", "rounds by bounds", title=title, **style)
         for row in m["shares"]:
             pairs = [shorten(row[name + end]) for name in ("zeta2", "sigma2", "L", "rounds") for end in ("", "_bound")]
             table.add_row(f"{row['p']:g}", *pairs)

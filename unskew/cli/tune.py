@@ -1,4 +1,4 @@
-"""``unskew tune``: the options of several methods are looked for alike, then compared on fresh seeds."""
+"""``unskew tune``: tune several methods with equal budgets, then compare them on fresh seeds."""
 
 from __future__ import annotations
 
@@ -58,11 +58,13 @@ def tune(
     context: typer.Context,
     methods: Annotated[
         list[str],
-        typer.Argument(help="Methods or compositions such as fedprox+scaffold; a .yaml file is the configuration."),
+        typer.Argument(
+            help="Methods or compositions such as fedprox+scaffold, and optionally a configuration file (.yaml)."
+        ),
     ],
-    trials: Annotated[int, typer.Option("--trials", help="Trials of each method.")] = 20,
+    trials: Annotated[int, typer.Option("--trials", help="Number of trials per method.")] = 20,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", help=f"Fresh seeds to compare on, 3 by default: {SEEDS}")
+        str | None, typer.Option("--seeds", help=f"Fresh seeds for the comparison, 3 by default: {SEEDS}")
     ] = None,
     space: Annotated[
         list[str] | None,
@@ -71,7 +73,7 @@ def tune(
         ),
     ] = None,
     pruning: Annotated[
-        bool, typer.Option("--pruning/--no-pruning", help="End trials early that are worse than most.")
+        bool, typer.Option("--pruning/--no-pruning", help="Stop trials early if they are worse than most.")
     ] = True,
     parallel: Annotated[
         str,
@@ -89,15 +91,15 @@ def tune(
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tune methods alike on what clients hold out, then compare them on fresh seeds."""
+    """Tune methods with equal budgets on the clients' held-out samples, then compare them on fresh seeds."""
     from unskew.config.loader import experiment
     from unskew.methods.registry import check_expression
 
-    for name in methods:  # a mistake is told before PyTorch is loaded
+    for name in methods:  # report mistakes before PyTorch is loaded
         check_expression(name)
     confirm_resume_target(again, out)
     values = config_values(config, context)
-    values.pop("method", None)  # a file made for one run may be used
+    values.pop("method", None)  # the file may be written for a single run
     checked = experiment(values)
     spaces, fresh = parse_spaces(space or [], trust_code), 3 if seeds is None else parse_seeds(seeds, checked.seed + 1)
     from unskew.cli.progress import ProgressLine, make_progress
@@ -159,14 +161,14 @@ def tune(
 
 
 def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
-    """Read the spaces of ``--space``: pieces ``NAME=SPACE``, and files of such.
+    """Parse the search spaces of ``--space``: assignments ``NAME=SPACE``, and YAML files of search spaces.
 
     Args:
-        texts: As they were written.
+        texts: Values of the option.
         trust_code: Whether files may name code to import.
 
     Raises:
-        ConfigError: If a piece is not a space, or an option has two.
+        ConfigError: If a value is not a search space, or an option has two search spaces.
     """
     from unskew.config.loader import load_yaml
     from unskew.provenance import TRUST
@@ -177,11 +179,11 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals and not is_config_file(text):
             raise ConfigError(
-                f"--space {text!r} is not a space; write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
+                f"--space {text!r} is not a search space. Write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
             )
         for name, space in ({key: value} if equals else load_yaml(Path(text), remedy)).items():
             if name in spaces:
-                raise ConfigError(f"--space gives {name} twice.")
+                raise ConfigError(f"--space sets {name} twice. Remove one of them.")
             spaces[str(name)] = space
     return spaces
 
@@ -204,7 +206,7 @@ def tuned_table(result: TuningResult) -> Table:
 
 
 def importance_table(result: TuningResult) -> Table | None:
-    """Build the table of option importances, for the methods for which they are known."""
+    """Build the table of hyperparameter importances, for the methods for which they are known."""
     from unskew.cli.comparison_tables import MethodRows
 
     known = {name: tuned.importance for name, tuned in result.tuned.items() if isinstance(tuned.importance, dict)}

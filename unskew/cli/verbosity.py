@@ -12,8 +12,8 @@ class Verbosity:
     """Requested verbosity.
 
     Attributes:
-        quiet: No progress and no hints: results, warnings and errors only.
-        verbose: A line per round, and the traceback of an error.
+        quiet: Print only results, warnings and errors, without progress and hints.
+        verbose: Print a line per round, and the traceback of an error.
     """
 
     quiet: bool = False
@@ -21,12 +21,12 @@ class Verbosity:
 
 
 LOUDNESS = Verbosity()
-"""Verbosity of the command that runs."""
+"""Verbosity of the current command."""
 FLAGS = ("--quiet", "--verbose")
 
 
 class NoticePrinter(logging.Handler):
-    """Handler that prints the package's notices to standard error, unless ``--quiet`` is given."""
+    """Logging handler that prints notices of the package to standard error, except with ``--quiet``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one notice."""
@@ -35,7 +35,7 @@ class NoticePrinter(logging.Handler):
 
 
 def print_notices() -> None:
-    """Print notices such as the detected format of a file; warnings and errors take their own way."""
+    """Install the handler for notices, such as the detected format of a file."""
     logger = logging.getLogger("unskew")
     if not any(isinstance(handler, NoticePrinter) for handler in logger.handlers):
         logger.addHandler(NoticePrinter())
@@ -43,7 +43,7 @@ def print_notices() -> None:
 
 
 def normalize_global_flags(words: list[str]) -> list[str]:
-    """The words of a command with ``--quiet`` and ``--verbose`` before it, wherever they were written.
+    """Move ``--quiet`` and ``--verbose`` to the front of the command-line arguments.
 
     >>> normalize_global_flags(["run", "--rounds", "2", "--quiet"])
     ['--quiet', 'run', '--rounds', '2']

@@ -1,1 +1,1 @@
-"""Several methods on the same data, side by side."""
+"""Comparison of several methods on the same data."""

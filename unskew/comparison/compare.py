@@ -1,4 +1,4 @@
-"""Methods side by side: same data, partition, cohorts and initial model for each seed."""
+"""Comparison of methods with the same data, partition, cohorts and initial model for each seed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
-    """Explain that methods weight clients of different sizes differently; None if all use one weighting."""
+    """Return a note if methods weight clients of different sizes differently; None if all use one weighting."""
     by_samples, alike = (
         [name for name, weighting in weights.items() if weighting == which] for which in ("samples", "uniform")
     )
@@ -64,15 +64,15 @@ def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of a comparison.
+    """Results of a comparison.
 
     Attributes:
-        histories: For each method, the history of each seed.
-        summaries: For each method, the summary of each seed.
+        histories: History of each seed, by method.
+        summaries: Summary of each seed, by method.
         target: Value of the objective for which rounds are counted: the requested one, or 90% of the best mean reached.
-        folder: Where the runs, the figures and ``comparison.json`` are, or None.
+        folder: Folder of the runs, the plots and ``comparison.json``, or None.
         unequal: Whether clients train on different numbers of samples.
-        left_out: A sentence for each reference that does not fit.
+        left_out: A note for each reference that does not fit.
 
     Reference rows (``pooled``, ``local``) come after the methods.
     """
@@ -86,19 +86,16 @@ class Comparison:
 
     @property
     def ranked(self) -> dict[str, list[dict[str, Any]]]:
-        """The summaries of the methods, without the reference rows."""
+        """Summaries of the methods, without the reference rows."""
         return {name: group for name, group in self.summaries.items() if not is_reference(name)}
 
     @property
     def objective(self) -> MetricInfo:
-        """The metric that judges the runs."""
+        """Metric by which the runs are compared."""
         return objective_metric(next(iter(self.summaries.values()))[0])
 
     def notes(self) -> list[str]:
-        """Return notes needed to read the table.
-
-        Different numbers of rounds, different weighting of clients, diverged runs.
-        """
+        """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
         rounds = {name: summaries[0]["rounds"] for name, summaries in self.ranked.items()}
         notes = list(self.left_out)
         if len(set(rounds.values())) > 1:
@@ -112,15 +109,15 @@ class Comparison:
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
         if lost:
             which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
-            notes.append(f"Diverged, so the metrics say nothing about the method: {which}. Try a smaller lr.")
+            notes.append(f"Diverged, so the metrics do not describe the method: {which}. Try a smaller lr.")
         return notes
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary per method: means and standard deviations over seeds, as in the printed tables.
+        """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
 
-        Figures called ``personal`` are None for methods without personal models. In the rows of references, ``reference`` is
-        true, traffic is None, and figures of the global model are None for ``local``, whose ``client`` figures are those of
-        the clients' own models.
+        ``personal`` metrics are None for methods without personal models. In the rows of references, ``reference`` is
+        true, traffic is None, and metrics of the global model are None for ``local``, whose ``client`` metrics are
+        those of the clients' own models.
         """
         table = []
         for name, summaries in self.summaries.items():
@@ -155,7 +152,7 @@ class Comparison:
         return to_data_frame(self.rows())
 
     def _shown(self) -> list[dict[str, str]]:
-        """Return what notebooks show of each method."""
+        """Return the table rows for notebooks."""
         table = []
         for row in self.rows():
             judged = objective_metric(row).name
@@ -177,13 +174,13 @@ class Comparison:
         return html_table(self._shown())
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""
+        """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""
         curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
         return plot_convergence(curves, Path(path), self.objective, list(filter(is_reference, curves)))
 
 
 def folder_name(spelling: str) -> str:
-    """A method's spelling as a folder name.
+    """Convert a method expression to a folder name.
 
     >>> folder_name("fedprox:mu=0.1+scaffold")
     'fedprox-mu=0.1+scaffold'
@@ -211,53 +208,55 @@ def compare(
     """Run several methods on the same data, cohorts and initial models.
 
     Args:
-        federation: The data, the same for every seed; without it they are loaded and partitioned anew for each seed.
-        methods: Methods as ``unskew.method`` takes them.
-        seeds: Which seeds, as a list or as text (``"0..4"``, ``"0,1,7"``); a number says how many: 0, 1, ...
-        model: See ``unskew.run``.
+        federation: Data for all seeds; if None, data are loaded and partitioned for each seed.
+        methods: Methods as ``unskew.method`` accepts them.
+        seeds: Seeds as a list or a string (``"0..4"``, ``"0,1,7"``); an integer n means the seeds 0 to n - 1.
+        model: Model, see ``unskew.run``.
         target: Value of the objective for which rounds are counted; 90% of the best mean if None.
-        out: Folder for all runs, figures and ``comparison.json``.
-        resume: Go on in an existing ``out``: finished runs are reused, interrupted ones resumed.
-        callback_factory: Gives the callbacks of a run from its method, seed and configuration.
-        overrides: Fields that differ for a method, by how it is written, as ``{"fedavg": {"lr": 0.1}}``; none of the data.
-        parallel: Runs at a time, in processes of their own; ``auto`` chooses by cores and the model's size. On a Ray cluster
-            ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
-        references: Whether the rows ``pooled`` (centralized training on the data of all clients) and ``local`` (each client
-            alone) are added, which are not ranked; those that do not fit are left out with a note. None is yes.
-        budget_minutes: Reject the comparison if its estimated time is above this.
-        on_estimate: Function that receives the estimated time as a sentence, unless it is short or unknown.
+        out: Folder for all runs, plots and ``comparison.json``.
+        resume: Continue in an existing ``out``: finished runs are reused, interrupted ones are resumed.
+        callback_factory: Returns the callbacks of a run for its method, seed and configuration.
+        overrides: Fields that differ for single methods, by method expression: ``{"fedavg": {"lr": 0.1}}``; no data
+            fields.
+        parallel: Number of concurrent runs, each in its own process; ``auto`` chooses it from cores and model size. On
+            a Ray cluster ``"8@HOST:PORT"``, with an ``out`` that all nodes can access.
+        references: Whether to add the unranked rows ``pooled`` (centralized training on the data of all clients) and
+            ``local`` (each client alone); those that do not fit are omitted with a note. None means True.
+        budget_minutes: Maximum estimated time; a longer comparison raises ``ConfigError``.
+        on_estimate: Called with the estimated time as text, unless it is short or unknown.
         options: Fields of ``unskew.Experiment``.
 
     Raises:
-        ConfigError: An option is wrong, a method is named twice, ``out`` is already there, or the estimate is above
-            ``budget_minutes``.
+        ConfigError: If an option is not valid, a method is named twice, ``out`` already exists, or the estimate is
+            above ``budget_minutes``.
     """
     if budget_minutes is not None:
         check_budget(budget_minutes)
     if isinstance(methods, str):
         methods = [methods]
     if not isinstance(methods, Sequence):
-        raise ConfigError(f"methods is a list such as ['fedavg', 'scaffold'], not {short_repr(methods)}.")
+        raise ConfigError(f"methods must be a list such as ['fedavg', 'scaffold'], not {short_repr(methods)}.")
     if callback_factory is not None and not callable(callback_factory):
         raise ConfigError(
-            f"callback_factory is a function of a method, a seed and a configuration, not {short_repr(callback_factory)}."
+            "callback_factory must be a function of a method, a seed and a configuration, not "
+            f"{short_repr(callback_factory)}."
         )
     check_parallel(parallel)
     names = [method_expression(m) for m in methods]
     if all(map(is_reference, names)):
-        raise ConfigError("Name at least one method; pooled and local are references to compare it with.")
+        raise ConfigError("Name at least one method. pooled and local are only references to compare it with.")
     twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
     if twice:
-        raise ConfigError(f"Name each method only once: {twice} is there twice.")
+        raise ConfigError(f"Name each method only once: {twice} is listed twice.")
     by_name = dict(zip(names, map(method, methods), strict=True))
     names.sort(key=is_reference)  # stable: references come last
     which = seed_list(seeds)
     folder = None if out is None else parse_path(out).absolute()
     if not {"method", "seed"}.isdisjoint(options):
-        raise ConfigError("A comparison takes methods=[...] and seeds=...; leave out method and seed.")
-    experiment({**options, "target": target})  # checks them, also the target
+        raise ConfigError("A comparison takes methods=[...] and seeds=... instead of method and seed.")
+    experiment({**options, "target": target})  # validate the options, including the target
     values, own_model = config_from_arguments(options, federation, model), model_object(model)
-    # Synthetic images that are given are for the methods that would make some.
+    # Given synthetic images are used only by methods that would otherwise generate some.
     makers = {name for name, m in by_name.items() if any(rule.generates_data for rule in m.data)}
     others = {name: {"synthetic": None} for name in names if makers and name not in makers}
     own = overrides_by_method(overrides, names)
@@ -289,7 +288,7 @@ def compare(
 
     with output_folder(folder, resume, begun):
         size, data = 0, data_of(which[0])
-        for name, m in by_name.items():  # all of them before the first is trained
+        for name, m in by_name.items():  # validate all methods before training the first
             spec, _ = check_method(configs[name, which[0]], data, own_model, m)
             check_given_set(configs[name, which[0]], m)
             size = max(size, spec.size)
@@ -344,7 +343,7 @@ def compare(
 
 
 def is_finished(folder: Path | None, config: Experiment) -> bool:
-    """Check if a run folder has all rounds of a run.
+    """Return whether a run folder contains all rounds of a run.
 
     Args:
         folder: Run folder, or None.
@@ -354,10 +353,10 @@ def is_finished(folder: Path | None, config: Experiment) -> bool:
 
 
 def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
-    """Return the target that rounds are counted to if none was requested: 90 % of the best method's mean best value.
+    """Return the default target for counting rounds: 90 % of the best method's mean best value.
 
     Args:
-        groups: Summaries of each method, over its seeds.
+        groups: Summaries over seeds, for each method.
     """
     groups = list(groups)
     objective = objective_metric(groups[0][0])
@@ -369,20 +368,24 @@ def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
 
 
 def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
-    """``0, 1, ...`` for a number of seeds, or the seeds themselves.
+    """Return the seeds as a list; an integer n means 0 to n - 1.
 
     Raises:
-        ConfigError: There is none, one is there twice, or there are absurdly many.
+        ConfigError: If there are no seeds, duplicates or too many seeds.
     """
     if isinstance(seeds, str):
         return parse_seed_list(seeds)
     if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
-        raise ConfigError(f"seeds={short_repr(seeds)} is not valid: the number of seeds is 1 to {MOST_SEEDS}.")
-    wrong = ConfigError(f"seeds is a number of seeds, or a list of them such as [0, 1, 7], not {short_repr(seeds)}.")
+        raise ConfigError(
+            f"seeds={short_repr(seeds)} is not valid: the number of seeds must be from 1 to {MOST_SEEDS}."
+        )
+    wrong = ConfigError(
+        f"seeds must be a number of seeds or a list of seeds such as [0, 1, 7], not {short_repr(seeds)}."
+    )
     which = list(range(seeds)) if isinstance(seeds, int) else list_items(seeds, wrong)
     for seed in which:
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:
-            raise ConfigError(f"A seed is an integer from 0 on, below 2**63, not {short_repr(seed)}.")
+            raise ConfigError(f"A seed must be an integer from 0 and below 2**63, not {short_repr(seed)}.")
     if not which or len(set(which)) < len(which):
         raise ConfigError("Name at least one seed, and each only once.")
     return which

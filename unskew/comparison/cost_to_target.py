@@ -1,4 +1,4 @@
-"""Cost of a target accuracy: rounds and traffic, and the savings compared to training without shared data."""
+"""Cost of reaching a target: rounds and traffic, and the savings compared to training without shared data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ class TargetCost:
     """Cost of the target for one method.
 
     Attributes:
-        method: Its spelling.
+        method: Method expression.
         rounds: Mean over seeds; None if a seed does not reach the target.
-        bytes: Up and down of all clients until then, mean over seeds; what was sent before training included.
-        limit: Rounds that were made.
-        against: The same method without shared data, if it was compared, too.
-        speed_up: Rounds of ``against`` over its own; at least that if ``against`` does not reach the target.
-        saving: ``1 - bytes / bytes of fedavg``; at least that if fedavg does not reach the target.
-        speed_up_at_least, saving_at_least: Whether these are lower bounds.
+        bytes: Bytes up and down of all clients until the target, including those before training; mean over seeds.
+        limit: Number of rounds of the run.
+        against: The same method without shared data, if it is in the comparison.
+        speed_up: Rounds of ``against`` divided by ``rounds``; a lower bound if ``against`` does not reach the target.
+        saving: ``1 - bytes / bytes of fedavg``; a lower bound if fedavg does not reach the target.
     """
 
     method: str
@@ -41,12 +40,12 @@ class TargetCost:
 def target_costs(
     histories: dict[str, list[list[dict[str, Any]]]], target: float, objective: MetricInfo | None = None
 ) -> list[TargetCost]:
-    """The costs of a target for the methods of a comparison.
+    """Compute the cost of a target for the methods of a comparison.
 
     Args:
-        histories: For each method, the history of each seed.
+        histories: History of each seed, by method.
         target: Value of the objective.
-        objective: Metric that judges the runs; accuracy or R² if None.
+        objective: Metric by which runs are compared; accuracy or R² if None.
     """
     needs = {name: _needs(runs, target, objective) for name, runs in histories.items()}
     costs = []
@@ -67,11 +66,11 @@ def target_costs(
 
 
 def traffic_saving(mine: float, needed: float | None, spent: float) -> float:
-    """``1 - mine / needed``; where another did not reach the target, what it ``spent`` in vain gives a lower bound.
+    """Return ``1 - mine / needed``; if the other method did not reach the target, ``spent`` gives a lower bound.
 
     Args:
         mine: Bytes that the method needed.
-        needed: Bytes that the other method needed; None: it did not reach the target.
+        needed: Bytes that the other method needed; None if it did not reach the target.
         spent: Bytes that the other method sent in the whole run.
 
     >>> traffic_saving(3, 6, 12), traffic_saving(3, None, 12)
@@ -83,7 +82,7 @@ def traffic_saving(mine: float, needed: float | None, spent: float) -> float:
 def _needs(
     runs: list[list[dict[str, Any]]], target: float, objective: MetricInfo | None
 ) -> tuple[float | None, float | None]:
-    """Mean rounds and bytes until every seed has reached the target."""
+    """Return mean rounds and bytes until every seed has reached the target."""
     rows = [row for history in runs if (row := first_reaching(history, target, objective)) is not None]
     if len(rows) < len(runs):
         return None, None
@@ -95,7 +94,7 @@ def _sent(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def without_data_rules(spelling: str) -> str:
-    """A sum without the parts that only change the data; fedavg if nothing else is in it.
+    """Return a composition without the parts that only change the data; fedavg if nothing else is left.
 
     >>> without_data_rules("fedssyn:n_syn=50+scaffold"), without_data_rules("fedssyn"), without_data_rules("scaffold")
     ('scaffold', 'fedavg', 'scaffold')
@@ -107,5 +106,5 @@ def without_data_rules(spelling: str) -> str:
 def _only_data(name: str) -> bool:
     try:
         return rule_slots(rule_class(name)) == ["data"]
-    except ConfigError:  # a part that only Python knows, or the rest of a number such as 1e+3
+    except ConfigError:  # a method defined in Python, or a part of a number such as 1e+3
         return False

@@ -1,4 +1,4 @@
-"""Intervals for means over few seeds: Student's t (Student 1908, Biometrika 6)."""
+"""Confidence intervals for means over few seeds: Student's t (Student 1908, Biometrika 6)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ TWO_SIDED_95 = (
     *(2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922, 2.093024, 2.085963),
     *(2.079614, 2.073873, 2.068658, 2.063899, 2.059539, 2.055529, 2.051831, 2.048407, 2.045230, 2.042272),
 )
-"""Quantiles at 97.5 % for 1 to 30 degrees of freedom; for more the last one, which is a little too wide."""
+"""Quantiles at 97.5 % for 1 to 30 degrees of freedom; the last one is used for more, which is slightly too wide."""
 
 
 def interval95(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of the mean of ``values``, as if they were normal: ``mean -+ t s / sqrt(n)``; None of fewer than two.
+    """Return the 95 % interval of the mean of normal values, ``mean -+ t s / sqrt(n)``; None for fewer than two values.
 
     >>> interval95([1.0, 2.0, 3.0])
     (-0.484..., 4.484...)

@@ -1,4 +1,4 @@
-"""Fields of a run that differ between the methods of a comparison, as those that were tuned for each."""
+"""Fields that differ between the methods of a comparison, such as tuned options."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from unskew.errors import ConfigError, short_repr, unknown_name
 
 
 def overrides_by_method(each: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The fields that differ for each of the methods.
+    """Validate the overrides and return them for each method.
 
     Args:
         each: Fields by method name.
         names: Method expressions of the comparison.
 
     Raises:
-        ConfigError: There are some of a method that is not compared, or of what a comparison decides.
+        ConfigError: If a method is not in the comparison, or a field is set by the comparison itself.
     """
     if not isinstance(each, Mapping | None) or not all(
         isinstance(override, Mapping) for override in (each or {}).values()
     ):
-        raise ConfigError(f"each is a mapping such as {{'fedavg': {{'lr': 0.1}}}}, not {short_repr(each)}.")
+        raise ConfigError(f"overrides must be a mapping such as {{'fedavg': {{'lr': 0.1}}}}, not {short_repr(each)}.")
     by_method = {name: dict(fields) for name, fields in (each or {}).items()}
     for name, fields in by_method.items():
         if name not in names:
             raise ConfigError(unknown_name("method in this comparison", str(name), names))
         wrong = next((key for key in ("method", "seed", "target") if key in fields), None)
         if wrong is not None:
-            raise ConfigError(f"each[{name!r}] holds {wrong}, which is the comparison's own; leave it out.")
+            raise ConfigError(f"overrides[{name!r}] contains {wrong}, which the comparison sets. Remove it.")
     return {name: by_method.get(name, {}) for name in names}
 
 
 def check_same_data(configs: Iterable[Experiment]) -> None:
-    """Refuse methods that would not see the same data.
+    """Validate that all methods use the same data.
 
     Raises:
-        ConfigError: A field of the data differs between methods.
+        ConfigError: If a data field differs between methods.
     """
     specs = [asdict(with_absolute_paths(config).data_spec) for config in configs]
     for spec in specs[1:]:
@@ -53,13 +53,11 @@ def check_same_data(configs: Iterable[Experiment]) -> None:
 
 
 def check_same_objective(configs: Iterable[Experiment]) -> None:
-    """Validate that one metric judges all methods.
+    """Validate that all methods have the same objective.
 
     Raises:
         ConfigError: If their objectives differ.
     """
     texts = list(dict.fromkeys(metric_reference(config.objective) for config in configs))
     if len(texts) > 1:
-        raise ConfigError(
-            f"The methods of a comparison have one objective, not {' and '.join(texts)}; use the same one."
-        )
+        raise ConfigError(f"All methods of a comparison must have the same objective, not {' and '.join(texts)}.")

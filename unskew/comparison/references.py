@@ -1,4 +1,4 @@
-"""Reference rows of a comparison: training on all data in one place, and each client on its own."""
+"""Reference rows of a comparison: training on all data in one place, and each client alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from unskew.tasks.primary_metric import primary_metric_name
 BY_DEFAULT = True
 """Default of ``references``."""
 ROUNDS = 10_000_000
-"""Largest number of rounds: evaluated every so many, a model is evaluated after the last round only."""
+"""Larger than any number of rounds: as ``eval_every``, it evaluates a model after the last round only."""
 OF_CLIENTS = "personal_"
-"""Beginning of the names of figures of the clients' own models."""
+"""Prefix of metrics of the clients' own models."""
 
 
 def is_reference(spelling: str) -> bool:
-    """Return whether a method is a reference row, which is shown but not ranked.
+    """Return whether a method is a reference, which is shown but not ranked.
 
     >>> is_reference("pooled:participation=0.5"), is_reference("fedavg")
     (True, False)
@@ -37,7 +37,7 @@ def is_local(spelling: str) -> bool:
 
 
 def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]:
-    """Return the fields of a reference's run, from those of the methods: what concerns an exchange is left at its default.
+    """Return the fields of a reference's run: those of the methods, with default settings for communication.
 
     Args:
         values: Fields of the methods' runs.
@@ -56,13 +56,13 @@ def applicable_references(
     """Choose the references of a comparison.
 
     Args:
-        config: The run of one of its methods.
-        federation: The data.
-        model: The model, if it was given in Python.
-        names: The methods that are compared.
+        config: Configuration of one of the methods.
+        federation: Data of all clients.
+        model: Model given in Python, or None.
+        names: Method expressions of the comparison.
 
     Returns:
-        Those that fit the data and the model, by name, and a sentence for each that does not.
+        References that fit the data and the model, by name, and a note for each that does not.
     """
     if config.start_from is not None:
         return {}, ["pooled and local are left out: the runs continue another one (start_from)."]
@@ -83,16 +83,16 @@ def applicable_references(
 
 
 def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a row, a summary or a client's line of ``local`` without the global model, which is never trained.
+    """Return a row, summary or client record of ``local`` without the global model, which is never trained.
 
-    Figures of the clients' own models take the names of those of the global one on the clients' data.
+    Metrics of the clients' own models get the names of the global model's metrics on the clients' data.
 
     Args:
-        row: Row, summary or line.
-        own_metrics: Names of the user's metrics.
+        row: Row, summary or record.
+        own_metrics: Names of custom metrics.
 
     Returns:
-        A copy, in which figures of the global model are None.
+        Copy in which metrics of the global model are None.
     """
     from unskew.comparison.summary_statistics import is_metric
 

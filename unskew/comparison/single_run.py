@@ -1,4 +1,4 @@
-"""One run of a comparison, in this process or in another one."""
+"""Single run of a comparison, in this process or in another one."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
 Figures = tuple[list[dict[str, Any]], dict[str, Any]]
 """History and summary of a run."""
 Given = tuple[Federation | None, ModelLike | None, dict[str, Method]]
-"""Inputs of a comparison that were given in Python: data and a model, if any, and the methods by name."""
+"""Data and model given in Python, if any, and the methods by name."""
 
 
 class FederationCache:
-    """The data of runs; the last are kept, as neighbours often share them."""
+    """Cache of the last run's data, because consecutive runs often share them."""
 
     def __init__(self) -> None:
         self._data: tuple[tuple[DataSpec, int], Federation] | None = None
 
     def of(self, config: Experiment) -> Federation:
-        """The data of a run."""
+        """Return the data of a run."""
         key = config.data_spec, config.seed
         if self._data is None or self._data[0] != key:
             self._data = key, federation_of(*key)
@@ -53,18 +53,18 @@ def run_or_resume(
     shared: Path | None,
     callbacks: Sequence[Callback],
 ) -> Figures:
-    """A run that is done already, to be resumed, or new.
+    """Run a method, resume its run, or read its results if it is finished.
 
     Args:
-        given: What the comparison was given.
-        name: Its method.
-        config: All else.
-        folder: The run folder, or None.
-        shared: Where what methods make before training is kept for all runs.
-        callbacks: Its followers.
+        given: Data, model and methods of the comparison.
+        name: Method expression.
+        config: Configuration of the run.
+        folder: Run folder, or None.
+        shared: Folder for prepared data that all runs share.
+        callbacks: Callbacks of the run.
 
     Raises:
-        ConfigError: The folder holds another run.
+        ConfigError: If the folder contains another run.
     """
     federation, model, methods = given
     method = methods[name]

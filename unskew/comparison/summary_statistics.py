@@ -25,7 +25,7 @@ OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
 
 
 def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
-    """Figures of a summary whose mean and standard deviation over seeds (``_std`` after the name) are in a row."""
+    """Return the summary keys whose mean and standard deviation (suffix ``_std``) over seeds are in table rows."""
     scored, objective = primary_metric_name(summary), objective_metric(summary).name
     judging = dict.fromkeys([scored, client_metric_name(objective, scored)])
     over_clients = (
@@ -37,7 +37,7 @@ def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def mean_std(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation (0 for a single value).
+    """Return the mean and the sample standard deviation (0 for a single value).
 
     >>> mean_std([1.0, 3.0])
     (2.0, 1.4142135623730951)

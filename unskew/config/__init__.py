@@ -1,1 +1,1 @@
-"""The validated description of a run."""
+"""Validated experiment configuration."""

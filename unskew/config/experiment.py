@@ -1,7 +1,7 @@
-"""One validated description of a run, in YAML and out.
+"""Experiment configuration: validated fields that are read from and written to YAML.
 
-Every field has a type, a range and a default; an unknown key is an error. ``config.yaml`` in a run folder is complete: it
-holds every field, so it can be run again.
+Every field has a type, a range and a default, and unknown keys are errors. ``config.yaml`` in a run folder contains
+every field, so it can be used to repeat the run.
 """
 
 from __future__ import annotations
@@ -33,104 +33,107 @@ LOSSES = r"^(auto|mse|mae|huber(:[0-9.e+-]+)?)$"
 DEFAULT_EPOCHS = 5
 OWN_TOKENIZERS = {"text-mlp": "words"}
 LEAST_RATE = 1e-30
-"""Smallest rate at the end of a schedule; float32 cannot compute with smaller ones."""
+"""Smallest learning rate at the end of a schedule; smaller rates have no effect in float32."""
 AT_CLIENTS = ("local_models", "consensus", "generalization", "gradients", "updates")
-"""Diagnoses that look at the single clients of a round."""
+"""Diagnostics that are computed from the single clients of a round."""
 OF_ONE_ROUND = AT_CLIENTS[:-1]
 """Diagnostics that compare clients which started from the same model."""
 DIAGNOSES = (*AT_CLIENTS, "server")
-"""Diagnostics available with every method; some methods have further ones of their own."""
+"""Diagnostics that are available with every method; some methods provide more."""
 
 
 class Experiment(Section):
-    """A run: data, model, method, budget, and how it is carried out. ``Experiment()`` is the command line's default."""
+    """Configuration of a run: data, model, method, training budget and execution.
+
+    ``Experiment()`` is the default of the command line.
+    """
 
     data: str = "digits"
-    """Name of a data source, ``table:PATH``, ``folder:PATH``, ``leaf:PATH``, or ``arrays`` for data given in Python."""
+    """Data source: a name, ``table:PATH``, ``folder:PATH``, ``leaf:PATH``, or ``arrays`` for data passed in Python."""
     data_path: str | None = None
-    """Folder that holds the source's files, for use without a network."""
+    """Folder with the source's files, for offline use."""
     label: str | None = None
-    """Label column of a table; where it holds lists, a sample may have several labels."""
+    """Label column of a table; if it contains lists, the task is multi-label."""
     label_separator: Annotated[str, Field(min_length=1)] | None = None
-    """Separator between the labels of a sample in a text label column."""
+    """Separator between the labels of a sample in a string label column."""
     image: str | None = None
     """Image column of a table; for ``leaf``, the folder of image files."""
     features: tuple[str, ...] = ()
-    """Columns of a table that are inputs, in this order; if none is named, all that hold numbers."""
+    """Columns of a table that are inputs, in this order; if empty, all numeric columns."""
     exclude: tuple[str, ...] = ()
     """Columns of a table that are not inputs."""
     task: Literal["auto", "regression"] = "auto"
-    """``regression`` predicts the numbers of the label column, or of several."""
+    """``regression`` predicts the numbers of one or more label columns."""
     categories: tuple[str, ...] = ()
-    """Categorical columns of a table; ``auto`` stands for every column of text."""
+    """Categorical columns of a table; ``auto`` means every string column."""
     dates: tuple[str, ...] = ()
     """Date columns of a table."""
     missing: Literal["error", "mean", "indicator"] = "error"
-    """Missing numbers of a table: refused, replaced by the mean, or replaced and marked by a further input."""
+    """Missing numbers in a table: raise an error, replace by the mean, or also mark them by an additional input."""
     split_by: str | None = None
-    """Column whose values are never divided between training and held-out rows; or ``time:COLUMN``, ``column:COLUMN``."""
+    """Column whose values are never split between training and held-out rows; or ``time:COLUMN``, ``column:COLUMN``."""
     csv: CsvConfig = CsvConfig()
-    """Format of CSV files, where it is not detected."""
+    """Format of CSV files, if detection fails."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Side in pixels to which images are brought; None leaves them as they are."""
+    """Side length in pixels to which images are resized; None leaves them unchanged."""
     max_classes: Annotated[int, Field(ge=2)] | None = None
-    """Keep the samples of the first so many classes only."""
+    """Keep only the samples of this many first classes."""
     max_train_samples: Annotated[int, Field(ge=1)] | None = None
-    """Train on so many samples only, drawn by the seed."""
+    """Number of training samples to keep, drawn by the seed."""
     partition: str = "dirichlet:0.1"
-    """Partition: the way in which the training samples are split over clients."""
+    """Data partition: the assignment of training samples to clients."""
     clients: Annotated[int, Field(ge=1, le=100_000_000)] | None = 10
-    """Number of clients; None, the default of ``natural`` partitions, takes as many as there are."""
+    """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of each client's samples kept to evaluate on that client."""
+    """Share of each client's samples that is held out to evaluate on that client."""
     server_data: Annotated[int, Field(ge=0)] | str | None = None
-    """Data at the server: a number of test samples (removed from evaluation) or another source."""
+    """Data at the server: a number of test samples (removed from evaluation) or another data source."""
     server_data_path: str | None = None
-    """Folder of that other source."""
+    """Folder with the files of that other data source."""
     text: TextConfig = TextConfig()
-    """Columns and tokenizer of text; a list of columns alone may be given, too."""
+    """Columns and tokenizer of texts; a list of columns is accepted, too."""
     reserve_test_samples: Annotated[int, Field(ge=0)] = 0
-    """At least so many test samples are not evaluated on, wherever the server's data come from: for fair comparisons."""
+    """Exclude at least this many test samples from evaluation, to compare runs with and without server data."""
     augment: bool = False
     """Random crops (padding 4) and horizontal flips of training images."""
 
     model: Named = "cnn"
-    """Name of a registered model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
+    """Name of a model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
     model_options: Annotated[dict[str, Any], AfterValidator(all_finite)] = Field(default_factory=dict)
     """Options of the model."""
     head: str | None = None
     """Module that is the head; by default the last linear layer."""
     buffers: Literal["average", "local", "reset"] = "average"
-    """Normalization statistics: averaged like parameters; kept at each client; or begun anew in every round."""
+    """Treatment of buffers: averaged like parameters, kept at each client, or reset in every round."""
 
     method: Named = "fedavg"
     """Method expression, such as ``fedprox:mu=0.1+scaffold``."""
     client_weighting: Literal["auto", "samples", "uniform"] = "auto"
-    """Aggregation weights; ``auto`` is the method's own (by samples unless its paper averages uniformly)."""
+    """Aggregation weights; ``auto`` is the method's default (by samples unless its paper averages uniformly)."""
     rounds: Annotated[int, Field(ge=1, le=10_000_000)] = 50
     """Number of communication rounds."""
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of clients per round."""
     local_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Mini-batch steps per client and round (then ``local_epochs`` is None)."""
+    """Mini-batch steps per client and round; cannot be combined with ``local_epochs``."""
     local_epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Passes over a client's data per round; 5 if neither is given."""
+    """Passes over a client's data per round; 5 if neither this nor ``local_steps`` is set."""
     batch_size: Annotated[int, Field(ge=1, le=10_000_000)] = 64
     """Samples per step."""
     drop_last: bool = False
-    """Leave out the smaller last batch of an epoch."""
+    """Skip the last batch of an epoch if it is smaller."""
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    """The client's optimizer."""
+    """Client optimizer."""
     lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.1
-    """The client's learning rate; where it is not given, 0.1 for sgd and 0.001 for adam and adamw."""
+    """Client learning rate; the default is 0.1 for sgd and 0.001 for adam and adamw."""
     lr_schedule: str = "constant"
     """Learning-rate schedule: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5+cosine``."""
     lr_schedule_per: Literal["round", "step"] = "round"
-    """Whether the numbers of ``lr_schedule`` count rounds or local steps."""
+    """Unit of the numbers in ``lr_schedule``: rounds or local steps."""
     loss: Annotated[str, Field(pattern=LOSSES)] = "auto"
-    """Loss of regression: ``mse`` (which ``auto`` is), ``mae``, ``huber`` or ``huber:DELTA``."""
+    """Regression loss: ``mse`` (used for ``auto``), ``mae``, ``huber`` or ``huber:DELTA``."""
     class_weights: Literal["balanced"] | tuple[Positive, ...] | None = None
-    """Weights of the classes in the clients' loss: one for each, or ``balanced`` by how many samples all clients have."""
+    """Class weights in the clients' loss: one per class, or ``balanced`` for weights from the global class counts."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Momentum of the client's SGD."""
     weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
@@ -138,56 +141,56 @@ class Experiment(Section):
     nesterov: bool = False
     """Nesterov momentum of the client's SGD."""
     clip_grad_norm: Positive | None = None
-    """Largest norm of a client's gradient."""
+    """Maximum gradient norm; larger gradients of clients are clipped."""
     precision: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """Arithmetic of training; ``bf16`` is autocast with fp32 weights."""
+    """Training precision; ``bf16`` is autocast with fp32 weights."""
     network: NetworkConfig = NetworkConfig()
     """Simulated network between clients and server."""
 
     secure_aggregation: Literal["off", "required"] = "off"
-    """``required``: the server sees nothing but the weighted sum of a round's updates; methods that need more are refused."""
+    """``required``: the server sees only the weighted sum of a round's updates; methods that need more are rejected."""
     diagnose: tuple[str, ...] = ()
     """Diagnostics that are measured in evaluated rounds, in addition to the method's metrics."""
     start_from: str | None = None
-    """Folder of a finished run on the same data: this one begins with its model and goes on counting its rounds."""
+    """Folder of a finished run on the same data: this run starts from its model and continues its round numbers."""
     base_run: bool = False
-    """Other runs begin with this one (``start_from``), so its method may be one that acts only in their rounds."""
+    """Whether other runs will ``start_from`` this one; its method may then have an effect only in their rounds."""
     synthetic: str | None = None
-    """Folder of a run whose synthetic images are used again instead of making new ones."""
+    """Folder of a run whose synthetic images are reused instead of generating new ones."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Decides partition, initial model, cohorts, batches and drop-outs."""
+    """Random seed of partition, initial model, cohorts, batches and dropouts."""
     engine: Named = "auto"
-    """Engine that trains the clients: ``auto``, ``inline``, ``processes``, ``vectorized``, ``ray``, or that of a plugin. All
-    engines give the same numbers."""
+    """Engine that trains the clients: ``auto``, ``inline``, ``processes``, ``vectorized``, ``ray``, or a plugin's.
+    Results agree up to rounding."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Processes of the engine ``processes``, one per core if None; tasks at a time of ``ray``, as many as there are cores."""
+    """Number of processes of the engine ``processes``, or of concurrent tasks of ``ray``; None means one per core."""
     clients_per_group: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """Clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains as one network; ``auto`` measures for
-    ``processes`` and is 1 for the others."""
+    """Number of clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains as one network. ``auto``
+    measures the best number for ``processes`` and is 1 for the others."""
     ray: RayConfig = RayConfig()
     """Cluster of the engine ``ray``."""
     stall_warning_seconds: Positive = 600.0
-    """Seconds without an answer from a worker process after which that is said."""
+    """Seconds without a reply from a worker process after which a warning is printed."""
     device: Annotated[str, Field(pattern=DEVICES)] = "auto"
     """``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
     eval_every: Annotated[int, Field(ge=1)] = 1
-    """Evaluate on the test set every so many rounds (and after the last)."""
+    """Number of rounds between evaluations on the test set (the last round is always evaluated)."""
     eval_clients: Annotated[int, Field(ge=0)] = 1000
-    """At most so many clients are evaluated on their own data, at the end of the run; 0 evaluates none."""
+    """Maximum number of clients to evaluate on their own data at the end of the run; 0 evaluates none."""
     metrics: tuple[MetricField, ...] = ()
-    """Further metrics: auroc, auprc, f1, balanced_accuracy, ece, recall, or functions ``f(y_true, scores)`` of your own."""
+    """Additional metrics: auroc, auprc, f1, balanced_accuracy, ece, recall, or functions ``f(y_true, scores)``."""
     objective: ObjectiveField = AUTO
-    """Metric that judges the run; ``auto`` is the task's own, accuracy or R²."""
+    """Metric that judges the run; ``auto`` is the task's primary metric, accuracy or R²."""
     early_stopping: Annotated[int, Field(ge=1)] | None = None
-    """End the run after this many evaluations in a row without a better objective on what the clients hold out."""
+    """Stop after this many consecutive evaluations without a better objective on the clients' held-out samples."""
     keep: Literal["best", "last"] = "last"
-    """Round whose model is the model of the run; ``best`` is by the objective on what the clients hold out."""
+    """Round whose model is the model of the run; ``best`` is by the objective on the clients' held-out samples."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
-    """Write a checkpoint every so many rounds (and after the last)."""
+    """Number of rounds between checkpoints (one is always written after the last round)."""
     save_samples: bool = False
-    """Draw the inputs that clients make in the last round, for methods that make any, into the run folder."""
+    """Plot the inputs that clients generate in the last round into the run folder, for methods that generate inputs."""
     target: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """Value of the objective for which the number of rounds needed is reported."""
+    """Value of the objective; the run reports the number of rounds needed to reach it."""
     trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
     """Trackers that receive the metrics in addition to the run folder."""
 
@@ -211,7 +214,7 @@ class Experiment(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _defaults(cls, values: Any) -> Any:
-        """Defaults that depend on other fields, so that ``config.yaml`` leaves nothing open."""
+        """Fill defaults that depend on other fields, so that ``config.yaml`` is complete."""
         if not isinstance(values, dict):
             return values
         values = dict(values)
@@ -226,11 +229,11 @@ class Experiment(Section):
             values.setdefault("clients", None)
         if isinstance(values.get("server_data"), str) and values["server_data"].isdigit():
             values["server_data"] = int(values["server_data"])
-        if values.get("device") == "cpu:0":  # as PyTorch also calls it
+        if values.get("device") == "cpu:0":  # PyTorch's other name for cpu
             values["device"] = "cpu"
         if isinstance(values.get("secure_aggregation"), bool):  # YAML reads off as false
             values["secure_aggregation"] = "required" if values["secure_aggregation"] else "off"
-        if isinstance(values.get("network"), str):  # as on the command line
+        if isinstance(values.get("network"), str):  # short for the delay
             values["network"] = {"delay": values["network"]}
         if isinstance(values.get("text"), str | list | tuple):
             values["text"] = {"columns": values["text"]}
@@ -243,7 +246,7 @@ class Experiment(Section):
     @pydantic.model_validator(mode="after")
     def _consistent(self, info: pydantic.ValidationInfo) -> Experiment:
         if self.local_steps is not None and self.local_epochs is not None:
-            raise ValueError("local_steps and local_epochs are both given; give one of them")
+            raise ValueError("local_steps and local_epochs cannot be combined; set only one of them")
         self._check_schedule()
         if self.split_by is not None:
             try:
@@ -251,9 +254,9 @@ class Experiment(Section):
             except ConfigError as error:
                 raise ValueError(str(error).rstrip(".")) from error
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov needs momentum above 0")
+            raise ValueError("nesterov requires momentum above 0")
         if self.optimizer != "sgd" and self.momentum:
-            raise ValueError(f"momentum belongs to sgd, not to {self.optimizer}")
+            raise ValueError(f"momentum requires optimizer=sgd, not {self.optimizer}")
         if self.precision == "fp64" and self.device.startswith("mps"):
             raise ValueError("fp64 is not available on this device")
         if info.context is None or not info.context.get("method_given"):
@@ -261,14 +264,14 @@ class Experiment(Section):
         self._check_metrics()
         for name in self.diagnose:
             if name not in DIAGNOSES and name not in own_diagnostics():
-                raise ValueError(unknown_name("diagnosis", name, [*DIAGNOSES, *own_diagnostics()]).rstrip("."))
+                raise ValueError(unknown_name("diagnostic", name, [*DIAGNOSES, *own_diagnostics()]).rstrip("."))
         return self
 
     def _check_metrics(self) -> None:
-        """Validate the names of metrics, and the target in the unit of the objective."""
+        """Validate the names of metrics and objective, and the range of the target."""
         own = [metric_name(metric) for metric in self.metrics if is_custom_metric(metric)]
         if len(set(own)) < len(own):
-            raise ValueError(f"two metrics are called {max(own, key=own.count)!r}; rename one of them")
+            raise ValueError(f"two metrics are named {max(own, key=own.count)!r}; rename one of them")
         name = metric_name(self.objective)
         known = (AUTO, *KNOWN_METRICS, *own)
         if not is_custom_metric(self.objective) and name not in known and not name.startswith(RECALL):
@@ -281,7 +284,7 @@ class Experiment(Section):
             raise ValueError(f"target={self.target:g} is not valid: it must be {unit}")
 
     def _check_schedule(self) -> None:
-        """Refuse a schedule that has no meaning here."""
+        """Validate that the learning-rate schedule fits rounds and local steps."""
         training = self.training
         try:
             schedule = training.schedule
@@ -290,25 +293,27 @@ class Experiment(Section):
         if not training.scheduled:
             return
         if self.lr_schedule_per == "step" and self.local_steps is None:
-            raise ValueError("lr_schedule_per=step counts local steps, which differ between clients; give local_steps")
+            raise ValueError(
+                "lr_schedule_per=step requires local_steps, because epochs differ in steps between clients"
+            )
         steps = self.local_steps if self.lr_schedule_per == "step" and self.local_steps else 1
         if schedule.ends and schedule.warmup >= self.rounds * steps:
             raise ValueError(
                 f"lr_schedule={self.lr_schedule} warms up for {schedule.warmup} of {self.rounds * steps} "
-                f"{self.lr_schedule_per}s; leave some for cosine"
+                f"{self.lr_schedule_per}s; use a shorter warmup, so that some remain for cosine"
             )
         if training.rate(self.rounds - 1, steps - 1) < LEAST_RATE:
-            raise ValueError(f"lr_schedule={self.lr_schedule} ends below {LEAST_RATE:g}, where nothing is learned")
+            raise ValueError(f"lr_schedule={self.lr_schedule} ends below {LEAST_RATE:g}, which is too small to train")
 
     @property
     def training(self) -> Training:
-        """The client's budget and optimizer."""
+        """Local training configuration: budget and optimizer of a client."""
         names = [field.name for field in dataclasses.fields(Training) if field.name in type(self).model_fields]
         return Training(**{name: getattr(self, name) for name in names})
 
     @property
     def data_spec(self) -> DataSpec:
-        """The data, with the model's own tokenizer for texts where none is named."""
+        """Data specification; texts without a tokenizer get the model's tokenizer."""
         from unskew.data.readers.text import is_text
 
         own = None
@@ -320,18 +325,18 @@ class Experiment(Section):
         return DataSpec(**{**values, "text": text, "csv": self.csv.spec})
 
     def to_yaml(self) -> str:
-        """Every field, in order."""
+        """Return the configuration as YAML, with every field in order."""
         try:
             return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
         except PydanticSerializationError as error:
             raise ConfigError(
-                f"model_options cannot be written to config.yaml ({error}); "
-                "give the model as a function that has these options built in."
+                f"model_options cannot be written to config.yaml ({error}). "
+                "Pass a function that builds the model with these options instead."
             ) from error
 
 
 def _fill_for_texts_and_tables(values: dict[str, Any]) -> None:
-    """Name a table with text columns as a source of texts, and the default model of texts with labels and of tables."""
+    """Convert a table with text columns to a text source, and set the default model of labeled texts and tables."""
     data, text = values.get("data"), values.get("text")
     if not isinstance(data, str):
         return

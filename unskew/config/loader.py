@@ -1,4 +1,4 @@
-"""From plain values, files and ``--set`` to a checked experiment."""
+"""Loading of validated experiments from plain values, YAML files and ``--set`` assignments."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 
 
 def experiment(values: dict[str, Any], method: Method | None = None) -> Experiment:
-    """A checked experiment from plain values.
+    """Build a validated experiment from plain values.
 
     Args:
-        values: Its fields.
-        method: The run's method, where ``values`` only say how it is called: one given in Python may have a name that
-            nobody else knows.
+        values: Fields by name.
+        method: Method object of a run started from Python, if any; its name in ``values`` need then not be registered.
 
     Raises:
-        ConfigError: An unknown key, a wrong type or a value out of range.
+        ConfigError: If a key is unknown, or a value has the wrong type or is out of range.
     """
     check_keys(values, Experiment)
     try:
         return Experiment.model_validate(values, context={"method_given": method is not None})
     except pydantic.ValidationError as error:
         errors = error.errors()
-        # Of what a field may be, the kind that the value came nearest to: the one that was looked into the deepest.
+        # If a field allows several types, report the type that was validated deepest, which fits the value best.
         first = max(
             (detail for detail in errors if detail["loc"][:1] == errors[0]["loc"][:1]),
             key=lambda detail: len(detail["loc"]),
@@ -54,19 +53,22 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
 
             reason = f"the devices of this machine are {', '.join(available_devices())}"
         elif where == "loss":
-            reason = "losses are auto, mse, mae, huber and huber:DELTA"
+            reason = "it must be auto, mse, mae, huber or huber:DELTA"
         raise ConfigError(
             f"{where}={short_repr(first['input'])} is not valid: {reason}." if where else f"{reason}."
         ) from error
 
 
 def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
-    """Unknown keys are refused with the nearest known ones, also inside sections.
+    """Validate that all keys are known, including those of sections; the error suggests similar names.
 
     Args:
         values: Fields by name.
         model: Section of the configuration.
         prefix: Name of the section with a dot, for the error.
+
+    Raises:
+        ConfigError: If a key is unknown.
     """
     for key, value in values.items():
         if key not in model.model_fields:
@@ -81,24 +83,24 @@ def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "")
 
 
 class Loader(yaml.SafeLoader):
-    """Plain values only, each key once, and nothing that YAML reads otherwise than people do.
+    """YAML loader for plain values that rejects aliases, tags, duplicate keys and base-60 numbers.
 
-    PyYAML's part in C would crash on a text that is nested deeply.
+    It does not use PyYAML's C parser, which crashes on deeply nested text.
     """
 
     origin: tuple[str, str] | None = None
-    """Source and remedy of ``UntrustedText``; None: the text is trusted."""
+    """Source and remedy of ``UntrustedText``; None means that the text is trusted."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Reject aliases and tags: a few bytes of aliases mean gigabytes, and a tag names a type to construct.
+        """Reject aliases, which can expand a few bytes to gigabytes, and tags, which construct arbitrary types.
 
         Args:
-            parent: Node that contains the next one.
+            parent: Parent of the node.
             index: Position in the parent.
         """
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            raise _wrong(f"the alias *{event.anchor} is not supported; write the value out", event)
+            raise _wrong(f"the alias *{event.anchor} is not supported; repeat the value instead", event)
         tag = getattr(event, "tag", None)
         if tag is not None:
             written = tag.replace("tag:yaml.org,2002:", "!!")
@@ -106,33 +108,33 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Reject merge keys, and keys that stand twice, of which YAML itself would silently keep the last."""
+        """Reject merge keys, and duplicate keys, of which PyYAML would silently use the last."""
         node = super().compose_mapping_node(anchor)
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
             if key.tag == "tag:yaml.org,2002:merge":
-                raise _wrong("the merge key << is not supported; write the values out", key)
+                raise _wrong("the merge key << is not supported; repeat the values instead", key)
             if key.value in seen:
-                raise _wrong(f"the key {key.value!r} is there twice; keep one of the two", key)
+                raise _wrong(f"the key {key.value!r} occurs twice; remove one of them", key)
             seen.add(key.value)
         return node
 
     def construct_scalar(self, node: Any) -> Any:
-        """Reject numbers to base 60, which YAML 1.1 reads in times of the day; mark text of an untrusted file."""
+        """Reject base-60 numbers, which YAML 1.1 reads from times such as 12:30; mark strings of untrusted files."""
         kind = node.tag.rpartition(":")[2]
         if kind in ("int", "float") and ":" in node.value:
-            raise _wrong(f"{node.value} would be a number to base 60; write it in quotes, or as a plain number", node)
+            raise _wrong(f"YAML reads {node.value} as a base-60 number; write it in quotes, or as a plain number", node)
         value = super().construct_scalar(node)
         return UntrustedText(value, *self.origin) if kind == "str" and self.origin is not None else value
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
-        """Name the line of a value that cannot be read, such as the date 2020-13-45.
+        """Add the line number to the error for a value that cannot be read, such as the date 2020-13-45.
 
         Args:
             node: Node of a value.
-            deep: Whether nested values are constructed at once.
+            deep: Whether nested values are constructed immediately.
         """
         try:
             return super().construct_object(node, deep)
@@ -142,7 +144,7 @@ class Loader(yaml.SafeLoader):
 
 yaml.add_representer(
     UntrustedText, yaml.SafeDumper.represent_str, Dumper=yaml.SafeDumper
-)  # what was read can be written
+)  # so that loaded values can be written again
 
 
 def _wrong(problem: str, at: Any) -> yaml.MarkedYAMLError:
@@ -150,14 +152,14 @@ def _wrong(problem: str, at: Any) -> yaml.MarkedYAMLError:
 
 
 def read_yaml(text: str, origin: tuple[str, str] | None = None) -> Any:
-    """Read the value that a text means.
+    """Parse a YAML document.
 
     Args:
-        text: The text.
-        origin: Source and remedy of ``UntrustedText``, for the text of a file that is not trusted.
+        text: YAML text.
+        origin: Source and remedy of ``UntrustedText``, for text from an untrusted file.
 
     Raises:
-        ValueError: If it is not YAML; the message names the line, if there are several.
+        ValueError: If the text is not valid YAML; the message contains the line number if there are several lines.
     """
     try:
         loader = Loader(text)
@@ -177,16 +179,17 @@ def load_yaml(path: Path, remedy: str | None = TRUST) -> dict[str, Any]:
     """Read a configuration file.
 
     Args:
-        path: The file.
-        remedy: How the file can be trusted, for the error message if it names code to import; None: it is trusted.
+        path: Path of the file.
+        remedy: Advice how to trust the file, for errors if it names code to import; None means that the file is
+            trusted.
 
     Raises:
-        ConfigError: If the file is missing, is not YAML, has a key twice, or is not a mapping.
+        ConfigError: If the file does not exist, is not valid YAML, has a duplicate key, or is not a mapping.
     """
     try:
         values = read_yaml(read_file(path).decode(), None if remedy is None else (str(path), remedy))
     except OSError as error:
-        hint = "" if path.suffix or path.exists() else f" For data of that name take --data {path}."
+        hint = "" if path.suffix or path.exists() else f" For data with this name, use --data {path}."
         raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.{hint}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not a valid YAML file: {error}.") from error
@@ -197,22 +200,22 @@ def load_yaml(path: Path, remedy: str | None = TRUST) -> dict[str, Any]:
         from unskew.data.spec import TABLES
 
         if path.suffix.lower() in (*TABLES, ".npz"):
-            hint = f" For data, take unskew init {path}, or --data {path}."
-        raise ConfigError(f"{path} must hold a mapping of options, not a {type(values).__name__}.{hint}")
-    if path.name == "config.yaml" and values.keys() >= FORMER_FIELDS:  # a run folder's file names every field
+            hint = f" For data, use unskew init {path}, or --data {path}."
+        raise ConfigError(f"{path} must contain a mapping of options, not a {type(values).__name__}.{hint}")
+    if path.name == "config.yaml" and values.keys() >= FORMER_FIELDS:  # config.yaml of a run folder has every field
         raise ConfigError(
-            f"{path} was written by an earlier version of unskew, whose run folders this version does not read: repeat the "
+            f"{path} was written by an earlier version of unskew, whose run folders are not supported. Repeat the "
             "run, or use that version."
         )
     return values
 
 
 def set_field(values: dict[str, Any], assignment: str) -> None:
-    """Apply ``any.field=value``; the value is read as YAML.
+    """Apply an assignment ``any.field=value``, whose value is parsed as YAML.
 
     Args:
-        values: Fields by name, which are changed in place.
-        assignment: Text such as ``network.drop=0.1``.
+        values: Fields by name; changed in place.
+        assignment: Assignment such as ``network.drop=0.1``.
 
     >>> values = {}
     >>> set_field(values, "network.drop=0.1")

@@ -1,4 +1,4 @@
-"""Metrics in a configuration: names, import paths, and functions that were given in Python."""
+"""Metrics in a configuration: names, import paths, and functions passed in Python."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from unskew.tasks.metrics import METRICS
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL
 
 AUTO = "auto"
-"""The objective of the task."""
+"""Objective that means the task's primary metric."""
 MetricLike = str | Callable[..., Any]
 
 
 def is_custom_metric(value: MetricLike) -> bool:
-    """Return whether a metric is the user's: a function, or the import path of one."""
+    """Return whether a metric is custom: a function, or the import path of a function."""
     return not isinstance(value, str) or (":" in value and not value.startswith(RECALL))
 
 
 def metric_reference(value: MetricLike) -> str:
-    """Return the text of a metric in configuration files; a function becomes ``package.module:name``."""
+    """Return the string for a metric in configuration files; a function becomes ``package.module:name``."""
     return value if isinstance(value, str) else f"{value.__module__}:{value.__qualname__}"
 
 
 def metric_name(value: MetricLike) -> str:
-    """Return the name of a metric in the files of a run; of a function its own name.
+    """Return the name of a metric in the files of a run; for a custom metric, the name of its function.
 
     >>> metric_name("auroc"), metric_name("package.module:cost")
     ('auroc', 'cost')
@@ -41,7 +41,7 @@ def validate_metric(value: MetricLike) -> MetricLike:
     """Validate one entry of ``metrics``, without importing anything.
 
     Raises:
-        ValueError: If there is no such metric, or a function has no name that files can hold.
+        ValueError: If the metric is unknown, or a function's name is missing or taken.
     """
     if not is_custom_metric(value):
         if value not in METRICS:
@@ -51,18 +51,18 @@ def validate_metric(value: MetricLike) -> MetricLike:
         raise ValueError(f"the metric {short_repr(value)} must be a function f(y_true, scores); define one with def")
     name = metric_name(value)
     if not name.isidentifier() or name in KNOWN_METRICS or name in METRICS:
-        taken = "is the name of a metric of unskew" if name.isidentifier() else "is not a name"
+        taken = "is the name of a built-in metric" if name.isidentifier() else "is not a valid name"
         raise ValueError(
-            f"the metric {short_repr(metric_reference(value))} is called {name!r}, which {taken}; choose another name"
+            f"the metric {short_repr(metric_reference(value))} is named {name!r}, which {taken}; choose another name"
         )
     return value
 
 
 def validate_objective(value: MetricLike) -> MetricLike:
-    """Validate the objective as far as that is possible without the data.
+    """Validate the objective as far as possible without the data.
 
     Raises:
-        ValueError: If there is no such metric.
+        ValueError: If the metric is unknown.
     """
     if is_custom_metric(value):
         return validate_metric(value)
@@ -78,4 +78,4 @@ def _keep(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 MetricField = Annotated[MetricLike, AfterValidator(validate_metric), WrapValidator(_keep)]
 ObjectiveField = Annotated[MetricLike, AfterValidator(validate_objective), WrapValidator(_keep)]
-"""Fields of a configuration; a path in an untrusted file keeps its mark."""
+"""Types of configuration fields that keep the provenance of import paths from untrusted files."""

@@ -1,4 +1,4 @@
-"""Paths in a configuration made absolute: a run folder is used from other places than the one it was made in."""
+"""Absolute paths in configurations, so that a run folder can be used from any working directory."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
 
 
 def absolute_if_exists(path: str | None) -> str | None:
-    """A path that is there, absolute; another as it is."""
+    """Return an existing path as an absolute path; others are returned unchanged."""
     if path is None:
         return None
     try:
         full_path = Path(path).expanduser()
         return str(full_path.absolute()) if full_path.exists() else path
-    except (OSError, RuntimeError):  # the name is too long for any file, or of nobody's home
+    except (OSError, RuntimeError):  # the name is too long, or the home directory of an unknown user
         return path
 
 
 def absolute_source_name(name: Any) -> Any:
-    """A name that goes on with a path, as ``table:PATH``, or is one, as ``patients.csv``, with that path absolute."""
+    """Return a name such as ``table:PATH`` or ``patients.csv`` with an absolute path; other names unchanged."""
     if not isinstance(name, str):
         return name
     prefix, colon, path = name.partition(":")
@@ -37,7 +37,7 @@ def absolute_source_name(name: Any) -> Any:
 
 
 def with_absolute_paths(config: Experiment) -> Experiment:
-    """The same run, with absolute paths to all that is there."""
+    """Return the configuration with all existing paths made absolute."""
     paths = {
         name: absolute_if_exists(getattr(config, name))
         for name in ("data_path", "server_data_path", "synthetic", "start_from")
@@ -56,7 +56,7 @@ def with_absolute_paths(config: Experiment) -> Experiment:
 
 
 def without_data_locations(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's values without the places of its data, which may be moved between two sittings of a run."""
+    """Return configuration values without the locations of data, which may change before a run is resumed."""
     prefixes = {name: str(values.get(name)).partition(":")[0] for name in ("data", "server_data")}
     moved = {name: prefix for name, prefix in prefixes.items() if prefix in PREFIXES}
     files = {name: "table" for name in ("data", "server_data") if str(values.get(name)).lower().endswith(TABLES)}

@@ -1,4 +1,4 @@
-"""Former names of options, and names of other libraries; for error messages only."""
+"""Former names of options, and names in other libraries; used only for suggestions in error messages."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ OF_OTHERS = {other: ours for ours, others in _NAMES.items() for other in others.
     "shares": "synthetic_fractions",
     "space": "search_space",
 }
-"""By the name that another library gives to an option: ours, perhaps with a value."""
+"""Name of an option in unskew, optionally with a value, by its name in other libraries or in earlier versions."""
 
 FORMER_FIELDS = {"keep_samples", "patience", "server", "together", "weights"}
-"""Former fields that every run folder of an earlier version has in its ``config.yaml``."""
+"""Former fields that ``config.yaml`` of every run folder from earlier versions contains."""
 
 FORMER_FLAGS = {
     "network": "delay",
@@ -61,7 +61,7 @@ FORMER_FLAGS = {
     "p": "synthetic-fraction",
     "try": "validate-minutes",
 }
-"""By a former flag that is not a field of the configuration: its present name."""
+"""Current names of renamed flags that are not configuration fields."""
 
 FORMER_HOOKS = {
     "refuses": "conflict_with",
@@ -81,4 +81,4 @@ FORMER_HOOKS = {
     "facts": "client_info",
     "figures": "summary_metrics",
 }
-"""By the former name of a rule's hook or attribute: its present name."""
+"""Current names of renamed hooks and attributes of rules."""

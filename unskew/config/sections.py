@@ -1,4 +1,4 @@
-"""Sections of a run's description."""
+"""Sections of an experiment configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unskew.provenance import Named
 
 
 class Section(BaseModel):
-    """Options that are checked: an unknown key is an error, and true is not a number."""
+    """Base class of configuration sections: unknown keys are errors, and booleans are not accepted as numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,21 +27,21 @@ class Section(BaseModel):
 
 
 class NetworkConfig(Section):
-    """Network between clients and server."""
+    """Simulated network between clients and server."""
 
     drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Probability that a client of the cohort fails and sends nothing."""
+    """Probability that a client of the cohort fails and sends no update."""
     delay: str = "none"
     """Rounds until an update arrives: ``none``, ``fixed:K``, ``half-normal:S``, ``lognormal:M,S`` or ``trace:FILE``."""
     delay_per: Literal["dispatch", "client"] = "dispatch"
-    """Whether a delay is drawn for every dispatch, or once for each client."""
+    """Draw a delay for every dispatch, or once per client."""
 
     @pydantic.field_validator("delay", mode="before")
     @classmethod
     def _delay_is_known(cls, value: Any) -> str:
         from unskew.simulation.delays import parse_delay as parse_delay
 
-        parse_delay(str(value))  # a bare number is refused as every other text that is not a delay
+        parse_delay(str(value))  # raises an error for everything that is not a delay, including plain numbers
         return str(value)
 
 
@@ -49,11 +49,11 @@ class TextConfig(Section):
     """Tokenization of texts."""
 
     columns: tuple[str, ...] = ()
-    """Columns of the text, one or a pair; ``text``, or the source's own, if none is given."""
+    """Text columns, one or a pair; if empty, ``text`` or the data source's default."""
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    """A name at the hub, a folder, or ``bytes``; None takes the model's own."""
+    """Name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
-    """At most so many tokens a text."""
+    """Maximum number of tokens per text."""
 
     @pydantic.field_validator("columns", mode="before")
     @classmethod
@@ -62,18 +62,18 @@ class TextConfig(Section):
 
 
 class CsvConfig(Section):
-    """Format of CSV files; what is not given is detected in each file."""
+    """Format of CSV files; fields that are not set are detected for each file."""
 
     separator: str | None = None
     """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``."""
     decimal: str | None = None
     """Decimal mark: ``point`` or ``comma``."""
     encoding: str | None = None
-    """Encoding, such as ``latin-1``."""
+    """Character encoding, such as ``latin-1``."""
 
     @property
     def spec(self) -> CsvSpec:
-        """The same for the readers."""
+        """Format as a ``CsvSpec`` for the readers."""
         return CsvSpec(self.separator, self.decimal, self.encoding)
 
     @pydantic.model_validator(mode="after")
@@ -89,26 +89,26 @@ ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:
 
 
 class RayConfig(Section):
-    """A Ray cluster."""
+    """Options of the engine ``ray``."""
 
     address: Named | None = None
-    """``local``, ``auto``, or ``HOST:PORT`` of its head; None is ``local`` where ``engine`` is ``ray``."""
+    """Address: ``local``, ``auto``, or ``HOST:PORT`` of the head node; None means ``local`` for engine ``ray``."""
     cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Cores, and threads, of a task, which trains one client, or ``together``."""
+    """Cores and threads of a task, which trains ``clients_per_group`` clients."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)] = 0.0
-    """Accelerators of a task."""
+    """Number of accelerators per task."""
     retries: Annotated[int, Field(ge=0, le=1000)] = 5
     """Number of times that a client is trained again after its worker or its node died."""
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Seconds without any answer of the cluster after which the run ends; None waits on."""
+    """Seconds without any reply of the cluster after which the run ends; None means no limit."""
     data: Literal["auto", "store", "nodes"] = "auto"
-    """Whether data are sent through the object store, or nodes open them; ``auto``: what a URL names, nodes open."""
+    """Send data through the object store, or let nodes load them; with ``auto``, nodes load data that a URL names."""
     state: Literal["driver", "nodes"] = "driver"
-    """Whether what clients keep travels with them, or lies in files of the run folder that all nodes see."""
+    """Send client state with each task, or store it in files of the run folder, which all nodes must see."""
 
     @pydantic.field_validator("address")
     @classmethod
     def _address_is_one(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(ADDRESS, value):
-            raise ValueError(f"{value!r} is not an address of a cluster: local, auto, or HOST:PORT of its head")
+            raise ValueError(f"{value!r} is not a cluster address; use local, auto, or HOST:PORT of the head node")
         return value

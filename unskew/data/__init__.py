@@ -1,1 +1,1 @@
-"""Data sources, partitions, and transformations of batches."""
+"""Data sources, data partitions, and batch transformations."""

@@ -1,4 +1,4 @@
-"""Random crops and flips of a whole batch at once, from draws made beforehand."""
+"""Random crops and flips of image batches, with random numbers drawn in advance."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from unskew.seeding import fold, uniform
 
 
 def draw_crop_and_flip(n: int, padding: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Draw what ``crop_and_flip`` needs for ``n`` images.
+    """Draw random offsets and flips for ``crop_and_flip``.
 
     Args:
         n: Number of images.
-        padding: Pixels by which a crop may move in each direction.
-        generator: Source of the draws; they are made on its device.
+        padding: Maximum shift of a crop in each direction, in pixels.
+        generator: Random number generator; the results are on its device.
 
     Returns:
         Offsets ``[n, 2]`` (rows, columns) from 0 to ``2 * padding``, and flips ``[n]``.
@@ -27,31 +27,31 @@ def draw_crop_and_flip(n: int, padding: int, generator: Generator) -> tuple[Tens
 
 
 def keyed_crop_and_flip(key: Tensor, n: int, padding: int) -> tuple[Tensor, Tensor]:
-    """Draws like those of ``draw_crop_and_flip`` as a pure function of the 64-bit integer tensor ``key``.
+    """Draw offsets and flips as ``draw_crop_and_flip`` does, as a pure function of a random key.
 
     Args:
-        key: Random key, int64.
+        key: Random key, an int64 tensor.
         n: Number of images.
-        padding: Pixels by which a crop may be moved.
+        padding: Maximum shift of a crop in each direction, in pixels.
     """
     offsets = (uniform(fold(key, 1), (n, 2)) * (2 * padding + 1)).to(torch.int64)
     return offsets, uniform(fold(key, 2), (n,)) < 0.5
 
 
 def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4) -> Tensor:
-    """Pad with zeros, crop back to the size at each image's own offset, then mirror where asked.
+    """Pad images with zeros, crop each to its original size at its own offset, and flip the selected ones horizontally.
 
-    Apply it before normalization, where zero is black.
+    Apply this before normalization, while zero is black.
 
     Args:
-        x: Images ``[B, C, H, W]`` of any type.
-        offsets: Top-left corner of each crop in the padded image, ``[B, 2]`` from 0 to ``2 * padding``; ``padding``
-            leaves the image where it is.
-        flips: Which images to mirror left to right, ``[B]``.
-        padding: Zero pixels added on each side.
+        x: Images ``[B, C, H, W]`` of any dtype.
+        offsets: Top-left corner of each crop in the padded image, ``[B, 2]``, from 0 to ``2 * padding``; the value
+            ``padding`` does not shift the image.
+        flips: Mask of the images to flip left to right, ``[B]``.
+        padding: Number of zero pixels added on each side.
 
     Returns:
-        Images ``[B, C, H, W]`` over channels-last memory.
+        Images ``[B, C, H, W]`` in channels-last memory format.
 
     >>> x = torch.arange(3.0).view(1, 1, 1, 3)
     >>> crop_and_flip(x, torch.tensor([[1, 2]]), torch.tensor([False]), padding=1)
@@ -63,7 +63,7 @@ def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4) -
     column = torch.arange(width, device=x.device)
     rows = offsets[:, :1] + torch.arange(height, device=x.device)
     columns = offsets[:, 1:] + torch.where(flips[:, None], width - 1 - column, column)
-    # One gather of whole pixels from the flattened batch.
+    # One gather of complete pixels (all channels) from the flattened batch.
     image = torch.arange(batch, device=x.device)
     pixels = ((image[:, None] * tall + rows)[:, :, None] * wide + columns[:, None, :]).reshape(-1)
     out = padded.reshape(-1, channels).index_select(0, pixels)

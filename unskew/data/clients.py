@@ -1,4 +1,4 @@
-"""Data of the clients, stored in one array or in the arrays that were passed in."""
+"""Client data, stored in one shared array or in the arrays that were passed in."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 from unskew.data.spec import DataSpec
 
 RECENT = 16 << 20
-"""Bytes of inputs that are kept of the clients drawn last."""
+"""Size of the cache for inputs of recently drawn clients, in bytes."""
 
 Rows = Callable[[int, int, int], Tensor]
-"""From a client and a range of its samples, in its own order, to their inputs."""
+"""Function ``(client, start, stop)`` that returns the inputs of a range of the client's samples."""
 
 
 @dataclass(frozen=True)
 class ClientData:
     """Data of one client: ``x [n, ...]`` and ``y [n]`` for training, and held-out ``x_test, y_test``.
 
-    With several labels a sample, ``y`` is ``[n, L]`` of 0 and 1.
+    For multi-label tasks, ``y`` is ``[n, L]`` with values 0 and 1.
     """
 
     id: int
@@ -42,12 +42,18 @@ class ClientData:
 
 
 class ArrayClients(Sequence[ClientData]):
-    """Clients as slices of shared arrays: ``k`` trains on ``offsets[k]:splits[k]``, holds out up to ``offsets[k+1]``."""
+    """Clients as slices of shared arrays.
+
+    Client ``k`` trains on ``offsets[k]:splits[k]``; its held-out samples are ``splits[k]:offsets[k+1]``.
+    """
 
     mapped = False
 
     def __init__(self, x: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray):
-        self.x, self.y, self.offsets, self.splits = x, y, offsets, splits
+        self.x = x
+        self.y = y
+        self.offsets = offsets
+        self.splits = splits
 
     def __len__(self) -> int:
         return len(self.splits)
@@ -61,32 +67,33 @@ class ArrayClients(Sequence[ClientData]):
         return (self[k] for k in range(len(self)))
 
     def bounds(self, k: int) -> tuple[int, int, int]:
-        """Return the first index of client ``k``, of its held-out samples, and the end index."""
+        """Return where the samples of client ``k`` start, where its held-out samples start, and where they end."""
         if not 0 <= k < len(self):
-            raise IndexError(f"There is no client {k}; this federation has {len(self)}.")
+            raise IndexError(f"There is no client {k}; this federation has {len(self)} clients.")
         return int(self.offsets[k]), int(self.splits[k]), int(self.offsets[k + 1])
 
     def inputs(self) -> Iterator[Tensor]:
-        """The inputs of all clients in order, in as many pieces as it takes to copy none of them for long."""
+        """Iterate over the inputs of all clients in order, in chunks, so that they need not be copied all at once."""
         yield self.x
 
     def to(self, device: torch.device) -> ArrayClients:
-        """The same clients with one array on ``device``."""
+        """Return the same clients with their arrays on ``device``."""
         return ArrayClients(self.x.to(device), self.y.to(device), self.offsets, self.splits)
 
 
 class DrawnClients(ArrayClients):
-    """Clients whose inputs stay where they are; those of a client are brought together when they are asked for.
+    """Clients whose inputs are not copied up front; a client's inputs are gathered on access.
 
     Args:
-        rows: Finds inputs.
-        like: One sample of the inputs, ``[1, ...]``, in their type.
+        rows: Function that returns the inputs of a client.
+        like: One input, ``[1, ...]``, that gives shape and dtype.
         y: Targets of all clients, in order.
-        offsets, splits: As of ``ArrayClients``.
-        mapped: Whether the inputs lie in files, so that all of them at once may not fit into memory.
+        offsets, splits: As for ``ArrayClients``.
+        mapped: Whether the inputs are memory-mapped from files, so that they may not all fit into memory.
 
     Attributes:
-        source: What they were loaded from, with the seed, if it was named: another machine that sees it has them, too.
+        source: Data specification and seed, if the data were loaded by name; other machines can load the same data from
+            it.
     """
 
     source: tuple[DataSpec, int] | None = None
@@ -94,18 +101,22 @@ class DrawnClients(ArrayClients):
     def __init__(
         self, rows: Rows, like: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray, mapped: bool = False
     ):
-        self.rows, self.like, self.mapped = rows, like, mapped
-        self.y, self.offsets, self.splits = y, offsets, splits
+        self.rows = rows
+        self.like = like
+        self.mapped = mapped
+        self.y = y
+        self.offsets = offsets
+        self.splits = splits
         self._recent: dict[int, ClientData] = {}
         self._bytes = 0
 
     @property
     def x(self) -> Tensor:  # type: ignore[override]
-        """All inputs in one new array; where they are many, better take them client by client."""
+        """All inputs in one new array; if the data are large, read them client by client instead."""
         return self.gathered(torch.device("cpu"))
 
     def gathered(self, device: torch.device) -> Tensor:
-        """All inputs in one new array on a device, filled client by client."""
+        """Copy all inputs into one new array on a device, client by client."""
         x = allocate_inputs(len(self.y), self.like, device)
         for k, part in enumerate(self.inputs()):
             x[int(self.offsets[k]) : int(self.offsets[k + 1])] = part.to(device)
@@ -117,7 +128,7 @@ class DrawnClients(ArrayClients):
             start, split, stop = self.bounds(k)
             client = _LazyClient(k, self.y[start:split], self.y[split:stop], self.rows)
             self._bytes += self._size(k)
-        self._recent[k] = client  # the last one by now
+        self._recent[k] = client  # reinserted at the end: most recently used
         while self._bytes > RECENT and len(self._recent) > 1:
             oldest = next(iter(self._recent))
             del self._recent[oldest]
@@ -132,14 +143,14 @@ class DrawnClients(ArrayClients):
         return (self.rows(k, 0, int(self.offsets[k + 1] - self.offsets[k])) for k in range(len(self)))
 
     def to(self, device: torch.device) -> ArrayClients:
-        """Move to a device. Inputs in files stay there, and their batches are moved one by one."""
+        """Move the clients to a device. Memory-mapped inputs stay in their files and are moved batch by batch."""
         if self.mapped:
             return self
         return ArrayClients(self.gathered(device), self.y.to(device), self.offsets, self.splits)
 
 
 class _LazyClient(ClientData):
-    """A client whose inputs are brought together when somebody looks at them; those to train on are then kept."""
+    """Client whose inputs are gathered on first access; its training inputs are then cached."""
 
     def __init__(
         self,
@@ -150,7 +161,7 @@ class _LazyClient(ClientData):
         x_test: Tensor | None = None,
         **train: Tensor,
     ):
-        # The class is frozen; with inputs it is called by dataclasses.replace.
+        # The class is frozen, so attributes are set directly. dataclasses.replace passes x and x_test.
         self.__dict__.update(id=id, y=y, y_test=y_test, rows=rows, held_out=x_test, **train)
 
     @cached_property
@@ -168,7 +179,7 @@ class _LazyClient(ClientData):
 
 
 def joined_clients(clients: Sequence[ClientData]) -> ArrayClients:
-    """Clients, in order, with all their samples in one array."""
+    """Copy the samples of all clients, in order, into one array."""
     trained = np.array([client.examples for client in clients])
     offsets = np.concatenate([[0], np.cumsum(trained + [len(client.y_test) for client in clients])])
     xs, ys = [t for c in clients for t in (c.x, c.x_test)], [t for c in clients for t in (c.y, c.y_test)]
@@ -176,19 +187,19 @@ def joined_clients(clients: Sequence[ClientData]) -> ArrayClients:
 
 
 def concatenate_inputs(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate inputs; images keep their channels-last memory."""
+    """Concatenate inputs; images keep their channels-last memory format."""
     if parts[0].dim() != 4:
         return torch.cat(list(parts))
     return torch.cat([p.permute(0, 2, 3, 1) for p in parts]).permute(0, 3, 1, 2)
 
 
 def allocate_inputs(n: int, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Room for ``n`` inputs like those of ``like``; images over channels-last memory.
+    """Allocate an uninitialized tensor for ``n`` inputs; images are in channels-last memory format.
 
     Args:
         n: Number of samples.
-        like: Samples whose shape and data type are used.
-        device: Device of the result; None: that of ``like``.
+        like: Samples whose shape and dtype are used.
+        device: Device of the result; None means PyTorch's default device.
     """
     if like.dim() != 4:
         return torch.empty((n, *like.shape[1:]), dtype=like.dtype, device=device)
@@ -197,11 +208,11 @@ def allocate_inputs(n: int, like: Tensor, device: torch.device | None = None) ->
 
 
 def iterate_batches(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
-    """Samples of ``parts``, one after another, in batches of ``size``; the last one may be smaller.
+    """Iterate over samples in batches of ``size``; the last batch may be smaller.
 
     Args:
-        parts: Samples in any number of tensors.
-        size: Samples per batch.
+        parts: Tensors of samples, of any length each.
+        size: Number of samples per batch.
 
     >>> [len(batch) for batch in iterate_batches([torch.zeros(3, 2), torch.zeros(4, 2)], 5)]
     [5, 2]
@@ -221,11 +232,11 @@ def iterate_batches(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """``x[index]``; images ``[n, C, H, W]`` keep their channels-last memory, which convolutions on CPU prefer.
+    """Return ``x[index]``; images ``[n, C, H, W]`` keep channels-last memory, which is faster for convolutions on CPU.
 
     Args:
         x: Samples, ``[n, ...]``.
-        index: Rows to take, ``[B]``.
+        index: Indices of the rows to return, ``[B]``.
     """
     if x.dim() != 4:
         return x.index_select(0, index)

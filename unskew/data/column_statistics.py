@@ -1,6 +1,7 @@
-"""Column statistics computed by the server from client sums: means, deviations, categories, and the bytes they cost.
+"""Column statistics that the server computes from client sums: means, standard deviations, and the traffic for them.
 
-Two rounds of sums give the mean and then the deviation, as exactly as from all rows at one place; no row leaves a client.
+A first pass of sums gives the mean, a second pass the standard deviation, as exactly as from pooled rows. No row leaves
+a client.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import numpy as np
 from unskew.errors import DataError
 
 NUMBER = 8
-"""Bytes of a sum or a count."""
+"""Size of a sum or a count, in bytes."""
 MOMENTS = 3 * NUMBER
-"""Bytes that a column's moments cost each client: up a count, a sum and a sum of squares; down a mean, and both results."""
+"""Traffic per column and client in each direction, in bytes.
+
+Each client sends a count, a sum and a sum of squares. It receives the mean between the passes and both results at the
+end.
+"""
 CONSTANT = 1e-6
-"""A column whose deviation is below is not divided by it."""
+"""Columns with a smaller standard deviation count as constant and are not divided by it."""
 
 
 class ColumnMoments(NamedTuple):
-    """Statistics of each column ``[f]`` over all clients: number of values, mean and standard deviation."""
+    """Statistics of each column over all clients, ``[f]`` each: number of values, mean and standard deviation."""
 
     counts: np.ndarray
     mean: np.ndarray
@@ -30,12 +35,12 @@ class ColumnMoments(NamedTuple):
 
 
 def counts_and_sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute number of values and sum of each column of a client's rows ``[n_k, f]``; NaN is a missing value."""
+    """Compute number and sum of the values in each column of a client's rows ``[n_k, f]``; NaN means missing."""
     return (~np.isnan(rows)).sum(0), np.asarray(np.nansum(rows, 0, dtype=np.float64))
 
 
 def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Sums of squared distances from the mean of all clients, ``[f]``.
+    """Compute the sum of squared distances from the global mean for each column, ``[f]``.
 
     Args:
         rows: Values of a client, ``[n, f]``.
@@ -45,18 +50,18 @@ def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
 
 
 def global_means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute number of values and mean of each column over all clients; see ``global_moments``.
+    """Compute the number of values and the mean of each column over all clients.
 
     Args:
         first: Counts and sums of each client, ``[f]`` each.
-        names: Names of the columns.
+        names: Column names, for error messages.
     """
     count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
     for counts, sums in first:
         count += counts
         total += sums
     if not count.all():
-        raise DataError(f"No client has any value in the column {names[int(np.argmin(count))]!r}; exclude it.")
+        raise DataError(f"No client has a value in the column {names[int(np.argmin(count))]!r}. Exclude this column.")
     return count, total / count
 
 
@@ -65,15 +70,15 @@ def global_moments(
     second: Callable[[np.ndarray], Iterable[np.ndarray]],
     names: Sequence[str],
 ) -> ColumnMoments:
-    """Means and deviations from the sums of clients.
+    """Compute means and standard deviations from client sums.
 
     Args:
-        first: What each client has ``counts_and_sums``.
-        second: From the mean to the ``sums_of_squares`` of each client.
-        names: Of the columns, for the error.
+        first: ``counts_and_sums`` of each client.
+        second: Function from the global mean to the ``sums_of_squares`` of each client.
+        names: Column names, for error messages.
 
     Raises:
-        DataError: No client has any value of a column.
+        DataError: If no client has a value in some column.
 
     >>> rows = [np.array([[1.0], [np.nan]]), np.array([[3.0]])]
     >>> global_moments(map(counts_and_sums, rows), lambda mean: (sums_of_squares(part, mean) for part in rows), ["age"])
@@ -97,7 +102,9 @@ def category_bytes(values: Sequence[str]) -> int:
 
 
 def balanced_class_weights(counts: np.ndarray) -> tuple[float, ...]:
-    """Weights of classes from the samples ``[C]`` of all clients together: ``n / (C n_c)``, as in scikit-learn.
+    """Compute class weights ``n / (C n_c)`` from the global class counts ``[C]``, as scikit-learn does.
+
+    Classes without samples have weight 1.
 
     >>> balanced_class_weights(np.array([30, 10]))
     (0.6666666666666666, 2.0)

@@ -1,8 +1,8 @@
-"""A federation: who holds which samples.
+"""Federation: clients with their samples, a test set and optional server data.
 
-Samples stay in the arrays that were given or read, in their own type. A client is an offset and a length, so a million
-registered clients cost two integers each; its inputs are brought together when it is drawn. Images are normalized batch
-by batch on the device that trains.
+Samples stay in the arrays that were passed or loaded, with their dtype. A client is an offset and a length, so even a
+million clients cost only two integers each. A client's inputs are gathered when it is sampled. Images are normalized
+batch by batch on the training device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ServerData:
-    """Samples at the server; ``in_domain`` says whether they come from the clients' task."""
+    """Samples at the server; ``in_domain`` is true if they have the clients' task and classes."""
 
     x: Tensor
     y: Tensor
@@ -57,30 +57,34 @@ class ServerData:
 
     @property
     def classes(self) -> int:
-        """Number of its classes or labels; out of domain it is not the clients'."""
+        """Number of classes or labels of the server data, which may differ from the clients' if out of domain."""
         return self.y.shape[1] if self.y.dim() > 1 else int(self.y.max()) + 1
 
 
 @dataclass(frozen=True)
 class Federation:
-    """Clients with their data, a test set, and (optionally) data at the server.
+    """Clients with their data, a test set, and optional server data.
 
     Attributes:
-        clients: A sequence of ``ClientData``; it may load a client only when it is drawn.
-        test: Inputs ``[n, ...]`` and targets ``[n]`` (multi-label, language: ``[n, L]``) to evaluate the global model on.
+        clients: Sequence of ``ClientData``; it may load a client's data lazily, when the client is sampled.
+        test: Inputs ``[n, ...]`` and targets ``[n]`` (multi-label, language: ``[n, L]``) of the global test set.
         server: Data at the server, or None.
         task: ``"classification"``, ``"multilabel"``, ``"language"`` or ``"regression"``.
-        classes: Number of classes ``C``, of labels ``L``, of tokens, or of targets.
-        normalization: Applied to every batch, on the device; None leaves inputs as they are.
+        classes: Number of classes ``C``, labels ``L``, tokens, or regression targets, depending on the task.
+        normalization: Normalization applied to every batch on the training device; None leaves inputs unchanged.
         class_names: Names of the classes or labels, in order.
-        name: The data set and partition, for tables.
-        fingerprint: Hash of the partition (which sample sits where); every run records it.
-        kinds: Rows of each kind at each client ``[K, G]`` and the kinds' names, where a column decided the partition.
-        columns: Of a table, what is done to each column: ``"input"``, ``"label"``, ``"left out: text"``, ...
-        client_names: The clients' names, distinct and in order; empty if they have none.
-        trained_for: The task with what the data decide of it, such as the scale of targets; ``objective`` has it.
-        encoders: Of a table of mixed columns, what became of each input.
-        told: Bytes that each client sent and received so that this was known, ``[K, 2]``; None if there were none.
+        name: Name of the data set, for tables and records.
+        partition: Name of the data partition, for tables and records.
+        fingerprint: Hash of the assignment of samples to clients; every run records it.
+        text_groups: Rows per client and group ``[K, G]`` with the group names, if a column decided the partition of
+            texts.
+        columns: Role of each column of a table: ``"input"``, ``"label"``, ``"left out: text"``, ...
+        client_names: Distinct client names, in order; empty if the clients have no names.
+        trained_for: Task with parameters from the data, such as the scale of targets; None means the plain task. Read
+            it through ``objective``.
+        encoders: Fitted encoder of each input of a table with mixed column types.
+        stats_traffic: Bytes that each client sent and received for global statistics, ``[K, 2]``; None if there was no
+            traffic.
     """
 
     clients: Sequence[ClientData]
@@ -105,11 +109,11 @@ class Federation:
         validate_client_names(self.client_names, len(self.clients))
 
     def __str__(self) -> str:
-        """Describe the data partition in one line, and each column of a table in another."""
+        """Describe the federation in one line, followed by one line per column of a table."""
         return "\n".join([repr(self), *(f"  {name}: {done}" for name, done in describe_roles(self.columns))])
 
     def __repr__(self) -> str:
-        """Return a one-line description without arrays; no client is loaded for it."""
+        """Return a one-line description without arrays; does not load any client."""
         about: dict[str, object] = {"name": self.name, "clients": len(self.clients)}
         if isinstance(self.clients, ArrayClients):
             about["samples"] = int(self.sizes.sum())
@@ -121,16 +125,16 @@ class Federation:
 
     @property
     def objective(self) -> Task:
-        """Return the task for which a model is trained."""
+        """Task for which a model is trained."""
         return TASKS[self.task] if self.trained_for is None else self.trained_for
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of a model's outputs: classes, labels or targets; numbers where they have no names."""
+        """Names of a model's outputs (classes, labels or targets); their indices if they have no names."""
         return self.class_names or tuple(str(c) for c in range(self.classes))
 
     def client_label(self, client: int) -> str:
-        """Return the label of a client in messages and plots: its name, or its number."""
+        """Return a client's label for messages and plots: its name, or ``client`` and its index."""
         return self.client_names[client] if self.client_names else f"client {client}"
 
     @property
@@ -140,13 +144,13 @@ class Federation:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Training samples per client, ``[K]``."""
+        """Number of training samples per client, ``[K]``."""
         if isinstance(self.clients, ArrayClients):
             return np.asarray(self.clients.splits - self.clients.offsets[:-1])
         return np.array([client.examples for client in self.clients])
 
     def to(self, device: torch.device) -> Federation:
-        """The same federation with its arrays on ``device``, if they are arrays; else the clients stay where they are."""
+        """Return the same federation on ``device``; clients that are not stored in arrays are not moved."""
         x, y = self.test
         clients = self.clients
         if isinstance(clients, ArrayClients):
@@ -154,7 +158,7 @@ class Federation:
         return replace(self, clients=clients, test=(x.to(device), y.to(device)))
 
     def label_distribution(self) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Return samples per client and class ``[K, C]`` with the class names; for texts without labels, per kind of text."""
+        """Return samples per client and class ``[K, C]`` and the class names; without labels, per text group."""
         if self.objective.labeled:
             return self.class_counts(), self.names
         what = "texts" if self.task == "language" else "samples"
@@ -163,7 +167,7 @@ class Federation:
     def class_counts(self) -> np.ndarray:
         """Return the number of training samples per client and class, ``[K, C]``.
 
-        A multi-label sample counts once per label.
+        A multi-label sample counts once for each label that it has.
         """
         task = self.objective
         return np.stack([task.counts(c.y.cpu(), self.classes).numpy() for c in self.clients])
@@ -184,36 +188,38 @@ class Federation:
         client_names: Sequence[str] = (),
         name: str = "arrays",
     ) -> Federation:
-        """Build a federation from arrays; they are used where they are, so do not change them afterwards.
+        """Build a federation from arrays. The arrays are not copied, so do not change them afterwards.
 
-        Arrays that are mapped from files (``np.load(path, mmap_mode="r")``) stay there: the inputs of a client are read, and
-        checked, when it is drawn. But of 8-bit inputs all are read once for their mean and deviation, unless ``normalize``
-        gives them or is False. Each input keeps its type, float64 too; it is brought to the model's precision in its batch.
+        Arrays that are memory-mapped from files (``np.load(path, mmap_mode="r")``) stay in their files: a client's
+        inputs are read and validated when it is sampled. 8-bit inputs are read completely once to compute mean and
+        standard deviation, unless ``normalize`` is a ``Normalization`` or False. Inputs keep their dtype, including
+        float64; each batch is converted to the model's precision.
 
         Args:
-            clients: One ``(x, y)`` or ``(x, y, x_test, y_test)`` per client (NumPy arrays or tensors). Images are
-                ``[n, H, W, C]``, ``[n, C, H, W]`` or (uint8) ``[n, H, W]``; tables are ``[n, f]``, or data frames of
-                pandas, whose columns are matched by name. Labels may be text: then the classes are its sorted values,
-                and ``class_names`` are known.
+            clients: One ``(x, y)`` or ``(x, y, x_test, y_test)`` per client (NumPy arrays or tensors). Images are ``[n,
+                H, W, C]``, ``[n, C, H, W]`` or (uint8) ``[n, H, W]``. Tables are ``[n, f]``, or pandas data frames,
+                whose columns are matched by name. Labels may be strings; the classes are then ``class_names``, or else
+                the sorted label values.
             test: ``(x, y)`` of the global test set.
-            server: ``(x, y)`` held by the server.
-            task: ``"classification"``, where ``y`` is one class index per sample; ``"multilabel"``, where ``y`` is
-                ``[n, L]`` of 0 and 1; ``"regression"``, where ``y`` is one number per sample or ``[n, T]``, in its own
-                units; the federation holds it standardized; or ``"language"``, where ``x`` and ``y`` are token ids
-                ``[n, L]`` with -1 for padding and ``y`` holds the tokens that follow those of ``x``.
-            classes: Number of classes; found from the labels if None.
-            holdout: Share of each client's samples kept for its own evaluation (when it brings no test set).
-            seed: Decides which samples are held out.
-            normalize: True or None: uint8 images are standardized per channel, floats are left alone; False:
-                nothing is normalized; or a ``Normalization``.
-            server_in_domain: Whether the server's samples come from the clients' task; if not, it has classes of its own.
+            server: ``(x, y)`` of the server data.
+            task: ``"classification"``: ``y`` is one class index per sample. ``"multilabel"``: ``y`` is ``[n, L]`` with
+                values 0 and 1. ``"regression"``: ``y`` is one number per sample or ``[n, T]``, in original units; the
+                federation stores it standardized. ``"language"``: ``x`` and ``y`` are token ids ``[n, L]`` with -1 for
+                padding, and ``y`` has the tokens that follow those of ``x``.
+            classes: Number of classes; inferred from the labels if None.
+            holdout: Share of each client's samples held out for evaluation, for clients without a test set.
+            seed: Random seed that determines which samples are held out.
+            normalize: True or None: standardize uint8 images per channel and leave floats unchanged. False: do not
+                normalize. Or a ``Normalization`` to apply.
+            server_in_domain: Whether the server data have the clients' task and classes; if not, they have separate
+                classes.
             class_names: Names of the classes.
             client_names: Names of the clients.
             name: Name shown in tables.
 
         Raises:
-            DataError: A client is empty, shapes differ, a label is out of range, an input is not finite, there is one class
-                only, two clients have one name, or an argument is of the wrong kind.
+            DataError: If a client is empty, shapes differ, a label is out of range, an input is not finite, there is
+                only one class, two clients have the same name, or an argument has the wrong type.
 
         >>> import numpy as np
         >>> x, y = np.zeros((4, 3), "float32"), np.array([0, 1, 0, 1])
@@ -224,7 +230,7 @@ class Federation:
         if not isinstance(task, str) or task not in TASKS:
             raise DataError(unknown_name("task", task if isinstance(task, str) else short_repr(task), TASKS))
         if not isinstance(name, str):
-            raise DataError(f"name must be text, not {short_repr(name)}.")
+            raise DataError(f"name must be a string, not {short_repr(name)}.")
         if not isinstance(server_in_domain, bool | np.bool_):
             raise DataError(f"server_in_domain must be True or False, not {short_repr(server_in_domain)}.")
         check_client_list(clients)
@@ -251,7 +257,7 @@ class Federation:
         named = [(f"client {k}", x) for k, x in enumerate(firsts)]
         for who, inputs in [*named, *((w, x) for w, (x, _) in pairs.items())]:
             if tuple(inputs.shape[1:]) != shape:
-                raise DataError(f"{who} has inputs of shape {tuple(inputs.shape[1:])}, client 0 of {shape}.")
+                raise DataError(f"{who} has inputs of shape {tuple(inputs.shape[1:])}, but client 0 has shape {shape}.")
         if classes is None:
             own = server_in_domain or server is None
             in_domain = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
@@ -266,7 +272,9 @@ class Federation:
             check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])
         offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
         y_all, begins = torch.cat(ys), offsets[:-1] + np.array(splits)
-        fingerprint, trained_for, stats_traffic = compute_fingerprint(y_all.numpy(), offsets), None, None
+        fingerprint = compute_fingerprint(y_all.numpy(), offsets)
+        trained_for = None
+        stats_traffic = None
         if task == "regression":
             targets, spans = y_all.numpy(), list(zip(offsets[:-1], begins, strict=True))
             trained_for, stats_traffic = fit_target_scaling(
@@ -294,10 +302,10 @@ class Federation:
 
 
 def compute_fingerprint(values: np.ndarray, offsets: np.ndarray) -> str:
-    """Sixteen hex digits that change when any sample moves to another client.
+    """Compute a hash of 16 hex digits that changes when a sample moves to another client.
 
     Args:
-        values: Targets of all samples.
+        values: Targets or indices of all samples, client by client.
         offsets: Start of each client's samples, ``[K + 1]``.
     """
     digest = hashlib.sha256(np.ascontiguousarray(values).tobytes())

@@ -1,4 +1,4 @@
-"""Data frames and labels of text as ``Federation.from_arrays`` takes them: names of columns and classes are kept."""
+"""Conversion of data frames and string labels for ``Federation.from_arrays``; column and class names are kept."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ Pair = tuple[Any, ...]
 
 
 def is_frame(x: object) -> bool:
-    """Return whether inputs are a data frame, as of pandas."""
+    """Return whether inputs are a data frame such as that of pandas."""
     return hasattr(x, "columns") and hasattr(x, "to_numpy")
 
 
 def frames_to_arrays(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]]:
-    """Return arrays in place of data frames, with the columns of the first one in its order, and their names.
+    """Convert data frames to arrays with the columns in the order of the first frame.
 
     Args:
         pairs: Tuples ``(x, y)`` or ``(x, y, x_test, y_test)``.
 
+    Returns:
+        The tuples with arrays, and the column names (empty if there are no data frames).
+
     Raises:
-        DataError: If frames have other columns, or a column is not numeric.
+        DataError: If the frames have different columns, or a column is not numeric.
     """
     frames: list[Any] = [x for pair in pairs for x in pair[::2] if is_frame(x)]
     if not frames:
@@ -41,7 +44,8 @@ def frames_to_arrays(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]
         for name in names:
             if not np.issubdtype(np.asarray(x[columns[name]]).dtype, np.number) and x[columns[name]].dtype != bool:
                 raise DataError(
-                    f"The column {name!r} is not numeric; encode or drop it, or use table: with categories."
+                    f"The column {name!r} is not numeric. Encode or drop it, or load the data with table: and "
+                    "categories."
                 )
         return x[[columns[name] for name in names]].to_numpy(dtype=np.float64)
 
@@ -51,20 +55,23 @@ def frames_to_arrays(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]
 
 
 def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tuple[list[Pair], Sequence[str]]:
-    """Return class indices in place of labels of text, and the names of the classes: sorted, unless they are given.
+    """Convert string labels to class indices.
 
     Args:
-        pairs: Inputs and labels of each part.
-        class_names: Names of the classes; empty: those that occur.
+        pairs: Tuples ``(x, y)`` or ``(x, y, x_test, y_test)``.
+        class_names: Names of the classes; if empty, the label values that occur, sorted.
+
+    Returns:
+        The tuples with class indices, and the class names.
 
     Raises:
-        DataError: If only some labels are text, or one is not among ``class_names``.
+        DataError: If only some labels are strings, or a label is not in ``class_names``.
     """
 
     def array_of(y: Any) -> np.ndarray[Any, Any] | None:
         try:
             return None if isinstance(y, Tensor) else np.asarray(y)
-        except (TypeError, ValueError):  # ragged lists, for instance: the check of the pairs reports them
+        except (TypeError, ValueError):  # for instance ragged lists; validate_pair reports them
             return None
 
     labels = [array_of(y) for pair in pairs for y in pair[1::2]]
@@ -74,7 +81,7 @@ def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tup
     if not any(text):
         return list(pairs), class_names
     if not all(text):
-        raise DataError("Some labels are text and some are not; give all of them as text, or all as class indices.")
+        raise DataError("Some labels are strings and some are not. Pass all as strings, or all as class indices.")
     label_values = sorted({str(value) for y in labels if y is not None for value in y})
     names = list(class_names) if isinstance(class_names, list | tuple) and class_names else label_values
     strange = [name for name in label_values if name not in names]

@@ -1,4 +1,4 @@
-"""Validation of the arguments of ``Federation.from_arrays``."""
+"""Validation and conversion of the arguments of ``Federation.from_arrays``."""
 
 from __future__ import annotations
 
@@ -25,36 +25,38 @@ from unskew.data.validation import (
 from unskew.errors import DataError, list_items, short_repr
 
 LARGEST = 2**63
-"""Largest magnitude of an integer from outside; arrays cannot hold more."""
+"""Limit of integer arguments: arrays store 64-bit integers."""
 
 
 def check_integer(value: object, name: str, least: int | None = None) -> None:
-    """Refuse what is not an integer, or is too small.
+    """Validate that a value is an integer of at most 63 bits and not too small.
 
     Args:
         value: Value to check.
         name: Name of the argument, for the error.
-        least: Smallest allowed value; None: any.
+        least: Smallest allowed value; None allows any.
 
     Raises:
-        DataError: The value is not an integer, or too small.
+        DataError: If the value is not an integer, too small or too large.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise DataError(f"{name} must be an integer, not {short_repr(value)}.")
     if least is not None and value < least:
         raise DataError(f"{name} must be at least {least}, not {short_repr(value)}.")
     if not -LARGEST <= int(value) < LARGEST:
-        raise DataError(f"{name} has more than 63 bits; give a smaller number.")
+        raise DataError(f"{name} has more than 63 bits. Use a smaller number.")
 
 
 def check_client_list(clients: object) -> None:
-    """Refuse what is not a list of clients, or an empty one.
+    """Validate that the clients are a list and not empty.
 
     Raises:
-        DataError: The clients are not a list, or the list is empty.
+        DataError: If the clients are not a list, or the list is empty.
     """
     if isinstance(clients, dict):
-        raise DataError("clients must be a list with one (x, y) per client, not a dictionary; give its values.")
+        raise DataError(
+            "clients must be a list with one (x, y) per client, not a dictionary. Pass its values as a list."
+        )
     if not isinstance(clients, Collection) or isinstance(clients, str | np.ndarray | Tensor):
         raise DataError(f"clients must be a list with one (x, y) per client, not {type(clients).__name__}.")
     if not clients:
@@ -62,11 +64,14 @@ def check_client_list(clients: object) -> None:
 
 
 def unpack_pair(pair: object, who: str) -> tuple[object, object]:
-    """A pair ``(x, y)``, refused if it is none.
+    """Return the two entries of a pair ``(x, y)``.
 
     Args:
         pair: Value that should be ``(x, y)``.
         who: Name of the data, for the error.
+
+    Raises:
+        DataError: If the value is not a pair.
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
@@ -74,7 +79,7 @@ def unpack_pair(pair: object, who: str) -> tuple[object, object]:
 
 
 def validate_pair(x: object, y: object, who: str, task: str) -> tuple[Tensor, Tensor]:
-    """Inputs, laid out as models take them, and as many labels.
+    """Return validated inputs, in the memory layout of models, and one target per input.
 
     Args:
         x: Inputs.
@@ -87,38 +92,41 @@ def validate_pair(x: object, y: object, who: str, task: str) -> tuple[Tensor, Te
 
 
 class InputLocator:
-    """The inputs of each client where they were given: finds ranges of them, in the client's own order.
+    """Callable that reads ranges of a client's inputs, in the client's order, from the arrays that were passed.
 
     Attributes:
-        parts: Of each client, the array ``(x,)``, of which some rows are held out, or ``(x, x_test)``.
-        mapped: Whether some of them lie in files; these are checked when they are read.
-        like: One of them, ``[1, ...]``, in the type of all.
+        parts: Arrays of each client: ``(x,)``, of which some rows are held out, or ``(x, x_test)``.
+        mapped: Whether some arrays are memory-mapped from files; these are validated when they are read.
+        like: One input, ``[1, ...]``, in the common dtype of all inputs.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, ...]], mapped: bool, task: str, seed: int):
-        self.parts, self.mapped, self.task, self.seed = parts, mapped, task, seed
+        self.parts = parts
+        self.mapped = mapped
+        self.task = task
+        self.seed = seed
         self.dtype = reduce(torch.promote_types, (x.dtype for arrays in parts for x in arrays))
         self.like = parts[0][0][:1].to(self.dtype)
 
     def all(self) -> Iterator[Tensor]:
-        """Every array."""
+        """Iterate over all arrays."""
         return (x for arrays in self.parts for x in arrays)
 
     def told(self, k: int, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of client ``k`` that have the shape of all of its targets ``y``, without a look at them.
+        """Return placeholder inputs of client ``k`` that match its targets ``y`` in shape, without reading its inputs.
 
         Args:
-            k: Number of the client.
+            k: Client index.
             y: Targets of the client, ``[n]``.
         """
         x = self.parts[k][0]
         return x[:1].expand(len(y), *x.shape[1:]), y
 
     def __call__(self, k: int, start: int, stop: int) -> Tensor:
-        """Rows ``start:stop`` of client ``k``, first those that it trains on.
+        """Return the inputs ``start:stop`` of client ``k``; training samples precede held-out samples.
 
         Raises:
-            DataError: Inputs in a file are not finite.
+            DataError: If inputs read from a file are not finite.
         """
         x, *test = self.parts[k]
         if not test:
@@ -135,19 +143,24 @@ class InputLocator:
 def read_clients(
     clients: Iterable[object], task: str, holdout: float, seed: int
 ) -> tuple[InputLocator, list[Tensor], list[int]]:
-    """Locate the inputs of all clients, their labels, and their numbers of training samples, which come first.
+    """Validate the data of all clients and split off their held-out samples.
 
     Args:
         clients: Inputs and targets of each client.
         task: Name of the task.
         holdout: Share of held-out samples.
-        seed: Seed of the run.
+        seed: Random seed of the split.
+
+    Returns:
+        Locator of the inputs; targets of each client, training samples first; and numbers of training samples.
 
     Raises:
-        DataError: A client's data are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or cannot be used.
+        DataError: If a client's data are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or are not valid.
     """
     parts: list[tuple[Tensor, ...]] = []
-    ys, splits, mapped = [], [], False
+    ys = []
+    splits = []
+    mapped = False
     for k, arrays in enumerate(clients):
         if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
             raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
@@ -162,10 +175,13 @@ def read_clients(
         xt, yt = read_tensors(arrays[2], arrays[3], f"client {k} (test)", task, in_file)
         if x.shape[1:] != xt.shape[1:]:
             raise DataError(
-                f"Client {k} has inputs of shape {tuple(x.shape[1:])}, but {tuple(xt.shape[1:])} to test on."
+                f"Client {k} has training inputs of shape {tuple(x.shape[1:])}, but test inputs of "
+                f"{tuple(xt.shape[1:])}."
             )
         if y.shape[1:] != yt.shape[1:]:
-            raise DataError(f"Client {k} has {y.shape[1]} labels to train on but {yt.shape[1]} to test on.")
+            raise DataError(
+                f"Client {k} has {y.shape[1]} labels in its training data, but {yt.shape[1]} in its test data."
+            )
         parts.append((x, xt))
         ys.append(torch.cat([y, yt]))
         splits.append(len(x))
@@ -173,17 +189,17 @@ def read_clients(
 
 
 def read_tensors(x: object, y: object, who: str, task: str, mapped: bool = False) -> tuple[Tensor, Tensor]:
-    """Inputs as they were given and as many labels; inputs in files are not read.
+    """Return inputs and targets as tensors of the same length.
 
     Args:
         x: Inputs.
         y: Targets.
         who: Name of the data, for errors.
         task: Name of the task.
-        mapped: Whether inputs may stay in a mapped file.
+        mapped: Whether the inputs are memory-mapped; their values are then not read.
     """
     shapes: list[tuple[int, ...]] = [getattr(values, "shape", ()) for values in (x, y)]
-    if all(shapes):  # before any value is looked at
+    if all(shapes):  # compare lengths before reading any value
         check_lengths(shapes[0][0], shapes[1][0], who)
     inputs, targets = normalize_inputs_layout(x, who, checked=not mapped), as_targets(y, who, task)
     check_lengths(len(inputs), len(targets), who)
@@ -191,7 +207,7 @@ def read_tensors(x: object, y: object, who: str, task: str, mapped: bool = False
 
 
 def check_lengths(inputs: int, targets: int, who: str) -> None:
-    """Check that there is a label for every input.
+    """Validate that there is one target per input.
 
     Args:
         inputs: Number of inputs.
@@ -199,59 +215,61 @@ def check_lengths(inputs: int, targets: int, who: str) -> None:
         who: Name of the data, for the error.
 
     Raises:
-        DataError: The numbers differ.
+        DataError: If the numbers differ.
     """
     if inputs != targets:
         raise DataError(f"{who[0].upper()}{who[1:]} has {inputs} inputs but {targets} labels.")
 
 
 def holdout_order(n: int, seed: int, k: int) -> Tensor:
-    """The order of client ``k``'s ``n`` samples, of which the last ones are held out.
+    """Return the random order of a client's samples, of which the last ones are held out.
 
     Args:
         n: Number of samples.
-        seed: Seed of the run.
-        k: Number of the client.
+        seed: Random seed of the split.
+        k: Client index.
     """
     own = seed * 1_000_003 + k
-    own = own if -LARGEST <= own < 2 * LARGEST else own % LARGEST  # what PyTorch takes
+    own = own if -LARGEST <= own < 2 * LARGEST else own % LARGEST  # the range that PyTorch accepts as a seed
     return torch.randperm(n, generator=torch.Generator().manual_seed(own))
 
 
 def read_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows, read in the order in which they lie in memory.
+    """Return some rows, read along their memory layout.
 
     Args:
         x: Inputs, ``[n, ...]``.
-        rows: Rows to read, ``[B]``.
+        rows: Indices of the rows to read, ``[B]``.
     """
     return take_rows(x, rows) if x.dim() == 4 and x.permute(0, 2, 3, 1).is_contiguous() else x.index_select(0, rows)
 
 
 def num_training_samples(n: int, holdout: object) -> int:
-    """Return the number of training samples of ``n``; at least one sample is held out if there are two or more.
+    """Return how many of ``n`` samples are for training.
+
+    With a positive ``holdout`` and two or more samples, at least one is held out and at least one is for training.
 
     Args:
         n: Number of samples.
-        holdout: Share of held-out samples.
+        holdout: Share of held-out samples, in [0, 1).
     """
     if isinstance(holdout, bool) or not isinstance(holdout, Real) or holdout < 0 or not holdout < 1:
-        raise DataError(f"holdout must be a share from 0 to below 1, not {short_repr(holdout)}.")
+        raise DataError(f"holdout must be at least 0 and less than 1, not {short_repr(holdout)}.")
     if holdout == 0 or n < 2:
         return n
     return n - min(n - 1, max(1, round(n * float(holdout))))
 
 
 def fit_normalization(normalize: object, x: Tensor, inputs: Iterable[Tensor]) -> Normalization | None:
-    """The normalization that ``normalize`` asks for: of 8-bit inputs their own, unless it is one, or False.
+    """Return the normalization of the inputs. By default, 8-bit inputs are standardized and other inputs are not.
 
     Args:
-        normalize: What was asked for.
-        x: Some inputs, in the type of all.
-        inputs: All of them.
+        normalize: A ``Normalization`` to use, a boolean, or None; False disables normalization.
+        x: One or more inputs, in the common dtype of all inputs.
+        inputs: All inputs.
 
     Raises:
-        DataError: The value is neither a boolean nor a normalization, or has another number of channels.
+        DataError: If the value is neither a boolean nor a normalization, or its number of channels does not match.
     """
     if isinstance(normalize, Normalization):
         if len(normalize.mean) != x.shape[1]:
@@ -265,20 +283,23 @@ def fit_normalization(normalize: object, x: Tensor, inputs: Iterable[Tensor]) ->
 
 
 def validate_class_names(class_names: object, classes: int) -> tuple[str, ...]:
-    """Class names, if there are any, one for each class at least.
+    """Return the class names after validation: none, or at least one name per class.
 
     Args:
-        class_names: Names, or None.
+        class_names: List of names; may be empty.
         classes: Number of classes.
+
+    Raises:
+        DataError: If the value is not a list of distinct printable strings, or classes have no name.
     """
     wrong = DataError(f"class_names must be a list with a name for each class, not {short_repr(class_names)}.")
     names = tuple(list_items(class_names, wrong))
     odd = next((name for name in names if not isinstance(name, str)), None)
     if odd is not None:
-        raise DataError(f"A class name must be a text, not {short_repr(odd)}.")
+        raise DataError(f"A class name must be a string, not {short_repr(odd)}.")
     check_printable(names, "class")
     if names and len(names) < classes:
-        raise DataError(f"There are {classes} classes but only {len(names)} class_names; name every class, or none.")
+        raise DataError(f"There are {classes} classes but only {len(names)} class_names. Name every class, or none.")
     twice = next((name for name, times in Counter(map(str, names)).items() if times > 1), None)
     if twice is not None:
         raise DataError(f"Two classes have the name {twice!r}; class_names must be distinct.")

@@ -1,4 +1,4 @@
-"""From a name to a federation: load a source, partition it, and lay the clients out as slices of one array."""
+"""Loading of federations by name: load a data source, partition it, and store the clients as slices of one array."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
 MISSING = ("error", "mean", "indicator")
-"""Treatments of missing numbers in a table."""
+"""Options for missing numbers in a table."""
 
 
 def load_federation(
@@ -70,55 +70,54 @@ def load_federation(
     csv: Mapping[str, str] | CsvSpec = DETECTED,
     split_by: str | None = None,
 ) -> Federation:
-    """Load a data set and divide it among clients.
+    """Load a data set and partition it among clients.
 
     Args:
-        name: The data set, as for ``unskew.data.sources.registry.load_source``.
-        partition: Who holds what, as for ``unskew.data.partition.partitioner.make_partition``.
-        clients: Number of clients; None for ``natural:COLUMN`` with all of its values. ``auto`` is None for ``natural``
-            partitions and 10 for the others.
-        seed: Decides the partition, which samples each client holds out, and which ones the server gets.
+        name: Name of the data set, as for ``unskew.data.sources.registry.load_source``.
+        partition: Data partition, as for ``unskew.data.partition.partitioner.make_partition``.
+        clients: Number of clients. None, only for ``natural:COLUMN``, means one client per value. ``auto`` means None
+            for ``natural`` partitions and 10 for others.
+        seed: Random seed of the partition, of each client's held-out samples, and of the server's samples.
         data_path: Local files of the data set.
-        label: The label column; where it holds lists, the task is multi-label.
-        image: The column of encoded images.
-        label_separator: What stands between the labels of a row, in a table's label column of text.
-        image_size: Side to which images are brought, those of the server too.
-        max_classes: Keep the samples of the first so many classes only.
-        max_train_samples: Train on so many samples only, drawn uniformly by the seed; the test part stays whole.
-        holdout: Share of each client's samples kept for its own evaluation.
-        server_data: A number of test samples that move to the server and are no longer used for evaluation; or a data
-            set: the server gets its training images, brought to the clients' size; they are out of domain. Gray
-            images, the server's or the clients', are repeated to three channels where the others have colors.
+        label: Label column; if it contains lists, the task is multi-label.
+        image: Column of encoded images.
+        label_separator: Separator between the labels of a row, in a string label column of a table.
+        image_size: Side length to which images are resized, including those of the server.
+        max_classes: Keep only the samples of this many first classes.
+        max_train_samples: Number of training samples to keep, drawn uniformly; the test set is not affected.
+        holdout: Share of each client's samples that is held out for evaluation.
+        server_data: Number of test samples that move to the server and are not used for evaluation. Or the name of a
+            data set: the server gets its training images, resized to the clients' size, as out-of-domain data. If only
+            the server or only the clients have color images, the other's gray images are repeated to three channels.
         server_data_path: Local files of the server's data set.
-        text: Text columns of a data set of texts, one or a pair. Without a label the task is then ``language``.
-        tokenizer: Of texts: a name at the hub, a folder, or ``bytes``.
-        block: At most so many tokens a text.
-        reserve_test_samples: At least this many test samples are not used for evaluation: those that ``server_data`` with
-            the same number would take.
-
-        features: Columns of a table that are inputs, in this order; without them, all that hold numbers and neither are the
-            label nor decide the partition.
+        text: Text columns, one or a pair. Without a label, the task is then ``language``.
+        tokenizer: Tokenizer of the texts: a name on the Hugging Face Hub, a folder, or ``bytes``.
+        block: Maximum number of tokens per text.
+        reserve_test_samples: Exclude at least this many test samples from evaluation: the ones that ``server_data``
+            with the same number would move to the server.
+        features: Input columns of a table, in this order. By default, all numeric columns except the label and the
+            column that decides the partition.
         exclude: Columns of a table that are not inputs.
-        task: ``regression`` predicts the numbers of the label column, or of several: ``"systolic,diastolic"``.
-        categories: Categorical columns of a table; ``auto`` stands for every column of text.
-        dates: Date columns of a table; the days since 1970 are the input.
-        missing: ``mean`` replaces missing numbers of a table by the column's mean; ``indicator`` also adds an input that says
-            where they were.
-        csv: Format of CSV files, where it is not detected: ``separator``, ``decimal`` and ``encoding``.
-        split_by: Column whose values are never divided between training and held-out rows, such as ``patient_id``;
-            ``time:COLUMN`` holds out the newest rows, ``patient_id,time:COLUMN`` the patients with the newest rows; and
+        task: ``auto``, or ``regression`` to predict the numbers of one or more label columns: ``"systolic,diastolic"``.
+        categories: Categorical columns of a table; ``auto`` means every string column.
+        dates: Date columns of a table; the input is the number of days since 1970.
+        missing: ``error`` rejects missing numbers in a table, ``mean`` replaces them by the column's mean, and
+            ``indicator`` also adds an input that marks them.
+        csv: Format of CSV files, if detection fails: ``separator``, ``decimal`` and ``encoding``.
+        split_by: Column whose values are never split between training and held-out rows, such as ``patient_id``.
+            ``time:COLUMN`` holds out the newest rows, ``patient_id,time:COLUMN`` the patients with the newest rows, and
             ``column:COLUMN`` the rows with the value ``test``.
 
     Raises:
-        ConfigError: Arguments do not fit together.
-        DataError: The data cannot be used as asked.
+        ConfigError: If arguments contradict each other.
+        DataError: If the data do not match the arguments or are not valid.
 
     >>> federation = load_federation("digits", partition="iid", clients=3, server_data=100)
     >>> federation.sizes.tolist(), len(federation.test[1])
     ([431, 431, 431], 260)
     """
     if not isinstance(name, str):
-        raise ConfigError(f"A data set is named by text such as 'digits' or 'table:PATH', not by {short_repr(name)}.")
+        raise ConfigError(f"The data set must be a string such as 'digits' or 'table:PATH', not {short_repr(name)}.")
     if clients == "auto":
         clients = None if str(partition).startswith("natural") else DataSpec.clients
     counts = {
@@ -138,9 +137,9 @@ def load_federation(
     paths = {"data_path": data_path, "server_data_path": server_data_path}
     for field, text_or_path in (said | paths).items():
         if not isinstance(text_or_path, str | None) and not (field in paths and isinstance(text_or_path, Path)):
-            raise ConfigError(f"{field} must be text, not {short_repr(text_or_path)}.")
+            raise ConfigError(f"{field} must be a string, not {short_repr(text_or_path)}.")
     if label_separator == "":
-        raise ConfigError("label_separator must be a text of one character at least, such as '|'.")
+        raise ConfigError("label_separator must not be empty. Use for example '|'.")
     spec = DataSpec(
         data=as_text_source(name, parse_names(text)),
         data_path=data_path,
@@ -170,26 +169,26 @@ def load_federation(
 
 
 def federation_of(spec: DataSpec, seed: int) -> Federation:
-    """The federation that ``spec`` describes; ``seed`` decides every draw.
+    """Load the federation that ``spec`` describes.
 
     Args:
-        spec: Description of the data.
-        seed: Seed of the run.
+        spec: Data specification.
+        seed: Random seed of the run.
 
     Raises:
-        ConfigError: Fields do not fit together.
-        DataError: The data cannot be used as the fields describe them.
+        ConfigError: If fields contradict each other.
+        DataError: If the data do not match the fields or are not valid.
     """
     partitioned = load_partitioned(spec, seed)
     return partitioned.federation(partitioned.known())
 
 
 def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
-    """Load and partition the data before any global statistics are known; see ``federation_of``.
+    """Load and partition the data, without computing global statistics.
 
     Args:
-        spec: Description of the data.
-        seed: Seed of the run.
+        spec: Data specification.
+        seed: Random seed of the run.
     """
     named, spec = spec, with_local_files(spec)
     source = load_source_for(spec)
@@ -200,8 +199,8 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     if spec.max_train_samples is not None:
         if not 1 <= spec.max_train_samples <= len(train):
             raise ConfigError(
-                f"max_train_samples={spec.max_train_samples} must be from 1 to the {len(train)} training samples of "
-                f"{spec.data}."
+                f"max_train_samples={spec.max_train_samples} must be from 1 to {len(train)}, the number of training "
+                f"samples of {spec.data}."
             )
         train = train.rows(
             np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.max_train_samples])
@@ -210,7 +209,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     parts = make_partition(
         spec.partition, labels, spec.clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
     )
-    # Client by client, shuffled inside each client, so that the part held out is a random one.
+    # Order rows by client and shuffle within each client, so that a random part is held out.
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
     rng = purpose_generator(seed, "holdout")
     keys = rng.random(len(owner))
@@ -226,14 +225,14 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
         absent = np.setdiff1d(test.y.numpy(), labels[parts.order])
         if len(absent):
             names = abbreviate([str(source.class_names[c]) for c in absent])
-            LOG.warning("the test set has %d classes of which no client has a sample: %s", len(absent), names)
+            LOG.warning("the test set has %d classes that no client has: %s", len(absent), names)
     return PartitionedSource(
         spec, named, seed, source, train, test, at_server, parts, torch.from_numpy(shuffled), splits
     )
 
 
 def load_source_for(spec: DataSpec) -> Source:
-    """The samples, before anybody holds them."""
+    """Load the data source, before it is partitioned."""
     path, label, text = spec.data_path, spec.label, spec.text
     for field, allowed in (("task", ("auto", "regression")), ("missing", MISSING)):
         if getattr(spec, field) not in allowed:
@@ -254,14 +253,14 @@ def load_source_for(spec: DataSpec) -> Source:
     if is_text(spec.data):
         if choice.mixed:
             raise ConfigError(
-                f"task=regression, categories, dates and missing are for tables; {spec.data} holds texts."
+                f"task=regression, categories, dates and missing require a table, but {spec.data} contains texts."
             )
         if spec.features or spec.exclude:
-            raise ConfigError(f"features and exclude choose among the columns of a table; {spec.data} holds texts.")
+            raise ConfigError(f"features and exclude require a table, but {spec.data} contains texts.")
         for_images = (spec.image, spec.label_separator, spec.image_size, spec.max_classes)
         if any(option is not None for option in for_images):
             raise ConfigError(
-                f"{spec.data} holds texts; it takes no image, image_size, label_separator or max_classes."
+                f"{spec.data} contains texts, which do not support image, image_size, label_separator or max_classes."
             )
         return load_texts(
             spec.data,
@@ -274,9 +273,9 @@ def load_source_for(spec: DataSpec) -> Source:
             split=split,
         )
     if text.columns:
-        raise ConfigError(f"text.columns={','.join(text.columns)} names columns of texts, but {spec.data} holds none.")
+        raise ConfigError(f"text.columns={','.join(text.columns)} requires texts, but {spec.data} contains none.")
     if text != TextSpec():
-        raise ConfigError(f"text.tokenizer and text.block say how texts are read, but {spec.data} holds none.")
+        raise ConfigError(f"text.tokenizer and text.block require texts, but {spec.data} contains none.")
     source = load_source(
         spec.data,
         path=path,
@@ -289,5 +288,7 @@ def load_source_for(spec: DataSpec) -> Source:
         csv=spec.csv,
     )
     if spec.image_size is not None and source.train.x.dim() != 4:
-        raise ConfigError(f"image_size={spec.image_size} belongs to images, but the inputs of {source.name} are none.")
+        raise ConfigError(
+            f"image_size={spec.image_size} requires images, but the inputs of {source.name} are not images."
+        )
     return source

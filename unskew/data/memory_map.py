@@ -1,6 +1,6 @@
-"""Arrays that are mapped from files: which file the memory of a tensor is from, so that it can be opened by its path.
+"""Memory-mapped arrays: find the file that a tensor is mapped from, and map it again from its path.
 
-Another process, or another machine that sees the file, then maps it as well, and nothing of it is copied or sent.
+Another process, or another machine that can read the file, can then map the same file instead of receiving a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from unskew.errors import DataError
 
 _known: dict[int, weakref.ref[np.memmap]] = {}
-"""Mapped files by their address in memory, for as long as somebody holds them."""
+"""Weak references to memory-mapped arrays by memory address."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class MmapLocation:
     """Location of a tensor in a file.
 
     Attributes:
-        path: Of the file.
-        bytes: Of the whole file, by which another one of the same name is noticed.
-        offset: In bytes.
-        dtype, shape, strides: Of the tensor.
+        path: Path of the file.
+        bytes: Size of the file, to detect a different file with the same name.
+        offset: Offset of the tensor in the file, in bytes.
+        dtype, shape, strides: Data type, shape and strides of the tensor.
     """
 
     path: str
@@ -40,7 +40,7 @@ class MmapLocation:
 
 
 def mapped_array(values: object) -> np.memmap | None:
-    """The mapped file that an array is, or is a part of; it is remembered for ``locate_tensor``."""
+    """Return the memory-mapped array that an array is or is a view of, and register it for ``locate_tensor``."""
     mapped: np.memmap | None = None
     while isinstance(values, np.ndarray):
         if isinstance(values, np.memmap) and values.filename is not None:
@@ -74,27 +74,27 @@ def locate_tensor(x: Tensor) -> MmapLocation | None:
 
 
 def open_tensor(piece: MmapLocation) -> Tensor:
-    """The tensor, mapped from its file.
+    """Map a tensor from its file.
 
     Raises:
-        DataError: This machine does not see the file, or sees another one.
+        DataError: If this machine cannot read the file, or the file has a different size.
     """
     try:
         there = os.stat(piece.path).st_size
         mapped_file = np.memmap(piece.path, np.uint8, "r")
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{os.uname().nodename} does not see {piece.path}, which the data are mapped from: {error}. Put it where all "
-            "nodes see it under this path, or use ray.data=store."
+            f"{os.uname().nodename} cannot read {piece.path}, from which the data are mapped: {error}. Make the file "
+            "available to all nodes under this path, or use ray.data=store."
         ) from error
     if there != piece.bytes:
         raise DataError(
-            f"{piece.path} has {there:,} bytes at {os.uname().nodename}, but {piece.bytes:,} at the server: give all nodes "
-            "the same file."
+            f"{piece.path} has {there:,} bytes on {os.uname().nodename}, but {piece.bytes:,} at the server. Make "
+            "sure that all nodes have the same file."
         )
     mapped_array(mapped_file)
     count = 1 + sum((n - 1) * step for n, step in zip(piece.shape, piece.strides, strict=True))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it may not be written to, and nobody does
+        warnings.simplefilter("ignore")  # PyTorch warns that the memory is read-only; nothing writes to it
         line = torch.frombuffer(mapped_file, dtype=piece.dtype, count=count, offset=piece.offset)
     return line.as_strided(piece.shape, piece.strides)

@@ -1,4 +1,4 @@
-"""Normalization of inputs, batch by batch, on the training device."""
+"""Normalization of inputs, applied batch by batch on the training device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from unskew.errors import DataError
 
-ROWS = 4096  # so that no copy of many bytes is made at once
+ROWS = 4096  # rows per chunk, to bound the memory of temporary copies
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """``(x * scale - mean) / std``, per channel (images) or per feature (tables); ``None`` leaves inputs alone."""
+    """Normalization ``(x * scale - mean) / std``, per channel (images) or per feature (tables)."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -26,9 +26,9 @@ class Normalization:
         try:
             mean, std, scale = (np.atleast_1d(np.asarray(v, float)) for v in (self.mean, self.std, self.scale))
         except (TypeError, ValueError) as error:
-            raise DataError("The mean, std and scale of a normalization are numbers.") from error
+            raise DataError("The mean, std and scale of a normalization must be numbers.") from error
         if mean.ndim > 1 or mean.shape != std.shape or not mean.size:
-            raise DataError(f"A normalization needs as many means as stds, not {mean.size} and {std.size}.")
+            raise DataError(f"A normalization needs one std per mean, not {mean.size} means and {std.size} stds.")
         if not (np.isfinite(std).all() and (std > 0).all()):
             raise DataError(f"The std of a normalization must be above 0 and finite, not {self.std}.")
         if not (np.isfinite(mean).all() and np.isfinite(scale).all()):
@@ -36,19 +36,17 @@ class Normalization:
 
     @staticmethod
     def fit(x: Tensor, further: Iterable[Tensor] = ()) -> Normalization:
-        """Per-channel statistics of ``x``: uint8 images ``[n, C, H, W]`` (scaled to [0, 1]) or floats ``[n, f]``.
-
-        Of bytes there may be ``further`` ones, so that all need not lie in one array.
+        """Compute mean and standard deviation per channel (images) or per feature (tables).
 
         Args:
-            x: Images, uint8 ``[n, C, H, W]``, or features, ``[n, f]``.
-            further: Further samples of the same shape.
+            x: Images, uint8 ``[n, C, H, W]`` (scaled to [0, 1]), or float features, ``[n, f]``.
+            further: More uint8 images, so that they need not be in one array; ignored for floats.
         """
         scale = 1 / 255 if x.dtype == torch.uint8 else 1.0
         channels, total = x.shape[1], 0
         sums = torch.zeros(2, channels, dtype=torch.float64)
         if x.dtype == torch.uint8:
-            # A histogram says all about bytes and is several times faster than arithmetic on a float copy.
+            # A histogram determines both sums and is several times faster than arithmetic on a float copy.
             counts = torch.zeros(channels, 256, dtype=torch.int64)
             for part in (chunk for array in (x, *further) for chunk in torch.split(array, ROWS)):
                 total += part.numel() // channels

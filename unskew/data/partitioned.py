@@ -1,4 +1,4 @@
-"""Samples that are divided among clients, before and after what sums over all clients say of them."""
+"""Samples partitioned among clients, before and after the global statistics from client sums are applied."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class GlobalStats(NamedTuple):
     """Global statistics computed from client sums.
 
     Attributes:
-        columns: Of a table of mixed columns, what becomes of them.
-        targets: Of regression, their scale.
-        told: Bytes that each client sent and received for it, ``[K, 2]``; None if there were none.
+        columns: Fitted encoders of a table with mixed column types, or None.
+        targets: Regression task with the scale of its targets, or None.
+        told: Bytes that each client sent and received for the statistics, ``[K, 2]``; None if there was no traffic.
     """
 
     columns: FittedEncoders | None = None
@@ -39,17 +39,19 @@ class GlobalStats(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionedSource:
-    """A source, and who holds which of its samples.
+    """Data source with its partition among clients.
 
     Attributes:
-        spec: What was asked for; ``named`` is the same before its files were at hand.
-        seed: With which seed.
-        source: The samples.
-        train: Those that are divided; ``test``: those to evaluate on.
-        at_server: Those at the server.
-        parts: Who holds what.
-        rows: Rows of ``train`` client by client, in each client's own order.
-        splits: Where in ``rows`` those begin that a client holds out.
+        spec: Data specification with local files.
+        named: The same specification as requested, before URLs were replaced by local files.
+        seed: Random seed of the run.
+        source: The data source.
+        train: Samples that are partitioned among clients.
+        test: Samples of the global test set.
+        at_server: Server data, or None.
+        parts: The data partition.
+        rows: Indices into ``train``, client by client, in each client's order.
+        splits: Position in ``rows`` where each client's held-out samples start, ``[K]``.
     """
 
     spec: DataSpec
@@ -64,21 +66,23 @@ class PartitionedSource:
     splits: np.ndarray
 
     def client(self, k: int) -> tuple[SampleTable, SampleTable]:
-        """Return a client's training and held-out samples as they were read."""
+        """Return a client's training and held-out samples, not encoded and not scaled."""
         start, split, stop = int(self.parts.offsets[k]), int(self.splits[k]), int(self.parts.offsets[k + 1])
         first, held_out = (self.rows[a:b] for a, b in ((start, split), (split, stop)))
         x, y = self.train.x, self.train.y
         return SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held_out), y[held_out], {})
 
     def _each(self, values: np.ndarray) -> Iterator[np.ndarray]:
-        """Split one value per row into the clients' training parts."""
+        """Iterate over the training part of each client of an array with one entry per row."""
         order = self.rows.numpy()
         spans = zip(self.parts.offsets[:-1], self.splits, strict=True)
         return (values[order[start:stop]] for start, stop in spans)
 
     def known(self) -> GlobalStats:
         """Compute the global statistics from the clients' sums."""
-        columns, targets, total = None, None, None
+        columns = None
+        targets = None
+        total = None
         if self.source.encoders:
             before, x = self.source.encoders, self.train.x.numpy()
             columns = fit_encoders(
@@ -95,9 +99,14 @@ class PartitionedSource:
         return GlobalStats(columns, targets, total)
 
     def federation(self, known: GlobalStats) -> Federation:
-        """The federation, with inputs and targets as the clients' sums make them."""
-        source, train, test, at_server, rows = self.source, self.train, self.test, self.at_server, self.rows
-        y, offsets, spec = train.y[rows], self.parts.offsets, self.spec
+        """Build the federation, with inputs and targets transformed by the global statistics."""
+        source = self.source
+        train = self.train
+        test = self.test
+        at_server = self.at_server
+        rows = self.rows
+        y = train.y[rows]
+        offsets = self.parts.offsets
         normalization: Normalization | None
         if known.columns is not None:
             apply = known.columns.apply
@@ -129,7 +138,7 @@ class PartitionedSource:
             partition=self.parts.name,
             fingerprint=self.parts.fingerprint,
             client_names=self.parts.names,
-            text_groups=rows_per_value(self.parts, train, spec.partition) if source.task == "language" else None,
+            text_groups=rows_per_value(self.parts, train, self.spec.partition) if source.task == "language" else None,
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
@@ -138,15 +147,15 @@ class PartitionedSource:
 
 
 def client_rows(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int, stop: int) -> Tensor:
-    """Inputs ``start:stop`` of client ``k``, whose rows of ``x`` begin at its offset in ``rows``.
+    """Return the inputs ``start:stop`` of client ``k``.
 
     Args:
         x: Inputs of all clients.
-        rows: Rows of ``x`` in order of clients.
-        offsets: Start of each client's rows, ``[K + 1]``.
-        k: Number of the client.
-        start: First sample of the client.
-        stop: Sample after the last one.
+        rows: Indices into ``x``, client by client.
+        offsets: Start of each client's indices in ``rows``, ``[K + 1]``.
+        k: Client index.
+        start: First sample of the client to return.
+        stop: End of the range, exclusive.
     """
     return take_rows(x, rows[offsets[k] + start : offsets[k] + stop])
 
@@ -154,12 +163,15 @@ def client_rows(x: Tensor, rows: Tensor, offsets: np.ndarray, k: int, start: int
 def rows_per_value(
     parts: Partition, train: SampleTable, partition: object
 ) -> tuple[np.ndarray, tuple[str, ...]] | None:
-    """Count rows per client and value of the partition's column, ``[K, G]``, with the values; None without such a column.
+    """Count rows per client and value of the column by which the data are partitioned.
 
     Args:
-        parts: The partition.
+        parts: The data partition.
         train: Training samples.
         partition: Partition expression or object.
+
+    Returns:
+        Counts ``[K, G]`` and the ``G`` values; None without such a column or with more than 100 values.
     """
     column = (
         parse_partition(partition)[1]
@@ -169,7 +181,7 @@ def rows_per_value(
     if not column:
         return None
     names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)
-    if len(names) > 100:  # numbers rather than kinds
+    if len(names) > 100:  # probably a numeric column, not groups of texts
         return None
     counts = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]
     return np.stack(counts), tuple(names.tolist())

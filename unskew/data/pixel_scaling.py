@@ -1,4 +1,4 @@
-"""Between intensities from 0 to 1, which can be looked at, and the inputs that a model is given."""
+"""Conversion between image intensities in [0, 1], for display, and normalized model inputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from unskew.data.federation import Federation
 
 @dataclass(frozen=True)
 class PixelScaling:
-    """Scaling of intensities to model inputs: ``(intensity - mean) / std`` per channel; by default the identity.
+    """Scaling of intensities to model inputs: ``(intensity - mean) / std`` per channel; the default is the identity.
 
     Attributes:
-        mean, std: One number per channel, or one for all.
+        mean, std: One number per channel, or one number for all channels.
     """
 
     mean: tuple[float, ...] = (0.0,)
@@ -23,18 +23,18 @@ class PixelScaling:
 
     @staticmethod
     def of(federation: Federation) -> PixelScaling:
-        """Return the scaling of a federation's images. Floats without normalization are taken as intensities."""
+        """Return the scaling of a federation's images. Float images without normalization count as intensities."""
         normalization = federation.normalization
         if normalization is not None:
             return PixelScaling(normalization.mean, normalization.std)
         return PixelScaling(std=(1 / 255,)) if federation.test[0].dtype == torch.uint8 else PixelScaling()
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Inputs from intensities, ``[..., C, H, W]``."""
+        """Convert intensities ``[..., C, H, W]`` to model inputs."""
         return (x - _column(self.mean, x)) / _column(self.std, x)
 
     def intensities(self, x: Tensor) -> Tensor:
-        """Intensities from inputs, ``[..., C, H, W]``; inputs outside the range of images stay outside."""
+        """Convert model inputs ``[..., C, H, W]`` to intensities, without clipping to [0, 1]."""
         return x * _column(self.std, x) + _column(self.mean, x)
 
 

@@ -1,7 +1,7 @@
-"""Data that are named by a URL, such as ``s3://``, ``gs://``, ``https://`` or ``file://``: brought to this machine once.
+"""Downloads of data named by a URL, such as ``s3://``, ``gs://``, ``https://`` or ``file://``.
 
-What was fetched lies in the user's cache, under a name that changes with the files' sizes and versions. So files that change
-at their source are fetched anew, and those that did not are not.
+Downloaded files are stored in the user's cache under a key of their sizes and versions. So files are downloaded again
+only if they changed at their source.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash
 
 
 def with_local_files(spec: DataSpec) -> DataSpec:
-    """The same data, with files of this machine instead of URLs.
+    """Return the specification with URLs replaced by downloaded local files.
 
     Raises:
-        ConfigError: The package that reads such a URL is not installed.
-        DataError: The file does not exist or cannot be reached.
+        ConfigError: If the package that reads the URL is not installed.
+        DataError: If the file does not exist or cannot be reached.
     """
     local_values: dict[str, Any] = {}
     for name in ("data", "data_path", "server_data", "server_data_path"):
@@ -43,16 +43,16 @@ def with_local_files(spec: DataSpec) -> DataSpec:
 
 
 def fetch(url: str) -> Path:
-    """A file or a folder of this machine with what is at ``url``.
+    """Download the file or folder at ``url`` unless it is cached, and return its local path.
 
     Raises:
-        ConfigError: The package that reads such a URL is not installed.
-        DataError: The file does not exist or cannot be reached.
+        ConfigError: If the package that reads the URL is not installed.
+        DataError: If the file does not exist or cannot be reached.
     """
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise ConfigError(f"Data at {url!r} need fsspec: pip install 'unskew[cloud]'.") from error
+        raise ConfigError(f"Reading {url!r} requires fsspec: pip install 'unskew[cloud]'.") from error
     try:
         system, path = url_to_fs(url)
         if "file" in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):
@@ -61,28 +61,28 @@ def fetch(url: str) -> Path:
         stripped = path.rstrip("/")
         if (
             list(files) == [stripped] and Path(stripped).stem == "train"
-        ):  # the test.csv beside a train.csv belongs to it
+        ):  # a test.csv next to train.csv belongs to the same data set
             beside = f"{stripped.rpartition('/')[0]}/test{Path(stripped).suffix}"
             files |= system.find(beside, detail=True) if system.exists(beside) else {}
         if not files:
-            raise DataError(f"There is no file or folder {url}.")
+            raise DataError(f"There is no file or folder at {url}.")
         return _kept(url, system, stripped, files)
-    except (ImportError, ValueError) as error:  # fsspec says which package reads the scheme, or that none does
+    except (ImportError, ValueError) as error:  # fsspec's message names the missing package or the unknown scheme
         raise ConfigError(f"Data at {url!r} cannot be read: {error}") from error
     except DataError:
         raise
-    except Exception as error:  # each kind of store fails in its own ways
+    except Exception as error:  # each file system raises its own exceptions
         raise DataError(
             f"{url} cannot be reached: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
 
 
 def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) -> Path:
-    """Fetch files, unless they are there from an earlier time."""
+    """Download files into the cache unless they are already there."""
     versions = {name: {key: str(about[key]) for key in VERSIONS if key in about} for name, about in files.items()}
     key = hashlib.sha256(json.dumps([url, versions], sort_keys=True).encode()).hexdigest()[:16]
     base = user_cache() / "data"
-    # A single file stays in a folder of the same name, by which a table is called.
+    # A single file is stored in a folder with the name of its original folder, because a table is named after it.
     folder, top = base / key, Path(Path(path).parent.name if path in files else "")
     cached_path = folder / top / Path(path).name
     make_folder(base)
@@ -96,7 +96,7 @@ def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) ->
                 )
                 target = fresh / top / inside
                 if fresh.resolve() not in target.resolve().parents:
-                    raise DataError(f"{url} holds a file with the name {name!r}, which leads out of its folder.")
+                    raise DataError(f"{url} contains a file named {name!r}, which points outside its folder.")
                 make_folder(target.parent)
                 system.get_file(name, str(target))
             os.replace(fresh, folder)

@@ -1,4 +1,4 @@
-"""Data at the server: test samples that move there, or another data set."""
+"""Server data: test samples that move to the server, or another data set."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from unskew.errors import ConfigError, DataError
 
 
 def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) -> tuple[ServerData | None, SampleTable]:
-    """The server's samples, and the test rows that are left.
+    """Return the server data (None if there are none) and the remaining test samples.
 
     Args:
-        spec: Description of the data.
-        source: The source.
+        spec: Data specification.
+        source: Source of the clients' data.
         test: Test samples.
-        seed: Seed of the run.
+        seed: Random seed of the run.
     """
     rng, reserve_test_samples = purpose_generator(seed, "server"), spec.reserve_test_samples
     order = rng.permutation(len(test))
@@ -37,7 +37,7 @@ def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) ->
         order = order[np.argsort(units.ranks[units.codes[order]], kind="stable")]
     if reserve_test_samples >= len(test):
         raise DataError(
-            f"reserve_test_samples={reserve_test_samples} leaves none of the {len(test)} test samples to evaluate on."
+            f"reserve_test_samples={reserve_test_samples} leaves none of the {len(test)} test samples for evaluation."
         )
     server = spec.server_data
     if isinstance(server, str) and re.fullmatch(r"-?[0-9]{1,18}", server):
@@ -48,16 +48,16 @@ def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) ->
         return load_other_dataset(server, spec.server_data_path, source, test), test
     if spec.server_data_path is not None:
         raise ConfigError(
-            "server_data_path is given, but server does not name a data set to load from it."
+            "server_data_path requires server_data with the name of the data set to load from it."
             if server is None
-            else f"server_data={server} takes samples of the test set; leave out server_data_path."
+            else f"server_data={server} uses samples of the test set. Remove server_data_path."
         )
     if server is None:
         return None, test
     if not 1 <= server < len(test):
         raise DataError(
-            f"server_data={server} takes samples of the test set, which has {len(test)} and must keep some for evaluation; "
-            f"use a number from 1 to {len(test) - 1}."
+            f"server_data={server} uses samples of the test set, which has {len(test)} and needs some for evaluation. "
+            f"Use a number from 1 to {len(test) - 1}."
         )
     taken, left = (
         torch.from_numpy(np.sort(order[:server])),
@@ -67,42 +67,42 @@ def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) ->
 
 
 def remaining_rows(order: np.ndarray, count: int, units: SplitUnits | None) -> np.ndarray:
-    """Return the test rows that are left for evaluation after the first ones of an order, without rows of their groups.
+    """Return the test rows that remain for evaluation, without the first ``count`` rows and all rows of their groups.
 
     Args:
         order: Order of the test rows.
-        count: Number of rows that the server receives.
-        units: Groups of rows that stay together, or None.
+        count: Number of rows that are not for evaluation.
+        units: Groups of rows that are not split, or None.
 
     Raises:
-        DataError: If none is left.
+        DataError: If no row remains.
     """
     left = order[count:]
     if units is not None:
         left = left[~np.isin(units.codes[left], units.codes[order[:count]])]
     if not len(left):
-        raise DataError(f"{count} test samples and all rows of their groups leave none to evaluate on; use fewer.")
+        raise DataError(f"{count} test samples and all rows of their groups leave none for evaluation. Use fewer.")
     return np.sort(left)
 
 
 def load_other_dataset(name: str, path: str | Path | None, source: Source, test: SampleTable) -> ServerData:
-    """The training images of another data set, brought to the clients' size; gray ones to their channels, too.
+    """Load the training images of another data set, with the clients' image size and at least their number of channels.
 
     Args:
         name: Name of the data set.
-        path: Folder of its files, or None.
+        path: Folder of the data set's files, or None.
         source: Source of the clients' data.
         test: Test samples.
     """
-    # Decoded at the clients' size, if these have one side: larger images may not fit into memory.
+    # If the clients' images are square, decode at their size: larger images may not fit into memory.
     size = int(test.x.shape[2]) if test.x.dim() == 4 and test.x.shape[2] == test.x.shape[3] else None
     images = load_source(name, path=path, size=size).train
     if images.x.dim() != 4 or test.x.dim() != 4:
-        raise DataError(f"The server's data set {name!r} and {source.name!r} must both hold images.")
+        raise DataError(f"The server's data set {name!r} and {source.name!r} must both contain images.")
     if images.x.dtype != test.x.dtype:
         raise DataError(
             f"The images of the server's data set {name!r} are {images.x.dtype}, those of {source.name!r} "
-            f"{test.x.dtype}; bring them to one range and type first."
+            f"{test.x.dtype}. Convert them to the same range and dtype first."
         )
     channels, height, width = test.x.shape[1:]
     channels = max(channels, images.x.shape[1])
@@ -110,7 +110,7 @@ def load_other_dataset(name: str, path: str | Path | None, source: Source, test:
 
 
 def repeat_channels(source: Source, test: SampleTable, channels: int) -> tuple[Source, SampleTable]:
-    """The clients' gray images repeated, so that one model takes them and the server's in color (Zhu et al. 2025).
+    """Repeat the channel of the clients' gray images if the server has color images (Zhu et al. 2025).
 
     Args:
         source: Source of the clients' data.
@@ -124,10 +124,10 @@ def repeat_channels(source: Source, test: SampleTable, channels: int) -> tuple[S
 
 
 def purpose_generator(seed: int, purpose: str) -> np.random.Generator:
-    """A generator of its own for each purpose.
+    """Return a random number generator that depends on the seed and the purpose.
 
     Args:
-        seed: Seed of the run.
-        purpose: Name of what the numbers are used for.
+        seed: Random seed of the run.
+        purpose: Name of the purpose; different purposes have independent generators.
     """
     return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(f"unskew/{purpose}".encode())]))

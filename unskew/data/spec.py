@@ -1,4 +1,4 @@
-"""Specification of samples and their partition; together with a seed it determines a federation."""
+"""Data specification: samples and their partition; together with a seed it determines a federation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class TextSpec:
     """Tokenization of texts.
 
     Attributes:
-        columns: Columns of the text, one or a pair; the source's own if empty.
-        tokenizer: A name at the hub, a folder, or ``bytes``.
-        block: At most so many tokens a text.
+        columns: Text columns, one or a pair; if empty, the data source's default.
+        tokenizer: Name on the Hugging Face Hub, a folder, or ``bytes``.
+        block: Maximum number of tokens per text.
     """
 
     columns: tuple[str, ...] = ()
@@ -27,19 +27,19 @@ class TextSpec:
 
 
 TABLES = (".parquet", ".csv", ".jsonl")
-"""Endings of the files of tables."""
+"""File name extensions of tables."""
 MARKS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
-"""Names of separators, for places where the character itself is hard to write."""
+"""Names of separators, for use where the character is hard to write."""
 
 
 @dataclass(frozen=True)
 class CsvSpec:
-    """Format of CSV files; None is detected in each file.
+    """Format of CSV files; fields that are None are detected for each file.
 
     Attributes:
         separator: Character between columns, or its name: comma, semicolon, tab, pipe or space.
         decimal: Decimal mark: point or comma.
-        encoding: Encoding, such as ``latin-1``.
+        encoding: Character encoding, such as ``latin-1``.
 
     Raises:
         ConfigError: If a value is not valid.
@@ -52,7 +52,7 @@ class CsvSpec:
     def __post_init__(self) -> None:
         for name in ("separator", "decimal", "encoding"):
             if not isinstance(getattr(self, name), str | None):
-                raise ConfigError(f"csv.{name} must be text, not {short_repr(getattr(self, name))}.")
+                raise ConfigError(f"csv.{name} must be a string, not {short_repr(getattr(self, name))}.")
         separator = MARKS.get(self.separator or "", self.separator)
         decimal = {"comma": ",", "point": "."}.get(self.decimal or "", self.decimal)
         if separator is not None and (len(separator) != 1 or not separator.isascii() or separator in '\r\n"\0'):
@@ -62,9 +62,9 @@ class CsvSpec:
         try:
             encoding = None if self.encoding is None else codecs.lookup(self.encoding)
         except (LookupError, ValueError):
-            raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding that Python knows.") from None
+            raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding known to Python.") from None
         if encoding is not None and not encoding._is_text_encoding:
-            raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding of text.")
+            raise ConfigError(f"csv.encoding={self.encoding!r} is not a text encoding.")
         object.__setattr__(self, "separator", separator)
         object.__setattr__(self, "decimal", decimal)
 
@@ -76,8 +76,8 @@ class Split(NamedTuple):
     """Columns that decide which rows are held out.
 
     Attributes:
-        group: Column whose values are never divided between training and held-out rows.
-        time: Column by which the newest rows, or the groups with the newest rows, are held out.
+        group: Column whose values are never split between training and held-out rows.
+        time: Time column; the newest rows, or the groups with the newest rows, are held out.
         given: Column with the values ``train`` and ``test``.
     """
 
@@ -90,7 +90,7 @@ def parse_split(text: str) -> Split:
     """Parse ``COLUMN``, ``time:COLUMN``, ``COLUMN,time:COLUMN`` or ``column:COLUMN``.
 
     Raises:
-        ConfigError: If the text has another form.
+        ConfigError: If the text has none of these forms.
 
     >>> parse_split("patient_id,time:visit")
     Split(group='patient_id', time='visit', given=None)
@@ -102,20 +102,20 @@ def parse_split(text: str) -> Split:
         value = name.strip() if colon else prefix
         if kind is None or kind in values or not value:
             raise ConfigError(
-                f"split_by={text!r} is not valid; write a column such as patient_id, time:visit_date, both with a comma, "
-                "or column:split."
+                f"split_by={text!r} is not valid. Write a column such as patient_id, time:visit_date, both joined by a "
+                "comma, or column:split."
             )
         values[kind] = value
     if "given" in values and len(values) > 1:
-        raise ConfigError(f"split_by={text!r}: column:{values['given']} decides alone; leave out the rest.")
+        raise ConfigError(f"split_by={text!r}: column:{values['given']} cannot be combined with other columns.")
     return Split(**values)
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The data of a run. ``unskew.load_federation`` and ``unskew.Experiment`` say what each field means.
+    """Data specification of a run; ``unskew.load_federation`` and ``unskew.Experiment`` describe the fields.
 
-    Two that are equal give, with one seed, the same federation.
+    Equal specifications with the same seed give the same federation.
     """
 
     data: str
@@ -144,10 +144,10 @@ class DataSpec:
 
 
 def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
-    """Return the format of CSV files that a mapping describes.
+    """Return the CSV format that a mapping describes.
 
     Raises:
-        ConfigError: If it has another key, or a value is not valid.
+        ConfigError: If the mapping has an unknown key, or a value is not valid.
     """
     if isinstance(values, CsvSpec):
         return values
@@ -161,10 +161,10 @@ def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
 
 
 def as_text_source(data: str, columns: Sequence[str]) -> str:
-    """Return the name of a table as that of a source of texts, if text columns are chosen.
+    """Return the name of a text source for a table if text columns are selected; other names are returned unchanged.
 
     Args:
-        data: Name of the data.
+        data: Name of the data source.
         columns: Names of the text columns.
 
     >>> as_text_source("table:reviews.csv", ["review"]), as_text_source("table:patients.csv", [])
@@ -177,15 +177,15 @@ def as_text_source(data: str, columns: Sequence[str]) -> str:
 
 
 def is_table(data: str) -> bool:
-    """Return whether a data source is a table: ``table:PATH`` or the name of a table's file."""
+    """Return whether a data source is a table: ``table:PATH`` or a file name with an extension in ``TABLES``."""
     return data.partition(":")[0] == "table" or (":" not in data and data.lower().endswith(TABLES))
 
 
 def parse_names(value: object) -> tuple[str, ...]:
-    """Names in a list, or in text with commas between them.
+    """Return the names in a list or in a comma-separated string.
 
     Raises:
-        ConfigError: The value is neither text nor a list of texts.
+        ConfigError: If the value is neither a string nor a list of strings.
 
     >>> parse_names("age, income"), parse_names(["a,b"])
     (('age', 'income'), ('a,b',))
@@ -194,6 +194,6 @@ def parse_names(value: object) -> tuple[str, ...]:
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
         raise ConfigError(
-            f"{short_repr(value)} is not a list of names; write text such as 'age,income', or a list of it."
+            f"{short_repr(value)} is not a list of names. Write a string such as 'age,income', or a list of strings."
         )
     return tuple(value)

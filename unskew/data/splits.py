@@ -20,7 +20,7 @@ def complete_column(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
         name: Name of the column.
 
     Raises:
-        DataError: If there is no such column, or a value is missing.
+        DataError: If the column does not exist, or a value is missing.
     """
     if not columns:
         raise DataError(f"split_by needs the column {name!r}, but these data have no columns besides their labels.")
@@ -32,7 +32,7 @@ class SplitUnits(NamedTuple):
 
     Attributes:
         codes: Unit of each row, ``[n]``.
-        ranks: Rank of each unit, ``[U]``; those of the highest ranks are held out.
+        ranks: Rank of each unit, ``[U]``; the units with the highest ranks are held out.
     """
 
     codes: np.ndarray
@@ -40,16 +40,16 @@ class SplitUnits(NamedTuple):
 
 
 def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: np.random.Generator) -> SplitUnits:
-    """Return the units of a split, in random order unless a time column gives the order.
+    """Return the units of a split, ranked by time if the split has a time column, otherwise randomly.
 
     Args:
         columns: Columns of the data by name.
-        split: Groups and times of the split.
+        split: Group and time columns of the split.
         rows: Number of rows.
         rng: Random number generator.
 
     Raises:
-        DataError: If a column is missing or has missing values, or the time column has text.
+        DataError: If a column does not exist or has missing values, or the time column contains strings.
     """
     codes = np.arange(rows)
     if split.group is not None:
@@ -60,7 +60,8 @@ def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: 
     times = complete_column(columns, split.time)
     if times.dtype.kind not in "iufM":
         raise DataError(
-            f"The column {split.time!r} of split_by has text such as {str(times[0])!r}; write dates as 2024-01-31."
+            f"The column {split.time!r} of split_by contains strings such as {str(times[0])!r}. Write dates as "
+            "2024-01-31."
         )
     newest = np.full(units, -1)
     np.maximum.at(newest, codes, np.unique(times, return_inverse=True)[1].reshape(-1))
@@ -68,12 +69,12 @@ def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: 
 
 
 def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> np.ndarray:
-    """Return the units of the highest ranks among some rows that come nearest to a share of them.
+    """Return the units with the highest ranks whose total size is nearest to a share of the rows.
 
-    One unit at least is held out and one at least is kept, where there are two or more.
+    If there are two or more units and the share is positive, at least one unit is held out and at least one is not.
 
     Args:
-        units: Groups of rows that stay together.
+        units: Groups of rows that are not split.
         rows: Rows to choose from.
         share: Share of held-out rows.
 
@@ -90,24 +91,24 @@ def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> 
 
 
 def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, share: float, seed: int) -> np.ndarray:
-    """Return which rows are for testing, boolean ``[n]``.
+    """Return the mask of test rows, boolean ``[n]``.
 
     Args:
         columns: Columns of the data by name.
-        split: Groups and times of the split.
+        split: Columns of the split.
         rows: Number of rows.
         share: Share of test rows.
-        seed: Seed of the order of groups.
+        seed: Random seed of the order of groups.
 
     Raises:
-        DataError: If no row would be left on one side, or a given split has other values than train and test.
+        DataError: If no training or no test rows remain, or the split column has other values than train and test.
     """
     if split.given is not None:
         values = np.char.lower(np.char.strip(complete_column(columns, split.given).astype(str)))
         other = sorted(set(values.tolist()) - {"train", "test"})
         if other:
             raise DataError(
-                f"The column {split.given!r} of split_by has the value {other[0]!r}; write train or test in each row."
+                f"The column {split.given!r} of split_by has the value {other[0]!r}. Write train or test in each row."
             )
         held_out = values == "test"
     else:
@@ -115,23 +116,23 @@ def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, sh
         held_out = np.isin(units.codes, select_held_out_units(units, np.arange(rows), share))
     if not held_out.any() or held_out.all():
         raise DataError(
-            f"split_by leaves no rows to {'train' if held_out.any() else 'test'} on; the column "
-            f"{split.given or split.group or split.time!r} needs two values at least."
+            f"split_by leaves no rows to {'train' if held_out.any() else 'test'} on. The column "
+            f"{split.given or split.group or split.time!r} needs at least two values."
         )
     return np.asarray(held_out)
 
 
 def check_no_shared_groups(train: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], split: Split) -> None:
-    """Validate that training and test files share no group.
+    """Validate that training and test files have no group in common.
 
     Args:
-        train: Columns of the training part.
-        test: Columns of the test part.
-        split: Groups and times of the split.
+        train: Columns of the training file.
+        test: Columns of the test file.
+        split: Columns of the split.
 
     Raises:
-        ConfigError: If the split is given by a column, although there is a test file.
-        DataError: If a group is in both.
+        ConfigError: If a column marks the test rows although there is a test file.
+        DataError: If a group is in both files.
     """
     if split.given is not None:
         raise ConfigError(f"split_by=column:{split.given} splits a file, but there is a test file; use one of the two.")
@@ -139,7 +140,8 @@ def check_no_shared_groups(train: Mapping[str, np.ndarray], test: Mapping[str, n
         both = np.intersect1d(complete_column(train, split.group), complete_column(test, split.group))
         if len(both):
             raise DataError(
-                f"split_by={split.group}: {len(both)} values, such as {both[0]!s}, are in the training and in the test rows."
+                f"split_by={split.group}: {len(both)} values, such as {both[0]!s}, are in the training and in the "
+                "test rows."
             )
 
 
@@ -151,11 +153,13 @@ def held_out_mask(
     rows: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Return which rows clients hold out, boolean ``[n]``: a group that several clients have is held out by all of them.
+    """Return the mask of held-out rows, boolean ``[n]``.
+
+    If a client holds out a group, all clients with rows of this group hold them out.
 
     Args:
         columns: Columns of the data by name.
-        split: Groups and times of the split.
+        split: Group and time columns of the split.
         clients: Rows of each client.
         share: Share of held-out rows.
         rows: Number of rows.

@@ -1,4 +1,4 @@
-"""Targets of regression on one scale."""
+"""Standardization of regression targets with global statistics."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from unskew.tasks.regression import Regression
 def fit_target_scaling(
     clients: Callable[[], Iterable[np.ndarray]], names: Sequence[str]
 ) -> tuple[Regression, np.ndarray]:
-    """The task of predicting ``T`` targets, scaled by what each client has to train on; and bytes, ``[K, 2]``.
+    """Fit the scale of ``T`` regression targets on the clients' training samples.
 
     Args:
-        clients: Gives the targets ``[n_k, T]`` that each client trains on.
-        names: Of the targets; by number if empty.
+        clients: Function that returns the training targets ``[n_k, T]`` of each client.
+        names: Names of the targets; their indices if empty.
+
+    Returns:
+        The regression task with its scale, and the bytes that each client sent and received, ``[K, 2]``.
     """
     first = [counts_and_sums(part) for part in clients()]
     names = names or [str(t) for t in range(len(first[0][0]))]
@@ -27,20 +30,20 @@ def fit_target_scaling(
 
 
 def task_with_moments(found: ColumnMoments) -> Regression:
-    """Return the task of predicting numbers with these moments.
+    """Return the regression task for targets with the given moments.
 
     Raises:
-        DataError: The numbers are too large for a finite standard deviation.
+        DataError: If the targets are too large for a finite mean and standard deviation.
     """
     if not (np.isfinite(found.mean).all() and np.isfinite(found.std).all()):
         raise DataError(
-            "The targets are too large: their mean or their standard deviation is not finite. Divide them by a power of ten."
+            "The targets are too large: their mean or standard deviation is not finite. Divide them by a power of ten."
         )
     return Regression(mean=tuple(found.mean.tolist()), std=tuple(found.std.tolist()))
 
 
 def target_scaling_bytes(clients: int, targets: int) -> np.ndarray:
-    """Compute the bytes per client for the scaling of ``targets`` regression targets, ``[K, 2]``.
+    """Compute the bytes that each client sends and receives for target scaling, ``[K, 2]``.
 
     Args:
         clients: Number of clients.

@@ -16,27 +16,29 @@ from unskew.tasks.regression import Regression
 
 
 def apply_task_options(federation: Federation, loss: str, class_weights: str | Sequence[float] | None) -> Federation:
-    """The federation with its task as a run wants it.
+    """Return the federation with the loss and class weights of a run.
 
     Args:
-        federation: The data.
-        loss: ``auto``, or a loss of regression.
-        class_weights: ``balanced_class_weights``, a weight for each class, or None.
+        federation: Federation.
+        loss: ``auto``, or a regression loss.
+        class_weights: A string for ``balanced_class_weights``, one weight per class, or None.
 
     Raises:
-        ConfigError: The data are of another task, or the weights are not one for each class.
+        ConfigError: If an option does not apply to the task, or the number of weights differs from that of classes.
     """
     objective = federation.objective
     if loss != "auto":
         if not isinstance(objective, Regression):
-            raise ConfigError(f"loss={loss} is for regression; the task of {federation.name} is {federation.task}.")
+            raise ConfigError(
+                f"loss={loss} requires regression, but the task of {federation.name} is {federation.task}."
+            )
         kind, _, text = loss.partition(":")
         return replace(federation, trained_for=replace(objective, kind=kind, delta=huber_delta(text, loss)))
     if class_weights is None:
         return federation
     if federation.task != "classification":
         raise ConfigError(
-            f"class_weights need one class per sample; the task of {federation.name} is {federation.task}."
+            f"class_weights require one class per sample, but the task of {federation.name} is {federation.task}."
         )
     traffic = federation.stats_traffic
     if isinstance(class_weights, str):
@@ -51,11 +53,11 @@ def apply_task_options(federation: Federation, loss: str, class_weights: str | S
 
 
 def huber_delta(text: str, loss: str) -> float:
-    """Return the threshold at which Huber loss becomes linear; 1 by default.
+    """Parse the threshold at which the Huber loss becomes linear; 1 by default.
 
     Args:
         text: Text after ``huber:``.
-        loss: The whole loss, for errors.
+        loss: The complete loss option, for errors.
     """
     try:
         delta = float(text or 1)

@@ -1,4 +1,4 @@
-"""Everything from outside is checked here, once, when it enters."""
+"""Validation and conversion of inputs, targets and names when they enter the library."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import Tensor
 from unskew.errors import DataError
 
 CHANNELS = (1, 3, 4)
-TRANSFORMERS_PADDING = -100  # what the package transformers has in labels where nothing is to be predicted
+TRANSFORMERS_PADDING = -100  # label of positions without a target in the package transformers
 
 
 def validate_client_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
-    """The clients' names, none or one for each.
+    """Return the client names after validation: none, or one per client.
 
     Args:
         names: Names of the clients, or empty.
         clients: Number of clients.
 
     Raises:
-        DataError: The names are not distinct texts, one per client.
+        DataError: If the names are not distinct printable strings, one per client.
     """
     if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise DataError("client_names must be a list of texts, one for each client.")
+        raise DataError("client_names must be a list of strings, one per client.")
     if len(names) not in (0, clients):
-        raise DataError(f"There are {len(names)} client_names for {clients} clients; give one for each, or none.")
+        raise DataError(f"There are {len(names)} client_names for {clients} clients. Pass one per client, or none.")
     check_printable(names, "client")
     twice = next((name for name, times in Counter(names).items() if times > 1), None)
     if twice is not None:
@@ -38,44 +38,47 @@ def validate_client_names(names: Sequence[str], clients: int) -> tuple[str, ...]
 
 
 def check_printable(names: Iterable[str], kind: str) -> None:
-    """Check that names can be shown in a terminal and in tables.
+    """Validate that names can be shown in a terminal and in tables.
 
     Args:
-        names: The names.
-        kind: What they name, for the error: ``client`` or ``class``.
+        names: Names to check.
+        kind: Kind of name for the error: ``client`` or ``class``.
 
     Raises:
-        DataError: A name is empty, has several lines, or has control characters.
+        DataError: If a name is empty, or contains line breaks or control characters.
     """
     odd = next((name for name in names if not name.strip() or not name.isprintable()), None)
     if odd is not None:
-        raise DataError(f"The name {odd!r} of a {kind} cannot be printed; {kind} names must be texts of one line.")
+        raise DataError(f"The {kind} name {odd!r} cannot be printed. Names must be one line of printable characters.")
 
 
 def as_tensor(values: object, problem: str) -> Tensor:
-    """An array or a tensor as a tensor over the same memory, if it can be; ``problem`` begins the error if it is neither.
+    """Convert an array or a tensor to a CPU tensor, which shares its memory if possible.
 
     Args:
         values: Array or tensor.
-        problem: Start of the error.
+        problem: Start of the error message.
+
+    Raises:
+        DataError: If the values are not a numeric array or tensor of an ordinary kind.
     """
     kind = special_kind(values)
     if kind is not None:
-        raise DataError(f"{problem}: they are {kind}; give an ordinary array or tensor with all values.")
+        raise DataError(f"{problem}: they are {kind}. Pass an ordinary dense array or tensor.")
     try:
         tensor = values if isinstance(values, Tensor) else tensor_from_numpy(values)
     except (TypeError, ValueError) as error:
         raise DataError(f"{problem}: {error}.") from error
     if tensor.is_complex():
-        raise DataError(f"{problem}: they are complex; give real and imaginary parts, or magnitudes.")
+        raise DataError(f"{problem}: they are complex. Pass real and imaginary parts, or magnitudes.")
     return tensor.detach().cpu()
 
 
 def special_kind(values: object) -> str | None:
-    """Return the name of a kind of array whose values cannot be read as they are; None for an ordinary one."""
+    """Return a description of arrays that are not supported, such as sparse ones; None for ordinary arrays."""
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         return "masked in places"
-    if hasattr(values, "tocsr"):  # as of scipy, which need not be installed
+    if hasattr(values, "tocsr"):  # SciPy, which need not be installed
         return "sparse"
     if not isinstance(values, Tensor):
         return None
@@ -90,9 +93,9 @@ def special_kind(values: object) -> str | None:
 
 
 def tensor_from_numpy(values: object) -> Tensor:
-    """A tensor over the memory of an array, or over a copy where PyTorch knows no such strides."""
+    """Convert an array to a tensor over the same memory, or over a copy if PyTorch does not support its strides."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes to it
         if isinstance(values, np.ndarray) and values.ndim:
             try:
                 return torch.from_numpy(values)
@@ -102,35 +105,35 @@ def tensor_from_numpy(values: object) -> Tensor:
 
 
 def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
-    """A tensor of inputs: images become ``[n, C, H, W]`` over channels-last memory, tables stay ``[n, f]``.
+    """Convert inputs to a tensor: images to ``[n, C, H, W]`` in channels-last memory format, tables to ``[n, f]``.
 
     Args:
-        values: NumPy array or tensor; uint8, integer or floating point, which becomes float32.
-        who: Whose data this is, for the error.
-        task: Of ``language`` the inputs are token ids.
+        values: NumPy array or tensor of integers or floats; floats become float32.
+        who: Name of the data, for the error.
+        task: Name of the task; for ``language``, the inputs are token ids.
 
     Raises:
-        DataError: Empty, not numeric, NaN or infinite, or of a shape that is neither images nor a table.
+        DataError: If the inputs are empty, not numeric, not finite, or have the shape of neither images nor a table.
     """
     return to_model_layout(mask_padding(to_float32(normalize_inputs_layout(values, who)), task))
 
 
 def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> Tensor:
-    """Inputs ``[n, C, H, W]`` or ``[n, f]`` over the memory and in the type that they came in; booleans are bytes.
+    """Convert inputs to ``[n, C, H, W]`` or ``[n, f]`` without copying; dtypes are kept, but booleans become uint8.
 
     Args:
-        values: As for ``as_inputs``.
-        who: Whose data this is, for the error.
-        checked: Whether to look at the numbers.
+        values: NumPy array or tensor.
+        who: Name of the data, for the error.
+        checked: Whether to validate that all values are finite.
 
     Raises:
-        DataError: As for ``as_inputs``.
+        DataError: If the inputs are empty, not numeric, not finite, or have the shape of neither images nor a table.
     """
     x = as_tensor(values, f"The inputs of {who} are not a numeric array")
     if not 2 <= x.dim() <= 4 or (len(x) and 0 in x.shape):
         raise DataError(f"The inputs of {who} have shape {tuple(x.shape)}; expected [n, features] or images.")
     if len(x) == 0:
-        raise DataError(f"The data of {who} is empty; at least one sample is needed.")
+        raise DataError(f"The data of {who} is empty. At least one sample is needed.")
     if checked:
         check_finite([x], who)
     if x.dtype == torch.bool:
@@ -141,28 +144,28 @@ def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> T
 
 
 def check_finite(pieces: Iterable[Tensor], who: str) -> None:
-    """Refuse numbers that are not finite, as float32.
+    """Validate that all values are finite when converted to float32.
 
     Args:
         pieces: Tensors to check.
         who: Name of the data, for the error.
 
     Raises:
-        DataError: A value is NaN or infinite.
+        DataError: If a value is NaN or infinite.
     """
     for x in pieces:
-        # A NaN is the least and the largest; to ask for these makes no copy.
+        # If a value is NaN, minimum and maximum are NaN; computing them makes no copy.
         if x.is_floating_point() and x.numel() and not bool(torch.isfinite(to_float32(torch.stack(x.aminmax()))).all()):
-            raise DataError(f"The inputs of {who} hold NaN or infinite values; clean them first.")
+            raise DataError(f"The inputs of {who} contain NaN or infinite values. Replace or remove them.")
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """Floats of any precision as float32; other types stay."""
+    """Convert floats of any precision to float32; other dtypes stay unchanged."""
     return x.float() if x.is_floating_point() else x
 
 
 def mask_padding(x: Tensor, task: str) -> Tensor:
-    """Token ids with -1 where the package transformers has its own number; other inputs as they are.
+    """Replace the padding label -100 of the package transformers by -1 in token ids; other inputs stay unchanged.
 
     Args:
         x: Inputs.
@@ -172,65 +175,73 @@ def mask_padding(x: Tensor, task: str) -> Tensor:
 
 
 def as_channels_first(x: Tensor) -> Tensor:
-    """Images as ``[n, C, H, W]``, over the same memory.
+    """Return images as ``[n, C, H, W]`` without copying.
 
-    The channels are the second axis, as in PyTorch, unless the last axis has 1, 3 or 4 entries and the second has not.
+    The second axis has the channels, as in PyTorch, unless the last axis has 1, 3 or 4 entries and the second does not.
     """
     return x.permute(0, 3, 1, 2) if x.shape[-1] in CHANNELS and x.shape[1] not in CHANNELS else x
 
 
 def to_model_layout(x: Tensor) -> Tensor:
-    """Inputs as models take them best: images ``[n, C, H, W]`` over channels-last memory, others contiguous."""
+    """Return inputs in the fastest memory format: channels-last for images ``[n, C, H, W]``, otherwise contiguous."""
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x.contiguous()
 
 
 def as_targets(values: object, who: str, task: str = "classification") -> Tensor:
-    """Class labels ``[n]`` as int64, or the targets of another task.
-
-    Of ``multilabel`` they are ``[n, L]`` of 0 and 1 as uint8, of ``language`` token ids ``[n, L]``, of ``regression`` numbers
-    ``[n, T]`` as float64.
+    """Convert targets to a tensor.
 
     Args:
-        values: Targets as they were passed.
+        values: Array or tensor of targets.
         who: Name of the data, for errors.
         task: Name of the task.
 
+    Returns:
+        Classes ``[n]`` as int64; for ``multilabel``, ``[n, L]`` of 0 and 1 as uint8; for ``language``, token ids ``[n,
+        L]``; for ``regression``, numbers ``[n, T]`` as float64.
+
     Raises:
-        DataError: Not integers, not one label per sample, or (multi-label) not a matrix of 0 and 1.
+        DataError: If shape or values do not match the task.
     """
     y = as_tensor(values, f"The labels of {who} are not numeric")
     if task == "regression":
         y = y[:, None] if y.dim() == 1 else y
         if y.dim() != 2 or not y.shape[1]:
-            raise DataError(f"The targets of {who} have shape {tuple(y.shape)}; regression needs [n] or [n, targets].")
+            raise DataError(
+                f"The targets of {who} have shape {tuple(y.shape)}. Regression requires [n] or [n, targets]."
+            )
         y = y.to(torch.float64)
         if not bool(torch.isfinite(y).all()):
-            raise DataError(f"The targets of {who} hold NaN or infinite values; leave out those samples.")
+            raise DataError(f"The targets of {who} contain NaN or infinite values. Remove those samples.")
         return y
     if task == "multilabel":
         if y.dim() != 2 or y.shape[1] < 1:
-            raise DataError(f"The labels of {who} have shape {tuple(y.shape)}; multi-label data need [n, labels].")
+            raise DataError(f"The labels of {who} have shape {tuple(y.shape)}. Multi-label data require [n, labels].")
         if not bool(((y == 0) | (y == 1)).all()):
-            raise DataError(f"The labels of {who} must be 0 or 1: whether a sample has the label or not.")
+            raise DataError(f"The labels of {who} must be 0 or 1, where 1 means that the sample has the label.")
         return y.to(torch.uint8).contiguous()
     if task == "language":
         if y.dim() != 2 or y.is_floating_point():
-            raise DataError(f"The targets of {who} must be token ids [n, L] as integers, with -1 where there is none.")
+            raise DataError(
+                f"The targets of {who} must be integer token ids [n, L], with -1 for positions without a target."
+            )
         return torch.where(y == TRANSFORMERS_PADDING, -1, y).to(torch.int64)
     if y.dim() == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.dim() != 1:
         raise DataError(
             f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample. "
-            'For several labels a sample, set task="multilabel".'
+            'For several labels per sample, set task="multilabel".'
         )
     if y.is_floating_point() and not bool((torch.isfinite(y) & (y == y.round())).all()):
-        raise DataError(f"The labels of {who} are not integers; classification needs class indices.")
+        raise DataError(f"The labels of {who} are not integers, but classification requires class indices.")
     return y.to(torch.int64).contiguous()
 
 
 def check_targets(y: Tensor, classes: int, who: str, task: str = "classification", x: Tensor | None = None) -> None:
-    """Labels must lie in ``0 .. classes - 1``; a matrix of labels must have ``classes`` columns; a token may be -1.
+    """Validate that targets match the number of classes.
+
+    Class indices and tokens must be in ``0 .. classes - 1``, or -1 for tokens; a matrix of labels must have ``classes``
+    columns.
 
     Args:
         y: Targets, ``[n]`` or ``[n, L]``.
@@ -238,10 +249,13 @@ def check_targets(y: Tensor, classes: int, who: str, task: str = "classification
         who: Name of the data, for errors.
         task: Name of the task.
         x: Token ids of the samples, for a language model.
+
+    Raises:
+        DataError: If the targets do not match.
     """
     if task == "language":
         if x is not None and (x.dtype != torch.int64 or x.shape != y.shape):
-            raise DataError(f"The texts of {who} must be token ids (int64) of the shape of their targets.")
+            raise DataError(f"The texts of {who} must be token ids (int64) with the shape of their targets.")
         if len(y) and (int(y.min()) < -1 or int(y.max()) >= classes):
             raise DataError(f"The targets of {who} must be -1 or tokens from 0 to {classes - 1}.")
     elif y.dim() == 2:
@@ -249,11 +263,13 @@ def check_targets(y: Tensor, classes: int, who: str, task: str = "classification
             raise DataError(f"The labels of {who} have {y.shape[1]} columns, but there are {classes} labels.")
     elif len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
         bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
-        raise DataError(f"The labels of {who} hold {bad}; with {classes} classes they must be 0 to {classes - 1}.")
+        raise DataError(
+            f"The labels of {who} contain {bad}, but with {classes} classes they must be 0 to {classes - 1}."
+        )
 
 
 def check_classes(names: Sequence[str], who: str, task: str) -> None:
-    """Refuse a data set in which there is nothing to tell apart.
+    """Validate that there are two or more classes with printable names.
 
     Args:
         names: Names of the classes.
@@ -261,34 +277,34 @@ def check_classes(names: Sequence[str], who: str, task: str) -> None:
         task: Name of the task.
 
     Raises:
-        DataError: There is a single class, or the name of a class cannot be printed.
+        DataError: If there is only one class, or a class name cannot be printed.
     """
     check_printable((name for name in names if name), "class")
     if task == "classification" and len(names) < 2:
         raise DataError(
-            f"All samples of {who} have the same label, {', '.join(names)}; a classifier needs two classes."
+            f"All samples of {who} have the same label, {', '.join(names)}, but a classifier needs two classes."
         )
 
 
 def check_differ(labels: Sequence[Tensor], task: str) -> None:
-    """Refuse labels that are all the same, where they are what the classes are found from.
+    """Validate that not all labels are the same if the number of classes is inferred from them.
 
     Args:
         labels: Labels of each client.
         task: Name of the task.
 
     Raises:
-        DataError: All labels are the same.
+        DataError: If all labels are the same.
     """
     if task == "classification" and all(bool((y == labels[0][0]).all()) for y in labels):
         raise DataError(
-            f"All labels are {int(labels[0][0])}, but a classifier needs two classes. If there are more, of which these data "
-            "have one, say how many: classes=."
+            f"All labels are {int(labels[0][0])}, but a classifier needs two classes. If there are more classes than "
+            "occur in these data, set classes=."
         )
 
 
 def check_tokens(x: Tensor, tokens: int, who: str) -> None:
-    """Token ids ``[n, L]`` must lie in ``0 .. tokens - 1``; -1 is padding and comes at the end.
+    """Validate that token ids are in ``0 .. tokens - 1``, and padding (-1) is at the end.
 
     Args:
         x: Token ids, ``[n, L]``.
@@ -296,13 +312,13 @@ def check_tokens(x: Tensor, tokens: int, who: str) -> None:
         who: Name of the data, for the error.
 
     Raises:
-        DataError: A token id is out of range, or padding precedes a token.
+        DataError: If a token id is out of range, or padding precedes a token.
     """
     if len(x) and (int(x.min()) < -1 or int(x.max()) >= tokens):
         bad = int(x.min()) if int(x.min()) < -1 else int(x.max())
         raise DataError(
-            f"The texts of {who} hold the token {bad}; the model knows 0 to {tokens - 1}, and -1 is padding."
+            f"The texts of {who} contain the token {bad}, but the model knows 0 to {tokens - 1}, and -1 for padding."
         )
     padding = x == -1
     if bool((padding[:, :-1] & ~padding[:, 1:]).any()):
-        raise DataError(f"The texts of {who} have tokens after padding; put the padding (-1) at the end.")
+        raise DataError(f"The texts of {who} have tokens after padding. Put the padding (-1) at the end.")

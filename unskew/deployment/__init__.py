@@ -1,1 +1,1 @@
-"""On real machines: the method that was simulated trains across sites, over Flower."""
+"""Deployment on real machines: train a simulated method across sites, over Flower."""

@@ -1,1 +1,1 @@
-"""The command that measures how skewed a federation is, and what synthetic data would change."""
+"""Diagnosis of a federation's skew and of the effect of synthetic data, with advice on methods."""

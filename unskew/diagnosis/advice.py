@@ -1,4 +1,4 @@
-"""Advice on skew: methods ordered by evidence, and those that do not fit."""
+"""Advice on skewed data: suitable methods ordered by evidence, and methods that do not fit."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 
 MOST = 3
-"""Methods that the printed comparison tests, beside FedAvg."""
+"""Number of suggested methods that the printed comparison tests, in addition to FedAvg."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A method that fits.
+    """Suggested method.
 
     Attributes:
-        method: As it is written in a command.
-        evidence: 3: measured here and decided; 2: measured here, not decided; 1: published, not measured here.
-        rank: The evidence without what cautions take; methods are sorted by it.
-        reasons: Sentences with the numbers they go by.
-        cautions: What speaks against it.
-        sources: The theory and the tables that they rest on.
-        megabytes: Its traffic, up and down, over all clients; None where no limit was stated.
+        method: Method expression.
+        evidence: 3 if measured here with a decided result, 2 if measured here but not decided, 1 if only published.
+        rank: Evidence minus the deductions of cautions; suggestions are sorted by it.
+        reasons: Sentences with the metrics that the suggestion is based on.
+        cautions: Arguments against the method.
+        sources: Theory and result tables that the reasons and cautions are based on.
+        megabytes: Traffic up and down over all clients; None if no traffic limit was set.
         seconds: Estimated time of the run in seconds; None if it was not estimated.
-        cost: The same relative to FedAvg's.
+        cost: Estimated time relative to FedAvg's.
     """
 
     method: str
@@ -59,11 +59,11 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Excluded:
-    """A method that a rule proposes and that does not fit.
+    """Method that a rule suggests but that does not fit.
 
     Attributes:
-        method: As it is written in a command.
-        reason: Why, as a sentence.
+        method: Method expression.
+        reason: Reason as a sentence.
     """
 
     method: str
@@ -72,15 +72,15 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Advice:
-    """Advised methods, best first, to be compared with FedAvg.
+    """Suggested methods, best first, to compare with FedAvg.
 
     Attributes:
         suggestions: Methods that fit, those with the most evidence first.
         excluded: Methods that do not fit, with the reason.
-        notes: What else there is to know, also what is not known.
-        rounds: Of the comparison: fewer than configured where FedAvg's traffic would be above the limit.
-        setting: What was looked at, under the limits.
-        situation: The numbers that the rules went by.
+        notes: Further information, including gaps of knowledge.
+        rounds: Rounds of the comparison; fewer than configured if FedAvg would exceed the traffic limit.
+        setting: Diagnosed data, model and configuration, with the limits applied.
+        situation: Features that the rules used.
     """
 
     suggestions: list[Suggestion]
@@ -92,14 +92,14 @@ class Advice:
 
     @property
     def methods(self) -> list[str]:
-        """Return the methods to compare: FedAvg and the three best suggestions."""
+        """Methods of the comparison: FedAvg and the best suggestions."""
         return ["fedavg", *(s.method for s in self.suggestions[:MOST])]
 
     def with_costs(self) -> Advice:
-        """Return the advice with the estimated time of each method; of equal evidence the cheaper method comes first.
+        """Return the advice with the estimated time of each method; of equal evidence, the cheaper method comes first.
 
-        One client is trained for two rounds of FedAvg and of each suggested method. Methods that train generators before
-        the first round have no estimate, because that takes most of their time.
+        One client is trained for two rounds of FedAvg and of each suggested method. Methods that train generators
+        before the first round have no estimate, because generators take most of their time.
         """
         setting = self.setting
         config = setting.config.model_copy(update={"rounds": self.rounds})
@@ -126,10 +126,10 @@ class Advice:
         return replace(self, suggestions=suggestions, notes=[*self.notes, " ".join([text, *costs.notes])])
 
     def options(self, file: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the fields of the comparison that are not the defaults.
+        """Return the fields of the comparison that differ from the defaults.
 
         Args:
-            file: Values of a configuration file that the comparison reads; only fields that differ from it are returned.
+            file: Values of a configuration file that the comparison reads; fields equal to these are omitted.
         """
         config = self.setting.config.model_copy(update={"rounds": self.rounds})
         values, usual = config.model_dump(mode="json"), experiment(dict(file or {})).model_dump(mode="json")
@@ -140,11 +140,11 @@ class Advice:
     def command(
         self, flags: Collection[str] = (), file: Path | None = None, stored: Mapping[str, Any] | None = None
     ) -> str:
-        """Return the command that compares them, or a line of Python if the data were given in Python.
+        """Return the command that compares the methods, or Python code if the data were given in Python.
 
         Args:
-            flags: Fields that have a flag of their own; the others are written with ``--set``.
-            file: Configuration file that the command ends with.
+            flags: Fields that have their own flag; others are written with ``--set``.
+            file: Configuration file to append to the command.
             stored: Values of that file.
         """
         values = self.options(stored)
@@ -165,7 +165,7 @@ class Advice:
         return shlex.join([*words, *([] if file is None else [str(file)])])
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return all fields as plain values."""
         return {
             "suggestions": [asdict(entry) for entry in self.suggestions],
             "excluded": [asdict(entry) for entry in self.excluded],
@@ -175,7 +175,7 @@ class Advice:
         }
 
     def __str__(self) -> str:
-        """The advice as text."""
+        """Return the advice as text."""
         lines = []
         for number, entry in enumerate(self.suggestions, 1):
             lines += [f"{number}. {entry.method}", *(f"   {text}" for text in (*entry.reasons, *entry.cautions))]
@@ -190,20 +190,20 @@ def advise(
     facts: dict[str, Any],
     limits: AdviceLimits,
 ) -> Advice:
-    """Derive advice from a diagnosis, under limits.
+    """Derive advice from a diagnosis and the user's limits.
 
     Args:
         setting: Data, model and configuration that were diagnosed.
         labels: Label skew metrics.
         place: Measurement at the first model.
-        facts: Facts on data and model, as in the report.
+        facts: Facts about data and model, as in the report.
         limits: User's limits.
 
     Raises:
-        DataError: The limits do not fit the data.
+        DataError: If the limits do not fit the data.
     """
     setting = setting.under(limits)
-    # The first model of a run is the one that training begins with, which is what is decided upon.
+    # The first measured model is the one that training starts from.
     situation = SkewFeatures.of(setting, labels, place, facts)
     rounds = setting.config.rounds
     if limits.traffic is not None:
@@ -211,13 +211,13 @@ def advise(
         situation = replace(situation, over_traffic=(before + each * rounds) / limits.traffic)
         rounds = max(1, min(rounds, int((limits.traffic - before) // each)))
         if rounds < setting.config.rounds:
-            # What is proposed for a number of rounds is proposed for those that there can be.
+            # Options that depend on the number of rounds use the number that the traffic limit allows.
             situation = replace(situation, rounds=rounds)
             setting = replace(setting, config=setting.config.model_copy(update={"rounds": rounds}))
     evaluated = [evaluate_suggestion(rule, situation, setting, limits) for rule in RULES if rule.when(situation)]
     excluded = [suggestion for suggestion in evaluated if isinstance(suggestion, Excluded)]
     suggestions = [suggestion for suggestion in evaluated if isinstance(suggestion, Suggestion)]
-    suggestions.sort(key=lambda suggestion: -suggestion.rank)  # stable: those of the same rank stay in their order
+    suggestions.sort(key=lambda suggestion: -suggestion.rank)  # stable: equal ranks keep their order
     notes_list = [*budget_notes(situation, limits, rounds), *notes(situation, limits, bool(suggestions))]
     return Advice(suggestions, excluded, notes_list, rounds, setting, situation)
 
@@ -225,13 +225,13 @@ def advise(
 def evaluate_suggestion(
     rule: AdviceRule, situation: SkewFeatures, setting: AdviceContext, limits: AdviceLimits
 ) -> Suggestion | Excluded:
-    """Evaluate the method of a rule: return its pros and cons, or why it does not fit.
+    """Evaluate the method of a rule: return it as a suggestion, or the reason why it does not fit.
 
     Args:
         rule: Rule that suggests a method.
         situation: Features of the data and the model.
         setting: Data, model and configuration.
-        limits: Limits that the user gave.
+        limits: User's limits.
     """
     spelling = rule.method(situation)
     chosen = method(spelling)
@@ -242,7 +242,7 @@ def evaluate_suggestion(
     if limits.epsilon is not None and any(data_rule.generates_data for data_rule in chosen.data):
         return Excluded(
             spelling,
-            f"What clients make would have to be private at epsilon = {limits.epsilon:g}, and private generators took more "
+            f"Generated images would have to be private at epsilon = {limits.epsilon:g}, and private generators took more "
             "rounds than no images (docs/results/fedssyn.md, privacy).",
         )
     total = None
@@ -268,15 +268,15 @@ def evaluate_suggestion(
 
 
 def caution_applies(names: Collection[str], chosen: Method) -> bool:
-    """Return whether a caution concerns a rule of a method.
+    """Return whether a caution applies to a rule of a method.
 
     Args:
-        names: Names of rules that the caution concerns.
+        names: Names of rules that the caution applies to.
         chosen: The method.
     """
     return any(rule.name in names for rule in chosen.rules)
 
 
 def capitalize_first(text: str) -> str:
-    """With a capital letter."""
+    """Capitalize the first letter."""
     return text[:1].upper() + text[1:]

@@ -1,4 +1,4 @@
-"""Cautions on methods that advice rules propose, each with its source."""
+"""Cautions about suggested methods, each with its source."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Caution:
 
     Attributes:
         methods: Names of the methods.
-        when: Whether it does.
-        because: Why, with the numbers it goes by.
-        source: The theory or the table that it rests on.
-        takes: From the evidence of their rules.
+        when: Returns whether the caution applies.
+        because: Returns the argument, with the metrics that it is based on.
+        source: Theory or result table that the argument is based on.
+        takes: Deduction from the evidence of the methods' rules.
     """
 
     methods: tuple[str, ...]
@@ -31,7 +31,7 @@ CAUTIONS: tuple[Caution, ...] = (
         ("scaffold", "fedpvr"),
         lambda s: s.tau < 10,
         lambda s: (
-            f"With {s.tau:.0f} local steps a variate is a mean of few gradients; with 5 SCAFFOLD stayed near chance."
+            f"With {s.tau:.0f} local steps a variate averages few gradients; with 5, SCAFFOLD stayed near chance."
         ),
         "docs/results/fedals.md, Table 1",
     ),
@@ -39,8 +39,8 @@ CAUTIONS: tuple[Caution, ...] = (
         ("scaffold", "fedpvr", "feddyn"),
         lambda s: s.participation < 0.5,
         lambda s: (
-            f"Only {s.participation:.0%} of the clients take part in a round, so what each keeps is old; our tables "
-            "of it have all clients in every round."
+            f"Only {s.participation:.0%} of the clients take part in a round, so the state of clients is outdated; our "
+            "result tables have all clients in every round."
         ),
         "Karimireddy et al. 2019, arXiv:1910.06378, Theorem III; not measured by us",
         1,
@@ -49,8 +49,8 @@ CAUTIONS: tuple[Caution, ...] = (
         ("feddyn", "fedpvr"),
         lambda s: s.linear <= 0.99 and s.skew >= 0.65,
         lambda s: (
-            f"Labels are {s.distance:.2f} away; at the strongest skew, with a convolutional network, it was 6 points "
-            "below FedAvg, within what seeds differ."
+            f"The label distance is {s.distance:.2f}; at the strongest skew, with a convolutional network, it was 6 points "
+            "below FedAvg, within the variation between seeds."
         ),
         "docs/results/fedssyn.md, a part of CIFAR-10",
         1,
@@ -58,14 +58,14 @@ CAUTIONS: tuple[Caution, ...] = (
     Caution(
         ("fedssyn",),
         lambda s: s.pixels > 16,
-        lambda s: f"Images of {s.pixels} pixels are larger than the 16 that small generators were tried on.",
+        lambda s: f"Images of {s.pixels} pixels are larger than the 16 for which small generators were tested.",
         "docs/results/fedssyn.md, a part of CIFAR-10",
         1,
     ),
     Caution(
         ("feddle",),
         lambda s: s.tau >= 20,
-        lambda s: "With much local work its lead over training at the server was gone.",
+        lambda s: "With much local work, its advantage over training at the server disappeared.",
         "docs/results/feddle.md, more work at the clients",
         1,
     ),

@@ -1,4 +1,4 @@
-"""Notes next to the ranked methods: on the budget, on limits, and on missing knowledge."""
+"""Notes next to the ranked methods: on the budget, on limits, and on gaps of knowledge."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from unskew.diagnosis.features import AdviceLimits, SkewFeatures
 
 
 def budget_notes(s: SkewFeatures, limits: AdviceLimits, rounds: int) -> list[str]:
-    """About rounds, local steps and traffic.
+    """Return notes on rounds, local steps and traffic.
 
     Args:
         s: Features of the data and the model.
-        limits: Limits that the user gave.
+        limits: User's limits.
         rounds: Number of rounds.
     """
     lines = []
@@ -29,46 +29,46 @@ def budget_notes(s: SkewFeatures, limits: AdviceLimits, rounds: int) -> list[str
         )
     elif math.isfinite(s.noise) and s.noise > 4 * s.tau:
         lines.append(
-            f"Up to about {s.noise:.0f} local steps the noise of gradients outweighs drift (sigma^2 over the batch and "
-            f"zeta^2): by Corollary I more than the {s.tau:.0f} of a round would save rounds and traffic (docs/theory.md)."
+            f"Up to about {s.noise:.0f} local steps, gradient noise exceeds client drift (sigma^2 over batch size and "
+            f"zeta^2). By Corollary I, more than {s.tau:.0f} steps per round would save rounds and traffic (docs/theory.md)."
         )
     return lines
 
 
 def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
-    """About limits, what else could help, and what is not known.
+    """Return notes on limits, on other possible remedies, and on gaps of knowledge.
 
     Args:
         s: Features of the data and the model.
-        limits: Limits that the user gave.
+        limits: User's limits.
         any_method: Whether any method is suggested.
     """
     lines = []
     if not any_method:
-        lines.append("No rule speaks for any method over FedAvg here.")
+        lines.append("No rule suggests any method over FedAvg here.")
     if s.skew >= 0.15:
         lines.append(
-            "If each client may have a model of its own, try +ft, ditto and fedrep, too: they are judged by "
-            "personal_accuracy_mean, about which no rule here says anything."
+            "If each client may have its own model, try +ft, ditto and fedrep, too. Judge them by personal_accuracy_mean; "
+            "no rule here covers it."
         )
     if s.features is not None and s.features >= 0.1:
         lines.append(
-            f"{s.features:.0%} of the variance of one class's inputs lies between clients. Only models with normalization "
-            "have a rule for that."
+            f"{s.features:.0%} of the variance of inputs within a class is between clients. Only models with normalization "
+            "layers have a rule for feature skew."
         )
     if limits.epsilon is not None:
         lines.append(
-            "unskew trains models without differential privacy: epsilon here only decides about images that clients would "
-            "make and share. What updates tell of the data is not covered."
+            "unskew trains models without differential privacy: epsilon only decides whether clients may generate and share "
+            "images. Information about the data in updates is not covered."
         )
     if s.task == "language":
-        lines.append("Nothing was measured here on texts: what is said of them is published, no more.")
+        lines.append("Nothing was measured here on text: advice for it rests on publications only.")
     elif s.task not in ("classification", "multilabel"):
-        lines.append(f"Nothing was measured here for the task {s.task}: what is said of it is published, no more.")
+        lines.append(f"Nothing was measured here for the task {s.task}: advice for it rests on publications only.")
     elif not s.images:
-        lines.append("The tables of results are about images; on other inputs their rules are a guess.")
+        lines.append("The result tables are about images; for other inputs their rules are a guess.")
     if s.participation < 1:
-        lines.append(f"With {s.participation:.0%} of the clients in a round little was measured here.")
+        lines.append(f"Few results here have {s.participation:.0%} of the clients in a round.")
     if s.delayed:
-        lines.append("With late updates only Feddle's tables say something, and they are of one setting.")
+        lines.append("Only Feddle's result tables have late updates, and only in one setting.")
     return lines

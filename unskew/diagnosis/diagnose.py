@@ -1,4 +1,4 @@
-"""``unskew diagnose``: how skewed a federation is at a model, and what shuffled synthetic data would change there."""
+"""Implementation of ``unskew diagnose``: skew of a federation at a model, and the effect of synthetic data."""
 
 from __future__ import annotations
 
@@ -53,37 +53,37 @@ def diagnose(
     progress: Follow | None = None,
     **options: Any,
 ) -> DiagnosisReport:
-    """Measure how far the clients of a federation disagree, at a model or along a run, and what theory says of it.
+    """Measure how much the clients of a federation disagree, at one model or along a run, and apply theory to it.
 
     Args:
-        federation: The data; without it they are loaded as ``data``, ``partition``, ``clients`` ... say, or as the run did.
-        run: A run folder, whose initial model, kept checkpoints and final model are looked at; or one checkpoint of it.
-        model: A registered name, a module, a factory, or ``"package.module:factory"``; looked at as it is initialized. With
-            ``run`` only where the run's model was given in Python.
-        synthetic: Synthetic data, given as arrays like those of ``Federation.from_arrays``: one ``(x, y)`` that all clients
-            share, a list with one for each client, or a ``Federation`` of them. Or where images are kept: a parquet file
-            with the columns ``image`` and ``label``, a folder of them, or a run that made some; all clients share these.
-            Without any, the run's own if it made some; else a sample of all clients' own data stands in: what perfect
-            generators would give.
-        synthetic_fractions: Shares ``p`` of synthetic data to predict for, each from 0 to 1.
-        sample_clients: At most so many clients, drawn by the seed, are looked at; None for all.
-        samples: At most so many samples of each; None for all.
-        curvature: Whether smoothness is measured; it is most of the work.
-        iterations: Of the power iteration, at most.
-        epsilon: Accuracy, of the squared gradient norm, for which rounds are predicted; a tenth of the present one if None.
-        mu: Strong convexity, if the loss has it; ``epsilon`` is then in units of the loss, by default a tenth of the present
-            ``||grad f||^2 / (2 mu)``, which bounds its distance from the minimum.
-        progress: A function of a text and two numbers, told what is being measured and how much of it is done.
-        options: Any field of ``unskew.Experiment``: the data, ``seed``, ``device``, and the budget that predictions are for.
+        federation: Data of all clients; if None, they are loaded as configured in ``options`` or in the run.
+        run: A run folder, whose initial model, checkpoints and final model are measured; or one of its checkpoints.
+        model: Name of a model, a module, a factory, or ``"package.module:factory"``; measured at its initialization.
+            With ``run``, only if the run's model was given in Python.
+        synthetic: Synthetic data as arrays like those of ``Federation.from_arrays``: one ``(x, y)`` for all clients, a
+            list with one pair per client, or a ``Federation``. Or the location of images for all clients: a parquet
+            file with the columns ``image`` and ``label``, a folder of such files, or a run that generated some. If
+            None, the images that the run generated; otherwise a sample of all clients' data, which represents perfect
+            generators.
+        synthetic_fractions: Shares ``p`` of synthetic data to predict for, each in [0, 1].
+        sample_clients: Maximum number of clients to measure, drawn by the seed; None for all.
+        samples: Maximum number of samples per client; None for all.
+        curvature: Whether to measure smoothness, which takes most of the time.
+        iterations: Maximum number of iterations of the power method.
+        epsilon: Accuracy, as a squared gradient norm, for which rounds are predicted; None for a tenth of the current
+            one.
+        mu: Strong convexity, if the loss has it. ``epsilon`` is then in units of the loss, by default a tenth of the
+            current ``||grad f||^2 / (2 mu)``, which bounds the distance of the loss from its minimum.
+        progress: Called with a description and two numbers: the amount done and the total.
+        options: Fields of ``unskew.Experiment``: the data, ``seed``, ``device``, and the budget used for predictions.
 
     Returns:
-        What was measured; ``as_json`` and ``plot`` show it.
+        Report with the measurements; see its methods ``as_json`` and ``plot``.
 
     Raises:
-        ConfigError: An option is wrong.
-        DataError: The data cannot be used.
-        CheckpointError: The run has nothing to look at, or a checkpoint is corrupted.
-
+        ConfigError: If an option is not valid.
+        DataError: If the data cannot be used.
+        CheckpointError: If the run has no model to measure, or a checkpoint is corrupted.
     >>> import unskew
     >>> fed = unskew.load_federation("digits", partition="iid", clients=3)
     >>> report = unskew.diagnose(fed, model="logistic", samples=50, curvature=False, synthetic_fractions=[0, 1])
@@ -94,23 +94,23 @@ def diagnose(
     """
     check_federation(federation)
     if progress is not None and not callable(progress):
-        raise ConfigError(f"follow is a function of a text and two numbers, not {short_repr(progress)}.")
+        raise ConfigError(f"progress must be a function of a text and two numbers, not {short_repr(progress)}.")
     synthetic_fractions = list_items(
         synthetic_fractions,
-        ConfigError(f"shares is a list such as [0, 0.5, 1], not {short_repr(synthetic_fractions)}."),
+        ConfigError(f"synthetic_fractions must be a list such as [0, 0.5, 1], not {short_repr(synthetic_fractions)}."),
     )
     if run is not None:
         folder = find_run_folder(named_place(run))
         allowed = {"device", "data_path"}
         wrong = next(iter(set(options) - allowed), "model" if isinstance(model, str) else None)
         if wrong is not None:
-            raise ConfigError(f"The run in {folder} says what its {wrong} is; leave it out.")
+            raise ConfigError(f"The run in {folder} determines {wrong}. Remove this option.")
         remedy = "give the model in Python with unskew.diagnose(run=..., model=...)"
         values = {**load_yaml(folder / "config.yaml", remedy), **options}
         if synthetic is None and image_files(folder):
             synthetic = folder
         if federation is None and values.get("data") == "arrays":
-            raise CheckpointError(f"The data of {folder} were given in Python; give them there again.")
+            raise CheckpointError(f"The data of {folder} were given in Python. Pass the same data as federation.")
     else:
         values = config_from_arguments(options, federation, model)
     config = experiment(values)
@@ -156,29 +156,27 @@ def diagnose(
 
 
 def validate_scope(scope: MeasurementScope) -> MeasurementScope:
-    """The scope, if it makes sense.
+    """Validate the scope of a measurement and return it.
 
     Raises:
-        ConfigError: A limit is out of range.
+        ConfigError: If a limit is out of range.
     """
     wholes: dict[str, Any] = {"sample_clients": scope.clients, "samples": scope.samples, "iterations": scope.iterations}
     for name, value in wholes.items():
         if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
             raise ConfigError(f"{name}={short_repr(value, str)} is not valid: it must be an integer, at least 1.")
     if not scope.shares:
-        raise ConfigError("shares is empty; name at least one share of synthetic data, such as 0.5.")
+        raise ConfigError("synthetic_fractions is empty. Name at least one share of synthetic data, such as 0.5.")
     shares: Sequence[Any] = scope.shares
     for p in shares:
         if not (isinstance(p, Real) and not p < 0 and p <= 1):
-            raise ConfigError(f"p={short_repr(p, str)} is not a share of synthetic data: it must lie between 0 and 1.")
+            raise ConfigError(f"p={short_repr(p, str)} is not a share of synthetic data: it must be between 0 and 1.")
     strengths: dict[str, Any] = {"epsilon": scope.epsilon, "mu": scope.mu}
     for name, number in strengths.items():
         if number is not None and not (isinstance(number, Real) and not number <= 0 and number <= sys.float_info.max):
             raise ConfigError(f"{name}={short_repr(number, str)} is not valid: it must be above 0 and finite.")
     if scope.mu is not None and not scope.curvature:
-        raise ConfigError(
-            "With mu, predicted rounds depend on the smoothness: measure curvature, too, or leave mu out."
-        )
+        raise ConfigError("With mu, predicted rounds depend on the smoothness. Measure curvature too, or remove mu.")
     return scope
 
 
@@ -188,26 +186,26 @@ FINAL = "model.safetensors"
 
 
 def find_run_folder(path: Path) -> Path:
-    """The run folder that a path names, itself or by one of its checkpoints.
+    """Return the run folder of a path to it or to one of its checkpoints.
 
     Raises:
-        CheckpointError: The path is neither a run folder nor a checkpoint of one.
+        CheckpointError: If the path is neither a run folder nor a checkpoint of one.
     """
     for folder in (path, path.parent.parent):
         if (folder / "config.yaml").is_file():
             return folder
-    raise CheckpointError(f"{path} is neither a run folder nor a checkpoint of one: there is no config.yaml.")
+    raise CheckpointError(f"{path} is neither a run folder nor a checkpoint of one: it has no config.yaml.")
 
 
 def models_to_measure(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Names, models and statistics to look at.
+    """Iterate over the models to measure: name, parameters and buffers.
 
     Args:
         run: Run folder, or None.
         spec: Layout of the model.
 
     Raises:
-        CheckpointError: A checkpoint is corrupted, or belongs to another model.
+        CheckpointError: If a checkpoint is corrupted, or belongs to another model.
     """
     if run is None:
         yield "initial model", spec.flatten(), spec.flatten_buffers()
@@ -226,24 +224,24 @@ def models_to_measure(run: Path | None, spec: ModelSpec) -> Iterator[tuple[str, 
 
 
 def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """The model ``v [d]`` and the statistics ``b [m]`` of a finished run.
+    """Return the model ``v [d]`` and the buffers ``b [m]`` of a finished run.
 
     Args:
         folder: Run folder.
         spec: Layout of the model.
 
     Raises:
-        CheckpointError: The files are damaged, or of another model.
+        CheckpointError: If the files are corrupted, or of another model.
     """
     final = folder / FINAL
     with checkpoint_errors(final):
         tensors = load(final.read_bytes())
     if not {*spec.names, *spec.buffer_names} <= set(tensors):
-        raise CheckpointError(f"{final} holds another model.")
+        raise CheckpointError(f"{final} contains another model.")
     for name in (*spec.names, *spec.buffer_names):
         if not tensors[name].is_floating_point():
             raise CheckpointError(
-                f"{final} is corrupted: {name} has the type {tensors[name].dtype}, not numbers with a fraction."
+                f"{final} is corrupted: {name} has the type {tensors[name].dtype}, not a floating-point type."
             )
         if not bool(torch.isfinite(tensors[name]).all()):
             raise CheckpointError(
@@ -253,5 +251,5 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     statistics = [tensors[n].reshape(-1) for n in spec.buffer_names]
     v = torch.cat([tensors[n].reshape(-1) for n in spec.names])
     if len(v) != spec.size or sum(map(len, statistics)) != sum(spec.buffer_sizes):
-        raise CheckpointError(f"{final} holds another model.")
+        raise CheckpointError(f"{final} contains another model.")
     return v, torch.cat(statistics) if statistics else spec.flatten_buffers()

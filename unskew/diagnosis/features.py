@@ -26,9 +26,9 @@ class AdviceLimits:
 
     Attributes:
         traffic: Bytes of the whole run, up and down, over all clients.
-        secure_aggregation: Whether the server sees nothing but the sum of a round's updates.
-        server_data: Number of labeled samples at the server; None: what the run or the federation has there.
-        epsilon: Privacy budget that everything a client sends must keep to.
+        secure_aggregation: Whether the server sees only the sum of a round's updates.
+        server_data: Number of labeled samples at the server; None for those of the run or the federation.
+        epsilon: Privacy budget of everything that a client sends.
     """
 
     traffic: float | None = None
@@ -44,20 +44,20 @@ class AdviceLimits:
         server_data: int | None = None,
         privacy: str | float | None = None,
     ) -> AdviceLimits:
-        """The limits as they are written: ``traffic="100MB"``, ``privacy="epsilon=5"``.
+        """Parse limits such as ``traffic="100MB"`` and ``privacy="epsilon=5"``.
 
         Args:
-            traffic: Traffic of a run in bytes, or text such as ``100MB``.
-            secure_aggregation: Whether only sums of updates may be seen.
+            traffic: Traffic of a run in bytes, or a string such as ``100MB``.
+            secure_aggregation: Whether the server may see only sums of updates.
             server_data: Number of samples at the server.
-            privacy: Privacy budget, or text such as ``epsilon=5``.
+            privacy: Privacy budget, or a string such as ``epsilon=5``.
 
         Raises:
-            ConfigError: A limit cannot be read.
+            ConfigError: If a limit cannot be parsed.
         """
         if server_data is not None and (isinstance(server_data, bool) or not isinstance(server_data, int)):
             raise ConfigError(
-                f"server_data={short_repr(server_data)} is not valid: it is a number of samples, such as 500."
+                f"server_data={short_repr(server_data)} is not valid: it must be a number of samples, such as 500."
             )
         if server_data is not None and server_data < 1:
             raise ConfigError(f"server_data={server_data} is not valid: it must be at least 1.")
@@ -70,7 +70,7 @@ class AdviceLimits:
                 budget = 0.0
             if not 0 < budget < math.inf:
                 raise ConfigError(
-                    f"traffic={short_repr(traffic)} is not an amount of data; write a number and B, kB, MB or GB: 100MB."
+                    f"traffic={short_repr(traffic)} is not an amount of data. Use a number with B, kB, MB or GB: 100MB."
                 )
         epsilon = None
         if privacy is not None:
@@ -79,26 +79,28 @@ class AdviceLimits:
             except ValueError:
                 epsilon = 0.0
             if not 0 < epsilon < math.inf:
-                raise ConfigError(f"privacy={short_repr(privacy)} is not a privacy budget; write epsilon=5.")
+                raise ConfigError(
+                    f"privacy={short_repr(privacy)} is not a privacy budget. Use, for example, epsilon=5."
+                )
         return cls(budget, bool(secure_aggregation), server_data, epsilon)
 
 
 @dataclass(frozen=True)
 class AdviceContext:
-    """Data, model and configuration of a diagnosis, with which methods can be validated."""
+    """Data, model and configuration of a diagnosis, used to validate methods."""
 
     config: Experiment
     federation: Federation
     model: ModelLike | None
     spec: ModelSpec
     given: bool
-    """Whether the federation was given in Python, so that no command can name it."""
+    """Whether the federation was given in Python, so that no command can load it."""
 
     def under(self, limits: AdviceLimits) -> AdviceContext:
-        """The setting with the limits as parts of its configuration.
+        """Return the context with the limits applied to its configuration.
 
         Raises:
-            DataError: The test set has not so many samples to spare for the server.
+            DataError: If the test set has too few samples for the server.
         """
         changes: dict[str, Any] = {}
         fed = self.federation
@@ -110,7 +112,7 @@ class AdviceContext:
             if n >= len(y):
                 raise DataError(
                     f"The {n} samples of --server-data (server_data) are taken out of the test set, which has {len(y)} and "
-                    f"must keep some: at most {len(y) - 1}."
+                    f"must keep some. Use at most {len(y) - 1}."
                 )
             order = torch.randperm(len(y), generator=torch.Generator().manual_seed(self.config.seed))
             fed = replace(fed, server=ServerData(x[order[:n]], y[order[:n]]), test=(x[order[n:]], y[order[n:]]))
@@ -120,28 +122,29 @@ class AdviceContext:
 
 @dataclass(frozen=True)
 class SkewFeatures:
-    """The numbers that the rules look at.
+    """Features that the rules use.
 
     Attributes:
-        task: What is trained for.
+        task: Name of the task.
         images: Whether inputs are 8-bit images.
-        pixels: Their longer side.
-        clients, mean_size: How many there are, and how many samples they train on.
-        even: Effective number of clients over their number, 1 where sizes are equal.
-        participation, rounds, tau, momentum: Of the budget; ``tau`` are a mean client's local steps.
-        by_epochs: Whether a larger client takes more steps.
-        rate: The clients' learning rate.
+        pixels: Longer side of the images.
+        clients, mean_size: Number of clients, and mean number of training samples.
+        even: Effective number of clients divided by their number, 1 if sizes are equal.
+        participation, rounds, tau, momentum: Training budget; ``tau`` is the number of local steps of a mean client.
+        by_epochs: Whether larger clients take more steps.
+        rate: Learning rate of the clients.
         delayed: Whether updates arrive late.
-        skew: How far clients' labels are from all clients' (total variation), beyond what chance alone gives; 0 to 1.
-        distance, chance: That distance as measured, and what chance gives for clients of these sizes.
-        features: Share of the variance of inputs of one class that lies between clients; None where not measured.
-        dissimilarity: ``zeta^2`` beyond what finite clients give, over ``||grad f||^2``.
-        noise: ``sigma^2`` over the batch and ``zeta^2``: the local steps from which drift outweighs noise.
+        skew: Total variation distance of clients' labels from all clients', minus the expected distance by chance; 0 to
+            1.
+        distance, chance: That distance as measured, and the expected distance by chance for clients of these sizes.
+        features: Share of the variance of inputs within a class that is between clients; None if not measured.
+        dissimilarity: ``zeta^2``, corrected for finite clients, divided by ``||grad f||^2``.
+        noise: ``sigma^2`` divided by batch size and ``zeta^2``: local steps from which drift exceeds noise.
         linear: Share of the parameters that are in linear layers.
-        norms: Whether the model has normalization statistics.
-        predicted: Corollary I's rounds with a quarter of shuffled synthetic data, over those without.
-        asked: Rounds that were configured; ``rounds`` are fewer where a limit of traffic says so.
-        over_traffic: FedAvg's traffic over the limit; None without a limit.
+        norms: Whether the model has normalization buffers.
+        predicted: Corollary I's rounds with a quarter of shuffled synthetic data, relative to those without.
+        asked: Configured rounds; ``rounds`` is smaller if the traffic limit requires it.
+        over_traffic: FedAvg's traffic divided by the limit; None without a limit.
     """
 
     task: str
@@ -177,11 +180,13 @@ class SkewFeatures:
 
         Args:
             setting: Data, model and configuration.
-            labels: Statistics of the label distribution.
+            labels: Label skew metrics.
             place: Measurement at one model.
-            facts: Further features.
+            facts: Facts about data and model, as in the report.
         """
-        fed, config, figures = setting.federation, setting.config, place.metrics
+        fed = setting.federation
+        config = setting.config
+        figures = place.metrics
         sizes = fed.sizes
         x = fed.test[0]
         seen = min(float(sizes.mean()), float(facts["samples"] or math.inf))

@@ -1,4 +1,4 @@
-"""Result of ``unskew diagnose``, as JSON and as a figure; its tables are in ``unskew.cli.tables``."""
+"""Result of ``unskew diagnose``, as JSON and as a plot; ``unskew.cli.tables`` has its tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PANELS = {
 }
 
 WEAK, STRONG = 0.15, 0.4
-"""Label distance beyond chance: below the first it is weak, from the second on strong."""
+"""Label distance minus chance: weak below the first value, strong from the second on."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class DiagnosisReport:
     """Result of a diagnosis.
 
     Attributes:
-        facts: Which data, which model, and what was looked at.
-        labels: How labels and sizes differ; see ``unskew.measurements.label_skew.label_skew_metrics``.
-        places: What was measured at each model, in order.
-        setting: What was looked at, which advice checks methods against.
+        facts: Facts about data, model and scope of the measurement.
+        labels: Label and size skew, see ``unskew.measurements.label_skew.label_skew_metrics``.
+        places: Measurements at each model, in order.
+        setting: Data, model and configuration, which the advice uses to validate methods.
     """
 
     facts: dict[str, Any]
@@ -52,14 +52,14 @@ class DiagnosisReport:
         """Return advice: methods ordered by evidence, with reasons.
 
         Args:
-            traffic: Of the whole run, up and down, over all clients, as ``"100MB"`` or a number of bytes.
-            secure_aggregation: Whether the server may see sums of updates only.
-            server_data: Number of labeled samples at the server; they are taken out of the test set.
-            privacy: ``"epsilon=5"``: what everything that clients make and share must keep to.
+            traffic: Traffic of the whole run, up and down, over all clients: ``"100MB"`` or a number of bytes.
+            secure_aggregation: Whether the server may see only sums of updates.
+            server_data: Number of labeled samples at the server, taken out of the test set.
+            privacy: Privacy budget of everything that clients generate and share, such as ``"epsilon=5"``.
 
         Raises:
-            ConfigError: A limit cannot be read.
-            DataError: A limit does not fit the data.
+            ConfigError: If a limit cannot be parsed.
+            DataError: If a limit does not fit the data.
         """
         from unskew.diagnosis.advice import advise
         from unskew.diagnosis.features import AdviceLimits
@@ -69,16 +69,16 @@ class DiagnosisReport:
         return advise(self.setting, self.labels, self.places[0], self.facts, limits)
 
     def summary(self) -> str:
-        """Return a sentence on the skew: of labels, or without labels of the clients' gradients at the first model.
+        """Return a sentence on the label skew, or without labels on the clients' gradients at the first model.
 
-        Label skew below 0.15 beyond chance is weak, from 0.4 on strong; the rules of the advice use the same bounds.
+        Label skew minus chance below 0.15 is weak, from 0.4 on strong; the rules of the advice use the same bounds.
         """
         distance, chance = self.labels["label_distance_mean"], self.labels["label_distance_chance"]
         if distance is None or chance is None:
             figures = self.places[0].metrics
             zeta2, norm2 = figures["zeta2"], figures["gradient2"]
             if zeta2 is None or not norm2:
-                return "The skew was not measured: these data have no labels, and there is no gradient to compare."
+                return "The skew was not measured, because these data have neither labels nor gradients to compare."
             return (
                 f"The clients' gradients differ by {zeta2 / norm2:.2g} times the squared norm of their mean (0: all clients "
                 "agree; above 1: they disagree more than they agree)."
@@ -91,7 +91,7 @@ class DiagnosisReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values; what is not known is None."""
+        """Return all fields as plain values; unknown values are None."""
         return {
             **self.facts,
             **self.labels,
@@ -106,13 +106,13 @@ class DiagnosisReport:
         }
 
     def plot(self, path: str | Path) -> Path:
-        """Against the share ``p``: what was measured (markers) and Lemma 1's bounds (dashed), a color for each model.
+        """Plot measurements (markers) and Lemma 1's bounds (dashed) against the share ``p``, in one color per model.
 
         Args:
-            path: Image file to write; its ending decides the format.
+            path: Image file to write; its suffix determines the format.
 
         Raises:
-            ConfigError: The file name does not end with the suffix of an image.
+            ConfigError: If the file name does not end with the suffix of an image.
         """
         names = [n for n in PANELS if any(row[n] is not None for location in self.places for row in location.shares)]
         figure, axes = new_figure(4.2 * max(1, len(names)), 3.6, max(1, len(names)), 1)

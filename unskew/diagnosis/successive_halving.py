@@ -1,4 +1,4 @@
-"""Advice put to the test: successive halving of the advised methods beside FedAvg, under a budget of minutes."""
+"""Validation of the advice: successive halving of the suggested methods and FedAvg, within a time budget."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import WORST, metric_info, objective_metric
 
 CANDIDATES = 7
-"""Advised methods that are tried at most."""
+"""Maximum number of suggested methods that are tested."""
 BASELINE = "fedavg"
-VERDICTS = {True: "held", False: "did not hold", None: "not decided"}
+VERDICTS = {True: "confirmed", False: "not confirmed", None: "not decided"}
 """Words for the outcome of a suggestion."""
 
 
 class TimeBudgetExceededError(Exception):
-    """The budget is spent."""
+    """Raised when the time budget is spent."""
 
 
 class DeadlineCallback(Callback):
-    """A callback that ends a run when its time is up.
+    """Callback that ends a run when its time is up.
 
     Args:
-        end: When, as ``time.monotonic`` counts.
+        end: Deadline in seconds of ``time.monotonic``.
     """
 
     def __init__(self, end: float):
         self.end_at = end
 
     def check(self) -> None:
-        """Go on only while there is time.
+        """Raise an error if the deadline has passed.
 
         Raises:
-            TimeBudgetExceededError: No time is left.
+            TimeBudgetExceededError: If no time is left.
         """
         if time.monotonic() > self.end_at:
             raise TimeBudgetExceededError
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """A run begins."""
+        """Do nothing at the start of a run."""
 
     def prepare(self, text: str, done: float, total: float) -> None:
-        """Something is made before the first round."""
+        """Check the deadline during data preparation."""
         self.check()
 
     def round(self, row: Row) -> None:
-        """A round is done."""
+        """Check the deadline after a round."""
         self.check()
 
     def end(self, summary: dict[str, Any]) -> None:
-        """A run ends."""
+        """Do nothing at the end of a run."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class TriedMethod:
     """Outcome of one method.
 
     Attributes:
-        method: As it is written.
-        rounds: How far it came; 0 if the time was up before.
-        accuracy: The objective on the test set there, or the test loss where it is undefined for a method.
-        baseline: The same figure of FedAvg after as many rounds.
-        selected: Rank by which rungs are decided, higher is better: the objective on what clients hold out.
-        held: Whether the advice held: the figure is better than FedAvg's. None where nothing can be said.
-        seconds: Of its training.
+        method: Method expression.
+        rounds: Number of trained rounds; 0 if the time was up before.
+        accuracy: Objective on the test set after these rounds, or the test loss if a method has no objective there.
+        baseline: The same metric of FedAvg after the same number of rounds.
+        selected: Score that decides which methods continue, higher is better: the objective on held-out samples.
+        held: Whether the suggestion is confirmed, because the metric is better than FedAvg's; None if undecided.
+        seconds: Training time.
     """
 
     method: str
@@ -92,11 +92,11 @@ class AdviceTrial:
     """Outcome of validating the advice, with one seed.
 
     Attributes:
-        tried: The advised methods, in the order of the advice.
-        rungs: How many methods were trained to how many rounds.
-        minutes: The budget; ``spent`` is what was used of it.
-        spent: Minutes.
-        figure: Name of the metric that is compared: the objective, or ``loss``.
+        tried: Outcomes of the suggested methods, in the order of the advice.
+        rungs: Number of methods trained for each number of rounds.
+        minutes: Time budget.
+        spent: Time used, in minutes.
+        figure: Name of the compared metric: the objective, or ``loss``.
     """
 
     tried: list[TriedMethod]
@@ -106,11 +106,11 @@ class AdviceTrial:
     figure: str
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain values."""
+        """Return all fields as plain values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """A line for each method, and how many held."""
+        """Return one line per method, and the number of confirmed suggestions."""
         lines = [
             f"{t.method}: {VERDICTS[t.held]} after {t.rounds} rounds"
             + (f" ({self.figure} {t.accuracy:.4f}, FedAvg {t.baseline:.4f})" if t.held is not None else "")
@@ -122,11 +122,12 @@ class AdviceTrial:
         """Return a sentence on how much of the advice was confirmed."""
         decided = [t for t in self.tried if t.held is not None]
         if not decided:
-            return "The time was up before anything could be said; give --validate-minutes more."
+            return "The time was up before anything could be decided. Use a larger --validate-minutes."
         num_held = sum(bool(t.held) for t in decided)
         return (
             f"{num_held} of the {len(decided)} tested suggestions were confirmed, with one seed and at most "
-            f"{max(t.rounds for t in decided)} rounds: unskew compare with several seeds and all rounds says more. "
+            f"{max(t.rounds for t in decided)} rounds. For a reliable result, run unskew compare with several seeds and all "
+            "rounds. "
             f"{self.spent:.1f} of {self.minutes:g} minutes were used."
         )
 
@@ -134,15 +135,15 @@ class AdviceTrial:
 def validate_advice(
     advice: Advice, minutes: float, follow: Callable[[str, Experiment], Sequence[Callback]] | None = None
 ) -> AdviceTrial:
-    """Train the advised methods and FedAvg for few rounds, go on with the better half for twice as many, and so on.
+    """Train the suggested methods and FedAvg for few rounds, then the better half for twice as many, and so on.
 
     Args:
-        advice: What is tried.
-        minutes: Budget of time. A run that is under way when it is spent ends after its round.
-        follow: Gives the callbacks of a run from its method and configuration.
+        advice: Advice to validate.
+        minutes: Time budget; a run in progress when it is spent ends after its round.
+        follow: Creates the callbacks of a run from its method and configuration.
 
     Raises:
-        ConfigError: ``minutes`` is not a time, or there is nothing to try.
+        ConfigError: If ``minutes`` is not a time, or there is nothing to validate.
     """
     check_minutes(minutes)
     advised = [suggestion.method for suggestion in advice.suggestions[:CANDIDATES] if suggestion.method != BASELINE]
@@ -174,14 +175,14 @@ def validate_advice(
 
 
 def check_minutes(minutes: object) -> None:
-    """Refuse what is not a time.
+    """Validate a number of minutes.
 
     Raises:
-        ConfigError: The value is not a positive number.
+        ConfigError: If the value is not a positive number.
     """
     if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
         raise ConfigError(
-            f"--validate-minutes {short_repr(minutes, str)} is not valid: it is a number of minutes above 0."
+            f"--validate-minutes {short_repr(minutes, str)} is not valid: it must be a number of minutes above 0."
         )
 
 
@@ -193,11 +194,11 @@ def train_to(
     deadline: DeadlineCallback,
     follow: Callable[[str, Experiment], Sequence[Callback]] | None,
 ) -> dict[str, Any]:
-    """The summary of a method after so many rounds; it goes on where it ended before, if its rates allow that.
+    """Train a method up to a number of rounds, resuming its run if its learning rates allow that; return its summary.
 
     Args:
-        advice: Advice that is tested.
-        name: Expression of the method.
+        advice: Advice to validate.
+        name: Method expression.
         rounds: Number of rounds to reach.
         place: Folder of the runs.
         deadline: Ends the run when time is up.
@@ -205,10 +206,10 @@ def train_to(
     """
     setting = advice.setting
     changes = {"method": name, "rounds": rounds, "target": None, "diagnose": ()}
-    # In the first rungs there may be too few rounds for a method that acts at the end of a run.
+    # Short runs may be too short for a method that acts only at the end of a run.
     config = setting.config.model_copy(update={**changes, "base_run": rounds < advice.rounds})
     folder = place / "".join(c if c.isalnum() else "-" for c in name)
-    if folder.exists() and config.training.schedule.ends:  # rates that depend on the number of rounds
+    if folder.exists() and config.training.schedule.ends:  # learning rates depend on the number of rounds
         shutil.rmtree(folder)
     callbacks = [deadline, *(follow(name, config) if follow else ())]
     result = run_experiment(
@@ -224,7 +225,7 @@ def train_to(
 
 
 def holdout_score(summary: dict[str, Any]) -> float:
-    """Return what rungs are decided by, the objective on what clients hold out; higher is better."""
+    """Return the objective on held-out samples, by which methods are selected; higher is better."""
     objective = objective_metric(summary)
     held_out = WORST if objective.name == WORST else f"client_{objective.name}_mean"
     for figure in (held_out, objective.name):
@@ -239,7 +240,7 @@ def final_outcome(
     """Return the outcome of a method at the last stage that both the method and FedAvg reached.
 
     Args:
-        name: Expression of the method.
+        name: Method expression.
         runs: Summary of the method by number of rounds.
         baseline: Summary of FedAvg by number of rounds.
         figure: Name of the compared metric.
@@ -249,7 +250,7 @@ def final_outcome(
         return TriedMethod(name, 0, None, None, None, None, 0.0)
     own_score, baseline_score = runs[rounds].get(figure), baseline[rounds].get(figure)
     holds = None
-    # A loss that is not finite is worse than any; a method that did nothing yet has FedAvg's own figure.
+    # A non-finite loss is worse than any other; a method that has not acted yet has the same metric as FedAvg.
     if baseline_score is not None and own_score != baseline_score:
         rank = metric_info(figure, runs[rounds].get("own_metrics")).rank
         holds = own_score is not None and rank(own_score) > rank(baseline_score)

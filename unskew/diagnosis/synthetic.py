@@ -1,4 +1,4 @@
-"""Synthetic images that ``diagnose`` sets beside the real ones: from a run, from files or from Python."""
+"""Synthetic images for ``diagnose``: from a run, from files or from Python."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ POOL = "a sample of the clients' own data, the same for all"
 def synthetic_sets(
     synthetic: Synthetic | str | Path | None, federation: Federation, scope: MeasurementScope, ids: Sequence[int]
 ) -> tuple[SyntheticOf, str]:
-    """Each client's synthetic set, and what to call them all.
+    """Return each client's synthetic set, and a description of all sets.
 
     Args:
-        synthetic: Synthetic data, or where they are.
+        synthetic: Synthetic data, or their location.
         federation: Data of all clients.
         scope: Limits of the measurement.
         ids: Clients to measure.
 
     Raises:
-        DataError: The images do not fit the federation.
+        DataError: If the images do not fit the federation.
     """
     if synthetic is None:
         share = max(1, (scope.samples or 1000) // len(ids))
@@ -51,29 +51,27 @@ def synthetic_sets(
         synthetic = [(client.x, client.y) for client in synthetic.clients]
     if isinstance(synthetic, tuple) and len(synthetic) == 2 and not isinstance(synthetic[0], tuple | list):
         shared = validate_images(synthetic, federation, "the synthetic data")
-        return lambda k: shared, "given, the same for all"
+        return lambda k: shared, "given in Python, the same for all"
     if not isinstance(synthetic, Sequence):
-        raise DataError(
-            f"Synthetic data are given as (x, y), a list of these, or a place, not as {short_repr(synthetic)}."
-        )
+        raise DataError(f"Synthetic data must be (x, y), a list of such pairs, or a path, not {short_repr(synthetic)}.")
     if len(synthetic) != len(federation.clients):
         raise DataError(
-            f"There are {len(synthetic)} synthetic sets for {len(federation.clients)} clients; give one for each, or one "
+            f"There are {len(synthetic)} synthetic sets for {len(federation.clients)} clients. Pass one for each, or one "
             "(x, y)."
         )
     sets = {k: validate_images(synthetic[k], federation, f"synthetic set {k}") for k in ids}
-    return sets.__getitem__, "given, one set for each client"
+    return sets.__getitem__, "given in Python, one set for each client"
 
 
 def image_files(path: Path) -> list[Path]:
-    """The parquet files of a folder or of the run that it is; empty if there are none.
+    """Return the parquet files at a path: a file, a folder or a run folder; empty if there are none.
 
     Raises:
-        CheckpointError: The run's summary is corrupted.
+        CheckpointError: If the run's summary is corrupted.
     """
     try:
         path.exists()
-    except OSError:  # the name is too long for any file
+    except OSError:  # the name is too long for a file
         return []
     folders = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
     if (path / "summary.json").is_file():
@@ -81,38 +79,38 @@ def image_files(path: Path) -> list[Path]:
             used = read_json(path / "summary.json").get("synthetic")
             folders += [Path(used), Path(used) / "data"] if used else []
         except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path / 'summary.json'} is corrupted; remove it and resume the run.") from error
+            raise CheckpointError(f"{path / 'summary.json'} is corrupted. Remove it and resume the run.") from error
     files = [[folder] if folder.is_file() else sorted(folder.glob("*.parquet")) for folder in folders]
     return next(filter(None, files), [])
 
 
 def read_images(path: Path) -> Pair:
-    """Images and labels of a parquet file, a folder of them, or a run that made some.
+    """Read images and labels from a parquet file, a folder of such files, or a run that generated some.
 
     Raises:
-        DataError: There are no images, or they cannot be read.
+        DataError: If there are no images, or they cannot be read.
     """
     files = image_files(path)
     if not files:
-        raise DataError(f"{path} holds no synthetic images: no parquet file, and no folder 'synthetic' with one.")
+        raise DataError(f"{path} contains no synthetic images: no parquet file, and no folder 'synthetic' with one.")
     table = concatenate_tables(files)
     for column in ("image", "label"):
         if column not in table.column_names:
-            raise DataError(f"{files[0]} has no column {column!r}; its columns are: {', '.join(table.column_names)}.")
+            raise DataError(f"{files[0]} has no column {column!r}. Its columns are: {', '.join(table.column_names)}.")
     y = torch.from_numpy(table.column("label").to_numpy().copy())
     return decode_column(table.column("image"), str(files[0])), y
 
 
 def validate_images(pair: object, federation: Federation, who: str) -> Pair:
-    """A synthetic set as tensors that look like the federation's data.
+    """Validate a synthetic set and convert it to tensors like the federation's data.
 
     Args:
         pair: Images and labels.
         federation: Data of all clients.
-        who: Name of the client, for the error.
+        who: Name of the set, for error messages.
 
     Raises:
-        DataError: The value is not a pair of images and labels, or does not fit.
+        DataError: If the value is not a pair of images and labels, or does not fit the federation.
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")

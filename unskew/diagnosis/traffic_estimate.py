@@ -1,4 +1,4 @@
-"""Traffic estimate of a method, counted in a few one-step rounds on two small clients."""
+"""Traffic estimate of a method, measured in a few one-step rounds on two small clients."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from unskew.protocol.rules import Method
 from unskew.runs.run import run_experiment
 
 ROUNDS = 11
-"""So many that slices which travel every tenth round do so once."""
+"""Number of rounds, chosen so that slices which are exchanged every tenth round are exchanged once."""
 CLIENTS, SAMPLES = 2, 4
 
 
 def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, float]:
-    """Bytes before training and in each round, up and down, over all clients that take part.
+    """Return the bytes before training and per round, up and down, over all clients that take part.
 
-    What clients make before training is not made here: it is counted from its number and the size of an input.
+    Generated data are not created here: their traffic is computed from their number and the size of an input.
 
     Args:
         setting: Data, model and configuration.
@@ -54,7 +54,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
     result = run_experiment(
         config.model_copy(update=changes), federation=tiny, model=setting.model, method=replace(method, data=())
     )
-    # The first round may lack what there is not yet, as a method's first variates.
+    # The first round is atypical, because some tensors do not exist yet, such as a method's first variates.
     first, last = (row["bytes_up"] + row["bytes_down"] for row in (result.history[0], result.history[-1]))
     each = (last - first) / (ROUNDS - 1) / len(few) * max(1, round(config.participation * len(fed.clients)))
     inputs = x[:1].numel() * x.element_size() + 1
@@ -65,7 +65,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
 
 
 def shrink_client(client: ClientData, number: int) -> ClientData:
-    """A client with its first few samples.
+    """Return a client with only its first samples.
 
     Args:
         client: Data of the client.

@@ -1,4 +1,4 @@
-"""Interface of engines: train the clients of a cohort, with the same numbers on every engine."""
+"""Interface of engines, which train the clients of a cohort and give the same results on every engine."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from unskew.tasks.base import Task
 
 
 def ignore_retries(clients: int) -> None:
-    """Nobody counts retries."""
+    """Ignore the number of retries."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """All that an engine needs for a run.
+    """Everything an engine needs to train the clients of a run.
 
     Attributes:
-        spec: The model's layout.
-        federation: The data.
-        rules: The client rules, in order.
-        task: Loss and probabilities.
-        training: The clients' budget.
-        seed: Of the run.
-        device: Where the model is.
-        buffers: Whether normalization statistics are averaged, stay at the client, or begin anew in every round.
-        common: What each rule sent to every client alike before the first round.
+        spec: Layout of the model.
+        federation: Data of all clients.
+        rules: Client rules, in order.
+        task: Task that defines loss and probabilities.
+        training: Budget of the clients.
+        seed: Seed of the run.
+        device: Device of the model.
+        buffers: Whether normalization buffers are averaged, stay at the client, or are reset in every round.
+        common: Tensors that each rule sent to every client before the first round.
         stall_warning_seconds: Warn through ``warn`` after this many seconds without a reply from any worker.
-        tell: Tells the user something.
-        retried: Counts clients that were trained again because a worker or a node died.
+        warn: Called with warnings for the user.
+        retried: Called with the number of clients that are trained again because a worker or a node died.
     """
 
     spec: ModelSpec
@@ -55,12 +55,12 @@ class EngineConfig:
 
 
 class Engine(Protocol):
-    """A way to run local training."""
+    """Runs the local training of a cohort."""
 
     name: str
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train each client from its broadcast; updates come back in the order of ``broadcasts``."""
+        """Train each client from its broadcast; yield the updates in the order of ``broadcasts``."""
 
     def close(self) -> None:
-        """Free processes and memory."""
+        """Release processes and memory."""

@@ -1,4 +1,4 @@
-"""Batch plans: the samples of a client in each step, and their conversion to a batch on the device."""
+"""Batch plans: sample indices of a client in each step, and the conversion of samples to model inputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PADDING = 4
 
 
 class BatchPlan:
-    """The mini-batches of one client in one round, drawn once: index tensors, one per step.
+    """Mini-batches of one client in one round, drawn once: one index tensor per step.
 
-    Epochs are reshuffled and the last batch of an epoch may be smaller, as with a PyTorch ``DataLoader``; with
-    ``local_steps`` a new epoch begins whenever the data are used up.
+    Epochs are reshuffled and the last batch of an epoch may be smaller, as with a PyTorch ``DataLoader``. With
+    ``local_steps``, a new epoch starts whenever the data are used up.
     """
 
     def __init__(self, training: Training, examples: int, seed: int, round: int, client: int):
         if not examples:
-            raise DataError(f"Client {client} has no samples to train on; leave it out of the federation.")
+            raise DataError(f"Client {client} has no samples to train on. Remove it from the federation.")
         draws = generator(seed, "batches", round, client)
         cuts, steps = training.cuts(examples), training.steps(examples, client)
         self.batches: list[Tensor] = []
@@ -35,14 +35,14 @@ class BatchPlan:
         self._augment = generator(seed, "augment", round, client) if training.augment else None
 
     def to(self, device: torch.device) -> BatchPlan:
-        """The same with its index tensors on ``device``: one transfer for all steps, none in a step."""
+        """Move the index tensors to ``device``, in one transfer for all steps."""
         if self.batches and device != self.batches[0].device:
             sizes = [len(batch) for batch in self.batches]
             self.batches = list(torch.split(torch.cat(self.batches).to(device), sizes))
         return self
 
     def augment(self, x: Tensor) -> Tensor:
-        """Crop and flip the images of the next step (call once per step, in order)."""
+        """Crop and flip the images of the next step; must be called once per step, in order."""
         if self._augment is None or x.dim() != 4:
             return x
         offsets, flips = draw_crop_and_flip(len(x), PADDING, self._augment)
@@ -50,13 +50,13 @@ class BatchPlan:
 
 
 class InputNormalizer:
-    """Turns stored inputs into the model's: type, device and standardization, one batch at a time.
+    """Converts stored inputs to model inputs, one batch at a time: data type, device and standardization.
 
     Args:
-        normalization: Mean and deviation per channel or feature; None leaves values alone.
+        normalization: Mean and standard deviation per channel or feature; None for no standardization.
         shape: Shape of one input, channels first.
-        dtype: Of the model.
-        device: Where the model is.
+        dtype: Data type of the model.
+        device: Device of the model.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class InputNormalizer:
             mean = torch.tensor(normalization.mean, dtype=torch.float64)
             std = torch.tensor(normalization.std, dtype=torch.float64)
             factor, offset = (normalization.scale / std).to(dtype), (-mean / std).to(dtype)
-            # Repeated over the pixels of an image: broadcasting three channels that lie last is four times slower.
+            # Repeated over the pixels of an image, because broadcasting over three trailing channels is four times slower.
             pixels = math.prod(shape[1:])
             self.factor, self.offset = factor.repeat(pixels).to(device), offset.repeat(pixels).to(device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalized ``x`` on the device; integers that are not images (token ids) keep their type."""
+        """Return normalized ``x`` on the device; token ids (int64) are only moved to the device."""
         if x.dtype == torch.int64:
             return x.to(self.device, non_blocking=True)
         x = x.to(self.device, non_blocking=True).to(self.dtype)

@@ -24,7 +24,7 @@ from unskew.protocol.rules import ClientRule
 from unskew.seeding import derive
 
 REMEMBERED = 128
-"""Clients whose facts are kept at a time."""
+"""Number of clients whose ``client_info`` is cached."""
 
 
 def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
@@ -33,7 +33,7 @@ def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
 
 
 def client_key(seed: int, broadcast: Broadcast) -> Tensor:
-    """The random key of a client in a round.
+    """Return the random key of a client in a round.
 
     Args:
         seed: Seed of the run.
@@ -43,20 +43,20 @@ def client_key(seed: int, broadcast: Broadcast) -> Tensor:
 
 
 def to_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
-    """The same tensors on ``device``, by name in order, as stacking needs it; on the CPU they are not copied.
+    """Move tensors to ``device`` and sort them by name, as stacking requires; on the CPU they are not copied.
 
     Args:
         nested: Tensors by rule and name.
-        device: Device that computes.
+        device: Device to move to.
     """
-    # What comes from a checkpoint is in another order than what a rule has written since.
+    # Tensors from a checkpoint are in another order than those that a rule has written since.
     return {
         rule: {name: t.to(device) for name, t in sorted(tensors.items())} for rule, tensors in sorted(nested.items())
     }
 
 
 class ClientInputs:
-    """Makes what the clients of a run train with."""
+    """Creates the training inputs of the clients of a run."""
 
     def __init__(self, setup: EngineConfig):
         self.setup = setup
@@ -73,13 +73,13 @@ class ClientInputs:
         self.facts = lru_cache(maxsize=REMEMBERED)(self._client_info)
 
     def _client_info(self, client: int) -> dict[str, Tensors]:
-        """Return what each rule knows of a client's data."""
+        """Return the ``client_info`` of each rule for one client."""
         like = torch.empty(0, dtype=self.setup.spec.dtype, device=self.setup.device)
         data = ClientDataView.of(self.setup.federation, client, self.normalize, like, self.setup.seed)
         return {rule.name: rule.client_info(data) for rule in self.setup.rules}
 
     def initial_params(self, broadcast: Broadcast) -> Tensor:
-        """Return the initial parameters of local training: the broadcast, except for slices that stayed at the client."""
+        """Return the initial parameters: the broadcast, except for slices that stayed at the client."""
         own = broadcast.state.model
         if broadcast.down is None or own is None:
             return broadcast.v.to(self.setup.device)
@@ -88,7 +88,7 @@ class ClientInputs:
         ).to(self.setup.device)
 
     def initial_buffers(self, broadcast: Broadcast) -> Tensor:
-        """The statistics that it starts with: those sent, but for what stayed at the client."""
+        """Return the initial buffers: the broadcast, except for those that stayed at the client."""
         b, own = broadcast.b, broadcast.state.buffers
         if own is not None and self.setup.buffers == "local":
             b = own
@@ -97,7 +97,7 @@ class ClientInputs:
         return b.to(self.setup.device)
 
     def optimizer_state(self, broadcast: Broadcast, v: Tensor) -> Tensors:
-        """The optimizer's state at the first step: fresh, or what stayed at the client.
+        """Return the optimizer state at the first step: a new one, or the one that stayed at the client.
 
         Args:
             broadcast: Message from the server.
@@ -141,9 +141,9 @@ class ClientInputs:
         }
 
     def contexts(self, given: dict[str, Any], model: Model, round: int, ended: bool = False) -> list[Context]:
-        """One context per rule: its own state, download, upload, facts and common tensors, all else shared.
+        """Create one context per rule, with the rule's own state, download, upload, client info and common tensors.
 
-        Once local training has ``ended``, state and upload may be written.
+        Contexts of ended training have writable state and upload.
 
         Args:
             given: Result of ``of``.
@@ -174,17 +174,18 @@ def apply_end_hooks(
 ) -> tuple[list[tuple[Tensors, Tensors]], Tensor]:
     """Run the rules' hooks after the last step.
 
-    Return their state and uploads, and the update to send instead of ``delta``.
-
     Args:
         rules: Client rules in order.
         ctxs: Context of each rule.
-        carries: Values that each rule kept during training.
+        carries: Carry of each rule.
         v: Parameters after local training, ``[d]``.
         delta: Update before the hooks, ``[d]``.
 
+    Returns:
+        State and upload of each rule, and the update to send instead of ``delta``.
+
     Raises:
-        ConfigError: What a rule sends has another shape or precision.
+        ConfigError: If a rule sends an update of another shape or data type.
     """
     for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
         rule.end(ctx, carry, v)
@@ -201,9 +202,10 @@ def apply_end_hooks(
 
 
 def local_update(broadcast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
-    """The local result minus the server's model, ``[d]``; 0 on slices that are not sent back.
+    """Return the local model minus the broadcast model, ``[d]``; 0 on slices that are not uploaded.
 
-    Of slices that are sent back but were not sent to it, a client far away sends its values, and the server subtracts.
+    In a deployment, the client sends its values on slices that it uploads without having received them, and the server
+    computes the difference.
 
     Args:
         broadcast: Message from the server.
@@ -228,7 +230,7 @@ def pack_update(
     made: Tensors,
     moments: Tensors,
 ) -> Update:
-    """Pack what a client sends (``written``: per rule, its state and its upload) and what stays with it.
+    """Create a client's update from its results.
 
     Args:
         setup: Configuration of the engine.
@@ -238,7 +240,7 @@ def pack_update(
         b: Buffers after local training, ``[m]``.
         written: State and upload of each rule.
         metrics: Metrics of local training.
-        made: Samples that a rule generated.
+        made: Samples that a rule generated, or an empty dictionary.
         moments: State of the optimizer, if it stays at the client.
     """
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
@@ -266,16 +268,16 @@ def pack_update(
 
 
 def update_to_dict(record: Broadcast | Update) -> dict[str, Any]:
-    """The fields of a record, uncopied; a client's state as flat tensors."""
+    """Return the fields of a record, not copied, with the client state as flat tensors."""
     values = {f.name: getattr(record, f.name) for f in fields(record)}
     return {**values, "state": record.state.tensors()}
 
 
 def update_from_dict(record: type[Broadcast] | type[Update], values: dict[str, Any]) -> Any:
-    """Inverse of ``update_to_dict``.
+    """Build a record from the output of ``update_to_dict``.
 
     Args:
         record: Class to create.
-        values: Result of ``update_to_dict``.
+        values: Output of ``update_to_dict``.
     """
     return record(**{**values, "state": ClientState.of(values["state"])})

@@ -1,4 +1,4 @@
-"""Memory and threads of processes that share the machine."""
+"""Memory and threads of processes that share a machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 
 import torch
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters in glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt in glibc's malloc.h
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed blocks; without this every training step faults its activations in anew.
+    """Make glibc keep freed blocks; otherwise every training step maps the memory of its activations again.
 
-    It holds for the whole process, so it is for processes that are unskew's own.
+    This affects the whole process, so call it only in processes that unskew created.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -29,10 +29,10 @@ def keep_freed_memory() -> None:
 
 
 def exit_with_parent(ending: int = signal.SIGTERM) -> None:
-    """End this process when the process that started it ends, also if that one was killed.
+    """End this process when its parent process ends, even if the parent is killed.
 
     Args:
-        ending: The signal that this process sends to itself.
+        ending: Signal that this process sends to itself.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -47,7 +47,7 @@ def exit_with_parent(ending: int = signal.SIGTERM) -> None:
 
 @contextlib.contextmanager
 def default_torch_modes() -> Iterator[None]:
-    """Context manager in which PyTorch computes gradients, in full precision, whatever modes the caller has set."""
+    """Context manager in which PyTorch computes gradients in full precision, whatever modes the caller has set."""
     with contextlib.ExitStack() as within:
         within.enter_context(torch.inference_mode(False))
         within.enter_context(torch.enable_grad())
@@ -58,18 +58,18 @@ def default_torch_modes() -> Iterator[None]:
 
 
 _share: int | None = None
-"""Cores that this process was given of the machine's, as one of several that work side by side."""
+"""Core limit of this process, as one of several that share the machine."""
 
 
 def set_core_limit(number: int) -> None:
-    """From now on this process uses so many cores only; it is for processes that are unskew's own."""
+    """Limit this process to a number of cores; call it only in processes that unskew created."""
     global _share
     _share = number
     torch.set_num_threads(number)
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if _share is not None:
         return _share
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Results that arrive in any order, handed on in the order of their tasks."""
+"""Reordering of results that arrive in any order into the order of their tasks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Value = TypeVar("Value")
 
 
 def in_order(count: int, receive: Callable[[int], Iterable[tuple[int, Value]]]) -> Iterator[Value]:
-    """Yield the results of the tasks 0 to ``count - 1`` in this order, whichever arrives first.
+    """Yield the results of the tasks 0 to ``count - 1`` in this order, in whichever order they arrive.
 
     Args:
         count: Number of tasks.
-        receive: Called with the number of the task whose result is needed next. It starts what may be started, waits for at
-            least one result, and returns the new results with the numbers of their tasks.
+        receive: Called with the number of the task whose result is needed next. It starts tasks if possible, waits for
+            at least one result, and returns the new results with their task numbers.
 
     >>> list(in_order(3, lambda needed: [(2, "c"), (0, "a")] if needed == 0 else [(1, "b")]))
     ['a', 'b', 'c']

@@ -1,4 +1,4 @@
-"""One client after another in this process: the simplest engine, and on one core the fastest."""
+"""Inline engine: one client after another in this process. The simplest engine, and the fastest on one core."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class InlineEngine:
     """Trains the clients of a cohort in turn on one reused model.
 
     Args:
-        setup: The run.
-        clients_per_group: How many clients are trained as one network.
+        setup: Configuration of the engine.
+        clients_per_group: Number of clients that are trained as one network.
     """
 
     name = "inline"
@@ -27,7 +27,7 @@ class InlineEngine:
         self.group = GroupTrainer(setup, self.trainer, grouped_form(setup.spec)) if clients_per_group > 1 else None
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train a cohort; see ``unskew.engines.base.Engine``."""
+        """Train a cohort and yield its updates in order."""
         if self.group is None:
             for broadcast in broadcasts:
                 yield self.trainer.train(broadcast)
@@ -38,4 +38,4 @@ class InlineEngine:
         yield from (done[index] for index in range(len(broadcasts)))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing, because there is nothing to release."""

@@ -1,4 +1,4 @@
-"""One client's local training, the reference that every engine must equal."""
+"""Local training of one client, the reference whose results every engine must reproduce."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Function = TypeVar("Function")
 
 
 def base_loss(model: Model, task: Task) -> LossFn:
-    """The task's loss of a batch, which rules wrap.
+    """Return the task's loss of a batch, which rules wrap.
 
     Args:
         model: Model of the client.
@@ -40,7 +40,7 @@ def base_loss(model: Model, task: Task) -> LossFn:
 
 
 def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
-    """Return the loss or gradient function of a rule after validation.
+    """Validate and return the loss or gradient function that a hook created.
 
     Args:
         rule: The rule.
@@ -48,7 +48,7 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
         made: Function that the hook returned.
 
     Raises:
-        ConfigError: The hook did not return a function.
+        ConfigError: If the hook did not return a function.
     """
     if not callable(made):
         raise ConfigError(f"{rule.name}.{hook} must return a function of a vector and a batch, not {short_repr(made)}.")
@@ -56,22 +56,22 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
 
 
 def single_sample_error(client: int) -> DataError:
-    """Return the error message for a batch of one sample in front of BatchNorm."""
+    """Return the error for a batch of one sample in a model with BatchNorm."""
     return DataError(
-        f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalize: give it more samples, "
-        "set drop_last if it is the rest of an epoch, or use a model with GroupNorm."
+        f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalize. Give it more samples, "
+        "set drop_last if it is the last batch of an epoch, or use a model with GroupNorm."
     )
 
 
 def combined_trainable_mask(
     rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], batch: Batch
 ) -> Tensor | None:
-    """The parameters that every rule lets move in this step, boolean ``[d]``; None if that is all of them.
+    """Return the mask of parameters that no rule freezes in this step, boolean ``[d]``; None if none is frozen.
 
     Args:
         rules: Client rules in order.
         ctxs: Context of each rule.
-        carries: Values that each rule kept during training.
+        carries: Carry of each rule.
         batch: Batch of the step.
     """
     masks = [rule.trainable_mask(ctx, carry, batch) for rule, ctx, carry in zip(rules, ctxs, carries, strict=True)]
@@ -80,11 +80,11 @@ def combined_trainable_mask(
 
 
 def rule_generated_samples(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
-    """The inputs ``x`` and targets ``y`` that a client's rules made: the last rule's that made any, else nothing.
+    """Return the inputs ``x`` and targets ``y`` of the last rule that generated samples; empty if no rule did.
 
     Args:
         rules: Client rules in order.
-        carries: Values that each rule kept during training.
+        carries: Carry of each rule.
     """
     generated = [
         samples
@@ -104,7 +104,7 @@ class LocalTrainer:
         self.needs_full_gradient = any("full_gradient" in rule.needs for rule in setup.rules)
 
     def full_gradient(self, broadcast: Broadcast) -> Tensor | None:
-        """Gradient of the client's mean loss over all its samples at its start, ``[d]``; None if no rule needs it."""
+        """Compute the gradient of the client's mean loss at its initial model, ``[d]``; None if no rule needs it."""
         if not self.needs_full_gradient:
             return None
         client, v = self.setup.federation.clients[broadcast.client], self.inputs.initial_params(broadcast)
@@ -120,7 +120,7 @@ class LocalTrainer:
         return total
 
     def train(self, broadcast: Broadcast) -> Update:
-        """Local training of one client from its broadcast."""
+        """Run the local training of one client from its broadcast."""
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
         plan = BatchPlan(training, client.examples, setup.seed, broadcast.round, broadcast.client).to(client.y.device)

@@ -1,8 +1,8 @@
-"""An object in a file, its arrays as they lie in memory: processes of one machine that map it share one copy of them.
+"""Pickle files with memory-mapped arrays: processes of one machine that map such a file share one copy of the arrays.
 
-Arrays that are mapped from a file already are not copied: they are opened there.
+Arrays that are already mapped from a file are not copied, but mapped again from that file.
 
-Only for files of this program's own that no other user can write, as everything that is pickled.
+As with every pickle, load only files that this program wrote and that no other user can write.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGN = 64  # vector instructions and BLAS give the same bits for the same alig
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as arrays, which are then written apart."""
+    """Pickles tensors as arrays, which are stored out of band."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Tensor and (location := locate_tensor(value)) is not None:
@@ -40,14 +40,14 @@ class _Pickler(pickle.Pickler):
 
 
 def dump_mmap(value: Any, path: Path) -> None:
-    """Write an object into a new file.
+    """Write an object to a new file.
 
     Args:
         value: Object to write.
         path: File to create.
 
     Raises:
-        pickle.PicklingError: The object, or a part of it, cannot be found by its name in another process.
+        pickle.PicklingError: If the object, or a part of it, cannot be found by its name in another process.
     """
     locations: list[tuple[int, int]] = []
     with create_file(path) as file:
@@ -66,14 +66,14 @@ def dump_mmap(value: Any, path: Path) -> None:
 
 
 def dumps_mmap(value: Any) -> bytes:
-    """An object as bytes, but for arrays that are mapped from files: these are named by their files."""
+    """Pickle an object to bytes; arrays that are mapped from files are replaced by references to their files."""
     body = io.BytesIO()
     _Pickler(body, protocol=5).dump(value)
     return body.getvalue()
 
 
 def load_mmap(path: Path) -> Any:
-    """The object in a file; its arrays are the file's pages. Whoever writes to one gets a copy of that page."""
+    """Load an object whose arrays are pages of the file; writing to an array copies the page."""
     with path.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     start = int.from_bytes(memory[-8:], "little")

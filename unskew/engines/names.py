@@ -1,4 +1,4 @@
-"""Names of engines: unskew's own, and those of plugins with their options."""
+"""Names of engines: built-in engines, and engines of plugins with their options."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ BUILT_IN = ("auto", "inline", "processes", "vectorized")
 
 
 def parse_engine(engine: str) -> tuple[str, dict[str, str]]:
-    """Return the name and the options of an engine that is written as ``name:key=value,key=value``.
+    """Parse an engine expression ``name:key=value,key=value`` into its name and options.
 
     Raises:
-        ConfigError: There is no such engine, or it takes no options here.
+        ConfigError: If the engine does not exist, or takes no options here.
     """
     expression = parse_expression(engine)
     name, options = expression.name, expression.with_flags(())
     if name not in BUILT_IN:
         name = find_plugin(ENGINES, "engine", name, BUILT_IN).name
     if options and name in (*BUILT_IN, "ray"):
-        remedy = "set them in the section ray" if name == "ray" else "remove them"
-        raise ConfigError(f"The engine {name!r} takes no options in its name; {remedy}.")
+        remedy = "Set them in the section ray" if name == "ray" else "Remove them"
+        raise ConfigError(f"The engine {name!r} takes no options in its name. {remedy}.")
     return name, options

@@ -1,6 +1,6 @@
-"""The client's optimizer on a flat vector: the update rules of ``torch.optim``, as functions that can be mapped.
+"""Client optimizers on a flat vector: the update rules of ``torch.optim`` as functions that ``vmap`` can map.
 
-All write their arguments in place, element by element, so they work on one vector ``[d]`` and inside ``vmap``.
+All functions modify their arguments in place, elementwise, so they work on one vector ``[d]`` and inside ``vmap``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ State = dict[str, Tensor]
 
 
 def init_state(training: Training, v: Tensor, freezes: bool = False) -> State:
-    """Fresh state of the optimizer for the vector ``v``; ``freezes``: some steps will move only a part of it.
+    """Create the initial optimizer state for the vector ``v``.
 
     Args:
         training: Optimizer and its options.
         v: Parameters, ``[d]``.
-        freezes: Whether some steps move only a part of the parameters.
+        freezes: Whether some steps update only a part of the parameters.
     """
     if training.optimizer == "sgd":
         return {"momentum": torch.zeros_like(v)} if training.momentum else {}
@@ -31,9 +31,9 @@ def init_state(training: Training, v: Tensor, freezes: bool = False) -> State:
 def optimizer_step(
     training: Training, v: Tensor, g: Tensor, state: State, t: int, moves: Tensor | None = None
 ) -> tuple[Tensor, State]:
-    """One step from ``v`` along the gradient ``g``; ``t`` counts from 0. Both ``v`` and ``state`` are overwritten.
+    """Take one step from ``v`` along the gradient ``g``; ``v`` and ``state`` are overwritten.
 
-    Where ``moves`` (boolean, ``[d]``) is false nothing changes: no decay, no momentum, as if the parameter were not there.
+    Parameters for which ``moves`` is false are unchanged: no decay and no momentum.
 
     Args:
         training: Optimizer and its options.
@@ -41,10 +41,10 @@ def optimizer_step(
         g: Gradient, ``[d]``.
         state: State of the optimizer; overwritten.
         t: Number of the step, from 0.
-        moves: Entries that may move, boolean ``[d]``; None: all.
+        moves: Mask of the parameters to update, boolean ``[d]``; None for all.
 
     Raises:
-        ConfigError: The gradient has another shape than the vector, as a rule of one's own may make it.
+        ConfigError: If the gradient has another shape than the vector, for example from a custom rule.
     """
     if not isinstance(g, Tensor) or g.shape != v.shape:
         what = f"one of shape {tuple(g.shape)}" if isinstance(g, Tensor) else short_repr(g)
@@ -57,7 +57,7 @@ def optimizer_step(
 
 
 def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
-    """One step of all parameters.
+    """Take one step of all parameters.
 
     Args:
         training: Optimizer and its options.
@@ -74,7 +74,7 @@ def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -
 
 
 def sgd(training: Training, v: Tensor, g: Tensor, state: State) -> tuple[Tensor, State]:
-    """SGD with momentum, Nesterov momentum and weight decay, as ``torch.optim.SGD``.
+    """Take a step of SGD with momentum, Nesterov momentum and weight decay, as ``torch.optim.SGD``.
 
     Args:
         training: Options of SGD.
@@ -91,15 +91,15 @@ def sgd(training: Training, v: Tensor, g: Tensor, state: State) -> tuple[Tensor,
 
 
 def adam(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
-    """Adam (decay added to the gradient) or AdamW (decay apart), as ``torch.optim``; betas 0.9 and 0.999.
+    """Take a step of Adam (decay in the gradient) or AdamW (decoupled decay), as ``torch.optim``; betas 0.9 and 0.999.
 
-    The bias is corrected by a parameter's own number of steps, where ``state`` counts them.
+    The bias is corrected with each parameter's own number of steps if ``state`` counts them.
 
     Args:
         training: Options of Adam.
         v: Parameters, ``[d]``; overwritten.
         g: Gradient, ``[d]``.
-        state: Moments, and numbers of steps where parameters were frozen; overwritten.
+        state: Moments, and steps per parameter if some were frozen; overwritten.
         t: Number of the step, from 0.
     """
     beta1, beta2, eps = 0.9, 0.999, 1e-8

@@ -1,7 +1,8 @@
-"""A worker process per core, one thread each: on a CPU with several cores the fastest engine.
+"""Processes engine: one worker process per core with one thread each, the fastest engine on a multi-core CPU.
 
-Workers are forked, so they share the data without a copy; vectors travel through shared memory. The largest clients are
-handed out first, so that no worker is left with a big one at the end. Results are given back in the cohort's order.
+Workers are forked, so they share the data without copying; vectors are passed through shared memory. The largest
+clients are assigned first, so that no worker has to train a large one at the end. Updates are yielded in the order of
+the cohort.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
-import multiprocessing.util  # its own end of all processes is registered before ours
+import multiprocessing.util  # its exit handler must be registered before ours
 import signal
 import sys
 import time
@@ -35,7 +36,7 @@ from unskew.errors import EngineError, UnskewError
 from unskew.models.grouped.context import GroupedModel, grouped_form
 from unskew.protocol.messages import Broadcast, Update
 
-AHEAD = 2  # tasks a worker holds, so that it never waits for the next one
+AHEAD = 2  # tasks assigned to a worker, so that it never waits for the next one
 
 
 def fork_available() -> bool:
@@ -51,13 +52,13 @@ def _work(
     pipe: Connection,
     inherited: Sequence[Connection],
 ) -> None:
-    """The life of a worker: receive a broadcast, train, write the update to the outbox."""
-    # The parent handles signals: it finishes the round. If it ends in any other way, so does this process.
+    """Run a worker: receive a broadcast, train, write the update to the outbox."""
+    # The parent handles signals and finishes the round. If the parent ends in another way, so does this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     exit_with_parent(signal.SIGKILL)
     for other_end in inherited:
-        other_end.close()  # while a worker holds the parent's ends, no other worker would notice the parent's death
+        other_end.close()  # if a worker kept the parent's ends open, other workers would not notice the parent's death
     torch.set_num_threads(1)
     keep_freed_memory()
     single = LocalTrainer(setup)
@@ -77,10 +78,10 @@ def _work(
             updates = trainer.train(broadcasts)
             pipe.send((True, [outbox.pack(update_to_dict(update)) for update in updates]))
         except (BrokenPipeError, ConnectionResetError):
-            return  # the parent is gone
+            return  # the parent has ended
         except UnskewError as error:
             _tell(pipe, error)
-        except Exception:  # a bug in a rule must reach the user, not die with the worker
+        except Exception:  # report bugs in rules to the user
             _tell(pipe, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}"))
 
 
@@ -93,7 +94,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def _tell(pipe: Connection, error: UnskewError) -> None:
-    """Report an error; the parent may have stopped already because of another worker's."""
+    """Report an error, unless the parent has already stopped because of another worker's error."""
     with contextlib.suppress(OSError):
         pipe.send((False, error))
 
@@ -103,7 +104,7 @@ _engines: weakref.WeakSet[ProcessesEngine] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """Before multiprocessing, which would wait for workers that do not hear SIGTERM."""
+    """End all workers before multiprocessing would wait for workers that do not react to SIGTERM."""
     for engine in list(_engines):
         engine.close()
 
@@ -112,24 +113,24 @@ class ProcessesEngine:
     """Trains the clients of a cohort in forked worker processes.
 
     Args:
-        setup: The run.
-        workers: Number of processes; by default one per core this process may use.
-        clients_per_group: How many clients a worker trains as one network.
+        setup: Configuration of the engine.
+        workers: Number of processes; None for one per core that this process may use.
+        clients_per_group: Number of clients that a worker trains as one network.
 
     Raises:
-        EngineError: Processes cannot be forked here.
+        EngineError: If this platform cannot fork processes.
     """
 
     name = "processes"
 
     def __init__(self, setup: EngineConfig, workers: int | None = None, clients_per_group: int = 1):
         if not fork_available():
-            raise EngineError("The engine 'processes' needs Linux (it forks); use engine='inline' here.")
+            raise EngineError("The engine 'processes' needs Linux, because it forks. Use engine='inline'.")
         if setup.device.type != "cpu":
-            raise EngineError(f"The engine 'processes' trains on the CPU, not on {setup.device}; use 'vectorized'.")
+            raise EngineError(f"The engine 'processes' trains on the CPU, not on {setup.device}. Use 'vectorized'.")
         _engines.add(self)
         workers = workers or num_cores()
-        # More threads of this process would spin on the cores that the workers need.
+        # More threads of this process would compete with the workers for cores.
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
         self.setup, self.clients_per_group = setup, clients_per_group
@@ -151,12 +152,12 @@ class ProcessesEngine:
             self.processes.append(process)
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train a cohort; see ``unskew.engines.base.Engine``."""
+        """Train a cohort and yield its updates in order."""
         self.inbox.clear()
         waiting = deque(schedule_groups(broadcasts, steps_per_client(self.setup, broadcasts), self.clients_per_group))
         busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}
         fresh = set(self.pipes)
-        # A part of several clients is worth the wait for the worker that is free first.
+        # A group of clients is large, so it is assigned only to a worker that is free.
         for _ in range(AHEAD if self.clients_per_group == 1 else 1):
             for pipe in self.pipes:
                 self._send(pipe, waiting, busy, broadcasts, fresh)
@@ -165,7 +166,7 @@ class ProcessesEngine:
             for ready in self._wait_for_replies([p for p in self.pipes if busy[p]]):
                 pipe = cast(Connection, ready)
                 packed, part = self._receive(pipe), busy[pipe].popleft()
-                self._send(pipe, waiting, busy, broadcasts, fresh)  # first, so that the worker need not wait
+                self._send(pipe, waiting, busy, broadcasts, fresh)  # before unpacking, so that the worker need not wait
                 outbox = self.outboxes[self.pipes.index(pipe)]
                 updates = (update_from_dict(Update, outbox.unpack(message, copy=True)) for message in packed)
                 yield from zip(part, updates, strict=True)
@@ -180,22 +181,22 @@ class ProcessesEngine:
         broadcasts: Sequence[Broadcast],
         fresh: set[Connection],
     ) -> None:
-        """Give a worker the next part. Only that is written for it, so the first workers begin at once."""
+        """Assign the next group to a worker; only its broadcasts are written, so the first workers start at once."""
         if waiting:
             part = waiting.popleft()
             busy[pipe].append(part)
             packed = [self.inbox.pack(update_to_dict(broadcasts[index])) for index in part]
-            with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
+            with contextlib.suppress(BrokenPipeError):  # handled, with its reason, when the reply is read
                 pipe.send((pipe in fresh, packed))
             fresh.discard(pipe)
 
     def _wait_for_replies(self, asked: list[Connection]) -> list[Any]:
-        """The pipes with an answer; if there is none for too long, the user is told who is waited for."""
+        """Wait for pipes with a reply and warn about missing workers if there is none for too long."""
         ready = wait(asked, self.setup.stall_warning_seconds)
         if not ready:
             pids = [self.processes[self.pipes.index(pipe)].pid for pipe in asked]
             stopped = [pid for pid in pids if pid is not None and is_stopped(pid)]
-            why = f" Stopped by a signal: {stopped}; kill -CONT lets them go on." if stopped else ""
+            why = f" Stopped by a signal: {stopped}; kill -CONT resumes them." if stopped else ""
             self.setup.warn(
                 f"No reply from any worker for {self.setup.stall_warning_seconds:g} s (stall_warning_seconds); still waiting "
                 f"for PIDs {pids}.{why} If they are stuck, kill them and resume the run."
@@ -204,14 +205,14 @@ class ProcessesEngine:
         return ready
 
     def _receive(self, pipe: Connection) -> list[Any]:
-        """A worker's answer: the updates of a part, still in its outbox."""
+        """Receive a worker's reply: the updates of a group, still in its outbox."""
         try:
             ok, answer = pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             process = self.processes[self.pipes.index(pipe)]
             process.join(timeout=1)
             raise EngineError(
-                f"A worker process died (exit code {process.exitcode}); memory may have run out. "
+                f"A worker process died (exit code {process.exitcode}), possibly out of memory. "
                 "Resume the run, with fewer workers or engine='inline'."
             ) from error
         if not ok:

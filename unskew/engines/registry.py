@@ -1,4 +1,4 @@
-"""Devices and engines by name."""
+"""Devices and engines, by name."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def available_devices() -> list[str]:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that ``name`` means; ``auto`` is CUDA where there is one.
+    """Return the device for ``name``; ``auto`` is CUDA if available, otherwise the CPU.
 
     Raises:
-        ConfigError: There is no such device here.
+        ConfigError: If the device is not available.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,7 +37,7 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"The device {name!r} is not available here: {reason}. There is: {', '.join(available_devices())}."
+            f"The device {name!r} is not available here: {reason}. Available devices: {', '.join(available_devices())}."
         ) from error
     return device
 
@@ -52,15 +52,15 @@ def make_engine(
     """Create an engine.
 
     Args:
-        engine: Name of the engine, not ``auto``; the options of a plugin follow it as in ``name:key=value,key=value``.
-        setup: Everything that the engine needs for the run.
-        workers: Number of processes of ``processes``, or of concurrent tasks of ``ray``; None or 0: one per core.
+        engine: Name of the engine, not ``auto``; for a plugin, optionally with options: ``name:key=value,key=value``.
+        setup: Configuration of the engine.
+        workers: Number of processes of ``processes``, or of concurrent tasks of ``ray``; None or 0 for one per core.
         clients_per_group: Number of clients that are trained as one network.
         ray: Options of the engine ``ray``.
 
     Raises:
-        ConfigError: There is no such engine, or an option is not valid.
-        EngineError: The engine is not available on this machine.
+        ConfigError: If the engine does not exist, or an option is not valid.
+        EngineError: If the engine is not available on this machine.
     """
     if engine == "inline":
         return InlineEngine(setup, clients_per_group)

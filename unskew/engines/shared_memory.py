@@ -1,4 +1,4 @@
-"""Shared memory that carries tensors between processes without pickling: written once, read as views."""
+"""Shared memory that passes tensors between processes without pickling: written once, read as views."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class TensorRef(tuple[int, torch.dtype, tuple[int, ...]]):
-    """Location of a tensor in shared memory: offset in bytes, dtype, shape. Small enough to send through a pipe."""
+    """Location of a tensor in shared memory: offset in bytes, dtype and shape; small enough to send through a pipe."""
 
     __slots__ = ()
 
 
 class SharedMemory:
-    """A region that is mapped before the workers are forked, so that all of them see it.
+    """Memory region that is mapped before workers are forked, so that all of them can access it.
 
-    Address space is reserved generously; memory is used only where something was written.
+    It reserves a large address range; only written pages use memory.
     """
 
     def __init__(self, capacity: int = 1 << 36):
@@ -34,43 +34,43 @@ class SharedMemory:
             except OSError:
                 continue
         else:
-            raise EngineError("The system grants no shared memory for worker processes; use engine='inline'.")
+            raise EngineError("The system provides no shared memory for worker processes. Use engine='inline'.")
         self.capacity = size
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.used = 0
         self._known: dict[int, tuple[Tensor, TensorRef]] = {}
 
     def clear(self) -> None:
-        """Forget everything; the memory is written again."""
+        """Release all tensors; their memory is reused."""
         self.used = 0
         self._known.clear()
 
     def view(self, ref: TensorRef) -> Tensor:
-        """The tensor at ``ref``, as a view of the arena."""
+        """Return the tensor at ``ref`` as a view of the region."""
         offset, dtype, shape = ref
         count = int(torch.Size(shape).numel())
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
 
     def write(self, tensor: Tensor) -> TensorRef:
-        """Copy a tensor in, unless this very tensor is there already."""
+        """Copy a tensor into the region, unless the same tensor is already there."""
         known = self._known.get(id(tensor))
         if known is not None:
             return known[1]
         size = tensor.numel() * tensor.element_size()
         if self.used + size > self.capacity:
             raise EngineError(
-                f"A round needs more than {self.capacity >> 30} GiB of shared memory; "
-                "use engine='inline' or a smaller cohort."
+                f"A round needs more than {self.capacity >> 30} GiB of shared memory. "
+                "Use engine='inline' or a smaller cohort."
             )
         ref = TensorRef((self.used, tensor.dtype, tuple(tensor.shape)))
         self.view(ref).copy_(tensor)
         self.used += (size + _ALIGN - 1) // _ALIGN * _ALIGN
-        # The tensor is kept alive: a freed one's id could return as another tensor's.
+        # Keep the tensor alive, because the id of a freed tensor may be reused for another one.
         self._known[id(tensor)] = (tensor, ref)
         return ref
 
     def pack(self, value: Any) -> Any:
-        """The same value with every tensor in it, also inside dictionaries and lists, replaced by its place in the arena."""
+        """Replace all tensors in the value, also in dictionaries and lists, by their location in the region."""
         if isinstance(value, Tensor):
             return self.write(value)
         if isinstance(value, dict):
@@ -80,10 +80,10 @@ class SharedMemory:
         return value
 
     def unpack(self, value: Any, copy: bool = False) -> Any:
-        """Inverse of ``pack``: views, or copies that outlive the next ``clear``; what was one tensor is one again.
+        """Invert ``pack``: views, or copies that outlive the next ``clear``; shared tensors remain shared.
 
         Args:
-            value: Result of ``pack``.
+            value: Output of ``pack``.
             copy: Whether to copy the tensors.
         """
         return self._unpack(value, copy, {})

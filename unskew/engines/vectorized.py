@@ -1,4 +1,4 @@
-"""All clients of a cohort at once under ``torch.func.vmap``: for GPUs, where one client alone cannot fill the device."""
+"""Vectorized engine: a whole cohort at once under ``torch.func.vmap``, for GPUs that one client cannot fill."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unskew.engines.vmap_trainer import GroupTrainer, client_kind
 from unskew.protocol.messages import Broadcast, Update
 
 WIDTH = 64
-"""Largest number of clients mapped at once; a bigger cohort is trained in several parts."""
+"""Largest number of clients mapped at once; a larger cohort is split."""
 
 
 class VectorizedEngine:
-    """Maps local training over the cohort of the run ``setup``."""
+    """Maps local training over the clients of a cohort."""
 
     name = "vectorized"
 
@@ -24,7 +24,7 @@ class VectorizedEngine:
         self.trainer = GroupTrainer(setup, LocalTrainer(setup))
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train a cohort; see ``unskew.engines.base.Engine``."""
+        """Train a cohort and yield its updates in order."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for index, broadcast in enumerate(broadcasts):
             groups[client_kind(broadcast)].append(index)
@@ -36,4 +36,4 @@ class VectorizedEngine:
         return (done[index] for index in range(len(broadcasts)))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing, because there is nothing to release."""

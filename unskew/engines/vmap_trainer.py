@@ -1,7 +1,7 @@
 """Local training of several clients at once: ``unskew.engines.local_trainer`` mapped by ``torch.func.vmap``.
 
-Clients whose next batch differs in size are mapped in separate groups, so nothing is padded: padding would change
-BatchNorm's statistics and with them the numbers.
+Clients whose next batch differs in size are mapped in separate groups, because padding would change BatchNorm's buffers
+and with them the results.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ Tree = Any
 
 
 def stack_trees(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
-    """One tree whose leaves have a leading client axis, and ``in_dims``: None where all clients share one tensor."""
+    """Stack trees along a leading client axis; ``in_dims`` is None for leaves that all clients share."""
     leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
     layout = pytree.tree_flatten(trees[0])[1]
     stacked, dims = [], []
     for column in zip(*leaves, strict=True):
-        alike = all(leaf is column[0] for leaf in column)  # also None: what no rule needs
+        alike = all(leaf is column[0] for leaf in column)  # including None, for values that no rule needs
         stacked.append(column[0] if alike else torch.stack(column))
         dims.append(None if alike else 0)
     return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
 
 
 def select_rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tree:
-    """The rows ``index`` of every mapped leaf (all rows, uncopied, if ``index`` is None).
+    """Select rows of every leaf with a client axis (all rows, not copied, if ``index`` is None).
 
     Args:
         tree: Nested containers of tensors.
-        index: Rows to select; None: all.
-        dims: Which leaves have a client axis; None: all.
+        index: Rows to select; None for all.
+        dims: Leaves with a client axis; None for all.
     """
     if index is None:
         return tree
@@ -69,11 +69,11 @@ def select_rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None
 
 
 def replace_rows(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
-    """``tree`` with its rows ``index`` replaced by ``new``.
+    """Return ``tree`` with rows replaced.
 
     Args:
         tree: Nested containers of tensors.
-        index: Rows to replace; None: all.
+        index: Rows to replace; None for all.
         new: Values of these rows.
     """
     if index is None:
@@ -82,13 +82,13 @@ def replace_rows(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
 
 
 def client_kind(broadcast: Broadcast) -> Hashable:
-    """Clients of one kind have tensors of the same names and shapes."""
+    """Return a key that is equal for clients whose tensors have the same names and shapes."""
     state = {name: tuple(t.shape) for name, t in sorted(broadcast.state.tensors().items())}
     return repr((state, broadcast.down, broadcast.up))
 
 
 def steps_per_client(setup: EngineConfig, broadcasts: Sequence[Broadcast]) -> list[int]:
-    """Local steps of each client.
+    """Return the number of local steps of each client.
 
     Args:
         setup: Configuration of the engine.
@@ -101,13 +101,13 @@ def steps_per_client(setup: EngineConfig, broadcasts: Sequence[Broadcast]) -> li
 def schedule_groups(broadcasts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
     """Group clients that are trained together, by index; groups of clients with many steps come first.
 
-    A part holds clients of one kind and of like numbers of steps, at most ``most`` of them. Where clients differ, those with
-    more steps than the mean are fewer in a part, so that a part is no more work than ``most`` clients are on average.
+    A group has clients of one kind with similar numbers of steps, at most ``most`` of them. Groups of clients with more
+    steps than the mean are smaller, so that a group takes no more work than ``most`` average clients.
 
     Args:
-        broadcasts: The cohort.
-        steps: Local steps of each.
-        most: Largest number of clients in a part.
+        broadcasts: Messages to the cohort.
+        steps: Local steps of each client.
+        most: Maximum number of clients in a group.
     """
     order = sorted(range(len(broadcasts)), key=lambda index: -steps[index])
     if most == 1:
@@ -126,7 +126,7 @@ def schedule_groups(broadcasts: Sequence[Broadcast], steps: Sequence[int], most:
 
 
 def preload_functorch() -> None:
-    """Load what the first mapped loss makes PyTorch load, before workers are forked: half a second, once."""
+    """Load the PyTorch modules of the first mapped loss before workers are forked, which saves each half a second."""
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
@@ -134,11 +134,11 @@ class GroupTrainer:
     """Trains several clients of one kind at once.
 
     Args:
-        setup: The run.
-        single: What trains one client, where that is what it comes to.
-        form: The model's stacked form, with which they are one network; None maps each operator.
-        views: What clients write may be views of what all of them wrote, as where it is packed at once; else a client
-            that is kept would keep the memory of all.
+        setup: Configuration of the engine.
+        single: Trainer of single clients, for rules that cannot be mapped.
+        form: Grouped form of the model, which trains clients as one network; None to map each operator.
+        views: Whether updates may be views of the group's tensors, if they are packed at once; otherwise, keeping one
+            client's update would keep the memory of the whole group.
     """
 
     def __init__(
@@ -147,17 +147,17 @@ class GroupTrainer:
         self.setup, self.single, self.form, self.views = setup, single, form, views
 
     def train(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
-        """Local training of clients of one kind, as one network where that is possible.
+        """Train clients of one kind, as one network if possible.
 
-        A rule may do what cannot be mapped, such as to look at the value of a tensor, or differentiate twice. It is trained
-        client by client then, in every round anew, so that a resumed run goes the same way.
+        Some rules cannot be mapped, for example if they read values of tensors or differentiate twice. Their clients
+        are trained one by one. This is tried again in every round, so that a resumed run takes the same path.
         """
         if len(broadcasts) > 1 and self.form is not None:
             try:
                 return self.mapped(broadcasts)
             except UnskewError:
                 raise
-            except Exception:  # what is wrong without the mapping is raised below
+            except Exception:  # errors that do not come from the mapping are raised below
                 pass
         return [self.single.train(broadcast) for broadcast in broadcasts]
 
@@ -165,7 +165,7 @@ class GroupTrainer:
         return torch.func.vmap(function, in_dims=dims, randomness="different")(*args)
 
     def mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
-        """Local training of clients of one kind."""
+        """Train clients of one kind under ``vmap``."""
         with use_grouped(self.setup.spec, self.form):
             return self._mapped(broadcasts)
 
@@ -254,7 +254,7 @@ class GroupTrainer:
             written, deltas = self._map(end, (dims, 0, 0, 0, 0), stacked, b, carries, v, deltas)
         losses = (total / counts.clamp_min(1)).tolist()
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
-        # Of the group's time, each client's even share.
+        # Each client gets an equal share of the group's time.
         spent = {
             "setup_seconds": (ready - began) / len(broadcasts),
             "train_seconds": (self._now() - ready) / len(broadcasts),
@@ -269,14 +269,14 @@ class GroupTrainer:
         ]  # fmt: skip
 
     def _now(self) -> float:
-        """The time when all that was asked of the device is done."""
+        """Return the time after all work queued on the device is done."""
         if self.setup.device.type == "cuda":
             torch.cuda.synchronize(self.setup.device)
         return time.perf_counter()
 
     @staticmethod
     def _same_size(plans: Sequence[BatchPlan], t: int, device: torch.device) -> list[tuple[int, Tensor | None]]:
-        """Clients that still train at step ``t``, grouped by the size of their batch; None stands for all of them."""
+        """Group the clients that still train at step ``t`` by batch size; an index of None means all clients."""
         sizes: dict[int, list[int]] = defaultdict(list)
         for k, plan in enumerate(plans):
             if t < len(plan.batches):

@@ -1,13 +1,13 @@
-"""Interface of image generators, and the job of training one at a client.
+"""Interface of image generators, and the configuration of one client's generator.
 
-A generator learns from one client's labeled images and then makes images for labels that are asked for::
+A generator is trained on one client's labeled images and then generates images for requested labels::
 
     generator = factory(job)
     generator.fit(images, labels)     # uint8 [n, C, H, W] and int64 [n]
     images = generator.sample(labels) # uint8 [m, C, H, W] for int64 [m]
 
-Anything that does this may be used. All draws must come from ``job.seed``, so that a preparation that was killed ends with
-the same images.
+Any object with this interface can be used. All random numbers must be derived from ``job.seed``, so that an interrupted
+preparation results in the same images.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Figures = dict[str, Any]
 
 
 class ImageGenerator(Protocol):
-    """Makes labeled images like those it was fitted to."""
+    """Generator of labeled images that resemble its training images."""
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Learn from images ``[n, C, H, W]``, uint8, and their classes ``[n]``.
+        """Train the generator.
 
         Args:
             images: Images, uint8 ``[n, C, H, W]``.
@@ -38,7 +38,7 @@ class ImageGenerator(Protocol):
         """
 
     def sample(self, labels: Tensor) -> Tensor:
-        """One image for each of the classes ``[m]``: ``[m, C, H, W]``, uint8."""
+        """Generate one image for each of the classes ``[m]``: ``[m, C, H, W]``, uint8."""
 
 
 def _nothing(_: Any) -> None:
@@ -47,18 +47,18 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True)
 class GeneratorJob:
-    """One client's generator.
+    """Configuration of one client's generator.
 
     Attributes:
-        shape: Of an image, ``(C, H, W)``.
-        classes: Number of classes in the federation; a client may hold few of them.
-        seed: Decides every draw; another one for each client.
-        device: Where to train.
-        folder: Where a half-trained generator is kept, or None. It is there already.
-        privacy: The guarantee asked for, or None. Only generators that say ``private = True`` are given one.
-        report: Told the figures of each finished epoch: ``epoch``, ``epochs``, ``loss`` and, if private, ``epsilon``.
-        sampled: Told while ``sample`` works which share of it is done, from 0 to 1.
-        warn: Told what the user should know.
+        shape: Shape of an image, ``(C, H, W)``.
+        classes: Number of classes in the federation; a client may have only some of them.
+        seed: Random seed of this client's generator.
+        device: Device for training and sampling.
+        folder: Existing folder for checkpoints of the generator, or None.
+        privacy: Privacy options, or None. They are only passed to generators with ``private = True``.
+        report: Called after each epoch with ``epoch``, ``epochs``, and ``loss`` or, for private training, ``epsilon``.
+        sampled: Called during ``sample`` with the finished share, from 0 to 1.
+        warn: Called with warnings for the user.
     """
 
     shape: tuple[int, int, int]
@@ -73,9 +73,9 @@ class GeneratorJob:
 
 
 def to_uint8(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """Intensities from 0 to 1 as 8-bit pixels, on the CPU over channels-last memory.
+    """Convert intensities from 0 to 1 to 8-bit pixels, on the CPU with channels-last memory.
 
-    Intensities outside are clipped, and rows and columns beyond ``shape``, from ``pad_to_halvings``, are cut off.
+    Intensities outside this range are clipped, and padding from ``pad_to_halvings`` beyond ``shape`` is removed.
 
     Args:
         x: Images with intensities from 0 to 1, ``[n, C, H, W]``.
@@ -89,7 +89,7 @@ def to_uint8(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def padded_size(side: int, halvings: int) -> int:
-    """The smallest side that can be halved so often.
+    """Return the smallest side, at least ``side``, that can be halved ``halvings`` times.
 
     Args:
         side: Side of an image in pixels.
@@ -107,7 +107,7 @@ def num_halvings(sides: tuple[int, int], most: int) -> int:
 
     Args:
         sides: Height and width in pixels.
-        most: Largest number of halvings.
+        most: Maximum number of halvings.
 
     >>> num_halvings((32, 32), 3), num_halvings((8, 8), 3), num_halvings((28, 28), 3), num_halvings((3, 9), 3)
     (3, 1, 3, 0)
@@ -119,7 +119,7 @@ def num_halvings(sides: tuple[int, int], most: int) -> int:
 
 
 def pad_to_halvings(x: Tensor, times: int) -> Tensor:
-    """Repeat the last row and column until both sides can be halved ``times`` times; images ``[n, C, H, W]``.
+    """Pad images by repeating the last row and column until both sides can be halved ``times`` times.
 
     Args:
         x: Images, ``[n, C, H, W]``.

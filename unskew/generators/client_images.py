@@ -1,4 +1,4 @@
-"""Every client trains its generator and makes its images, one after the other; finished clients survive a kill."""
+"""Generation of all clients' images; images of finished clients are stored, so that an interrupted job can resume."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from unskew.generators.trained.dp_sgd import PrivacyOptions
 from unskew.seeding import derive, generator
 
 LOG = "generators.jsonl"
-DRAWN = 100  # clients whose images are drawn
-TRAINING = 0.8  # of a client's part of the progress bar; the rest is for making its images
+DRAWN = 100  # number of clients whose images are plotted
+TRAINING = 0.8  # share of training in a client's progress; the rest is sampling
 Keep = Callable[[Tensor, Tensor], Any]
 Tell = Callable[[str, float, float], None]
 
@@ -43,11 +43,11 @@ class GenerationRecipe:
 
     Attributes:
         rho: Share of a client's samples that its generator is trained on.
-        count: Images that each client makes.
-        factory: Makes the generators.
-        privacy: The guarantee asked for, or None.
+        count: Number of images that each client generates.
+        factory: Creates the generators.
+        privacy: Privacy options, or None.
         sharing: Clients that take part.
-        keep: From a client's images and labels to those it shares, boolean ``[count]``; None shares all.
+        keep: Maps a client's images and labels to a mask of shared images, boolean ``[count]``; None shares all.
     """
 
     rho: float
@@ -68,21 +68,21 @@ def generate_images(
     tell: Tell,
     warn: Callable[[str], None],
 ) -> SyntheticSet:
-    """Step 1 and 2 of Algorithm 2.1: the images of all clients, in the clients' order.
+    """Generate the images of all clients, in the clients' order (steps 1 and 2 of Fedssyn's Algorithm 1).
 
     Args:
-        federation: The data.
-        recipe: How they are made.
-        seed: Of the run.
-        folder: Where finished clients, half-trained generators and the set are kept; None keeps nothing.
-        device: Where generators are trained.
-        about: What identifies the set; a folder that holds another one is refused.
-        tell: Told what is being done, and how far it is.
-        warn: Told what the user should know.
+        federation: Data of all clients.
+        recipe: Options of the generation.
+        seed: Random seed of the run.
+        folder: Folder for finished clients, generator checkpoints and the set; None stores nothing.
+        device: Device for generators.
+        about: Metadata that identify the set and must match an existing one.
+        tell: Called with progress: a text, the finished and the total number of clients.
+        warn: Called with warnings for the user.
 
     Raises:
-        ConfigError: The folder holds another set, or another process is working there.
-        DataError: A generator makes something else than images.
+        ConfigError: If the folder contains another set, or another process is using it.
+        DataError: If a generator returns anything other than images.
     """
     for needed in (recipe.factory, recipe.privacy):
         getattr(needed, "ready", lambda: None)()
@@ -91,20 +91,21 @@ def generate_images(
         return work.all_images(about)
     synthetic.check_can_store()
     make_folder(folder / "work")
-    # Runs side by side that need the same set wait for the one that makes it.
+    # Parallel runs that need the same set wait for the run that generates it.
     with file_lock(folder / ".making.lock", math.inf), folder_lock(folder) if os.name == "posix" else nullcontext():
         if (folder / synthetic.ABOUT).is_file():
             images = synthetic.load(folder)
             if images.about.get("recipe") != about.get("recipe"):
                 raise ConfigError(
-                    f"{folder} holds a synthetic set that was made otherwise; remove it, or use it as it is."
+                    f"{folder} contains a synthetic set that was generated with other options. Remove it, or use it with "
+                    "synthetic."
                 )
             synthetic.remove_work_folder(folder, "work")
             return images
         spelling = json.dumps(about.get("recipe"), sort_keys=True)
         begun = folder / "work" / "recipe.json"
         if begun.is_file() and begun.read_text(encoding="utf-8") != spelling:
-            raise ConfigError(f"{folder} holds the beginning of another synthetic set; remove it.")
+            raise ConfigError(f"{folder} contains an unfinished synthetic set with other options. Remove it.")
         write_atomic(begun, spelling.encode())
         images = work.all_images(about)
         draw_picture(folder, images, federation)
@@ -126,7 +127,7 @@ class _Work:
     warn: Callable[[str], None]
 
     def all_images(self, about: dict[str, Any]) -> SyntheticSet:
-        """The set; images of clients that the folder holds are read."""
+        """Generate the set; images of finished clients are read from the folder."""
         recipe, folder = self.recipe, self.folder
         if recipe.privacy is not None:
             largest = max(self.federation.clients[k].examples for k in recipe.sharing)
@@ -142,7 +143,7 @@ class _Work:
                 if "epsilon" in tensors:
                     epsilons[k] = float(tensors["epsilon"])
                 before += float(tensors["seconds"])
-                self.report(f"client {k}: its images are there already", number + 1, len(recipe.sharing))
+                self.report(f"client {k}: loading its finished images", number + 1, len(recipe.sharing))
                 continue
             started = time.perf_counter()
             x, y, spent = self.client_images(self.federation.clients[k], number)
@@ -165,13 +166,18 @@ class _Work:
         return SyntheticSet(concatenate_inputs([x for x, _ in parts]), torch.cat([y for _, y in parts]), source, about)
 
     def client_images(self, client: ClientData, number: int) -> tuple[Tensor, Tensor, float | None]:
-        """One client's images ``[m, C, H, W]``, their classes ``[m]``, and the privacy it spent.
+        """Generate one client's images.
 
         Args:
-            client: Its data.
-            number: How many clients come before it.
+            client: Data of the client.
+            number: Number of clients before this one.
+
+        Returns:
+            Images ``[m, C, H, W]``, their classes ``[m]``, and the spent ``epsilon`` or None.
         """
-        federation, recipe, folder = self.federation, self.recipe, self.folder
+        federation = self.federation
+        recipe = self.recipe
+        folder = self.folder
         rows = draw_subset(client.examples, recipe.rho, self.seed, client.id)
         x, y = take_rows(client.x.cpu(), rows), client.y.cpu()[rows]
         work = None if folder is None else folder / "work" / f"generator-{client.id}"
@@ -186,7 +192,7 @@ class _Work:
                 append_log(folder / LOG, {"client": client.id, **figures})
 
         def sampled(share: float) -> None:
-            text = f"client {client.id}: making {recipe.count} images"
+            text = f"client {client.id}: generating {recipe.count} images"
             self.report(text, number + TRAINING + (1 - TRAINING) * share, len(recipe.sharing))
 
         shape = (federation.shape[0], federation.shape[1], federation.shape[2])
@@ -216,10 +222,10 @@ class _Work:
 
 
 def append_log(path: Path, line: Figures) -> None:
-    """Append a line to a log; lines of the same client and epoch or later ones, from before a kill, go.
+    """Append a line to a log, and remove lines that an interrupted job wrote for the same client and epoch or later ones.
 
     Args:
-        path: The log.
+        path: Path of the log.
         line: Values of the new line.
     """
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -237,11 +243,11 @@ def _earlier(row: Figures, line: Figures) -> bool:
 
 
 def draw_subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
-    """``rho n`` (rounded, at least one) of a client's samples, drawn uniformly without replacement; ascending.
+    """Draw ``rho n`` (rounded, at least one) indices of a client's samples, uniformly without replacement, ascending.
 
     Args:
         examples: Number ``n`` of samples of the client.
-        rho: Share of them.
+        rho: Share of drawn samples.
         seed: Seed of the run.
         client: Number of the client.
     """
@@ -250,10 +256,10 @@ def draw_subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
 
 
 def draw_picture(folder: Path, images: SyntheticSet, federation: Federation) -> None:
-    """A picture of what each client made, ``client-K.png``: a row for each of its classes.
+    """Plot the images of each client as ``client-K.png``, with one row per class.
 
     Args:
-        folder: Folder of the pictures.
+        folder: Folder of the plots.
         images: Generated images of all clients.
         federation: Data of all clients.
     """

@@ -1,4 +1,4 @@
-"""Labels for data that are made: how many of each class, in which order, and which further ones beside the first."""
+"""Labels of generated data: number per class, order, and additional labels of multi-label data."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LabelList = Annotated[
     tuple[Annotated[int, Field(ge=0)], ...],
     BeforeValidator(lambda v: [piece for piece in v.split(";") if piece.strip()] if isinstance(v, str) else v),
 ]
-"""Integers as an option of a method; in a spelling they are separated by semicolons."""
+"""Integers as an option of a method; separated by semicolons in a method expression."""
 
 
 def allocate_counts(shares: Tensor, total: int) -> Tensor:
-    """Integers that sum to ``total``, in proportion to ``shares [C]``: the method of the largest remainder.
+    """Return integers that sum to ``total`` in proportion to ``shares``, by the largest remainder method.
 
     Args:
         shares: Share of each class, ``[C]``.
@@ -30,7 +30,7 @@ def allocate_counts(shares: Tensor, total: int) -> Tensor:
     [4, 3, 3]
     """
     exact = total * shares.to(torch.float64) / shares.sum()
-    # Shares that are whole but for rounding must count as whole.
+    # Shares that are integers up to rounding errors must be treated as integers.
     floor = torch.floor(exact + 1e-9)
     rest = total - floor.sum()
     order = torch.argsort(torch.argsort(exact - floor, descending=True, stable=True), stable=True)
@@ -38,7 +38,7 @@ def allocate_counts(shares: Tensor, total: int) -> Tensor:
 
 
 def labels_from_counts(counts: Tensor, total: int) -> Tensor:
-    """Labels ``[total]`` in ascending order from counts ``[C]`` that sum to ``total``.
+    """Return labels ``[total]`` in ascending order from counts ``[C]`` that sum to ``total``.
 
     Args:
         counts: Number of samples per class, ``[C]``.
@@ -52,7 +52,7 @@ def labels_from_counts(counts: Tensor, total: int) -> Tensor:
 
 
 def repeat_labels(labels: tuple[int, ...], total: int) -> Tensor:
-    """The labels in order, again and again until there are ``total``.
+    """Repeat labels in order until there are ``total``.
 
     Args:
         labels: Labels to repeat.
@@ -68,13 +68,13 @@ def draw_cooccurring(key: Tensor, primary: Tensor, pairs: Tensor, counts: Tensor
     """Draw additional labels of generated samples with the rates of real samples that have the primary label.
 
     Args:
-        key: Decides the draws.
-        primary: The first label of each made sample, ``[N]``.
-        pairs: Real samples that have both of two labels, ``[L, L]``.
-        counts: Real samples of each label, ``[L]``. A label without samples brings no other with it.
+        key: Random key.
+        primary: First label of each generated sample, ``[N]``.
+        pairs: Number of real samples that have both of two labels, ``[L, L]``.
+        counts: Number of real samples of each label, ``[L]``. A label without samples adds no other labels.
 
     Returns:
-        ``[N, L]``, boolean.
+        Mask of additional labels, boolean ``[N, L]``.
     """
     rates = pairs / counts.clamp_min(1)[:, None]
     return uniform(key, (len(primary), len(counts))) < rates[primary]

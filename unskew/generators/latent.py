@@ -1,4 +1,4 @@
-"""A generator of features: from a label and noise to what the head of a model takes in."""
+"""Generator of features, the inputs of a model's head, from labels and noise."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from unskew.seeding import fold, uniform
 
 @dataclass(frozen=True)
 class LatentGenerator:
-    """``G(y, eps) = W2 relu(W1 [onehot(y), eps] + b1) + b2`` as a pure function of a flat vector ``g``.
+    """Generator ``G(y, eps) = W2 relu(W1 [onehot(y), eps] + b1) + b2`` as a pure function of a flat vector ``g``.
 
-    There is no normalization in it, so that a feature does not depend on the batch it is made in.
+    It has no normalization, so a feature does not depend on the other ones of its batch.
 
     Attributes:
-        classes, noise, hidden, features: Numbers of classes, of noise inputs, of hidden units and of outputs.
+        classes, noise, hidden, features: Numbers of classes, noise inputs, hidden units and outputs.
     """
 
     classes: int
@@ -37,7 +37,7 @@ class LatentGenerator:
         return sum(self.sizes)
 
     def init(self, key: Tensor) -> Tensor:
-        """A random ``g``, float32: uniform in ``+-1/sqrt(inputs)`` per layer, PyTorch's choice for linear layers."""
+        """Draw ``g``, float32: uniform in ``+-1/sqrt(inputs)`` per layer, like PyTorch's linear layers."""
         inputs = [self.classes + self.noise] * 2 + [self.hidden] * 2
         return torch.cat(
             [
@@ -47,7 +47,7 @@ class LatentGenerator:
         )
 
     def __call__(self, g: Tensor, y: Tensor, eps: Tensor) -> Tensor:
-        """Features ``[B, features]`` for labels ``y [B]`` and noise ``eps [B, noise]``."""
+        """Generate features ``[B, features]`` for labels ``y [B]`` and noise ``eps [B, noise]``."""
         w1, b1, w2, b2 = torch.split(g, self.sizes)
         onehot = (y[:, None] == torch.arange(self.classes, device=y.device)).to(g.dtype)
         hidden = torch.cat([onehot, eps], dim=1) @ w1.view(self.hidden, -1).T + b1
@@ -55,10 +55,10 @@ class LatentGenerator:
 
 
 def diversity(eps: Tensor, z: Tensor) -> Tensor:
-    """``exp(-mean_ij d(eps_i, eps_j) d'(z_i, z_j))`` over all pairs of a batch: small where features vary with the noise.
+    """Compute ``exp(-mean_ij d(eps_i, eps_j) d'(z_i, z_j))`` over all pairs of a batch; small if features vary with noise.
 
-    Distances are per coordinate, as in the code of FedGen's authors: the mean square of ``eps [B, k]`` and the mean modulus
-    of ``z [B, f]``. Norms would grow with the widths until the exponential vanishes.
+    Distances are means over coordinates, as in the code of FedGen's authors: squared differences of ``eps [B, k]``, absolute
+    differences of ``z [B, f]``. Norms would grow with the widths until the exponential vanishes.
 
     Args:
         eps: Noise, ``[B, k]``.
@@ -69,11 +69,11 @@ def diversity(eps: Tensor, z: Tensor) -> Tensor:
 
 
 def draw_labels(key: Tensor, present: Tensor, count: int) -> Tensor:
-    """Labels ``[count]``, each of the classes that ``present [C]`` marks with 1 (others 0) equally likely.
+    """Draw labels ``[count]`` uniformly from the classes that ``present`` marks.
 
     Args:
         key: Random key.
-        present: 1 for classes that are drawn, 0 for others, ``[C]``.
+        present: 1 for classes that may be drawn, 0 for others, ``[C]``.
         count: Number of labels.
     """
     ends = torch.cumsum(present.to(torch.float64), 0)

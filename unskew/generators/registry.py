@@ -1,4 +1,4 @@
-"""Generators by name: ``ddpm``, ``ddpm-small;epochs=50``, ``package.module:factory;option=value``."""
+"""Registry of generators, such as ``ddpm``, ``ddpm-small;epochs=50`` or ``package.module:factory;option=value``."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ GENERATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "gan": ("unskew.generators.trained.gan:GAN", {}),
     "gan-small": ("unskew.generators.trained.gan:GAN", {"epochs": 200, "batch": 32, "width": 16, "noise": 32}),
 }
-"""Class and the options that differ from its defaults."""
+"""Maps each name to a class and the options that differ from its defaults."""
 
 
 def generator_factory(spec: str, epochs: int | None = None) -> Factory:
     """Return the factory of a client's generator.
 
     Args:
-        spec: A name or an import path, then options after semicolons; a list such as ``attention=16/8`` has slashes.
-        epochs: Of the training, if not the generator's own.
+        spec: Name or import path, followed by options after semicolons; items of a list are separated by slashes
+            (``attention=16/8``).
+        epochs: Number of training epochs; None uses the generator's default.
 
     Raises:
-        ConfigError: There is no such generator, or it does not take such options.
+        ConfigError: If there is no such generator, or it does not have such options.
 
     >>> generator_factory("vae-small;beta=2", epochs=5)
     VAE(epochs=5, batch=32, lr=0.002, beta=2.0, latent=10, channels=32, hidden=128)
@@ -57,13 +58,13 @@ def generator_factory(spec: str, epochs: int | None = None) -> Factory:
     name, options = _parts(spec)
     if epochs is not None:
         if "epochs" in options:
-            raise ConfigError(f"generator={spec!r} gives epochs, and the method's option epochs does, too.")
+            raise ConfigError(f"generator={spec!r} and the method's option epochs both set epochs. Remove one of them.")
         options["epochs"] = epochs
     if ":" in name:
         own = import_callable(name, f"generator={name!r}")
         return partial(own, **options) if options else cast(Factory, own)
     if name not in GENERATORS:
-        raise ConfigError(unknown_name("generator", name, GENERATORS) + " Or give your own as package.module:factory.")
+        raise ConfigError(unknown_name("generator", name, GENERATORS) + " Or use your own as package.module:factory.")
     path, usual = GENERATORS[name]
     return cast(
         Factory,
@@ -72,11 +73,13 @@ def generator_factory(spec: str, epochs: int | None = None) -> Factory:
 
 
 def normalize_expression(spec: str, epochs: int | None = None) -> tuple[str, int | None]:
-    """The same generator in one spelling, so that equal ones are known as equal: options sorted, epochs apart.
+    """Normalize a generator expression, so that equal generators have equal expressions.
+
+    Options are sorted, and ``epochs`` is returned separately.
 
     Args:
         spec: Generator expression.
-        epochs: Epochs of a method that uses it; None leaves those of the expression.
+        epochs: Epochs from the method; None uses those of the expression.
 
     >>> normalize_expression("ddpm; steps=9;epochs=5;batch=4;"), normalize_expression("vae", 5)
     (('ddpm;batch=4;steps=9', 5), ('vae', 5))
@@ -88,7 +91,7 @@ def normalize_expression(spec: str, epochs: int | None = None) -> tuple[str, int
 
 
 def _parts(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options."""
+    """Split a generator expression into name and options."""
     expression = parse_expression(spec, ";", ";")
     if expression.values:
         raise ConfigError(

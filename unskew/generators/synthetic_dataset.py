@@ -1,9 +1,10 @@
-"""A set of images that clients made: kept in a folder, read back, and checked against a federation.
+"""Synthetic data set: images that clients generated, stored in a folder.
 
-The folder is a data set as the Hugging Face hub has them: ``data/train-00000-of-00001.parquet`` with the columns ``image``
-(PNG, so nothing is lost), ``label`` and ``client`` (who made it), and a README.md that names the file. So
-``datasets.load_dataset(folder)`` reads it, and ``unskew`` itself. ``synthetic.json`` says how it was made. The cache of that
-library tells folders apart by their own name and the configuration's alone, so the configuration is named by the images.
+The folder has the format of a Hugging Face data set: ``data/train-00000-of-00001.parquet`` with the columns ``image`` (as
+PNG, which is lossless), ``label`` and ``client`` (the client that generated it), and a README.md that names the file. Both
+``datasets.load_dataset(folder)`` and ``unskew`` can read it. ``synthetic.json`` describes how the set was generated. The
+cache of ``datasets`` identifies a folder only by its name and the name of its configuration, so the configuration is named
+after a hash of the images.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ configs:
   - split: train
     path: {path}
 ---
-Images that the clients of a federation made with generators trained on their own data: {total} images of {clients} clients.
-How they were made is in {about}.
+{total} images that {clients} clients of a federation generated, each with a generator trained on its own data.
+{about} describes how they were generated.
 """
 
 
 @dataclass(frozen=True)
 class SyntheticSet:
-    """Labeled images and who made them.
+    """Labeled images with the clients that generated them.
 
     Attributes:
-        x: ``[M, C, H, W]``, uint8 over channels-last memory; ``y``: classes ``[M]``; ``source``: clients ``[M]``, ascending.
-        about: How it was made; JSON.
+        x: Images, uint8 ``[M, C, H, W]`` with channels-last memory.
+        y: Class of each image, ``[M]``.
+        source: Client of each image, ``[M]``, ascending.
+        about: Metadata of the generation, as JSON values.
     """
 
     x: Tensor
@@ -55,12 +58,12 @@ class SyntheticSet:
 
     @property
     def makers(self) -> list[int]:
-        """The clients that made something, ascending."""
+        """Clients that generated images, ascending."""
         return sorted(set(self.source.tolist()))
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that change with any pixel, label or source."""
+        """Hash of pixels, labels and sources, 16 hexadecimal digits."""
         digest = hashlib.sha256()
         for t in (self.x.permute(0, 2, 3, 1), self.y, self.source):
             digest.update(t.contiguous().numpy().tobytes())
@@ -68,22 +71,16 @@ class SyntheticSet:
 
 
 def check_can_store() -> None:
-    """Refuse, before anything is trained, to make what cannot be kept.
-
-    Raises:
-        ConfigError: A library is missing.
-    """
+    """Validate, before training, that the libraries for storing a set are installed (raises ``ConfigError``)."""
     try:
         import PIL.Image  # noqa: F401
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            "Keeping the synthetic images needs pyarrow and pillow: pip install 'unskew[hub]'."
-        ) from error
+        raise ConfigError("Storing synthetic images needs pyarrow and pillow: pip install 'unskew[hub]'.") from error
 
 
 def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence[str]) -> None:
-    """Write ``images`` into ``folder``; ``synthetic.json`` comes last, so a folder that has it is whole.
+    """Write a set to a folder; ``synthetic.json`` is written last, so its presence marks a complete set.
 
     Args:
         folder: Folder to write.
@@ -92,7 +89,7 @@ def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence
         class_names: Names of the classes.
 
     Raises:
-        CheckpointError: The disk is full.
+        CheckpointError: If the disk is full.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -105,7 +102,7 @@ def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence
 
     pixels = images.x.permute(0, 2, 3, 1).contiguous().numpy()
     names = [str(name) for name in class_names] or [str(number) for number in range(classes)]
-    # What the library datasets writes into a parquet file, so that it knows images and class names.
+    # Metadata by which the library datasets recognizes images and class names.
     features = {
         "image": {"_type": "Image"},
         "label": {"names": names, "_type": "ClassLabel"},
@@ -130,10 +127,10 @@ def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence
 
 
 def find(place: Path) -> Path:
-    """The folder of a set, from itself or from the run that made it.
+    """Return the folder of a set, from its own path or the folder of the run that generated it.
 
     Raises:
-        ConfigError: There is no synthetic data set.
+        ConfigError: If there is no synthetic set.
     """
     for folder in (place, place / "synthetic"):
         if (folder / ABOUT).is_file():
@@ -146,14 +143,14 @@ def find(place: Path) -> Path:
             raise ConfigError(f"{summary} is corrupted; remove it and resume the run.") from error
         if folder is not None and (Path(folder) / ABOUT).is_file():
             return Path(folder)
-    raise ConfigError(f"synthetic={str(place)!r}: neither this folder nor its run holds a finished synthetic set.")
+    raise ConfigError(f"synthetic={str(place)!r} is neither a finished synthetic set nor a run folder with one.")
 
 
 def load(folder: Path) -> SyntheticSet:
-    """Read what ``save`` wrote.
+    """Load a set that ``save`` wrote.
 
     Raises:
-        DataError: A file is missing or damaged.
+        DataError: If a file is missing or corrupted.
     """
     import pyarrow.parquet as pq
 
@@ -167,12 +164,14 @@ def load(folder: Path) -> SyntheticSet:
         raise DataError(f"The synthetic set in {folder} cannot be read ({error}).") from error
     images = SyntheticSet(x, y.to(torch.int64), source.to(torch.int64), about)
     if not isinstance(about, dict) or images.digest != about.get("digest"):
-        raise DataError(f"The synthetic set in {folder} is corrupted: it is not what {ABOUT} says.")
+        raise DataError(
+            f"The synthetic set in {folder} is corrupted: its content does not match the digest in {ABOUT}."
+        )
     return images
 
 
 def remove_work_folder(folder: Path, name: str) -> None:
-    """Remove a folder of work that is done.
+    """Remove a folder of intermediate files.
 
     Args:
         folder: Folder of the data set.

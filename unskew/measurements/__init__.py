@@ -1,1 +1,1 @@
-"""Diagnostics: quantities of the theory, measured during a run."""
+"""Diagnostics: quantities of convergence theory, measured during a run."""

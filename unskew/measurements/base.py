@@ -1,4 +1,4 @@
-"""Interface of diagnostics: watch the updates of a round and compute metrics of the clients' models."""
+"""Interface of diagnostics, which compute metrics from the updates of a round."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from unskew.simulation.server import Server
 
 
 class Diagnostic:
-    """Collects the updates of a round.
+    """Base class of diagnostics; collects the updates of a round.
 
     Args:
-        server: Whose updates are watched from now on.
+        server: Server of the run, whose updates are collected from now on.
     """
 
     of_clients = True
-    """Whether there are figures only of rounds in which an update came."""
+    """Whether the diagnostic needs at least one update in a round."""
 
     def __init__(self, server: Server):
         self.server = server
@@ -26,14 +26,14 @@ class Diagnostic:
         server.wants_models = server.wants_models or self.of_clients
 
     def begin(self) -> None:
-        """The next round starts from the server's model; forget the last one."""
+        """Start a round: store the server's model and forget earlier updates."""
         self.start = self.server.v
         self.updates.clear()
 
     def models(self) -> list[Tensor]:
-        """The whole models ``[d]`` of the clients after training, slices that were not sent included, in evaluated rounds."""
+        """Return the clients' models ``[d]`` after training, in evaluated rounds also with slices that were not sent."""
         return [u.report["v"] if "v" in u.report else self.start + u.delta for u in self.updates]
 
     def metrics(self) -> dict[str, float]:
-        """The figures of the round that has just ended; asked for in rounds that are evaluated."""
+        """Return the metrics of the finished round; called in evaluated rounds."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
 """Convergence bounds of FedCOG (Ye et al. 2023, arXiv:2312.05966) and Feddle (Zhu et al. 2025, arXiv:2503.20138).
 
-Both depend on constants that a run does not measure, so they are functions of them.
+Both depend on constants that a run does not measure, so these are parameters of the functions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def fedcog_bound(
     beta2: float,
     kappa2: float,
 ) -> float:
-    """Return FedCOG's Theorem 5.6: a bound on the smallest squared gradient norm over the rounds.
+    """Return the bound of FedCOG's Theorem 5.6 on the smallest squared gradient norm over the rounds.
 
     Args:
-        gap: Value of the objective with which FedCOG starts, minus its infimum.
+        gap: Objective value at the start of FedCOG, minus its infimum.
         weights: Weights ``p_k`` of the clients; they sum to 1.
         smoothness: Lipschitz constant ``L`` of the gradients.
         lr: Client learning rate ``η``.
@@ -52,16 +52,16 @@ def fedcog_bound(
 
 
 def feddle_rate(local_steps: int, anchors: int, rounds: int, server_steps: int, gain: float) -> float:
-    """Return Feddle's bound with in-domain data: its rate of convergence relative to federated learning without a search.
+    """Return Feddle's bound with in-domain data: its convergence rate relative to federated learning without a search.
 
-    The factor is ``√(QMK) / (√(QMK) + C_T (K − √(M/Q)))`` with ``C_T = A_0 (1 − 4^−T)``. With data of another domain the
-    paper adds a term ``O((1 − s) G K / L)`` with the cosine ``s`` of the two gradients, without its constant.
+    The factor is ``√(QMK) / (√(QMK) + C_T (K − √(M/Q)))`` with ``C_T = A_0 (1 − 4^−T)``. For out-of-domain data the paper
+    adds a term ``O((1 − s) G K / L)`` with the cosine ``s`` of the two gradients, without its constant.
 
     Args:
         local_steps: Local steps ``Q``.
         anchors: Number of anchors ``M``.
         rounds: Number of rounds ``K``.
-        server_steps: Steps ``T`` of the search per round.
+        server_steps: Search steps ``T`` per round.
         gain: Constant ``A_0`` of the paper.
     """
     root = math.sqrt(local_steps * anchors * rounds)

@@ -10,13 +10,14 @@ from unskew.simulation.server import Server
 
 
 class Consensus(Diagnostic):
-    """The consensus distance of every layer just before averaging.
+    """Consensus distance of every layer just before averaging.
 
-    ``consensus/LAYER`` is ``(1/K) sum_k ||theta_k^l - mean_j theta_j^l||^2`` over the clients of the round, with their whole
-    models where a part of them stays at the client. Layers are groups in order of depth (``unskew.models.layer_groups``).
+    ``consensus/LAYER`` is ``(1/K) sum_k ||theta_k^l - mean_j theta_j^l||^2`` over the clients of the round. It uses
+    their full models, even if some parameters are not sent. Layers are groups in order of depth
+    (``unskew.models.layer_groups``).
 
     Args:
-        server: Whose updates are watched from now on.
+        server: Server of the run, whose updates are collected from now on.
     """
 
     def __init__(self, server: Server):
@@ -24,7 +25,7 @@ class Consensus(Diagnostic):
         self.groups = layer_groups(server.spec)
 
     def metrics(self) -> dict[str, float]:
-        """The distance of each layer."""
+        """Return the distance of each layer."""
         models = torch.stack(self.models())
         squares = (models - models.mean(0)).square().mean(0)
         return {

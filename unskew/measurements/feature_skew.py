@@ -12,25 +12,25 @@ Pair = tuple[Tensor, Tensor]
 
 
 def feature_skew(pairs: Callable[[int], Pair], ids: Sequence[int]) -> float | None:
-    """Share of the variance of inputs of one class that lies between clients: ``omega^2`` of an analysis of variance.
+    """Return the share of the within-class input variance that lies between clients: ``omega^2`` of an analysis of variance.
 
-    Per class, with ``K`` clients that hold two of its samples at least, ``SSB`` the scatter between their means, ``SSW``
-    that within, and ``MSW = SSW / (n - K)``::
+    For each class, with ``K`` clients that have at least two of its samples, scatter ``SSB`` between and ``SSW`` within the
+    clients' means, and ``MSW = SSW / (n - K)``::
 
         omega^2 = (SSB - (K - 1) MSW) / (SSB + SSW + MSW)
 
-    which is 0 in expectation where clients draw their inputs alike, and 1 where every client has one input per class. The
-    mean over classes, weighted by their samples; never below 0. None where inputs are not numbers, targets are not one class
-    a sample, or no class is at two clients.
+    This is 0 in expectation if all clients draw inputs from the same distribution, and 1 if each client has a single
+    input per class. The result is the mean over classes, weighted by their samples, and at least 0. It is None if
+    inputs are token ids, targets are not one class per sample, or no class occurs at two clients.
 
     Args:
-        pairs: Inputs ``x [n, ...]`` and classes ``y [n]`` of a client.
-        ids: The clients that are looked at.
+        pairs: Returns inputs ``x [n, ...]`` and classes ``y [n]`` of a client.
+        ids: Clients to measure.
     """
     first_x, first_y = pairs(ids[0])
     if first_x.dtype == torch.int64 or first_y.dim() != 1 or first_y.dtype.is_floating_point:
         return None
-    sums: dict[int, list[tuple[int, Tensor, float]]] = {}  # per class: samples, mean and scatter of each client
+    sums: dict[int, list[tuple[int, Tensor, float]]] = {}  # by class: samples, mean and scatter of each client
     for k in ids:
         x, y = pairs(k)
         flat = x.reshape(len(x), -1).double()

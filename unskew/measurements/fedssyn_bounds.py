@@ -1,16 +1,16 @@
 """Theory of training on real and shuffled synthetic data: Fedssyn's Lemma 1 and Corollary I.
 
 Li, Esfandiari, Schmidt, Alstrøm, Stich, "Synthetic data shuffling accelerates the convergence of federated learning under
-data heterogeneity", 2023, arXiv:2306.13263. A client's data are a share ``1 - p`` of its own and a share ``p`` of synthetic
-samples that were shuffled over the clients. With ``zeta^2`` the dissimilarity of the clients' gradients, ``sigma^2`` the
-noise of a client's, ``delta^2`` the distance of the mean gradients on real and synthetic data, and ``L`` the smoothness,
-in expectation over the shuffling::
+data heterogeneity", 2023, arXiv:2306.13263. A client's data consist of a share ``1 - p`` of its own samples and a share ``p``
+of synthetic samples that were shuffled over the clients. ``zeta^2`` is the dissimilarity of the clients' gradients,
+``sigma^2`` a client's gradient noise, ``delta^2`` the squared distance of the mean gradients on real and synthetic data, and
+``L`` the smoothness. In expectation over the shuffling::
 
     sigma_p^2 <= (1 - p) sigma^2 + p sigma~_avg^2 + p (1 - p) zeta^2 + p (1 - p) delta^2
-    zeta_p^2  <= (1 - p)^2 zeta^2                       equal where all clients hold the same synthetic set
+    zeta_p^2  <= (1 - p)^2 zeta^2                       with equality if all clients have the same synthetic set
     L_p       <= (1 - p) L_max + p L~_avg
 
-and FedAvg reaches the accuracy ``epsilon`` after ``T = R tau`` local steps, up to constants,::
+and FedAvg reaches accuracy ``epsilon`` after ``T = R tau`` local steps, up to constants::
 
     strongly convex   sigma^2 / (mu N eps) + sqrt(L) (tau zeta + sqrt(tau) sigma) / (mu sqrt(eps)) + (L tau / mu) log(1/eps)
     not convex        L sigma^2 / (N eps^2) + L (tau zeta + sqrt(tau) sigma) / eps^(3/2) + L tau / eps
@@ -22,12 +22,12 @@ import math
 
 
 def sigma2_bound(p: float, sigma2: float, synthetic: float, zeta2: float, delta2: float) -> float:
-    """Lemma 1's bound of the noise ``sigma_p^2``; ``synthetic`` is the noise ``sigma~_avg^2`` of the synthetic pool.
+    """Return Lemma 1's bound on the noise ``sigma_p^2``.
 
     Args:
         p: Share of synthetic data.
-        sigma2: Largest gradient noise of a client.
-        synthetic: Gradient noise of the synthetic data.
+        sigma2: Gradient noise of the clients.
+        synthetic: Gradient noise ``sigma~_avg^2`` of the pool of synthetic data.
         zeta2: Gradient dissimilarity of the clients.
         delta2: Squared distance between the gradients of real and synthetic data.
     """
@@ -35,7 +35,7 @@ def sigma2_bound(p: float, sigma2: float, synthetic: float, zeta2: float, delta2
 
 
 def zeta2_bound(p: float, zeta2: float) -> float:
-    """Lemma 1's bound of the dissimilarity ``zeta_p^2``.
+    """Return Lemma 1's bound on the dissimilarity ``zeta_p^2``.
 
     Args:
         p: Share of synthetic data.
@@ -45,12 +45,12 @@ def zeta2_bound(p: float, zeta2: float) -> float:
 
 
 def smoothness_bound(p: float, largest: float, synthetic: float) -> float:
-    """Lemma 1's bound of ``L_p``; ``synthetic`` is ``L~_avg`` of the synthetic pool.
+    """Return Lemma 1's bound on the smoothness ``L_p``.
 
     Args:
         p: Share of synthetic data.
         largest: Largest smoothness constant of a client.
-        synthetic: Smoothness constant of the synthetic data.
+        synthetic: Smoothness constant ``L~_avg`` of the pool of synthetic data.
     """
     return (1 - p) * largest + p * synthetic
 
@@ -58,16 +58,16 @@ def smoothness_bound(p: float, largest: float, synthetic: float) -> float:
 def iterations(
     epsilon: float, clients: int, tau: float, L: float, zeta2: float, sigma2: float, mu: float | None = None
 ) -> float:
-    """Corollary I's local steps ``T`` to the accuracy ``epsilon``, with all hidden constants set to 1.
+    """Return Corollary I's local steps ``T`` to accuracy ``epsilon``, with all hidden constants set to 1.
 
     Args:
-        epsilon: Of the squared gradient norm, or with ``mu`` of the distance in value from the optimum.
-        clients: ``N``.
+        epsilon: Accuracy: squared gradient norm, or with ``mu`` distance of the objective from its optimum.
+        clients: Number of clients ``N``.
         tau: Local steps per round.
-        L: Smoothness.
+        L: Smoothness constant.
         zeta2: Gradient dissimilarity.
-        sigma2: Noise of a local step's gradient; that of single samples divided by the batch size.
-        mu: Strong convexity; None for losses that are not convex.
+        sigma2: Gradient noise of a local step, which is that of single samples divided by the batch size.
+        mu: Strong convexity constant; None for non-convex losses.
 
     >>> iterations(0.01, 10, 5, 1, 0, 0)  # L tau / epsilon
     500.0

@@ -1,4 +1,4 @@
-"""The quantities of the generalization bounds of Gholami and Seferoglu 2024, arXiv:2404.11754, section 4, in a run.
+"""Measured quantities of the generalization bounds of Gholami and Seferoglu 2024, arXiv:2404.11754, section 4.
 
 With ``S_k`` the training samples of client ``k``, ``R_{S_k}`` the mean loss on them, ``R_k`` the expected loss on the
 client's distribution, ``theta_k`` its model after local training, ``w_k`` its weight and ``mean`` the weighted average::
@@ -8,13 +8,13 @@ client's distribution, ``theta_k`` its model after local training, ``w_k`` its w
     gap     = sum_k w_k (R_k(mean) - R_{S_k}(mean))
 
 Theorem 4.1 bounds the expected gap after one round, for a ``mu``-strongly convex and ``L``-smooth loss, by
-``sum_k w_k [(L w_k^2 / mu) Delta_k + 2 sqrt(L / mu) w_k sqrt(delta_k Delta_k)]``. ``L`` and ``mu`` are not measured: the two
-sums are given without them. If ``K'`` of ``K`` clients take part (Appendix C), the inner ``w_k`` is replaced: by ``1 / K'``
-if they are drawn with replacement (scheme 1), by ``w_k K / K'`` if without (scheme 2). The sum over all clients is estimated
-from those that take part, each with ``w_k K / K'``. Theorem 4.3 bounds the gap after ``R`` rounds by a mean over them,
+``sum_k w_k [(L w_k^2 / mu) Delta_k + 2 sqrt(L / mu) w_k sqrt(delta_k Delta_k)]``. ``L`` and ``mu`` are not measured, so the
+two sums are reported without them. If ``K'`` of ``K`` clients take part (Appendix C), the inner ``w_k`` is replaced by
+``1 / K'`` if they are drawn with replacement (scheme 1), or by ``w_k K / K'`` if without (scheme 2). The sum over all clients
+is estimated from the participants, each with weight ``w_k K / K'``. Theorem 4.3 bounds the gap after ``R`` rounds by
 ``1/R sum_r sum_k w_k [2 (L w_k^2 / mu) A + sqrt(8 L / mu) w_k sqrt(A B)]``, where ``A`` and ``B`` bound ``Delta_k`` and
-``delta_k`` up to constants that it does not give. Its trend is measured with ``Delta_k`` and ``delta_k`` in their place and
-``L = mu``, over the rounds that are evaluated.
+``delta_k`` up to unspecified constants. Its trend is measured with ``Delta_k`` and ``delta_k`` instead of ``A`` and ``B`` and
+with ``L = mu``, over the evaluated rounds.
 """
 
 from __future__ import annotations
@@ -33,25 +33,27 @@ from unskew.simulation.server import Server
 
 
 class Generalization(Diagnostic):
-    """Watches the local models of a round and measures their gaps, and that of their mean.
+    """Generalization gaps of the local models of a round, and of their mean.
 
-    The expected loss is the mean over the test set, its classes weighted as in the client's training data unless the
-    partition is iid. All samples of a client are looked at without augmentation.
+    The expected loss is the mean over the test set. Unless the partition is iid, the test set's classes are weighted as
+    in the client's training data. All samples are evaluated without augmentation.
 
     Args:
-        evaluator: Of the run.
-        server: Whose updates are watched from now on.
-        federation: What its clients train on.
-        history: The run's rows so far; grows while it runs.
+        evaluator: Evaluator of the run.
+        server: Server of the run, whose updates are collected from now on.
+        federation: Data that the clients train on.
+        history: Rows of the run so far, which is extended during the run.
     """
 
     def __init__(self, evaluator: Evaluator, server: Server, federation: Federation, history: Sequence[dict[str, Any]]):
         super().__init__(server)
-        self.evaluator, self.federation, self.history = evaluator, federation, history
+        self.evaluator = evaluator
+        self.federation = federation
+        self.history = history
         self.iid = str(federation.partition).startswith("iid")
 
     def metrics(self) -> dict[str, float]:
-        """The gaps, the skew, the two sums of Theorem 4.1, and the round's term and the trend of Theorem 4.3."""
+        """Return the gaps, the skew, the two sums of Theorem 4.1, and the round's term and the trend of Theorem 4.3."""
         total = sum(update.weight for update in self.updates)
         weights = [update.weight / total for update in self.updates]
         models = self.models()
@@ -104,7 +106,7 @@ class Generalization(Diagnostic):
         return figures
 
     def _expected(self, losses: Tensor, client: ClientData) -> float:
-        """Mean of the test set's losses on the client's distribution."""
+        """Return the mean test loss, weighted to the client's class distribution."""
         y = self.evaluator.test[1].cpu()
         if self.iid or y.dim() > 1:
             return float(losses.mean())

@@ -16,7 +16,7 @@ from unskew.simulation.server import Server
 
 
 class _FirstSamples(Sequence[ClientData]):
-    """The clients with their first samples only: what they held before any were added."""
+    """Clients restricted to their first samples, which are their own samples before synthetic ones were added."""
 
     def __init__(self, clients: Sequence[ClientData], sizes: Sequence[int]):
         self.clients, self.sizes = clients, sizes
@@ -34,19 +34,19 @@ def _largest_batches(client: ClientData, first: int, end: int) -> ClientData:
 
 
 class Gradients(Diagnostic):
-    """Dissimilarity and noise at the server's model after a round.
+    """Gradient dissimilarity and noise at the server's model after a round.
 
-    ``gradients/zeta2``, ``gradients/norm2`` (of the mean gradient), ``gradients/sigma2_mean`` and ``gradients/sigma2_max``;
-    see ``unskew.measurements.heterogeneity``. The clients' data are those they train on, so with a method that adds synthetic
-    data these are the quantities of the mixture. Where every client was given some, there are also, at the same model,
-    ``gradients/zeta2_real`` and ``gradients/sigma2_real`` of what clients held before, and ``gradients/delta2``, how far
-    the mean gradient of the added data is from theirs (Fedssyn's Lemma 1). Of more than 100 clients, 100 are looked at,
-    and 1000 samples of each, the same in every round.
+    Metrics: ``gradients/zeta2``, ``gradients/norm2`` (of the mean gradient), ``gradients/sigma2_mean`` and
+    ``gradients/sigma2_max``; see ``unskew.measurements.heterogeneity``. They are computed on the training data, so with
+    a method that adds synthetic data they describe the mixture. If every client received synthetic data, there are also
+    ``gradients/zeta2_real`` and ``gradients/sigma2_real`` of the original data, and ``gradients/delta2``, the squared
+    distance of the mean gradients on synthetic and original data (Fedssyn's Lemma 1). At most 100 clients with at most
+    1000 samples each are measured, the same in every round.
 
     Args:
-        server: Of the run.
-        federation: What its clients train on.
-        original: What they held before the method added anything.
+        server: Server of the run.
+        federation: Data that the clients train on.
+        original: Data before the method added any.
     """
 
     def __init__(self, server: Server, federation: Federation, original: Federation):
@@ -58,7 +58,7 @@ class Gradients(Diagnostic):
         self.own = replace(federation, clients=_FirstSamples(federation.clients, before.tolist())) if added else None
 
     def metrics(self) -> dict[str, float]:
-        """The figures by name."""
+        """Return the metrics by name."""
         server = self.server
         probe = GradientProbe(server.spec, self.federation.objective, self.federation, server.v, server.b)
         figures = measure(probe, self.federation, self.scope).metrics

@@ -1,7 +1,7 @@
-"""A model looked at from outside: gradients, their noise and the curvature of mean losses over sets of samples.
+"""Gradients, gradient noise and curvature of mean losses at a fixed model.
 
-All is in eval mode: the normalization statistics are those given, and nothing is dropped out, so a set's loss is the mean of
-its samples' losses. Sets are read in batches; nothing grows with their size.
+The model is in eval mode, with fixed normalization buffers and without dropout, so the loss of a set is the mean of its
+samples' losses. Sets are processed in batches, so memory does not depend on their size.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from unskew.models.spec import ModelSpec
 from unskew.tasks.base import Task
 
 NUMBERS = 1 << 25
-"""Numbers that the gradients of single samples may take at a time."""
+"""Maximum number of values of single-sample gradients in memory."""
 BATCH = 256
-"""Samples whose second derivatives are taken at a time."""
+"""Batch size for Hessian-vector products."""
 
 Products = Callable[[Tensor], Tensor]
-"""From directions ``U [P, d]`` to Hessians times them, ``[P, d]``."""
+"""Maps directions ``U [P, d]`` to Hessian-vector products ``[P, d]``."""
 
 
 @dataclass
 class GroupMoments:
-    """Mean and scatter of vectors that come in groups (Chan, Golub, LeVeque 1983): exact where all are equal.
+    """Running mean and scatter of groups of vectors (Chan, Golub, LeVeque 1983); exact if all vectors are equal.
 
     Attributes:
-        count: Vectors so far.
-        mean: Their mean, ``[d]``; a scalar 0 before the first.
-        scatter: Sum of their squared distances from it.
+        count: Number of vectors so far.
+        mean: Mean of the vectors, ``[d]``.
+        scatter: Sum of their squared distances from the mean.
     """
 
     count: int
@@ -41,12 +41,12 @@ class GroupMoments:
     scatter: float = 0.0
 
     def add(self, count: int, mean: Tensor, scatter: float = 0.0) -> None:
-        """Take in a group of ``count`` vectors with this mean and scatter.
+        """Add a group of ``count`` vectors.
 
         Args:
             count: Number of vectors.
-            mean: Their mean, ``[d]``.
-            scatter: Sum of their squared distances from the mean.
+            mean: Mean of the group, ``[d]``.
+            scatter: Sum of the group's squared distances from its mean.
         """
         total, apart = self.count + count, mean - self.mean
         self.scatter += scatter + float(apart.square().sum()) * self.count * count / total
@@ -60,32 +60,35 @@ class GroupMoments:
 
 
 class GradientProbe:
-    """Gradients and Hessians at one model.
+    """Computes gradients and Hessian-vector products at one model.
 
     Args:
-        spec: The model's layout.
-        task: Its loss.
-        federation: Whose inputs are normalized.
-        v: The model, ``[d]``.
-        b: Its statistics, ``[m]``.
+        spec: Layout of the model.
+        task: Task that defines the loss.
+        federation: Federation whose normalization applies to the inputs.
+        v: Parameters, ``[d]``.
+        b: Normalization buffers, ``[m]``.
     """
 
     def __init__(self, spec: ModelSpec, task: Task, federation: Federation, v: Tensor, b: Tensor):
-        self.spec, self.task, self.v, self.b = spec, task, v, b
+        self.spec = spec
+        self.task = task
+        self.v = v
+        self.b = b
         self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, v.device)
 
     def loss(self, v: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Mean loss at ``v`` of normalized inputs.
+        """Return the mean loss of normalized inputs at ``v``.
 
         Args:
             v: Parameters of the model, ``[d]``.
-            x: Inputs of the model, ``[B, ...]``.
+            x: Normalized inputs, ``[B, ...]``.
             y: Targets, ``[B]``.
         """
         return self.task.loss(self.spec.forward(v, self.b, x).logits, y)
 
     def batches(self, x: Tensor, y: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Normalized inputs and targets on the model's device.
+        """Yield batches of normalized inputs and targets on the model's device.
 
         Args:
             x: Stored samples, ``[n, ...]``.
@@ -96,7 +99,7 @@ class GradientProbe:
             yield self.normalize(take_rows(x, index)), y[index].to(self.v.device)
 
     def moments(self, x: Tensor, y: Tensor) -> GroupMoments:
-        """Mean and scatter of the gradients of single samples at the model; ``x, y`` as stored.
+        """Compute mean and scatter of single-sample gradients.
 
         Args:
             x: Stored samples, ``[n, ...]``.
@@ -111,7 +114,7 @@ class GradientProbe:
         return moments
 
     def products(self, x: Tensor, y: Tensor) -> Products:
-        """Products with the Hessian of the mean loss over a set.
+        """Return the Hessian-vector product of the mean loss over a set, as a function of directions.
 
         Args:
             x: Stored samples, ``[n, ...]``.
@@ -134,19 +137,19 @@ class GradientProbe:
 
 
 def largest_eigenvalues(products: Products, start: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Largest eigenvalues in modulus of ``P`` symmetric matrices, by power iteration.
+    """Compute the largest absolute eigenvalues of ``P`` symmetric matrices by power iteration.
 
-    ``||H u||`` of a unit vector is never above the eigenvalue's modulus and grows from step to step. So the result is a
-    lower bound, and exact as soon as ``u`` lies in the eigenspace.
+    ``||H u||`` of a unit vector ``u`` never exceeds the largest absolute eigenvalue and grows from step to step. So the
+    result is a lower bound, and exact once ``u`` lies in the eigenspace.
 
     Args:
-        products: Each matrix times a direction of its own.
-        start: First directions, ``[P, d]``.
-        iterations: At most so many products.
-        tolerance: Stop when no value has grown by more than this share of it.
+        products: Multiplies each matrix with its direction.
+        start: Initial directions, ``[P, d]``.
+        iterations: Maximum number of products.
+        tolerance: Stop when no value has grown by more than this relative amount.
 
     Returns:
-        The moduli, ``[P]``.
+        The absolute eigenvalues, ``[P]``.
     """
     u = start / torch.linalg.vector_norm(start, dim=1, keepdim=True)
     value = torch.zeros(len(start), dtype=start.dtype, device=start.device)

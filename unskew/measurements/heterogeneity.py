@@ -1,16 +1,16 @@
 """Heterogeneity of clients at one model, and the effect of shuffled synthetic data: section 4 of Fedssyn, measured.
 
-Li et al. 2023, arXiv:2306.13263; the formulas are in ``unskew.measurements.fedssyn_bounds``. At a model ``x``, with
-full gradients, clients weighted equally, and ``N`` of them::
+Li et al. 2023, arXiv:2306.13263; the bounds are in ``unskew.measurements.fedssyn_bounds``. At a model ``x``, with
+full gradients and ``N`` equally weighted clients::
 
     zeta^2    = mean_i || grad f(x, D_i) - grad f(x, D) ||^2,       grad f(x, D) = mean_i grad f(x, D_i)
     sigma_i^2 = mean_{xi in D_i} || grad F(x, xi) - grad f(x, D_i) ||^2
     delta^2   = || grad f(x, D) - grad f(x, D~) ||^2
-    L_max, L_avg = largest modulus of an eigenvalue of a Hessian: over single f_i, and of their mean
+    L_max, L_avg = largest absolute eigenvalue of a Hessian: over single f_i, and of their mean
 
-Client ``i`` on data of which a share ``p`` is its synthetic set ``D~_i`` has the gradient ``(1 - p) g_i + p g~_i`` and the
-noise ``(1 - p) sigma_i^2 + p sigma~_i^2 + p (1 - p) ||g_i - g~_i||^2``; so one pass over the data gives the left-hand sides
-of Lemma 1 for every ``p``, except for ``L_p``.
+If a share ``p`` of client ``i``'s data is its synthetic set ``D~_i``, its gradient is ``(1 - p) g_i + p g~_i`` and its noise
+``(1 - p) sigma_i^2 + p sigma~_i^2 + p (1 - p) ||g_i - g~_i||^2``. So one pass over the data gives the left-hand sides of
+Lemma 1 for every ``p``, except for ``L_p``.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from unskew.seeding import derive, generator, normal, numpy_generator
 
 Pair = tuple[Tensor, Tensor]
 SyntheticOf = Callable[[int], Pair]
-"""The synthetic set ``x [n, ...], y`` of a client, as stored."""
+"""Returns the synthetic set ``x [n, ...], y`` of a client, as stored."""
 Figures = dict[str, float | None]
 Follow = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and of how much."""
+"""Receives the name of the operation, the finished amount and the total."""
 
 
 @dataclass(frozen=True)
 class MeasurementScope:
-    """Scope of a measurement and settings of its prediction.
+    """Scope of a measurement and settings of its predictions.
 
     Attributes:
-        clients: At most so many, drawn by the seed; None for all.
-        samples: At most so many of each client, drawn by the seed; None for all.
+        clients: Maximum number of clients, drawn with the seed; None measures all.
+        samples: Maximum number of samples per client, drawn with the seed; None uses all.
         shares: Shares ``p`` of synthetic data.
-        curvature: Whether ``L`` is measured: by far the most work.
-        iterations, tolerance: Of the power iteration.
+        curvature: Whether to measure ``L``, which takes most of the time.
+        iterations, tolerance: Settings of the power iteration.
         tau: Local steps per round; ``batch``: samples per step.
-        epsilon: Accuracy of Corollary I; None takes a tenth of ``||grad f(x, D)||^2``, with ``mu`` over ``2 mu``.
-        mu: Strong convexity, where the loss has it.
-        seed: Decides what is drawn.
+        epsilon: Accuracy of Corollary I; None uses a tenth of ``||grad f(x, D)||^2``, with ``mu`` divided by ``2 mu``.
+        mu: Strong convexity constant of the loss, or None.
+        seed: Random seed.
     """
 
     clients: int | None = 100
@@ -72,11 +72,11 @@ class HeterogeneityMeasurement:
     """Measurement at one model.
 
     Attributes:
-        place: Which model.
-        figures: ``zeta2``, ``gradient2``, ``sigma2_mean``, ``sigma2_max``, ``sigma2_avg`` (of the pool), ``L_max``,
-            ``L_avg``, and of the synthetic data ``delta2``, ``sigma2_synthetic`` (of their pool) and ``L_synthetic``.
-        shares: Per ``p``: ``zeta2``, ``sigma2`` and ``L`` measured, the same with ``_bound`` by Lemma 1, and ``rounds`` and
-            ``rounds_bound``, Corollary I's rounds relative to ``p = 0`` with measured and with bounding quantities.
+        place: Name of the model, such as ``start``.
+        metrics: ``zeta2``, ``gradient2``, ``sigma2_mean``, ``sigma2_max``, ``sigma2_avg`` (of the pool), ``L_max``,
+            ``L_avg``; for synthetic data ``delta2``, ``sigma2_synthetic`` (of their pool) and ``L_synthetic``.
+        shares: For each ``p``: measured ``zeta2``, ``sigma2`` and ``L``, their bounds by Lemma 1 with suffix ``_bound``, and
+            Corollary I's rounds relative to ``p = 0``, from measured values (``rounds``) and bounds (``rounds_bound``).
     """
 
     place: str
@@ -85,7 +85,7 @@ class HeterogeneityMeasurement:
 
 
 def selected_clients(federation: Federation, scope: MeasurementScope) -> list[int]:
-    """The clients that are looked at.
+    """Return the clients to measure.
 
     Args:
         federation: Data of all clients.
@@ -99,7 +99,7 @@ def selected_clients(federation: Federation, scope: MeasurementScope) -> list[in
 
 
 def selected_samples(client: ClientData, scope: MeasurementScope) -> Pair:
-    """The samples of a client that are looked at.
+    """Return the samples of a client to measure.
 
     Args:
         client: Data of the client.
@@ -121,21 +121,24 @@ def measure(
     place: str = "model",
     follow: Follow | None = None,
 ) -> HeterogeneityMeasurement:
-    """Measure all at the probe's model.
+    """Measure heterogeneity at the probe's model.
 
     Args:
-        probe: The model.
-        federation: The clients' data.
-        scope: What is looked at.
-        synthetic: Each client's synthetic set; without it there is no part about shares.
-        place: What the model is called.
-        follow: Told what is measured, and of how many clients.
+        probe: Computes gradients and Hessian products at the model.
+        federation: Data of all clients.
+        scope: Limits of the measurement.
+        synthetic: Returns the synthetic set of a client; None skips the part on shares.
+        place: Name of the model for messages.
+        follow: Called with the progress.
+
+    Raises:
+        DataError: If the gradients are not finite.
     """
     ids = selected_clients(federation, scope)
     follow = follow or (lambda text, done, total: None)
     gradients, pool = GroupMoments(0, torch.zeros_like(probe.v)), GroupMoments(0, torch.zeros_like(probe.v))
     noise: list[tuple[float, float, float]] = []
-    cross_scatter = 0.0  # the scatter of real and synthetic gradients with each other
+    cross_scatter = 0.0  # joint scatter of real and synthetic gradients
     last: tuple[Pair, GroupMoments] | None = None
     for done, k in enumerate(ids):
         follow(f"gradients at the {place}", done, len(ids))
@@ -144,7 +147,7 @@ def measure(
             noise.append((own_gradient.variance, 0.0, 0.0))
         else:
             pair = synthetic(k)
-            if last is None or last[0] is not pair:  # a set that all clients share is looked at once
+            if last is None or last[0] is not pair:  # a set shared by all clients is measured once
                 last = pair, probe.moments(*pair)
             other_gradient = last[1]
             noise.append(
@@ -160,8 +163,8 @@ def measure(
         gradients.add(1, own_gradient.mean)
     if not bool(torch.isfinite(gradients.mean).all()):
         raise DataError(
-            f"At the {place} the gradients are not finite: the run diverged, so there is nothing to measure. Repeat it with "
-            "a smaller learning rate."
+            f"The gradients at the {place} are not finite, because the run diverged. Repeat the run with a smaller learning "
+            "rate."
         )
     sigma2, sigma2_made, distance = (np.array(column) for column in zip(*noise, strict=True))
     zeta2 = gradients.variance
@@ -214,15 +217,15 @@ def curvature(
     synthetic: SyntheticOf | None,
     follow: Callable[[int, int], None],
 ) -> dict[str, float | list[float] | None]:
-    """``L_max``, ``L_avg`` and, with synthetic data, ``L_synthetic`` and for each share ``L_p``, the largest of a client.
+    """Measure ``L_max``, ``L_avg`` and, with synthetic data, ``L_synthetic`` and the largest ``L_p`` for each share.
 
     Args:
         probe: Computes gradients and Hessian products at the model.
         federation: Data of all clients.
         scope: Limits of the measurement.
         ids: Clients to measure.
-        synthetic: Synthetic data of a client, or None.
-        follow: Receives the number of finished steps and of all steps.
+        synthetic: Returns the synthetic set of a client, or None.
+        follow: Called with the number of finished passes and of all passes.
     """
     shares = torch.tensor(scope.shares, dtype=probe.v.dtype, device=probe.v.device)[:, None]
     rows = 1 if synthetic is None else len(scope.shares) + 1
@@ -237,7 +240,7 @@ def curvature(
         return probe.products(*synthetic(k))
 
     def mixed(k: int) -> Products:
-        """The first row is the client's own data, then come the shares."""
+        """Return products whose first row is for the client's own data and further rows for the shares."""
         own, other = real_of(k), synthetic_of(k) if synthetic is not None else None
 
         def times(u: Tensor) -> Tensor:
@@ -275,7 +278,7 @@ def curvature(
 
 
 def predict_rounds(result: HeterogeneityMeasurement, scope: MeasurementScope, clients: int) -> None:
-    """Add Corollary I's rounds, relative to no synthetic data, for every share.
+    """Add Corollary I's rounds for every share, relative to no synthetic data.
 
     Args:
         result: Measurement, which is extended in place.
@@ -283,13 +286,13 @@ def predict_rounds(result: HeterogeneityMeasurement, scope: MeasurementScope, cl
         clients: Number of clients.
     """
     figures = result.metrics
-    # With strong convexity the loss is at most ||grad f||^2 / (2 mu) above its minimum: a tenth of that.
+    # If the loss is strongly convex, it exceeds its minimum by at most ||grad f||^2 / (2 mu); use a tenth of that.
     unit = 1.0 if scope.mu is None else 2 * scope.mu
     epsilon = scope.epsilon if scope.epsilon is not None else 0.1 * float(figures["gradient2"] or 0) / unit
     figures["epsilon"] = epsilon
 
     def steps(zeta2: float | None, sigma2: float | None, L: float | None) -> float:
-        # Without curvature L cancels in the quotient of losses that are not convex.
+        # Without a measured curvature, L cancels in the ratio for non-convex losses.
         noise, smooth = max(0.0, sigma2 or 0) / scope.batch, 1.0 if L is None else L
         return fedssyn_bounds.iterations(epsilon, clients, scope.tau, smooth, max(0.0, zeta2 or 0), noise, scope.mu)
 

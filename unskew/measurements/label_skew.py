@@ -13,18 +13,19 @@ Figures = dict[str, float | None]
 
 
 def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Figures:
-    """Compute metrics of label skew and size skew.
+    """Compute metrics of label skew and quantity skew.
 
-    ``label_distance_mean`` and ``label_distance_max``: total variation, ``1/2 sum_c |q_kc - q_c|``, between a client's class
-    frequencies and those of all clients together; ``label_entropy_gap``: mean Kullback-Leibler divergence of the one from the
-    other, in nats, 0 for equal and ``ln C`` for one balanced class each; ``label_distance_chance``: the mean distance that
-    chance alone gives for clients of these sizes; ``effective_clients``: ``(sum n_k)^2 / sum n_k^2``,
-    as many as there are where sizes are equal; ``effective_classes``: mean of the exponential of a client's entropy. Without
-    labels, as of texts and numbers, only clients are counted, and the others are None.
+    ``label_distance_mean`` and ``label_distance_max``: total variation distance, ``1/2 sum_c |q_kc - q_c|``, between
+    the class frequencies of a client and of all clients together; ``label_distance_chance``: mean distance expected by
+    chance for clients of these sizes; ``label_entropy_gap``: mean Kullback-Leibler divergence between the same
+    frequencies, in nats (0 if equal, ``ln C`` for balanced classes and one class per client); ``effective_clients``:
+    ``(sum n_k)^2 / sum n_k^2``, the number of clients if sizes are equal; ``effective_classes``: mean exponential of a
+    client's label entropy. Without labels, as for language modeling and regression, only ``effective_clients`` is
+    computed, and the others are None.
 
     Args:
-        federation: The data.
-        ids: The clients whose labels are compared; sizes are those of all.
+        federation: Data of all clients.
+        ids: Clients whose labels are compared; ``effective_clients`` uses the sizes of all.
     """
     task, sizes = federation.objective, federation.sizes.astype(float)
     effective = float(sizes.sum() ** 2 / np.square(sizes).sum())
@@ -53,13 +54,13 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Figures:
 
 
 def label_distance_by_chance(shares: np.ndarray, sizes: Sequence[int]) -> float:
-    """The mean label distance that clients of these sizes would have if each drew its labels from all clients' classes.
+    """Return the mean label distance if clients of these sizes drew their labels from the overall class frequencies.
 
-    A frequency of ``n`` draws is off by ``sqrt(2 q (1 - q) / (pi n))`` on average, as its normal limit is.
+    By the normal approximation, a frequency of ``n`` draws deviates by ``sqrt(2 q (1 - q) / (pi n))`` on average.
 
     Args:
         shares: Class frequencies ``q [C]`` of all clients together.
-        sizes: Samples of each client.
+        sizes: Number of samples of each client.
 
     >>> round(label_distance_by_chance(np.full(10, 0.1), [100, 100]), 3)
     0.12

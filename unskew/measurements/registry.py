@@ -1,4 +1,4 @@
-"""Diagnoses by name."""
+"""Registry of diagnostics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def make_diagnostics(
     federation: Federation,
     history: Sequence[dict[str, Any]],
 ) -> list[Diagnostic]:
-    """The diagnoses of these names, each once; other names are those of a server rule's own figures.
+    """Create diagnostics, each once; ignore other names, which are metrics of server rules.
 
     Args:
-        names: Which.
-        evaluator: Of the run.
-        server: Whose updates they watch.
-        federation: What its clients train on.
-        history: The run's rows so far; grows while it runs.
+        names: Names of the diagnostics.
+        evaluator: Evaluator of the run.
+        server: Server of the run, whose updates are collected.
+        federation: Data that the clients train on.
+        history: Rows of the run so far, which is extended during the run.
     """
     makers: dict[str, Callable[[], Diagnostic]] = {
         "local_models": lambda: LocalModels(evaluator, server, federation),

@@ -33,13 +33,13 @@ COUNTED = {
 
 
 class ServerCost(Diagnostic):
-    """Counts floating-point operations while the server adds up and takes in the updates of a round.
+    """Counts floating-point operations and memory of the server.
 
-    ``server/gflops`` of the round: sums of models and training at the server. ``server/bytes`` that are held after it: the
-    model and all that the method keeps at the server, but not updates on their way.
+    ``server/gflops``: operations of a round, for aggregating updates and training at the server. ``server/bytes``:
+    memory after the round, for the model and the method's state at the server, but not for updates in transit.
 
     Args:
-        server: Whose work is counted from now on.
+        server: Server of the run, whose operations are counted from now on.
     """
 
     of_clients = False
@@ -50,20 +50,20 @@ class ServerCost(Diagnostic):
         server.meter = self.meter
 
     def begin(self) -> None:
-        """Count from zero."""
+        """Start a round: count from zero."""
         super().begin()
         self.counted = 0
 
     @contextmanager
     def meter(self) -> Iterator[None]:
-        """Counts what is done within."""
+        """Context manager that counts the operations of its block."""
         mode = FlopCounterMode(display=False, custom_mapping=COUNTED)
         with mode:
             yield
         self.counted += mode.get_total_flops()
 
     def metrics(self) -> dict[str, float]:
-        """Both figures."""
+        """Return both metrics."""
         storages = {
             t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in self.server.tensors().values()
         }

@@ -10,15 +10,15 @@ from unskew.measurements.base import Diagnostic
 
 
 class UpdateNorms(Diagnostic):
-    """Lengths of the updates ``Delta_k`` that the server took in this round, and cosines between them.
+    """Norms of the updates ``Delta_k`` that the server accepted in a round, and cosines between them.
 
-    ``updates/norm``, ``||Delta_k||_2``, and ``updates/cosine``, ``<Delta_j, Delta_k> / (||Delta_j|| ||Delta_k||)`` over the
-    pairs ``j < k``: each its mean, and with ``_min`` and ``_max`` the least and the largest. Updates are as they were sent:
-    also late ones, and of a method that sends slices these. Of a single update, or one of length zero, no cosine can be said.
+    ``updates/norm`` is ``||Delta_k||_2``, and ``updates/cosine`` is ``<Delta_j, Delta_k> / (||Delta_j|| ||Delta_k||)`` over
+    pairs ``j < k``. Each is reported as its mean, and with ``_min`` and ``_max`` its extremes. Late updates are included, and
+    only slices that are sent count. With fewer than two updates of nonzero length the cosine is NaN.
     """
 
     def metrics(self) -> dict[str, float]:
-        """The six figures."""
+        """Return the six metrics."""
         deltas = torch.stack([update.delta for update in self.updates]).to(torch.float64)
         norms = torch.linalg.vector_norm(deltas, dim=1)
         unit = deltas[norms > 0] / norms[norms > 0, None]
@@ -28,7 +28,7 @@ class UpdateNorms(Diagnostic):
 
 
 def mean_min_max(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Mean, least and largest of ``values``; not a number if there are none.
+    """Return mean, minimum and maximum of ``values``; NaN if there are none.
 
     Args:
         name: Prefix of the metrics.

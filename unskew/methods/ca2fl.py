@@ -1,22 +1,23 @@
-"""CA2FL: a buffer of updates, calibrated by the last update of every client.
+"""CA2FL: buffered updates, calibrated by the last update of every client.
 
 Wang, Cao, Wu, Chen, Chen, "Tackling the Data Heterogeneity in Asynchronous Federated Learning with Cached Update
-Calibration", ICLR 2024. The server keeps for each of the ``J`` clients its last update ``h_j`` (0 until it has sent one) and
-their mean ``h``. Each arrival adds ``Delta_j - h_j`` to a buffer and then replaces ``h_j`` by ``Delta_j``. With ``b`` of them
-in the buffer::
+Calibration", ICLR 2024. The server stores the last update ``h_j`` of each of the ``J`` clients (0 until it has sent one) and
+their mean ``h``. Each arriving update adds ``Delta_j - h_j`` to a buffer and then replaces ``h_j`` by ``Delta_j``. When the
+buffer contains ``b`` updates::
 
     omega <- omega + eta [h + (1/b) sum_{j in buffer} (Delta_j - h_j)],    h <- (1/J) sum_j h_j
 
-and the buffer is emptied; ``h`` is the mean from before the buffer. What the buffer holds is by how much the sum of all
-``h_j`` has grown, so the new mean is ``h + buffer / J``. A client that arrives twice in one buffer is calibrated by its own
-first update. With empty caches the first step is FedBuff's. Clients count the same, as in the paper; with
-``weights="samples"`` both means are weighted alike, ``h = sum_j p_j h_j`` over all clients and the buffer's over its own
-weights. Where all ``h_j`` are the updates at ``omega``, each buffer then moves it by ``sum_j p_j h_j``, whoever is in it.
-Normalization statistics are not calibrated: as with FedBuff they move with the model, by the mean change of the buffer's
-clients.
+Then the buffer is emptied. In the first formula, ``h`` is the mean before the buffer. The sum in the buffer equals the
+growth of the sum of all ``h_j``, so the new mean is ``h + buffer / J``. If a client's update arrives twice in one buffer, the
+second one is calibrated by the first. With empty caches the first step equals FedBuff's.
 
-The cache is one vector of the model's size per client that ever sent an update. It is kept where clients' states are: in
-memory up to a limit, the rest in files of the run folder.
+Clients have uniform weights, as in the paper. With ``client_weighting=samples`` both means are weighted,
+``h = sum_j p_j h_j`` over all clients, and the buffer's mean over its own weights. If all ``h_j`` are the updates at
+``omega``, each buffer then moves the model by ``sum_j p_j h_j``, for any clients in the buffer. Normalization buffers are not
+calibrated: as with FedBuff, they change by the mean change of the clients in the update buffer.
+
+The cache contains one vector of the model's size per client that has sent an update. Like client state, it is kept in memory
+up to a limit, and beyond that in files of the run folder.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class CA2FL(ServerRule):
     """Cache-aided asynchronous federated learning.
 
     Attributes:
-        buffer_size: Updates per step of the server, ``b``.
-        eta: The server's step.
+        buffer_size: Number of updates per server step, ``b``.
+        eta: Server learning rate.
     """
 
     name: ClassVar[str] = "ca2fl"
@@ -55,24 +56,27 @@ class CA2FL(ServerRule):
     eta: Annotated[float, Field(gt=0)] = 1.0
 
     def conflict_with(self, method: Method) -> str | None:
-        """Updates of which a part stays at the client."""
+        """Reject methods that keep a part of the model at clients."""
         if method.sync is None:
             return None
         return (
-            f"ca2fl compares whole updates of a client; with {method.sync.name} a part of the model stays at clients."
+            f"ca2fl compares complete updates of a client, but {method.sync.name} keeps a part of the model at clients."
         )
 
     def buffer(self) -> int:
-        """The core collects them."""
+        """Return the number of updates that the server collects before each step."""
         return self.buffer_size
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """No client has sent an update."""
+        """Initialize the mean ``h`` to zero."""
         return {"v": v, "h": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=torch.float64)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """A full buffer moves the model, and statistics with it."""
-        v, h, grown, moved = state["v"], state["h"], torch.zeros_like(state["v"]), None
+        """Update the model and its buffers from a full buffer of updates."""
+        v = state["v"]
+        h = state["h"]
+        grown = torch.zeros_like(state["v"])
+        moved = None
         for update in updates:
             grown += update.weight * (update.delta if update.last is None else update.delta - update.last)
             if update.b_start is not None:

@@ -1,9 +1,9 @@
 """Center: the server trains on its own data alone, without any client.
 
-What a server could do by itself, a baseline of Zhu et al. 2025 (arXiv:2503.20138). In each round it goes on training for so
-many epochs; the optimizer's state is kept over the rounds, so a run is one loop of ``rounds * epochs`` epochs over the
-server's data, interrupted by evaluations. Nothing crosses the network. The paper tries 10, 20 and 50 epochs in all and
-learning rates of 1e-5, 1e-4 and 1e-3.
+This is a baseline of Zhu et al. 2025 (arXiv:2503.20138). In each round the server trains for ``epochs`` epochs. The
+optimizer state is kept between rounds, so a run is one loop of ``rounds * epochs`` epochs over the server's data with
+evaluations in between. Nothing is communicated. The paper tries 10, 20 and 50 epochs in total and learning rates of 1e-5,
+1e-4 and 1e-3.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from unskew.protocol.server_budget import TrainsAtServer
 
 @dataclass(frozen=True)
 class Center(TrainsAtServer):
-    """Training at the server alone; see ``TrainsAtServer`` for the options."""
+    """Training on server data only; see ``TrainsAtServer`` for the options."""
 
     name: ClassVar[str] = "center"
     summary: ClassVar[str] = "the server's data alone, no clients"
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
-    # The paper's rates; its epochs are those of a whole run, so they are not here.
+    # The paper's learning rates. Its epochs are those of a whole run and are not comparable.
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3)}
     steps_without = "clients"
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that act only at clients."""
+        """Reject rules that act at clients."""
         others = [part.name for part in (*method.data, *method.client, method.sync) if part is not None]
         if not others:
             return None
-        return f"center trains without clients, so {others[0]}, which acts at clients, would do nothing; leave one out."
+        return (
+            f"center trains without clients, so {others[0]}, which acts at clients, has no effect. Remove one of them."
+        )
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """The optimizer's moments are there after the first round."""
+        """Initialize the optimizer's moments as empty; they exist after the first round."""
         return {**super().init(v, facts), "moments": v.new_zeros(0, len(v))}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Go on training."""
+        """Continue training on the server data."""
         moments = list(state["moments"])
         v, b, loss = updates.at_server.train(state["v"], updates.b_global, updates.key, moments=moments, **self.budget)
         kept_moments = torch.stack(moments) if moments else state["moments"]

@@ -1,25 +1,25 @@
-"""DENSE: clients upload once, and the server distils their ensemble on images that it generates itself.
+"""DENSE: clients upload once, and the server distills their ensemble on images that it generates.
 
-Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Wu, "DENSE: Data-Free One-Shot Federated Learning", 2021, arXiv:2112.12371. With
-``E(x) = mean_k f(x; theta_k)`` the mean of the clients' logits and ``S`` the student, in each of ``epochs``:
+Zhang, Chen, Li, Lyu, Wu, Ding, Shen, Wu, "DENSE: Data-Free One-Shot Federated Learning", 2021, arXiv:2112.12371.
+``E(x) = mean_k f(x; theta_k)`` is the mean of the clients' logits and ``S`` the student. In each of ``epochs`` epochs:
 
-1. a new generator and its noise are learned for ``g_steps`` steps, with labels ``y`` drawn evenly, by
+1. a new generator and its noise are trained for ``g_steps`` steps, with labels ``y`` drawn uniformly, on
    ``CE(E(x), y) + lambda_bn mean_k BN_k(x) - lambda_adv mean_x [argmax E != argmax S] KL(E(x) || S(x))``;
-   ``BN_k`` is DeepInversion's distance of batch statistics from client ``k``'s running ones;
-2. the images of its best step join a pool with their ``E(x)``;
-3. the student takes a pass over the pool with ``T^2 KL(softmax(E/T) || softmax(S/T))``; images are cropped at random from a
-   black frame of 4 pixels and mirrored at random, and both ``E`` and ``S`` see them so.
+   ``BN_k`` is DeepInversion's distance of batch statistics from client ``k``'s running statistics;
+2. the images of its best step and their ``E(x)`` are added to a pool;
+3. the student is trained for one pass over the pool on ``T^2 KL(softmax(E/T) || softmax(S/T))``. Images are randomly flipped,
+   and randomly cropped after black padding of 4 pixels; ``E`` and ``S`` both use the augmented images.
 
-Clients train to convergence and upload once: a run has one round, with as many local epochs as that takes. Fedssyn's
-comparison has ten communication rounds first: ``start_round=9`` and ten rounds. Rounds before ``start_round`` are FedAvg's.
+Clients train to convergence and upload once, so a run has one round with many local epochs. Fedssyn's comparison has ten
+communication rounds first: ``start_round=9`` and ten rounds. Rounds before ``start_round`` are FedAvg rounds.
 
-As in the authors' code (``heter_fl.py`` and ``helpers/synthesizers.py`` of zj-jayzhang/DENSE) one optimizer of the student
-serves all epochs, so its momentum goes on, and the student augments. There crops are for CIFAR only; other data are
-mirrored. Before, each pass here had a new optimizer and images as they are, with ``E(x)`` of each computed once, which is
-much less work for the ensemble: ``dense:keep_optimizer=false,augment=false``.
+As in the authors' code (``heter_fl.py`` and ``helpers/synthesizers.py`` of zj-jayzhang/DENSE), the student has one optimizer
+for all epochs, so its momentum is kept, and its images are augmented. Their code crops only CIFAR images; other images are
+only flipped. Earlier versions here used a new optimizer for each pass and no augmentation, so each ``E(x)`` was computed only
+once, which is much cheaper: ``dense:keep_optimizer=false,augment=false``.
 
-Choices where text and code leave room: the student begins at the average of the clients' models; all of the pool is kept, as
-inputs and not rounded to pixels; without BatchNorm its term is zero.
+Choices that text and code leave open: the student starts from the average of the clients' models; the whole pool is kept, as
+inputs that are not rounded to pixels; without BatchNorm its term is zero.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Whole = Annotated[int, Field(ge=1)]
 Models = Sequence[tuple[Tensor, Tensor]]
-"""Each client's model ``[d]`` and statistics ``[m]``."""
+"""Parameters ``[d]`` and buffers ``[m]`` of each client's model."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +56,20 @@ class Dense(ServerRule):
 
     Attributes:
         start_round: First round, from 0, that ends with distillation.
-        epochs: Times that images are generated and the student takes a pass.
-        g_steps, g_lr: Steps of a generator, and Adam's rate.
-        batch: Images per generator, and per step of the student.
+        epochs: Number of times that images are generated and the student is trained for one pass.
+        g_steps, g_lr: Number of steps of a generator, and its learning rate for Adam.
+        batch: Number of images per generator, and per step of the student.
         lambda_bn, lambda_adv: Weights of the generator's terms.
         t: Temperature of the distillation; 20 is the authors' example.
-        lr, momentum: Of the student's SGD.
-        keep_optimizer: Whether its momentum goes on from epoch to epoch.
-        augment: Whether the student and its teachers see images cropped and mirrored at random.
+        lr, momentum: Learning rate and momentum of the student's SGD.
+        keep_optimizer: Whether the student's momentum is kept from epoch to epoch.
+        augment: Whether the student and its teachers use randomly cropped and flipped images.
     """
 
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "one upload; the ensemble is distilled on generated images"
     paper: ClassVar[str] = "Zhang et al. 2021, arXiv:2112.12371"
-    # lambda_adv: 0.5 to 1 in the authors' code; a decade to each side of the others' values there.
+    # lambda_adv: 0.5 to 1 in the authors' code; the others: one decade on each side of the authors' values.
     spaces: ClassVar[Mapping[str, Space]] = {
         "lr": log_range(1e-3, 0.1),
         "lambda_bn": log_range(0.1, 10.0),
@@ -77,7 +77,7 @@ class Dense(ServerRule):
     }
     needs = ("individual",)
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "its generator makes images of one class each"
+    tasks_reason: ClassVar[str] = "each image that it generates has one class"
 
     start_round: Annotated[int, Field(ge=0)] = 0
     epochs: Whole = 200
@@ -93,20 +93,20 @@ class Dense(ServerRule):
     augment: bool = True
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """The generator makes images, and all models of a round are of that round.
+        """Validate data, delays and rounds.
 
         Raises:
-            ConfigError: The data are not images, updates are delayed, or the run ends before the first distillation.
+            ConfigError: If the data are not images, updates are delayed, or the run ends before the first distillation.
         """
         run.need_no_delays(self.name)
         run.need_rounds_after(self.name, "start_round", self.start_round)
         spec = run.spec
         if len(spec.shape) != 3 or spec.integers:
-            raise ConfigError(f"dense generates images, but an input here has the shape {spec.shape}.")
+            raise ConfigError(f"dense generates images, but the inputs have shape {spec.shape}. Use another method.")
         return ()
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """The average; from ``start_round`` on, the student that was distilled from it."""
+        """Average the updates; from ``start_round`` on, also distill the ensemble."""
         v, b = updates.v_global + updates.aggregate.delta, updates.aggregate.buffers
         if updates.round < self.start_round:
             return {"v": v}
@@ -150,7 +150,7 @@ class Dense(ServerRule):
         return {"v": v, "b": b}
 
     def distillation(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """``T^2 mean KL(softmax(teacher / T) || softmax(student / T))`` of logits ``[B, C]``.
+        """Compute ``T^2 mean KL(softmax(teacher / T) || softmax(student / T))`` of logits ``[B, C]``.
 
         Args:
             student: Logits of the student, ``[B, C]``.
@@ -161,14 +161,14 @@ class Dense(ServerRule):
     def generate(
         self, spec: ModelSpec, models: Models, student: tuple[Tensor, Tensor], key: Tensor, pixels: PixelScaling
     ) -> Tensor:
-        """New images ``[batch, C, H, W]``, as inputs of the model.
+        """Generate images ``[batch, C, H, W]``, as inputs of the model.
 
         Args:
-            spec: The model's layout.
-            models: The clients'.
-            student: Its model and statistics.
-            key: Decides the generator's start and the labels.
-            pixels: How intensities become inputs.
+            spec: Layout of the model.
+            models: Parameters and buffers of the clients' models.
+            student: Parameters and buffers of the student.
+            key: Random key of the generator's initialization and the labels.
+            pixels: Conversion of intensities to inputs.
         """
         classes = spec.classes
         y = (uniform(fold(key, 0), (self.batch,)) * classes).to(torch.int64).clamp_max(classes - 1)
@@ -203,7 +203,7 @@ class Dense(ServerRule):
 
 
 def ensemble_logits(spec: ModelSpec, models: Models, x: Tensor) -> Tensor:
-    """The mean of the models' logits ``[B, C]``, in eval mode.
+    """Compute the mean of the models' logits ``[B, C]``, in eval mode.
 
     Args:
         spec: Layout of the model.
@@ -214,7 +214,7 @@ def ensemble_logits(spec: ModelSpec, models: Models, x: Tensor) -> Tensor:
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """``KL(softmax(teacher) || softmax(student))`` of each sample, ``[B]``, from logits ``[B, C]``.
+    """Compute ``KL(softmax(teacher) || softmax(student))`` of each sample, ``[B]``, from logits ``[B, C]``.
 
     Args:
         teacher: Logits of the teacher, ``[B, C]``.

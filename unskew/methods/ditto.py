@@ -1,12 +1,13 @@
-"""Ditto: each client also keeps a personal model near the global one.
+"""Ditto: each client also trains a personal model that stays near the global one.
 
 Li, Hu, Beirami, Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", 2020, arXiv:2012.04221,
-Algorithm 1: beside FedAvg's local training the client takes the same number of steps on its personal model ``v_k``::
+Algorithm 1. In addition to FedAvg's local training, a client takes the same number of steps on its personal model ``v_k``::
 
     v_k <- v_k - lr (grad f_k(v_k) + lambda (v_k - theta^t))
 
-``theta^t`` is the model received. The global path is FedAvg's, unchanged. ``v_k`` starts from the first model received. Two
-gradients a step; the steps on ``v_k`` are plain SGD with the client's learning rate, on the same batches.
+``theta^t`` is the received model. Training of the global model is unchanged. ``v_k`` starts from the first model that the
+client receives. Each step computes two gradients; the steps on ``v_k`` are plain SGD with the client's learning rate, on the
+same batches.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ class Ditto(ClientRule):
     """Personal models near the global one.
 
     Attributes:
-        lam: Strength ``lambda`` of the pull towards the global model; 0 is local training alone.
+        lam: Strength ``lambda`` of the pull towards the global model; with 0 the personal model is trained locally only.
     """
 
     name: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "a personal model near the global one"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:2012.04221"
-    # A decade to each side of the default.
+    # One decade on each side of the default.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.01, 1.0)}
 
     lam: Annotated[float, Field(ge=0)] = 0.1
 
     def begin(self, ctx: Context) -> Tensors:
-        """The personal model."""
+        """Load the personal model."""
         return {"v": ctx.state["v"] if "v" in ctx.state else ctx.v_global.clone()}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
-        """A step on the personal model beside each step on the global one."""
+        """Take a step on the personal model with each step on the global one."""
 
         def both(v: Tensor, batch: Batch) -> Tensor:
             personal = carry["v"]
@@ -55,9 +56,9 @@ class Ditto(ClientRule):
         return both
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """The personal model stays at the client."""
+        """Store the personal model at the client."""
         ctx.state["v"] = carry["v"]
 
     def personal(self, state: Tensors) -> Tensor | None:
-        """The model that serves this client."""
+        """Return the personal model of the client."""
         return state.get("v")

@@ -1,7 +1,8 @@
-"""FedAsync: every update moves the model as it arrives, the less the older it is.
+"""FedAsync: the server applies each update on arrival, with less weight the older it is.
 
-Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019, arXiv:1903.03934, Algorithm 1. For each update in the order
-of arrival, with ``omega_j`` the client's whole model and ``s`` its age in versions of the server, one version per update::
+Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019, arXiv:1903.03934, Algorithm 1. For each update in order of
+arrival, ``omega_j`` is the client's whole model and ``s`` its staleness in server versions, where each update counts as one
+version::
 
     omega <- (1 - alpha_s) omega + alpha_s omega_j,    alpha_s = alpha0 * staleness(s)
 
@@ -9,9 +10,9 @@ of arrival, with ``omega_j`` the client's whole model and ``s`` its age in versi
     polynomial   (1 + s)^(-a)
     hinge        1 if s <= b, else 1 / (a (s - b) + 1)
 
-The paper's clients also have a proximal term: ``fedasync+fedprox``. The server needs every single model, and remembers
-which one each client on its way was sent. With ``alpha0 = 1`` and constant staleness the last arrival replaces the model.
-A client's whole model is mixed in, its normalization statistics too.
+The paper's clients also use a proximal term: ``fedasync+fedprox``. The server needs each individual model, and stores the
+model that it sent to each client until its update arrives. With ``alpha0 = 1`` and constant staleness, the last arrival
+replaces the global model. A client's normalization buffers are mixed in the same way as its parameters.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from unskew.protocol.search_space import Space, one_of
 
 @dataclass(frozen=True)
 class FedAsync(ServerRule):
-    """Asynchronous federated optimisation.
+    """Asynchronous federated optimization.
 
     Attributes:
         alpha0: Weight of an update that is not stale.
-        staleness: How the weight falls with the age.
-        a: Steepness of ``polynomial`` and ``hinge``; the paper has 0.5 and 10.
-        b: Age up to which ``hinge`` does not fall; the paper has 4.
+        staleness: Function by which the weight decreases with staleness.
+        a: Steepness of ``polynomial`` and ``hinge``; the paper uses 0.5 and 10.
+        b: Staleness up to which ``hinge`` stays constant; the paper uses 4.
     """
 
     name: ClassVar[str] = "fedasync"
@@ -51,7 +52,7 @@ class FedAsync(ServerRule):
     b: Annotated[float, Field(ge=0)] = 4.0
 
     def weight(self, age: int) -> float:
-        """``alpha_s`` for an update that is ``age`` versions old."""
+        """Return ``alpha_s`` for an update that is ``age`` versions old."""
         if self.staleness == "polynomial":
             return self.alpha0 * float((1 + age) ** -self.a)
         if self.staleness == "hinge" and age > self.b:
@@ -59,7 +60,7 @@ class FedAsync(ServerRule):
         return self.alpha0
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Each arrival in turn."""
+        """Apply the updates in order of arrival."""
         v, b = state["v"], updates.b_global
         for number, update in enumerate(updates):
             assert update.start is not None

@@ -1,8 +1,8 @@
 """FedAvg: the mean of the clients' models is the next model.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", 2016, arXiv:1602.05629, Algorithm 1: ``theta <- sum_k p_k theta_k`` with ``p_k = n_k / sum_j n_j``, which in terms
-of updates is ``theta <- theta + sum_k p_k delta_k``.
+Data", 2016, arXiv:1602.05629, Algorithm 1: ``theta <- sum_k p_k theta_k`` with ``p_k = n_k / sum_j n_j``. In terms of
+updates, this is ``theta <- theta + sum_k p_k delta_k``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class FedAvg(ServerRule):
     """Federated averaging.
 
     Attributes:
-        eta: Server step; 1 is the paper's plain average.
-        discard_late: With delays: leave out updates that were not sent out in this round.
+        eta: Server learning rate; 1 is the paper's plain average.
+        discard_late: With delays, ignore updates of clients that received the model in an earlier round.
     """
 
     name: ClassVar[str] = "fedavg"
@@ -34,7 +34,7 @@ class FedAvg(ServerRule):
 
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]
-        """All updates, or only those of this round."""
+        """``same_round`` if late updates are discarded."""
         return ("same_round",) if self.discard_late else ()
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
@@ -43,5 +43,5 @@ class FedAvg(ServerRule):
 
 
 def server_rule(method: Method) -> ServerRule:
-    """Return the server rule of a method: its own, or ``FedAvg()`` where it has none."""
+    """Return the server rule of a method, or ``FedAvg()`` if it has none."""
     return method.server or FedAvg()

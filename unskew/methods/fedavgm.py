@@ -1,13 +1,13 @@
-"""FedAvgM: momentum at the server.
+"""FedAvgM: server momentum.
 
 Hsu, Qi, Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", 2019,
 arXiv:1909.06335: ``m <- beta m + (theta - sum_k p_k theta_k)``, ``theta <- theta - eta m``. Here ``m`` has the sign of an
-update, ``m <- beta m + delta`` and ``theta <- theta + eta m``, which is the same.
+update, ``m <- beta m + delta`` and ``theta <- theta + eta m``, which is equivalent.
 
-The default ``beta=0.9`` is what other authors' code compares with: that of FedCOG (arXiv:2312.05966) and of FedDecorr
-(arXiv:2210.00226, ``run_scripts/cifar10_fedavgm.sh``), and Flower's baseline for Hsu et al., who try values up to 0.997. The
-text of FedCOG has ``beta=0.1``, which was the default here before. ``nesterov=True`` steps along ``delta + beta m`` instead,
-as FedCOG's code does (without its extra division by ``1 + beta``).
+The default ``beta=0.9`` is the value in the code of FedCOG (arXiv:2312.05966) and of FedDecorr (arXiv:2210.00226,
+``run_scripts/cifar10_fedavgm.sh``), and in Flower's baseline for Hsu et al., who try values up to 0.997. The text of FedCOG
+has ``beta=0.1``, which was the default here before. ``nesterov=True`` steps along ``delta + beta m`` instead, as FedCOG's
+code does (without its extra division by ``1 + beta``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class FedAvgM(ServerRule):
 
     Attributes:
         beta: Momentum; 0 is FedAvg.
-        eta: Server step.
-        nesterov: Look ahead along the momentum.
+        eta: Server learning rate.
+        nesterov: Use Nesterov momentum.
     """
 
     name: ClassVar[str] = "fedavgm"
     summary: ClassVar[str] = "momentum at the server"
     paper: ClassVar[str] = "Hsu et al. 2019, arXiv:1909.06335"
-    # beta: the grid of Hsu et al.; eta: inside that of Reddi et al. 2020 (arXiv:2003.00295), 1e-3 to 10.
+    # beta: grid of Hsu et al.; eta: within the grid of Reddi et al. 2020 (arXiv:2003.00295), 1e-3 to 10.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": one_of(0.0, 0.7, 0.9, 0.97, 0.99), "eta": log_range(0.01, 3.0)}
 
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -46,7 +46,7 @@ class FedAvgM(ServerRule):
     nesterov: bool = False
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """Momentum zero."""
+        """Initialize the momentum to zero."""
         return {"v": v, "m": torch.zeros_like(v)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:

@@ -1,14 +1,14 @@
-"""FedBN: every client keeps its own BatchNorm, the rest of the model is averaged.
+"""FedBN: every client keeps its own BatchNorm layers, the rest of the model is averaged.
 
 Li, Jiang, Zhang, Kamp, Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", 2021,
-arXiv:2102.07623, Algorithm 1. With ``w^l`` the parameters of layer ``l``::
+arXiv:2102.07623, Algorithm 1. ``w^l`` are the parameters of layer ``l``::
 
     w^l <- sum_k p_k w_k^l     if l is not BatchNorm
     w_k^l stays at client k    if it is, its running mean and variance, too
 
-A client is served by the shared layers with its own BatchNorm, which is its personal model. The global model, with the
-BatchNorm of the beginning, is that of a client that never took part; the paper says nothing of it. The paper averages
-uniformly. LayerNorm and GroupNorm are no BatchNorm and are averaged.
+The personal model of a client consists of the shared layers and its own BatchNorm. The global model has the initial
+BatchNorm parameters; it serves clients that never took part, which the paper does not discuss. The average is uniform, as
+in the paper. LayerNorm and GroupNorm layers are averaged.
 """
 
 from __future__ import annotations
@@ -36,37 +36,40 @@ class FedBN(SyncRule):
     weights: ClassVar[Weights | None] = "uniform"
 
     def conflict_with(self, method: Method) -> str | None:
-        """A client has one personal model."""
+        """Reject other rules with personal models."""
         other = next((rule.name for rule in method.client if type(rule).personal is not ClientRule.personal), None)
-        return f"{other} and fedbn each give a client a personal model; leave out one of the two." if other else None
+        return f"{other} and fedbn both define a client's personal model. Remove one of them." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Without trainable BatchNorm all of the model is averaged, which is told."""
+        """Warn if the model has no trainable BatchNorm, so that the whole model is averaged."""
         super().check(run)
         return (
             ()
             if self.local_slices(run.spec)
             else [
-                "fedbn keeps BatchNorm at the clients, but this model trains none, so all of it is averaged, uniformly."
+                "fedbn keeps no layers at clients, because this model has no trainable BatchNorm: all parameters are "
+                "averaged, uniformly."
             ]
         )
 
     def local_slices(self, spec: ModelSpec) -> Slices:
-        """The parameters of BatchNorm."""
+        """Return the BatchNorm parameters."""
         return _slices(spec, True)
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
-        """The other parameters, both ways."""
+        """Exchange all other parameters in both directions."""
         rest = _slices(spec, False)
         return rest, rest
 
 
 @lru_cache(maxsize=16)
 def _slices(spec: ModelSpec, norm: bool) -> Slices:
-    """The parameters that belong to BatchNorm, or those that do not."""
-    modules, spans, start = dict(spec.module.named_modules()), [], 0
+    """Return the slices of BatchNorm parameters, or of all others."""
+    modules = dict(spec.module.named_modules())
+    spans = []
+    start = 0
     for name, size in zip(spec.names, spec.sizes, strict=True):
         layer = modules[name.rpartition(".")[0]]
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) == norm:

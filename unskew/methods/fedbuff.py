@@ -1,15 +1,15 @@
-"""FedBuff: the server moves whenever so many updates are in, however old they are.
+"""FedBuff: the server takes a step whenever its buffer of updates is full, whatever their age.
 
 Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated Learning with Buffered Asynchronous Aggregation", 2021,
-arXiv:2106.06639, Algorithm 1 without its optional weights by staleness. Updates are added as they arrive; with ``b`` of them
-in the buffer::
+arXiv:2106.06639, Algorithm 1 without its optional weights by staleness. Updates are added as they arrive. When the buffer
+contains ``b`` updates::
 
     omega <- omega + (eta / b) sum_{m in buffer} Delta_m,    and the buffer is emptied
 
-``Delta_m`` is the client's model minus the one it was sent, which may be an older one. A buffer that fills up in the middle
-of a round's arrivals is emptied there; what arrives after that fills the next. The server needs only each buffer's sum.
-Normalization statistics wait as the model does: they move by the mean change of the buffer's clients.
-Without delays and with a buffer of the whole cohort this is FedAvg with uniform weights.
+``Delta_m`` is the client's model minus the model that it received, which may be an older one. If the buffer fills up in the
+middle of a round's arrivals, it is emptied there, and later arrivals fill the next one. The server needs only the sum of
+each buffer. Normalization buffers are updated at the same time as the model, by the mean change of the clients in the
+update buffer. Without delays and with a buffer of the cohort's size, this is FedAvg with uniform weights.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class FedBuff(ServerRule):
     """Buffered asynchronous aggregation.
 
     Attributes:
-        buffer_size: Updates per step of the server, ``b``.
-        eta: The server's step.
+        buffer_size: Number of updates per server step, ``b``.
+        eta: Server learning rate.
     """
 
     name: ClassVar[str] = "fedbuff"
@@ -45,11 +45,11 @@ class FedBuff(ServerRule):
     eta: Annotated[float, Field(gt=0)] = 1.0
 
     def buffer(self) -> int:
-        """The core collects them."""
+        """Return the number of updates that the server collects before each step."""
         return self.buffer_size
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """A full buffer moves the model, and statistics with it."""
+        """Update the model and its buffers from a full buffer of updates."""
         mean = updates.aggregate
         v = state["v"] + self.eta * mean.delta
         return {"v": v} if mean.moved is None else {"v": v, "b": updates.b_global + mean.moved}

@@ -1,16 +1,16 @@
-"""FedDecorr: decorrelates the dimensions of the features, against their collapse under label skew.
+"""FedDecorr: decorrelates feature dimensions, against dimensional collapse under label skew.
 
 Shi, Liang, Zhang, Tan, Bai, "Towards Understanding and Mitigating Dimensional Collapse in Heterogeneous Federated
-Learning", 2022, arXiv:2210.00226. With the penultimate features ``Z [B, m]`` of a batch, z-scored per dimension, the loss
-gains ``beta`` times
+Learning", 2022, arXiv:2210.00226. ``Z [B, m]`` are the penultimate features of a batch, z-scored per dimension. The loss has
+an additional term, ``beta`` times
 
     mean_{i != j} (Z^T Z)_ij^2 / B        form=authors, the authors' code (``loss.py`` of bytedance/FedDecorr)
     ||R||_F^2 / m^2,  R = Z^T Z / B       form=paper, Equation 4
 
-The first is about ``B`` times the second: ``Z^T Z`` is not divided by the batch, but its square is, and only pairs of
-different dimensions count; its z-scores have the unbiased variance. ``beta=0.1`` is the default of the authors' code and
-scripts, so it goes with their form. The text of the FedCOG paper has 0.01, and ``feddecorr:beta=0.01,form=paper`` was the
-default here before. A batch of one sample has no correlation and is skipped.
+The first form is about ``B`` times the second: only its square is divided by the batch size, not ``Z^T Z``. It also counts
+only pairs of different dimensions, and its z-scores use the unbiased variance. ``beta=0.1`` is the default of the authors'
+code and scripts, and belongs to their form. The text of the FedCOG paper has 0.01, and ``feddecorr:beta=0.01,form=paper``
+was the default here before. For a batch of one sample the term is omitted.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class FedDecorr(ClientRule):
     """Decorrelation of features.
 
     Attributes:
-        beta: Strength; 0 is FedAvg.
-        form: The term as in the ``authors``' code or in the ``paper``.
-        scale: Another factor of the term.
+        beta: Weight of the term; 0 is FedAvg.
+        form: Term as in the ``authors``' code or in the ``paper``.
+        scale: Additional factor of the term.
     """
 
     name: ClassVar[str] = "feddecorr"
     summary: ClassVar[str] = "decorrelated features against dimensional collapse"
     paper: ClassVar[str] = "Shi et al. 2022, arXiv:2210.00226"
-    # The authors take 0.1, FedCOG's comparison 0.01.
+    # The authors use 0.1, FedCOG's comparison 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.01, 0.5)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
-    tasks_reason: ClassVar[str] = "it correlates one feature vector a sample"
+    tasks_reason: ClassVar[str] = "it needs one feature vector per sample"
 
     beta: Annotated[float, Field(ge=0)] = 0.1
     form: Literal["authors", "paper"] = "authors"
     scale: Annotated[float, Field(gt=0)] = 1.0
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Without trained layers before the head there is nothing to decorrelate, which is told."""
+        """Warn if the model has no trained layers before the head, so that the term has no effect."""
         return run.told_without_body(self.name, "beta") if self.beta else ()
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
-        """The loss with ``beta`` times the term."""
+        """Add ``beta`` times the term to the loss."""
         if self.beta == 0:
             return loss_fn
         energy = authors_energy if self.form == "authors" else correlation_energy
@@ -72,17 +72,17 @@ class FedDecorr(ClientRule):
 
 
 def correlation_energy(features: Tensor) -> Tensor:
-    """``||R||_F^2 / m^2`` of features ``[B, m]``, ``B >= 2``; a constant dimension counts as uncorrelated."""
+    """Compute ``||R||_F^2 / m^2`` of features ``[B, m]``, ``B >= 2``; a constant dimension counts as uncorrelated."""
     size, m = features.shape
     z = features - features.mean(0)
     z = z / torch.sqrt(z.square().mean(0) + 1e-8)
-    # ||Z^T Z||_F = ||Z Z^T||_F: the smaller of the two Gram matrices will do.
+    # ||Z^T Z||_F = ||Z Z^T||_F, so use the smaller Gram matrix.
     gram = z @ z.T if size < m else z.T @ z
     return (gram / size).square().sum() / m**2
 
 
 def authors_energy(features: Tensor) -> Tensor:
-    """``mean_{i != j} (Z^T Z)_ij^2 / B`` of features ``[B, m]``, ``B >= 2``; 0 for a single dimension."""
+    """Compute ``mean_{i != j} (Z^T Z)_ij^2 / B`` of features ``[B, m]``, ``B >= 2``; 0 for a single dimension."""
     size, m = features.shape
     z = features - features.mean(0)
     z = z / torch.sqrt(z.square().sum(0) / (size - 1) + 1e-8)

@@ -1,17 +1,17 @@
-"""FedDF: the average learns to predict what the clients' models predict together.
+"""FedDF: the server distills the ensemble of the clients' models into their average.
 
 Lin, Kong, Stich, Jaggi, "Ensemble Distillation for Robust Model Fusion in Federated Learning", 2020, arXiv:2006.07242,
 Algorithm 1, on inputs ``x`` at the server. Their labels are not used, so they may come from another data set::
 
     omega <- omega + sum_j p_j Delta_j                      the start: FedAvg over the updates that arrived
     z(x) = (1/J) sum_j f_{omega_j}(x)                       mean logits of the J arrived models
-    omega <- argmin  mean_x KL(softmax z(x) || softmax f_omega(x))     by so many steps
+    omega <- argmin  mean_x KL(softmax z(x) || softmax f_omega(x))     by a fixed number of steps
 
-``omega_j`` is the client's whole model, with its own statistics: what it was sent, which may be an older one, plus its
-update. Teachers predict in eval mode, once per round, and only for inputs that a step will see. The student begins with the
-mean of the clients' statistics, which then move with the server's batches. A round in which nothing arrives leaves the model
-as it is. The original takes up to 10,000 steps of Adam with a rate that falls to 0, and stops early on validation data; here
-the number of steps is given. With no steps this is FedAvg.
+``omega_j`` is the client's whole model with its own buffers: the model that it received, which may be an older one, plus its
+update. Teachers predict in eval mode, once per round, and only for inputs that the steps use. The student starts with the
+mean of the clients' buffers, which are then updated on the server's batches. If no update arrives in a round, the model does
+not change. The original uses up to 10,000 steps of Adam with a learning rate that decays to 0, and early stopping on
+validation data; here the number of steps is fixed. With no steps this is FedAvg.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ class FedDF(TrainsAtServer):
     # The grids of Zhu et al. 2025 (arXiv:2503.20138).
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
-    tasks_reason: ClassVar[str] = "its teacher is a mean of probabilities, one prediction a sample"
+    tasks_reason: ClassVar[str] = "its teacher is a mean of probabilities, with one prediction per sample"
     needs = ("individual", "sent_model")
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Inputs of any kind; labels are not used."""
+        """Validate that the server has data; its labels are not used."""
         self.check_budget()
         run.need_server_data(self.name)
         return ()
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Average, let the arrived models predict, and distil."""
-        at, key, mean = updates.at_server, updates.key, updates.aggregate
+        """Average the updates, compute the ensemble's logits, and distill them."""
+        at = updates.at_server
+        key = updates.key
+        mean = updates.aggregate
         assert at.data is not None
         x, start = at.data.x, state["v"] + mean.delta
         seen = at.plan(key, len(x), **self.budget)

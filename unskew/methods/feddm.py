@@ -1,20 +1,20 @@
-"""FedDM: clients send a few learned images that stand for their data around the global model; the server trains on them.
+"""FedDM: clients send a few learned images that represent their data near the global model; the server trains on them.
 
 Xiong, Wang, Cheng, Yu, Hsieh, "FedDM: Iterative Distribution Matching for Communication-Efficient Federated Learning", 2022,
-arXiv:2207.09653. A client keeps ``images`` synthetic inputs of each class that it holds. In each of its local steps it
-draws a model around the global one, ``theta' = theta^t + clip(eps, rho)`` with ``eps ~ N(0, spread^2 I)`` shortened to the
-norm ``rho`` if it is longer, and takes a gradient step of ``image_lr`` on them for::
+arXiv:2207.09653. A client stores ``images`` synthetic inputs for each of its classes. In each local step it draws a model
+near the global one, ``theta' = theta^t + clip(eps, rho)``, where ``eps ~ N(0, spread^2 I)`` is scaled down to norm ``rho`` if
+it is longer. Then it takes a gradient step with learning rate ``image_lr`` on the synthetic inputs for::
 
     sum_c || mean h(real_c) - mean h(made_c) ||^2 + || mean f(real_c) - mean f(made_c) ||^2
 
-with ``h`` the features, ``f`` the logits and ``c`` the classes in its mini-batch. Models are read in eval mode, with the
-statistics that were sent. The images stay at the client for the next round and are uploaded with their labels instead of a
-model. The server trains on the union of all images with cross-entropy and returns to the ball of radius ``rho`` around
-``theta^t`` after every step.
+``h`` are the features, ``f`` the logits and ``c`` the classes in the mini-batch. Models are in eval mode, with the broadcast
+buffers. The client keeps the images for the next round, and uploads them with their labels instead of a model. The server
+trains on the union of all images with cross-entropy, and projects the model to the ball of radius ``rho`` around ``theta^t``
+after every step.
 
-The images' steps are the run's local budget: the paper has about 1000 of batches of 256, ``local_steps: 1000``. There a
-batch holds samples of a single class; here the run's mini-batches are split by class. Images are sent as 32-bit floats, on
-the scale of the model's inputs, labels in a byte each (two for more than 256 classes).
+The run's local budget gives the number of steps on the images: the paper uses about 1000 with batches of 256,
+``local_steps: 1000``. Its batches contain samples of a single class; here the run's mini-batches are split by class. Images
+are sent as 32-bit floats on the scale of the model's inputs, and labels in one byte each (two for more than 256 classes).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Positive = Annotated[float, Field(gt=0)]
 Whole = Annotated[int, Field(ge=1)]
 PURPOSE = derive(0, "feddm client")
 AVERAGED = 10
-"""Real inputs in each average that images begin from."""
+"""Number of real inputs per average with ``start="average"``."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +48,24 @@ class FedDM(ClientRule, ServerRule):
     """Distribution matching around the global model.
 
     Attributes:
-        images: Synthetic inputs of each class present.
-        start: Where they begin: ``real`` inputs of the class, ``average`` of ten of them, or ``noise``.
-        image_lr: Step on them.
+        images: Number of synthetic inputs per class of the client.
+        start: Initial images: ``real`` inputs of the class, the ``average`` of ten of them, or ``noise``.
+        image_lr: Learning rate of the images.
         rho: Radius around the global model, at clients and at the server.
-        spread: Standard deviation of the perturbation before it is shortened.
-        server_epochs, server_lr, server_momentum, server_batch: The server's SGD on the union. The paper leaves momentum and
-            batch open.
+        spread: Standard deviation of the perturbation before it is scaled down.
+        server_epochs, server_lr, server_momentum, server_batch: Options of the server's SGD on all images. The paper does
+            not state momentum and batch size.
     """
 
     name: ClassVar[str] = "feddm"
     summary: ClassVar[str] = "clients send learned images, the server trains on them"
     paper: ClassVar[str] = "Xiong et al. 2022, arXiv:2207.09653"
-    # A decade to each side of the paper's 1 and 0.01.
+    # One decade on each side of the paper's 1 and 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"image_lr": log_range(0.1, 10.0), "server_lr": log_range(1e-3, 0.1)}
     needs = ("individual",)
     sends_model: ClassVar[bool] = False
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "its images have one class each"
+    tasks_reason: ClassVar[str] = "each of its images has one class"
 
     images: Whole = 10
     start: Literal["real", "average", "noise"] = "real"
@@ -78,32 +78,34 @@ class FedDM(ClientRule, ServerRule):
     server_batch: Whole = 256
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """Return the client's classes ``[C]`` and real inputs of each as initial images ``[C, n, ...]``."""
+        """Return a mask of the client's classes ``[C]``, and real inputs for initial images ``[C, n, ...]``."""
         count = {"real": self.images, "average": self.images * AVERAGED, "noise": 0}[self.start]
         present = (data.class_counts() > 0).to(data.like.dtype)
         return {"present": present, "exemplars": data.exemplars(count)} if count else {"present": present}
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that act on local models, which do not exist here."""
+        """Reject rules that act on local models, because feddm's clients train none."""
         other = next((rule.name for rule in method.client if rule.name != self.name), None)
         other = other or (method.sync.name if method.sync is not None else None)
-        return f"feddm's clients send images and train no model, so {other} cannot act on it." if other else None
+        return f"feddm's clients send images and do not train a model, so {other} has no effect." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Integers such as token ids cannot be learned, and the ball around the global model is that of one round.
+        """Validate data and delays.
 
         Raises:
-            ConfigError: The inputs are integers, or updates are delayed.
+            ConfigError: If the inputs are integers such as token ids, or updates are delayed.
         """
         run.need_no_delays(self.name)
         if run.federation.test[0].dtype == torch.int64:
-            raise ConfigError("feddm learns inputs by gradients, but the data are integers such as token ids.")
+            raise ConfigError(
+                "feddm learns inputs by gradient descent, but the inputs are integers such as token ids. Use another method."
+            )
         return ()
 
     # ---- at a client ----------------------------------------------------------------------------------------------------
 
     def begin(self, ctx: Context) -> Tensors:
-        """The client's images ``x [C, images, ...]``, from the last round or new, and the classes present, ``[C]``."""
+        """Load or initialize the client's images ``x [C, images, ...]``, with the mask of its classes ``[C]``."""
         present = ctx.client_info["present"]
         if "x" in ctx.state:
             return {"x": ctx.state["x"], "present": present}
@@ -115,7 +117,7 @@ class FedDM(ClientRule, ServerRule):
         return {"x": x, "present": present}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
-        """A step on the images; the model's own gradient is zero."""
+        """Take a step on the images, and return zero as the gradient of the model."""
 
         def matched(v: Tensor, batch: Batch) -> Tensor:
             noise = normal(fold(fold(ctx.key, PURPOSE), batch.step), (len(v),)).to(v.dtype)
@@ -133,12 +135,12 @@ class FedDM(ClientRule, ServerRule):
         """Compute the distance of the images' class means from those of a batch.
 
         Args:
-            ctx: Model and statistics.
-            v: The model to look with, ``[d]``.
+            ctx: Context of the client in this round.
+            v: Parameters of the model that computes features and logits, ``[d]``.
             x: Real inputs, ``[B, ...]``.
-            y: Their classes, ``[B]``.
-            made: The images, ``[C, images, ...]``.
-            present: Classes that the client holds, ``[C]`` of 0 and 1.
+            y: Classes of the real inputs, ``[B]``.
+            made: Synthetic images, ``[C, images, ...]``.
+            present: Mask of the client's classes, ``[C]`` of 0 and 1.
         """
         classes = ctx.spec.classes
         real = ctx.spec.forward(v, ctx.b_global, x)
@@ -154,30 +156,30 @@ class FedDM(ClientRule, ServerRule):
         return total
 
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
-        """No parameter does, whatever the optimizer."""
+        """Return a mask that freezes all parameters, for any optimizer."""
         return torch.zeros_like(ctx.v_global, dtype=torch.bool)
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """The images stay and are sent."""
+        """Store and upload the images."""
         ctx.state["x"] = carry["x"]
         ctx.upload.update(x=carry["x"], present=carry["present"])
 
     def encode_upload(self, upload: Tensors) -> Tensors:
-        """Images and labels of the classes present."""
+        """Return the images and labels of the client's classes."""
         which = torch.nonzero(upload["present"])[:, 0]
         small = torch.uint8 if len(upload["present"]) <= 256 else torch.int16
         x = upload["x"][which].flatten(0, 1).to(torch.float32)
         return {"x": x, "y": which.repeat_interleave(self.images).to(small)}
 
     def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
-        """The images that the round begins with, of all classes."""
+        """Return the initial images of the round, of all classes."""
         labels = torch.arange(len(carry["x"]), device=carry["x"].device)
         return carry["x"].flatten(0, 1), labels.repeat_interleave(self.images)
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Train on the union of the images, near the model that was sent."""
+        """Train on all images, within the ball around the broadcast model."""
         sent = [update.upload[self.name] for update in updates]
         v = state["v"]
         trained = updates.at_server.train(
@@ -204,11 +206,11 @@ class FedDM(ClientRule, ServerRule):
 
 
 def shortened(vector: Tensor, radius: float) -> Tensor:
-    """The vector, or the one of length ``radius`` in its direction if it is longer.
+    """Scale a vector down to norm ``radius`` if it is longer.
 
     Args:
-        vector: Vector to shorten.
-        radius: Largest length.
+        vector: Vector to scale.
+        radius: Maximum norm.
     """
     factor: Tensor = (radius / torch.linalg.vector_norm(vector).clamp_min(1e-30)).clamp_max(1.0)
     return vector * factor

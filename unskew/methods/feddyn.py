@@ -1,4 +1,4 @@
-"""FedDyn: a linear term aligns the clients' optima with the global one.
+"""FedDyn: dynamic regularization aligns the clients' optima with the global one.
 
 Acar, Zhao, Matas, Mattina, Whatmough, Saligrama, "Federated Learning Based on Dynamic Regularization", 2021,
 arXiv:2111.04263, Algorithm 1::
@@ -6,21 +6,22 @@ arXiv:2111.04263, Algorithm 1::
     client:  minimize f_k(theta) - <g_k, theta> + alpha/2 ||theta - theta^t||^2;   g_k <- g_k - alpha (theta_k - theta^t)
     server:  h <- h - (alpha/K) sum_S (theta_k - theta^t);   theta <- mean_S theta_k - h / alpha
 
-``g_k = h = 0`` at first; ``K`` counts all clients, so ``h`` stays the mean of all ``g_k``. The average is uniform. The paper
-clips gradients at 10: set ``clip_grad_norm=10`` in the run. Fedssyn's code uses the norm in the quadratic term; this is
-its square.
+Initially ``g_k = h = 0``. ``K`` counts all clients, so ``h`` remains the mean of all ``g_k``. The average is uniform. The
+paper clips gradients at 10: set ``clip_grad_norm=10``. Fedssyn's code uses the norm in the quadratic term; this
+implementation uses its square, as in the paper's formula above.
 
-Where a part of the model is sent only every so many rounds (FedALS), ``theta^t`` of that part is what the client last
-received, and ``g_k`` of it is renewed when it is sent, so ``h`` stays the mean also if clients miss an average.
+If a part of the model is exchanged only every few rounds (FedALS), ``theta^t`` of that part is the value that the client
+last received, and its ``g_k`` is updated when the part is sent. So ``h`` remains the mean even if clients miss an average.
 
-With other weights the objective is ``F = sum_k p_k f_k``, where ``p_k = w_k / sum_j w_j`` over all clients, and ``h`` counts
-clients as ``F`` does::
+With other weights the objective is ``F = sum_k p_k f_k`` with ``p_k = w_k / sum_j w_j`` over all clients, and ``h`` uses the
+same weights::
 
     h <- h - alpha sum_S p_k (theta_k - theta^t),    so that always    h = sum_k p_k g_k
 
-A client rests where ``g_k = grad f_k``. Where nothing changes any more all ``theta_k`` are ``theta``, so ``h = 0``, which is
-``grad F(theta) = 0``, whoever takes part. The weighted mean of the cohort's updates is over the cohort's weights, so it
-enters ``h`` with their part of all weights, ``sum_S w_k / sum_j w_j``; that is ``|S| / K`` only if clients count alike.
+A client is at rest if ``g_k = grad f_k``. At a fixed point all ``theta_k`` equal ``theta``, so ``h = 0``, which means
+``grad F(theta) = 0`` for any choice of clients. The weighted mean of the cohort's updates is relative to the cohort's
+weights, so it is multiplied in ``h`` by the cohort's share of all weights, ``sum_S w_k / sum_j w_j``. This share is
+``|S| / K`` only for uniform weights.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class FedDyn(ClientRule, ServerRule):
     alpha: Annotated[float, Field(gt=0)] = 0.01
 
     def begin(self, ctx: Context) -> Tensors:
-        """The client's linear term."""
+        """Load the client's linear term ``g_k`` and the last received model."""
         g_k = ctx.state.get("g")
         return {"g": torch.zeros_like(ctx.v_global) if g_k is None else g_k, "start": ctx.last_received()}
 
@@ -74,7 +75,7 @@ class FedDyn(ClientRule, ServerRule):
         ctx.state["g"] = carry["g"] - self.alpha * ctx.sent_since(carry["start"], v)
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """``h = 0``."""
+        """Initialize ``h = 0``."""
         total = torch.tensor(facts.total_weight(), dtype=v.dtype)
         return {"v": v, "h": torch.zeros_like(v), "total": total}
 

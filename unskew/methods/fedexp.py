@@ -1,4 +1,4 @@
-"""FedExP: the server extrapolates beyond the average, the further the more the updates disagree.
+"""FedExP: the server extrapolates beyond the average, further if the updates disagree more.
 
 Jhunjhunwala, Wang, Joshi, "FedExP: Speeding Up Federated Averaging via Extrapolation", 2023, arXiv:2301.09604,
 Algorithm 1::
@@ -6,9 +6,9 @@ Algorithm 1::
     eta_g = max{1, sum_k p_k ||Delta_k||^2 / (2 (||sum_k p_k Delta_k||^2 + epsilon))}
     theta <- theta + eta_g sum_k p_k Delta_k
 
-The server needs only sums: each client uploads one more number, its weighted squared norm. Where only slices of the model
-are sent (FedALS), ``Delta_k`` is what is sent: these slices, since they were last received. The paper evaluates the mean of
-the last two server iterates (``evaluate="mean"``, the default); ``evaluate="last"`` takes the last one.
+The server needs only sums: each client uploads one additional number, its weighted squared norm. If only slices of the model
+are sent (FedALS), ``Delta_k`` is the change of these slices since they were last received. The paper evaluates the mean of
+the last two server iterates (``evaluate="mean"``, the default); ``evaluate="last"`` evaluates the last one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class FedExP(ClientRule, ServerRule):
     """Extrapolated averaging.
 
     Attributes:
-        epsilon: Keeps the step finite where updates cancel.
-        evaluate: The mean of the last two iterates, as in the paper, or the last.
+        epsilon: Constant that keeps the step finite if updates cancel.
+        evaluate: Evaluated model: ``mean`` of the last two iterates, as in the paper, or the ``last`` one.
     """
 
     name: ClassVar[str] = "fedexp"
     summary: ClassVar[str] = "server step extrapolates where updates disagree"
     paper: ClassVar[str] = "Jhunjhunwala et al. 2023, arXiv:2301.09604"
-    # Around the 1e-3 of the paper.
+    # Around the paper's 1e-3.
     spaces: ClassVar[Mapping[str, Space]] = {"epsilon": log_range(1e-4, 0.1)}
     weights: ClassVar[Weights | None] = None
 
@@ -46,7 +46,7 @@ class FedExP(ClientRule, ServerRule):
     evaluate: Literal["mean", "last"] = "mean"
 
     def begin(self, ctx: Context) -> Tensors:
-        """Store the reference of the update: the broadcast, also of earlier rounds."""
+        """Store the last received values of each part of the model, the reference of the update."""
         return {"start": ctx.last_received()}
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
@@ -54,7 +54,7 @@ class FedExP(ClientRule, ServerRule):
         ctx.upload["square"] = ctx.weight * ctx.sent_since(carry["start"], v).square().sum()
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """Both iterates are the initial model."""
+        """Initialize both iterates to the initial model."""
         return {"v": v, "before": v, "eta": torch.ones((), dtype=v.dtype)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
@@ -65,9 +65,9 @@ class FedExP(ClientRule, ServerRule):
         return {"v": state["v"] + eta * delta, "before": state["v"], "eta": eta}
 
     def evaluated(self, state: Tensors) -> Tensor:
-        """The model that is evaluated and returned."""
+        """Return the model that is evaluated and returned by the run."""
         return (state["v"] + state["before"]) / 2 if self.evaluate == "mean" else state["v"]
 
     def metrics(self, state: Tensors) -> dict[str, float]:
-        """The server's step."""
+        """Return the server learning rate ``eta_g``."""
         return {"fedexp_eta": float(state["eta"])}

@@ -1,4 +1,4 @@
-"""Fed+FT: FedAvg, and after each average the server trains the model on its own data.
+"""Fed+FT: FedAvg, followed by training on the server's own data in each round.
 
 A baseline of Zhu et al., "Unlocking the Value of Decentralized Data: A Federated Dual Learning Approach for Model
 Aggregation", 2025, arXiv:2503.20138, for a server that owns a few samples of the clients' task::
@@ -6,9 +6,9 @@ Aggregation", 2025, arXiv:2503.20138, for a server that owns a few samples of th
     omega <- omega + sum_j p_j Delta_j         over the updates that arrived
     omega <- E epochs of training on the server's data from omega
 
-A round in which nothing arrives leaves the model as it is. Normalization statistics are the mean of the clients', and then
-move with the server's batches. With no epochs this is FedAvg. The paper tries learning rates of 1e-5, 1e-4 and 1e-3 and 1,
-10 and 20 epochs; the default is the clients' budget.
+If no update arrives in a round, the model does not change. Normalization buffers are the mean of the clients' buffers and
+are then updated on the server's batches. With no epochs this is FedAvg. The paper tries learning rates of 1e-5, 1e-4 and
+1e-3, and 1, 10 and 20 epochs; the default is the clients' budget.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FedFT(TrainsAtServer):
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Average, then train."""
+        """Average the updates, then train on the server data."""
         mean = updates.aggregate
         v, b, loss = updates.at_server.train(state["v"] + mean.delta, mean.buffers, updates.key, **self.budget)
         return {"v": v, "b": b, "loss": torch.tensor(loss)}

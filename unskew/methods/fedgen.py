@@ -1,24 +1,26 @@
-"""FedGen: the server learns what the clients' classifiers take for each class, and clients train on that too.
+"""FedGen: the server trains a generator of features on the clients' classifiers, and clients train on its features too.
 
 Zhu, Hong, Zhou, "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", 2021, arXiv:2105.10056,
-Algorithm 1. After each round the server trains a generator ``G(y, eps)`` of features on the models that came back, with
-``alpha_k(y)`` client ``k``'s share of the cohort's samples of class ``y``::
+Algorithm 1. After each round the server trains a generator ``G(y, eps)`` of features on the clients' models, where
+``alpha_k(y)`` is client ``k``'s share of the cohort's samples of class ``y``::
 
     mean_{y, eps} [ sum_k alpha_k(y) CE(head_k(G), y) - beta_s KL(teacher || head_global(G)) ] + eta_div diversity(eps, G)
     teacher = softmax(sum_k alpha_k(y) head_k(G))
 
-The model itself is averaged as without this rule. In later rounds a client adds to its loss, with labels ``y~`` drawn evenly
-and ``decay`` per round::
+The model itself is averaged as without this rule. In later rounds a client adds two terms to its loss, with labels ``y~``
+drawn uniformly and a factor of ``decay`` per round::
 
     a decay^t CE(head(G(y~, eps)), y~) + b decay^t KL(head(G(y, eps')) || f(x))
 
-``head(G(y, eps'))`` is a teacher without gradient. The labels ``y~`` are those of all clients (``labels="all"``), as in the
-authors' code (``available_labels`` in ``FLAlgorithms/servers/serverpFedGen.py`` of zhuangdizhu/FedGen); the server sends with
-the generator which classes clients have reported so far. ``labels="own"``, the default here before, draws from the client's
-own. In the first round clients train without these terms, as in the authors'
-code; so the generator, untrained until then, is made after it and not sent before. Differences from the code: noise is
-Gaussian, as in the paper (there uniform); the generator has no BatchNorm, weight decay or decaying rate; both batches of
-generated features have the same size; the terms act in every local epoch. Adam's moments are kept between rounds, as there.
+``head(G(y, eps'))`` is a teacher without gradient. The labels ``y~`` are drawn from the classes of all clients
+(``labels="all"``), as in the authors' code (``available_labels`` in ``FLAlgorithms/servers/serverpFedGen.py`` of
+zhuangdizhu/FedGen); the server sends the classes that clients have reported so far with the generator. ``labels="own"``, the
+former default here, draws from the client's own classes. In the first round clients train without these terms, as in the
+authors' code; the generator is created after that round.
+
+Differences from the authors' code: noise is Gaussian, as in the paper, instead of uniform; the generator has no BatchNorm,
+weight decay or learning rate decay; both batches of generated features have the same size; the terms are used in every local
+epoch. As there, Adam's moments are kept between rounds.
 """
 
 from __future__ import annotations
@@ -54,21 +56,22 @@ class FedGen(ClientRule):
     Attributes:
         a, b: Weights of the two client terms in round 0; with both 0 this is FedAvg.
         decay: Factor of ``a`` and ``b`` per round.
-        labels: Whether ``y~`` is drawn from the client's ``own`` classes or from those of ``all`` clients.
-        gen_steps: Steps on the generator after each round; the authors' code takes 40.
-        gen_lr: Adam's step there.
-        batch: Generated features per step, at the server and at clients.
-        beta_s, eta_div: Weights of the adversarial and of the diversity term.
-        hidden, noise: Widths of the generator; the authors' for MNIST (they use 512 and 64 for CIFAR).
+        labels: Classes from which ``y~`` is drawn: the client's ``own`` or those of ``all`` clients.
+        gen_steps: Number of generator steps after each round; the authors' code uses 40.
+        gen_lr: Learning rate of the generator, for Adam.
+        batch: Number of generated features per step, at the server and at clients.
+        beta_s, eta_div: Weights of the adversarial and the diversity term.
+        hidden, noise: Hidden width and noise dimension of the generator; the authors' values for MNIST (they use 512 and
+            64 for CIFAR).
     """
 
     name: ClassVar[str] = "fedgen"
     summary: ClassVar[str] = "learns from features that the clients' classifiers agree on"
     paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
-    # A decade to each side of the original's 10.
+    # One decade on each side of the original's 10.
     spaces: ClassVar[Mapping[str, Space]] = {"a": log_range(1.0, 100.0), "b": log_range(1.0, 100.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "its generator makes features for one class at a time"
+    tasks_reason: ClassVar[str] = "each feature that it generates has one class"
     needs = ("individual",)
 
     a: NonNegative = 10.0
@@ -84,36 +87,36 @@ class FedGen(ClientRule):
     noise: Whole = 32
 
     def generator(self, spec: ModelSpec) -> LatentGenerator:
-        """The generator for a model.
+        """Create the generator for a model.
 
         Raises:
-            ConfigError: The model's features are not vectors, or its head is frozen.
+            ConfigError: If the model's features are not vectors, or its head is frozen.
         """
         if not spec.head_trains:
-            raise ConfigError(f"fedgen learns from the clients' heads, but {spec.head_name!r} is frozen.")
+            raise ConfigError(f"fedgen learns from the clients' heads, but {spec.head_name!r} is frozen. Unfreeze it.")
         if len(spec.feature_shape) != 1:
             raise ConfigError(
-                f"fedgen generates vectors, but the head {spec.head_name!r} takes inputs of shape {spec.feature_shape}; "
-                "name another head."
+                f"fedgen generates vectors, but the head {spec.head_name!r} takes inputs of shape {spec.feature_shape}. "
+                "Choose another head."
             )
         return LatentGenerator(spec.classes, self.noise, self.hidden, spec.feature_shape[0])
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """A head with vectors as inputs; and classifiers that are all of one round.
+        """Validate model and delays.
 
         Raises:
-            ConfigError: The model does not fit, or updates are delayed.
+            ConfigError: If the head is frozen or its inputs are not vectors, or updates are delayed.
         """
         run.need_no_delays(self.name)
         self.generator(run.spec)
         return ()
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """Return the client's samples per class, ``[C]``."""
+        """Return the client's number of samples per class, ``[C]``."""
         return {"counts": data.class_counts()}
 
     def begin(self, ctx: Context) -> Tensors:
-        """The classes that ``y~`` is drawn from, marked ``[C]``."""
+        """Return the mask ``[C]`` of classes from which ``y~`` is drawn."""
         held_classes = (ctx.client_info["counts"] > 0).to(ctx.v_global.dtype)
         return {"present": ctx.download.get("labels", held_classes)}
 
@@ -121,7 +124,10 @@ class FedGen(ClientRule):
         """``loss + a decay^t CE + b decay^t KL``."""
         if "g" not in ctx.download or not (self.a or self.b):
             return loss_fn
-        G, g, spec, fade = self.generator(ctx.spec), ctx.download["g"], ctx.spec, self.decay**ctx.round
+        G = self.generator(ctx.spec)
+        g = ctx.download["g"]
+        spec = ctx.spec
+        fade = self.decay**ctx.round
 
         def distilled(v: Tensor, batch: Batch) -> Tensor:
             loss = loss_fn(v, batch)
@@ -137,19 +143,22 @@ class FedGen(ClientRule):
         return distilled
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """The server weighs the clients by what they hold."""
+        """Upload the class counts, with which the server weights clients."""
         ctx.upload["counts"] = ctx.client_info["counts"]
 
     def download(self, state: Tensors, client: int) -> Tensors:
-        """The generator, once there is one, and the classes of all clients."""
+        """Send the generator, if it exists yet, and the classes of all clients."""
         return {name: state[name] for name in ("g", "labels") if name in state}
 
     def server_update(self, state: Tensors, updates: Updates) -> Tensors:
-        """Train the generator; state holds ``g``, Adam's moments ``m`` and ``s``, and its number of steps ``t``.
+        """Train the generator.
 
-        With the labels of all clients also which classes were reported so far, ``labels [C]``.
+        The state contains ``g``, Adam's moments ``m`` and ``s``, and its number of steps ``t``. With ``labels="all"`` it also
+        contains a mask of the classes reported so far, ``labels [C]``.
         """
-        v, spec, key = updates.v_global, updates.spec, updates.key
+        v = updates.v_global
+        spec = updates.spec
+        key = updates.key
         G, student = self.generator(spec), spec.head_of(v)
         heads = torch.stack([spec.head_of(v + update.delta) for update in updates])
         counts = torch.stack([update.upload[self.name]["counts"] for update in updates])
@@ -168,7 +177,9 @@ class FedGen(ClientRule):
             leaf = g.detach().requires_grad_()
             value = self.server_objective(spec, G(leaf, y, eps), y, eps, heads, student, alpha)
             (slope,) = torch.autograd.grad(value, leaf)
-            t, m, s = t + 1, 0.9 * m + 0.1 * slope, 0.999 * s + 0.001 * slope.square()
+            t = t + 1
+            m = 0.9 * m + 0.1 * slope
+            s = 0.999 * s + 0.001 * slope.square()
             g = g - self.gen_lr * m / (1 - 0.9**t) / ((s / (1 - 0.999**t)).sqrt() + 1e-8)
         return {"g": g, "m": m, "s": s, "t": t, **known}
 
@@ -178,13 +189,13 @@ class FedGen(ClientRule):
         """Compute the generator's objective at the server.
 
         Args:
-            spec: The model's layout.
+            spec: Layout of the model.
             z: Generated features, ``[B, f]``.
-            y: Their labels, ``[B]``.
-            eps: Their noise, ``[B, k]``.
-            heads: The clients' heads, ``[K, d_h]``.
-            student: The head that was broadcast, ``[d_h]``.
-            alpha: Weights ``[K, C]``; each class sums to 1, or to 0 where no client holds it.
+            y: Labels of the features, ``[B]``.
+            eps: Noise of the features, ``[B, k]``.
+            heads: Heads of the clients, ``[K, d_h]``.
+            student: Head of the broadcast model, ``[d_h]``.
+            alpha: Weights ``[K, C]``; each class sums to 1, or to 0 if no client has it.
         """
         logits = torch.func.vmap(spec.head, in_dims=(0, None))(heads, z)
         weight = alpha[:, y]
@@ -197,7 +208,7 @@ class FedGen(ClientRule):
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:
-    """Mean over the batch of ``KL(softmax(teacher) || softmax(student))`` for logits ``[B, C]``.
+    """Compute the mean over the batch of ``KL(softmax(teacher) || softmax(student))`` for logits ``[B, C]``.
 
     Args:
         teacher: Logits of the teacher, ``[B, C]``.

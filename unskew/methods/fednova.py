@@ -1,20 +1,20 @@
-"""FedNova: updates are brought to the length of one step before they are averaged, so clients that step more do not lead.
+"""FedNova: updates are normalized per local step before averaging, so clients with more steps do not dominate.
 
 Wang, Liu, Liang, Joshi, Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization", 2020,
-arXiv:2007.07481, Algorithm 1. With ``a_k`` the weights that a client's gradients have in its update after ``tau_k`` steps::
+arXiv:2007.07481, Algorithm 1. ``a_k`` are the weights of a client's gradients in its update after ``tau_k`` steps::
 
     d_k = Delta_k / ||a_k||_1,    theta <- theta + tau_eff sum_k p_k d_k,    tau_eff = sum_k p_k ||a_k||_1
 
     ||a_k||_1 = tau_k                                                  SGD
     ||a_k||_1 = (tau_k - rho (1 - rho^tau_k) / (1 - rho)) / (1 - rho)  SGD with momentum rho
 
-A rate ``eta_t`` that changes (``lr_schedule``) is part of these weights: they are then relative to the run's ``lr``,
-``||a_k||_1 = sum_t (eta_t / lr) (1 - rho^(t+1)) / (1 - rho)`` with ``t`` from 0 to ``tau_k - 1``. So updates that were sent
-out in rounds of different rates are brought to one length, too.
+A learning rate ``eta_t`` that changes (``lr_schedule``) is part of these weights, relative to the run's ``lr``:
+``||a_k||_1 = sum_t (eta_t / lr) (1 - rho^(t+1)) / (1 - rho)`` with ``t`` from 0 to ``tau_k - 1``. So updates from rounds with
+different learning rates are also normalized correctly.
 
-A client sends ``d_k`` instead of its update, and one number, so the server needs sums only. Where all clients take as
-many steps this is FedAvg. Statistics of BatchNorm are averaged as without it. The paper's proximal variant and its server
-momentum are left out.
+A client sends ``d_k`` instead of its update, and one number, so the server needs only sums. If all clients take the same
+number of steps, this is FedAvg. BatchNorm buffers are averaged as without it. The paper's proximal variant and its server
+momentum are not implemented.
 """
 
 from __future__ import annotations
@@ -39,29 +39,31 @@ class FedNova(ClientRule, ServerRule):
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that take an update for the difference of two models, or send only a part of it."""
+        """Reject rules that compute the clients' models from updates, or that send only a part of the model."""
         if method.sync is not None:
-            return f"fednova takes an update for a round of the whole model; with {method.sync.name} parts of it stay."
+            return (
+                f"fednova normalizes updates of the whole model, but with {method.sync.name} parts of it are not sent."
+            )
         reader = next((rule.name for rule in method.client if "individual" in rule.needs), None)
-        return f"{reader} reads the clients' models out of their updates, which fednova normalizes." if reader else None
+        return f"{reader} computes clients' models from their updates, which fednova normalizes." if reader else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """The weights of the gradients are known for SGD.
+        """Validate the optimizer; the weights of the gradients are known only for SGD.
 
         Raises:
-            ConfigError: The clients' optimizer is not SGD.
+            ConfigError: If the clients' optimizer is not SGD, or uses Nesterov momentum.
         """
         if run.training.optimizer != "sgd" or run.training.nesterov:
             raise ConfigError(
-                "fednova knows how gradients add up in SGD, with or without momentum: use optimizer=sgd and no nesterov."
+                "fednova supports only SGD, with or without momentum. Use optimizer=sgd without nesterov."
             )
         return ()
 
     def length(self, ctx: Context) -> Tensor:
-        """``||a_k||_1``."""
+        """Compute ``||a_k||_1``."""
         training, steps = ctx.training, ctx.steps
         rho = training.momentum
-        if training.scheduled and training.lr_schedule_per == "step":  # then all clients take as many
+        if training.scheduled and training.lr_schedule_per == "step":  # all clients take the same number of steps
             within = range(training.local_steps or 1)
             weights = [training.rate(ctx.round, t) * (1 - rho ** (t + 1)) / (1 - rho) for t in within]
             return 0 * steps + sum(weights) / training.lr
@@ -69,7 +71,7 @@ class FedNova(ClientRule, ServerRule):
         return length * (ctx.lr / training.lr) if training.scheduled else length
 
     def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
-        """``d_k``."""
+        """Normalize the update to ``d_k``."""
         return delta / self.length(ctx)
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:

@@ -1,13 +1,13 @@
-"""FedNTD: what the global model says of the classes that a sample does not have is kept.
+"""FedNTD: distillation preserves the global model's predictions for all classes except the true one.
 
 Lee, Jeong, Shin, Bae, Yun, "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", 2021,
-arXiv:2106.03097, Equations 4 and 5. Over the logits of all classes but the true one, ``q~`` of the model in training and
-``q~_g`` of the global one, both softmax at the temperature ``tau``::
+arXiv:2106.03097, Equations 4 and 5. ``q~`` (trained model) and ``q~_g`` (global model) are softmax probabilities at the
+temperature ``tau``, over the logits of all classes except the true one::
 
     loss + beta tau^2 mean KL(q~_g || q~)
 
-The global model is in eval mode and carries no gradient; nothing more is sent. ``tau^2`` is that of the authors' code, which
-with the default ``tau = 1`` makes no difference.
+The global model is in eval mode and has no gradient. Nothing additional is communicated. The factor ``tau^2`` is from the
+authors' code; with the default ``tau = 1`` it has no effect.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class FedNTD(ClientRule):
     """Not-true distillation.
 
     Attributes:
-        beta: Strength; 0 is FedAvg.
+        beta: Weight of the distillation; 0 is FedAvg.
         tau: Temperature.
     """
 
     name: ClassVar[str] = "fedntd"
     summary: ClassVar[str] = "keeps what the global model says of the other classes"
     paper: ClassVar[str] = "Lee et al. 2021, arXiv:2106.03097"
-    # A decade to each side of the paper's 1.
+    # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.1, 10.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "it leaves out the one true class of each sample"
+    tasks_reason: ClassVar[str] = "it needs exactly one true class per sample"
 
     beta: Annotated[float, Field(ge=0)] = 1.0
     tau: Annotated[float, Field(gt=0)] = 1.0
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
-        """``loss + beta * distillation``."""
+        """Add ``beta`` times the distillation term to the loss."""
         if self.beta == 0:
             return loss_fn
 
@@ -61,7 +61,7 @@ class FedNTD(ClientRule):
 
 
 def not_true(teacher: Tensor, student: Tensor, y: Tensor, tau: float) -> Tensor:
-    """``tau^2 mean KL`` of logits ``[B, C]`` without the classes ``y [B]``; a scalar, 0 with two classes.
+    """Compute ``tau^2 mean KL`` of logits ``[B, C]`` without the classes ``y [B]``; a scalar, 0 with two classes.
 
     Args:
         teacher: Logits of the global model, ``[B, C]``.

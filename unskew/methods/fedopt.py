@@ -1,4 +1,4 @@
-"""FedAdagrad, FedYogi and FedAdam: adaptive steps at the server.
+"""FedAdagrad, FedYogi and FedAdam: adaptive server optimizers.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, "Adaptive Federated Optimization", 2020,
 arXiv:2003.00295, Algorithm 2. With ``Delta = sum_k p_k delta_k``::
@@ -9,7 +9,7 @@ arXiv:2003.00295, Algorithm 2. With ``Delta = sum_k p_k delta_k``::
     v <- beta2 v + (1 - beta2) Delta^2                  FedAdam
     theta <- theta + eta m / (sqrt(v) + tau)
 
-with ``m = 0`` and ``v = tau^2`` at the start and no bias correction. ``tau`` is the adaptivity constant, unrelated to the
+Initially ``m = 0`` and ``v = tau^2``; there is no bias correction. ``tau`` is the adaptivity constant, unrelated to the
 number of local steps. ``eta`` must be tuned per task (the paper's grid: powers of sqrt(10) from 1e-3 to 10).
 """
 
@@ -31,7 +31,7 @@ _PAPER = "Reddi et al. 2020, arXiv:2003.00295"
 
 
 class _FedOpt(ServerRule):
-    """Common part of the three methods, which differ in the second moment only."""
+    """Common part of the three methods, which differ only in the second moment."""
 
     # The paper's grids.
     spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(1e-3, 10.0), "tau": log_range(1e-5, 0.1)}
@@ -41,15 +41,15 @@ class _FedOpt(ServerRule):
     tau: float
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """``m = 0``, second moment ``tau^2``."""
+        """Initialize ``m = 0`` and the second moment ``tau^2``."""
         return {"v": v, "m": torch.zeros_like(v), "second": torch.full_like(v, self.tau**2)}
 
     def second_moment(self, second: Tensor, square: Tensor) -> Tensor:
-        """The next second moment from the old one and ``Delta^2``."""
+        """Return the next second moment from the previous one and ``Delta^2``."""
         raise NotImplementedError
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Algorithm 2 of the paper, lines 11 to 13."""
+        """Take a server step, lines 11 to 13 of Algorithm 2."""
         delta = updates.aggregate.delta
         m = self.beta1 * state["m"] + (1 - self.beta1) * delta
         second = self.second_moment(state["second"], delta.square())

@@ -1,10 +1,10 @@
 """FedProx: a proximal term keeps local models near the global one.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated Optimization in Heterogeneous Networks", 2018, arXiv:1812.06127,
-Equation 2: each client minimizes ``F_k(theta) + mu/2 ||theta - theta^t||^2``. The term's gradient is known,
-``mu (theta - theta^t)``, so it is added to the gradient instead of being differentiated.
+Equation 2: each client minimizes ``F_k(theta) + mu/2 ||theta - theta^t||^2``. The gradient of the proximal term,
+``mu (theta - theta^t)``, is added to the loss gradient without automatic differentiation.
 
-The default ``mu=0.01`` is that of the FedCOG and Fedssyn papers.
+The default ``mu=0.01`` is the value in the FedCOG and Fedssyn papers.
 """
 
 from __future__ import annotations

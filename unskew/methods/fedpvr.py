@@ -1,14 +1,15 @@
-"""FedPVR: SCAFFOLD's variance reduction on the classifier only.
+"""FedPVR: SCAFFOLD's variance reduction, applied only to the classifier.
 
 Li, Schmidt, Alstrøm, Stich, "Partial Variance Reduction improves Non-Convex Federated learning on heterogeneous data",
-2022, arXiv:2212.02191. The last layers differ most between clients, so only they are corrected; variates are zero
-elsewhere and neither kept nor sent. The default are all linear layers (for VGG-11 its three); ``layers=1`` is the head alone.
+2022, arXiv:2212.02191. The last layers differ most between clients, so only they are corrected; variates of other layers are
+zero and neither stored nor sent. By default all linear layers are corrected (three in VGG-11); ``layers=1`` corrects only
+the head.
 
-The paper trains these layers without momentum. Here the run's optimizer means the same for all parameters and methods; the
-variate is the mean of the gradients, which stays right with momentum.
+The paper trains these layers without momentum. Here the run's optimizer is used for all parameters. The variate is the mean
+of the gradients, which is also correct with momentum.
 
-The server's variate is ``c = sum_k p_k c_k`` with the weights of the average, so that the corrected layers rest where the
-objective that these name does; ``unskew.methods.scaffold`` has the reason. In the paper they are uniform.
+The server's variate is ``c = sum_k p_k c_k`` with the weights of the average, so that the fixed point of the corrected layers
+is that of the objective with these weights (see ``unskew.methods.scaffold``). In the paper the weights are uniform.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FedPVR(ClientRule):
     """Partial variance reduction.
 
     Attributes:
-        layers: How many of the last linear layers are corrected; 0 for all of them.
+        layers: Number of corrected linear layers, counted from the last; 0 for all of them.
     """
 
     name: ClassVar[str] = "fedpvr"
@@ -45,15 +46,15 @@ class FedPVR(ClientRule):
     layers: Annotated[int, Field(ge=0)] = 0
 
     def corrected(self, spec: ModelSpec) -> Tensor:
-        """Indices of the corrected parameters in the vector.
+        """Return the indices of the corrected parameters in the parameter vector.
 
         Raises:
-            ConfigError: No linear layer of the model is trained.
+            ConfigError: If the model has no trained linear layer.
         """
         modules = dict(spec.module.named_modules())
         linear = [name for name in spec.layers if isinstance(modules[name], nn.Linear)]
         if not linear:
-            raise ConfigError("fedpvr corrects linear layers, but the model trains none.")
+            raise ConfigError("fedpvr corrects linear layers, but the model has no trained ones. Use another model.")
         chosen = linear[-self.layers :] if self.layers else linear
         starts = [sum(spec.sizes[:i]) for i in range(len(spec.sizes))]
         indices = [
@@ -64,12 +65,12 @@ class FedPVR(ClientRule):
         return torch.cat(indices)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """There is a linear layer to be corrected."""
+        """Validate that the model has a trained linear layer."""
         self.corrected(run.spec)
         return ()
 
     def begin(self, ctx: Context) -> Tensors:
-        """The correction ``c - c_k`` on the chosen parameters, and the sum of their gradients."""
+        """Compute the correction ``c - c_k`` of the chosen parameters, and initialize the sum of their gradients."""
         index = self.corrected(ctx.spec).to(ctx.v_global.device)
         c_k = ctx.state.get("c")
         c = ctx.download.get("c")
@@ -82,25 +83,25 @@ class FedPVR(ClientRule):
 
         def corrected(v: Tensor, batch: Batch) -> Tensor:
             g = grad_fn(v, batch)
-            if batch.track:  # a step's other gradients, such as FedSAM's second one, do not count
+            if batch.track:  # ignore additional gradients of a step, such as FedSAM's second one
                 carry["sum"] = carry["sum"] + g[carry["index"]]
             return g.index_add(0, carry["index"], carry["correction"])
 
         return corrected
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """The new variate is the mean gradient on the way; its change is sent."""
+        """Store the mean gradient of the local steps as the new variate, and upload its change."""
         new = carry["sum"] / ctx.steps
         c_k = ctx.state.get("c")
         ctx.upload["change"] = ctx.weight * (new if c_k is None else new - c_k)
         ctx.state["c"] = new
 
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """The variate is zero until first updated; its size depends on the model's layers."""
+        """Initialize the total weight; the variate is zero until its first update."""
         return {"total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
-        """The server's variate."""
+        """Send the server's variate."""
         return {"c": state["c"]} if "c" in state else {}
 
     def server_update(self, state: Tensors, updates: Updates) -> Tensors:

@@ -1,24 +1,24 @@
-"""FedReg: local steps are corrected so that they do not forget what the global model knows.
+"""FedReg: local steps are corrected to reduce forgetting of the global model's knowledge.
 
 Xu, Hong, Huang, Jiang, "Acceleration of Federated Learning with Alleviated Forgetting in Local Training", 2022,
-arXiv:2203.02645. For each batch ``(x, y)``, with ``theta^t`` the model received and 10 sign-gradient steps each:
+arXiv:2203.02645. For each batch ``(x, y)`` and the received model ``theta^t``, 10 sign-gradient steps each generate:
 
 - pseudo data ``x_s``: ``x <- x - eta_s sign(grad_x CE(theta^t; x, y))``, soft labels ``y_s = softmax(f_{theta^t}(x_s))``;
-- perturbed data ``x_p`` likewise with ``eta_p = eta_s / 100``, labels ``y``.
+- perturbed data ``x_p`` in the same way with ``eta_p = eta_s / 100``, and labels ``y``.
 
-A step is then::
+A local step is then::
 
     m = gamma theta + (1 - gamma) theta^t;   theta <- theta - eta grad CE(m; x, y);   q = (theta + theta^t) / 2
     g2 = grad CE(q; x_s, y_s),  w  = max(0, <theta - theta^t, g2> / ||g2||^2)
     g3 = grad CE(q; x_p, y),    w' = max(0, <theta - theta^t - w g2, g3> / ||g3||^2)
     theta <- theta - w g2 - w' g3
 
-The projections replace the optimizer's own arithmetic, so the client must use plain SGD. The average is uniform, as in the
-original. ``eta_s = 0.1`` is the original's; the FedCOG paper names no setting, and its code's single 1e-3 equals ``eta_p``.
+The projections assume plain SGD steps, so the client must use plain SGD. The average is uniform, as in the original.
+``eta_s = 0.1`` is the original's value; the FedCOG paper does not state one, and its code's single 1e-3 equals ``eta_p``.
 
-``clamp`` keeps the inputs made within the smallest and the largest value of the batch, after every sign step. The authors'
-code (``FedUtils/models/utils.py`` of Zoesgithub/FedReg) calls torch's ``clamp`` there, but drops what it returns, so the
-inputs that it trains with are not bounded; that is the default here, too.
+``clamp`` limits the generated inputs to the range of the batch after every sign step. The authors' code
+(``FedUtils/models/utils.py`` of Zoesgithub/FedReg) calls torch's ``clamp`` there but discards its result, so its inputs are
+not bounded. The default here is the same.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class FedReg(ClientRule):
     """Alleviated forgetting.
 
     Attributes:
-        gamma: Share of the local model in the point where its gradient is taken.
-        eta_s: Step of the pseudo data; the perturbed data take a hundredth of it.
-        iterations: Sign-gradient steps.
-        clamp: Keep the inputs made within the batch's range.
+        gamma: Weight of the local model in the point at which the gradient is computed.
+        eta_s: Step size of the pseudo data; perturbed data use a hundredth of it.
+        iterations: Number of sign-gradient steps.
+        clamp: Limit the generated inputs to the range of the batch.
     """
 
     name: ClassVar[str] = "fedreg"
@@ -56,7 +56,7 @@ class FedReg(ClientRule):
     spaces: ClassVar[Mapping[str, Space]] = {"gamma": uniform_range(0.25, 0.75), "eta_s": log_range(0.01, 1.0)}
     weights: ClassVar[Weights | None] = "uniform"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "its pseudo data are labeled with a softmax over classes of which each sample has one"
+    tasks_reason: ClassVar[str] = "it labels pseudo data with a softmax, which assumes one class per sample"
 
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.5
     eta_s: Annotated[float, Field(gt=0)] = 0.1
@@ -64,24 +64,24 @@ class FedReg(ClientRule):
     clamp: bool = False
 
     def conflict_with(self, method: Method) -> str | None:
-        """Not with rules that freeze a part of the model: the projections take each step to be a whole one."""
+        """Reject rules that freeze a part of the model, because the projections assume steps of the whole model."""
         other = next(
             (rule.name for rule in method.client if type(rule).trainable_mask is not ClientRule.trainable_mask), None
         )
         return f"fedreg corrects steps of the whole model, but {other} freezes a part of it." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Refuses optimizers whose steps are not ``theta - eta g``, and inputs that cannot be moved."""
+        """Validate the optimizer, which must be plain SGD, and the inputs, which must be numbers."""
         run.need_numbers(self.name)
         if not run.training.plain_sgd:
             raise ConfigError(
-                "fedreg corrects plain SGD steps: leave momentum and weight_decay at 0 and clip_grad_norm unset, and take "
-                "optimizer=sgd."
+                "fedreg supports only plain SGD. Use optimizer=sgd with momentum=0 and weight_decay=0, and do not set "
+                "clip_grad_norm."
             )
         return ()
 
     def moved(self, ctx: Context, x: Tensor, y: Tensor, eta: float) -> Tensor:
-        """``x`` after the sign-gradient steps that lower the global model's loss.
+        """Move inputs by sign-gradient steps that reduce the global model's loss.
 
         Args:
             ctx: Context of the client in this round.
@@ -101,7 +101,7 @@ class FedReg(ClientRule):
         return x
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
-        """The direction whose plain SGD step is the corrected one."""
+        """Return the direction for which a plain SGD step equals the corrected step."""
 
         def corrected(v: Tensor, batch: Batch) -> Tensor:
             v_t, lr = ctx.v_global, batch.lr
@@ -123,10 +123,10 @@ class FedReg(ClientRule):
 
 
 def projection(vector: Tensor, onto: Tensor) -> Tensor:
-    """``max(0, <vector, onto> / ||onto||^2)``; 0 where ``onto`` is zero.
+    """Compute ``max(0, <vector, onto> / ||onto||^2)``; 0 if ``onto`` is zero.
 
     Args:
         vector: Vector to project.
-        onto: Vector that gives the direction.
+        onto: Direction of the projection.
     """
     return (vector @ onto).clamp_min(0) / (onto @ onto).clamp_min(1e-30)

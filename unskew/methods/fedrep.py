@@ -1,4 +1,4 @@
-"""FedRep: all clients share the body of the model, each has a head of its own.
+"""FedRep: all clients share the body of the model, and each client has its own head.
 
 Collins, Hassani, Mokhtari, Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", 2021,
 arXiv:2102.07078, Algorithm 1. A client receives the body ``phi``, keeps its head ``h_k``, and in every round::
@@ -8,12 +8,12 @@ arXiv:2102.07078, Algorithm 1. A client receives the body ``phi``, keeps its hea
     phi   <- mean_S phi_k
 
 The paper counts epochs: ``E_h`` on the head, then ``E_b`` on the body. Here both share the run's budget: the first
-``round(head_share tau)`` of the ``tau`` local steps train the head, so ``local_epochs = E_h + E_b`` with
-``head_share = E_h / (E_h + E_b)`` is the paper's. The average is uniform, as in the paper.
+``round(head_share tau)`` of the ``tau`` local steps train the head. The paper's setting is ``local_epochs = E_h + E_b`` with
+``head_share = E_h / (E_h + E_b)``. The average is uniform, as in the paper.
 
 The default 2/3 is ``E_h = 10``, ``E_b = 5``, as in six of the seven scripts of the authors' code (lgcollins/FedRep:
-``local_ep=15``, ``local_rep_ep=5``); the seventh, CIFAR-10 with 100 clients of two classes, has ``E_b = 1``, that is
-``head_share=0.909``. Before, the default here was 0.5.
+``local_ep=15``, ``local_rep_ep=5``). The seventh, CIFAR-10 with 100 clients of two classes, has ``E_b = 1``, that is
+``head_share=0.909``. The former default here was 0.5.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from unskew.protocol.search_space import Space, uniform_range
 
 @dataclass(frozen=True)
 class FedRep(ClientRule, SyncRule):
-    """A shared body and a head per client.
+    """Shared body with one head per client.
 
     Attributes:
-        head_share: Share of the local steps that train the head, before the others train the body.
+        head_share: Share of the local steps that train the head; the remaining steps train the body.
     """
 
     name: ClassVar[str] = "fedrep"
     summary: ClassVar[str] = "a shared body and a head of each client's own"
     paper: ClassVar[str] = "Collins et al. 2021, arXiv:2102.07078"
-    # Both the head and the body must move.
+    # Both the head and the body must be trained.
     spaces: ClassVar[Mapping[str, Space]] = {"head_share": uniform_range(0.1, 0.9)}
     weights: ClassVar[Weights | None] = "uniform"
 
     head_share: Annotated[float, Field(ge=0, le=1)] = 2 / 3
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """There is a body to be shared.
+        """Validate that the model has a body to share.
 
         Raises:
-            ConfigError: The model is only a head, so nothing would ever be sent; or updates are delayed.
+            ConfigError: If the model has no trained body, so that nothing would be sent, or updates are delayed.
         """
         notes = super().check(run)
         if not run.spec.parts["body"]:
             raise ConfigError(
-                "fedrep shares the body of the model and leaves its head at the clients, but this model trains no body; "
-                "take a model with more layers, or another method."
+                "fedrep shares the body of the model and keeps its head at the clients, but this model has no trained body. "
+                "Use a model with more layers, or another method."
             )
         return notes
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
-        """The body, both ways. A client begins with the head of the initial model, which is not a secret."""
+        """Exchange the body in both directions. A client starts with the head of the initial model."""
         body = tuple(spec.parts["body"])
         return body, body
 
     def local_slices(self, spec: ModelSpec) -> Slices:
-        """The head."""
+        """Return the slices of the head."""
         return tuple(spec.parts["head"])
 
     def begin(self, ctx: Context) -> Tensors:
@@ -82,18 +82,16 @@ class FedRep(ClientRule, SyncRule):
         return {"head": head, "steps": torch.floor(self.head_share * ctx.steps + 0.5)}
 
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
-        """First the head, then the body."""
+        """Return the mask of the head in the first steps, then that of the body."""
         return carry["head"] == (batch.step < carry["steps"])
 
     def conflict_with(self, method: Method) -> str | None:
-        """Not with rules whose other half is at the server: theirs would be about a head that never gets there."""
+        """Reject rules with a server part, which would need the heads, and other rules with personal models."""
         for rule in method.client:
             if rule is self:
                 continue
             if type(rule).server_update is not ClientRule.server_update or isinstance(rule, ServerRule):
-                return (
-                    f"{rule.name} works on the whole model at the server, but fedrep leaves the heads at the clients."
-                )
+                return f"{rule.name} uses the whole model at the server, but fedrep keeps the heads at the clients."
             if type(rule).personal is not ClientRule.personal:
-                return f"{rule.name} and fedrep each give a client a personal model; leave out one of the two."
+                return f"{rule.name} and fedrep both define a client's personal model. Remove one of them."
         return None

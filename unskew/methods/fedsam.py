@@ -1,10 +1,11 @@
-"""FedSAM: clients look for flat minima.
+"""FedSAM: sharpness-aware local training, which prefers flat minima.
 
 Qu, Li, Duan, Liu, Tang, Lu, "Generalized Federated Learning via Sharpness Aware Minimization", 2022, arXiv:2206.02618,
 Algorithm 1: with ``epsilon = rho g / ||g||`` (norm over all parameters) a client steps along the gradient at
-``theta + epsilon`` instead of ``theta``. Two gradients a step. Normalization statistics are taken from the first pass.
+``theta + epsilon`` instead of ``theta``. Each step computes two gradients. Normalization buffers are updated in the first
+pass only.
 
-The default ``rho=0.5`` is that of the FedCOG paper's text; its authors' code has 0.05.
+The default ``rho=0.5`` is from the text of the FedCOG paper; its authors' code has 0.05.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class FedSAM(ClientRule):
     name: ClassVar[str] = "fedsam"
     summary: ClassVar[str] = "sharpness-aware local training"
     paper: ClassVar[str] = "Qu et al. 2022, arXiv:2206.02618"
-    # FedCOG's text has 0.5 and its code 0.05; the paper's smallest is 0.01.
+    # FedCOG's text has 0.5, its code 0.05; the smallest value in the FedSAM paper is 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"rho": log_range(0.01, 0.5)}
 
     rho: Annotated[float, Field(ge=0)] = 0.5
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
-        """The gradient at ``theta + rho g / ||g||``."""
+        """Compute the gradient at ``theta + rho g / ||g||``."""
         if self.rho == 0:
             return grad_fn
 
         def sharpness_aware(v: Tensor, batch: Batch) -> Tensor:
             g = grad_fn(v, batch)
-            # A gradient of zero has no direction; the tiny floor keeps the perturbation zero there.
+            # The lower bound of the norm keeps the perturbation zero if the gradient is zero.
             epsilon = g * (self.rho / torch.linalg.vector_norm(g).clamp_min(1e-12))
             return grad_fn(v + epsilon, batch.untracked())
 

@@ -1,12 +1,12 @@
-"""Fine-tuning: at the end of the run every client trains once more from the final global model, and is served by the result.
+"""Fine-tuning: at the end of the run, each client trains once more from the final global model to get its personal model.
 
-This is how personalised accuracy is most often measured, for instance by Wang, Mathews, Kiddon, Eichner, Beaufays, Ramage,
+Personalized accuracy is often measured in this way, for example by Wang, Mathews, Kiddon, Eichner, Beaufays, Ramage,
 "Federated Evaluation of On-device Personalization", 2019, arXiv:1910.10252, and as "FedAvg+FT", "FedProx+FT" and "FedCOG+FT"
-by the FedCOG paper (arXiv:2312.05966): each client's model after local training from the global model is evaluated.
+in the FedCOG paper (arXiv:2312.05966): each client's model is evaluated after local training from the global model.
 
-The training is that of a round: the method's own client rules with what they kept at the client, the run's budget, fresh
-batches. Nothing of it is sent or aggregated, so everything but the personal figures is as without ``ft``. The models of the
-clients that are evaluated are kept in the run folder.
+Fine-tuning is the local training of one round: the method's own client rules with their client state, the run's budget, and
+new batches. Nothing is sent or aggregated, so all metrics except the personal ones are the same as without ``ft``. The
+personal models of the evaluated clients are stored in the run folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unskew.protocol.rules import ClientRule, Method
 
 @dataclass(frozen=True)
 class FineTune(ClientRule):
-    """One more local training at the end, for the client alone."""
+    """Local training of each evaluated client from the final model, for its personal model."""
 
     name: ClassVar[str] = "ft"
     summary: ClassVar[str] = "evaluates clients after local training from the final model"
@@ -28,8 +28,8 @@ class FineTune(ClientRule):
     needs = ("final_training",)
 
     def conflict_with(self, method: Method) -> str | None:
-        """A client is served by one model: not beside a rule that keeps a personal one."""
+        """Reject other rules with personal models."""
         other = next((rule.name for rule in method.client if type(rule).personal is not ClientRule.personal), None)
         if other is None:
             return None
-        return f"{other} keeps a personal model for each client and ft trains another one; leave out one of the two."
+        return f"{other} and ft both define a client's personal model. Remove one of them."

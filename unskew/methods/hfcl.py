@@ -1,14 +1,14 @@
-"""HFCL: the server trains on its own data as if it were one more client.
+"""HFCL: the server trains on its own data as if it were an additional client.
 
-Elbir, Coleri, Mishra, "Hybrid Federated and Centralized Learning", 2020, arXiv:2011.06892, as Zhu et al. 2025
-(arXiv:2503.20138) compare with it: in a round with arrivals the server trains from the model of today, with the clients'
-budget, and its change ``Delta_S`` joins the average with the number ``n_S`` of its samples::
+Elbir, Coleri, Mishra, "Hybrid Federated and Centralized Learning", 2020, arXiv:2011.06892, as in the comparison of Zhu et al.
+2025 (arXiv:2503.20138): in each round in which updates arrive, the server trains from the current model with the clients'
+budget. Its update ``Delta_S`` is averaged with the clients' updates, weighted by its number ``n_S`` of samples::
 
     omega <- omega + (sum_j n_j Delta_j + n_S Delta_S) / (sum_j n_j + n_S)
 
-Normalization statistics are averaged with the same weights. With uniform weights the server counts as one client. A round in
-which nothing arrives leaves the model as it is. In the original, clients that cannot train send their data to the server;
-here the server's data are given. With ``n_s=0`` this is FedAvg.
+Normalization buffers are averaged with the same weights. With uniform weights the server counts as one client. If no update
+arrives in a round, the model does not change. In the original, clients that cannot train send their data to the server; here
+the server has its own data. With ``n_s=0`` this is FedAvg.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from unskew.protocol.server_budget import TrainsAtServer
 
 @dataclass(frozen=True)
 class HFCL(TrainsAtServer):
-    """Hybrid federated and centralised learning; see ``TrainsAtServer`` for the budget.
+    """Hybrid federated and centralized learning; see ``TrainsAtServer`` for the budget.
 
     Attributes:
-        n_s: The server's weight beside the clients'; None: the number of its samples, or 1 if clients count uniformly.
+        n_s: Weight of the server's update; None: its number of samples, or 1 with uniform client weighting.
     """
 
     name: ClassVar[str] = "hfcl"
@@ -38,8 +38,10 @@ class HFCL(TrainsAtServer):
     n_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Train from the model of today, and join the average."""
-        at, mean, v = updates.at_server, updates.aggregate, state["v"]
+        """Train from the current model, and average the server's update with those of the clients."""
+        at = updates.at_server
+        mean = updates.aggregate
+        v = state["v"]
         assert at.data is not None
         n_s = self.n_s
         if n_s is None:

@@ -1,19 +1,19 @@
-"""MOON: local features stay near the global model's and away from the client's previous ones.
+"""MOON: a contrastive loss pulls local features towards the global model's and away from the client's previous model's.
 
-Li, He, Song, "Model-Contrastive Federated Learning", 2021, arXiv:2103.16257, Equation 3. For the features ``z`` of the
-model in training, ``z_g`` of the received and ``z_p`` of the client's previous model on the same real batch::
+Li, He, Song, "Model-Contrastive Federated Learning", 2021, arXiv:2103.16257, Equation 3. On the same real batch, ``z`` are
+the features of the trained model, ``z_g`` of the received model and ``z_p`` of the client's previous model::
 
     loss + mu mean -log( exp(cos(z, z_g)/T) / (exp(cos(z, z_g)/T) + exp(cos(z, z_p)/T)) )
 
-``z_g`` and ``z_p`` carry no gradient; both models are in eval mode, as in the authors' code. A client without a previous
-model leaves the term out (``first="omit"``) or uses the received one as its previous (``first="global"``, a constant loss
-of log 2 per sample, but for rounding the same); the code of the FedCOG paper draws a random model there, which means
-nothing and is not offered.
+``z_g`` and ``z_p`` have no gradient; both models are in eval mode, as in the authors' code. A client without a previous
+model omits the term (``first="omit"``) or uses the received model as its previous one (``first="global"``, a constant loss
+of log 2 per sample; equivalent up to rounding). The code of the FedCOG paper uses a random model there, which is not
+supported here.
 
-``mu=1``, ``T=0.5`` and a projection of two layers, of 256 units, between features and head are the defaults of the authors'
-code (``main.py`` of QinbinLi/MOON: ``mu``, ``temperature``, ``out_dim``, ``use_project_head``); it says to tune ``mu``
-between 0.001 and 10. The FedCOG paper compares with ``mu=0.01`` and no projection, which were the defaults here before:
-``moon:mu=0.01,projection=0``. A projection makes the model larger than that of other methods.
+``mu=1``, ``T=0.5`` and a two-layer projection of 256 units between features and head are the defaults of the authors' code
+(``main.py`` of QinbinLi/MOON: ``mu``, ``temperature``, ``out_dim``, ``use_project_head``), which recommends tuning ``mu``
+between 0.001 and 10. The FedCOG paper compares with ``mu=0.01`` and no projection, the former defaults here:
+``moon:mu=0.01,projection=0``. With a projection the model is larger than that of other methods.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Moon(ClientRule):
     """Model-contrastive learning.
 
     Attributes:
-        mu: Strength; 0 is FedAvg.
-        temperature: ``T``.
-        first: What a client without a previous model does.
+        mu: Weight of the contrastive loss; 0 is FedAvg.
+        temperature: Temperature ``T``.
+        first: Treatment of clients without a previous model: ``omit`` the term, or use the ``global`` model.
         projection: Units of the projection head; 0 for none.
     """
 
     name: ClassVar[str] = "moon"
     summary: ClassVar[str] = "contrast to the global and the previous local model"
     paper: ClassVar[str] = "Li et al. 2021, arXiv:2103.16257"
-    # The paper's grid of mu is 0.1, 1, 5, 10; FedCOG's comparison takes 0.01. That of the temperature is the paper's.
+    # The paper's grid of mu is 0.1, 1, 5, 10; FedCOG's comparison uses 0.01. The temperatures are the paper's grid.
     spaces: ClassVar[Mapping[str, Space]] = {"mu": log_range(0.01, 10.0), "temperature": one_of(0.1, 0.5, 1.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
-    tasks_reason: ClassVar[str] = "it compares one feature vector a sample"
+    tasks_reason: ClassVar[str] = "it needs one feature vector per sample"
 
     mu: Annotated[float, Field(ge=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 0.5
@@ -59,22 +59,22 @@ class Moon(ClientRule):
     projection: Annotated[int, Field(ge=0)] = 256
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Without trained layers before the head there is nothing to contrast, which is told."""
+        """Warn if the model has no trained layers before the head, so that the term has no effect."""
         return run.told_without_body(self.name, "mu") if self.mu else ()
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """The projection head, where wanted."""
+        """Add the projection head if ``projection`` is not 0."""
         return with_projection(module, head, self.projection) if self.projection else (module, head)
 
     def begin(self, ctx: Context) -> Tensors:
-        """The previous model and its statistics."""
+        """Load the previous model and its buffers."""
         if "v" in ctx.state:
             return {"v": ctx.state["v"], "b": ctx.state["b"], "weight": torch.ones_like(ctx.weight)}
         weight = torch.ones_like(ctx.weight) if self.first == "global" else torch.zeros_like(ctx.weight)
         return {"v": ctx.v_global, "b": ctx.b_global, "weight": weight}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
-        """``loss + mu * contrast``."""
+        """Add ``mu`` times the contrastive loss to the loss."""
         if self.mu == 0:
             return loss_fn
 
@@ -89,12 +89,12 @@ class Moon(ClientRule):
         return contrasted
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """The trained model is the next round's previous one."""
+        """Store the trained model as the previous model of the next round."""
         ctx.state["v"], ctx.state["b"] = v.clone(), ctx.model.b.clone()
 
 
 def contrast(z: Tensor, z_g: Tensor, z_p: Tensor, temperature: float) -> Tensor:
-    """Mean over the batch of ``-log(e^g / (e^g + e^p))`` with ``g, p`` the cosines over the temperature.
+    """Compute the batch mean of ``-log(e^g / (e^g + e^p))``; ``g`` and ``p`` are cosines divided by the temperature.
 
     Args:
         z: Features of the client's model, ``[B, f]``.

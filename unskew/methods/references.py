@@ -1,11 +1,12 @@
-"""Reference rows of a comparison, which are not federated learning: all data in one place, and each client alone.
+"""Reference rows of a comparison, without federated learning: all data in one place, or each client alone.
 
-``pooled`` trains one model on the union of the clients' training data, in rounds of as many local steps as make its samples
-per round equal to those that FedAvg's cohort processes, with the run's optimizer and learning rate. Evaluation is that of
-every method: on the test set and on the clients' held-out data.
+``pooled`` trains one model on the union of the clients' training data, with the run's optimizer and learning rate. The
+number of steps per round is chosen so that it processes the same number of samples as FedAvg's cohort. It is evaluated like
+every method: on the test set and on the clients' held-out samples.
 
 ``local`` trains one model per client, from the same initial model, in the rounds in which the client takes part, with the
-same local budget. Nothing is exchanged. A client is evaluated with its own model on its held-out data; none is global.
+same local budget. Nothing is exchanged, and there is no global model. Each client is evaluated with its own model on its
+held-out samples.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.training_config import Training
 
 LARGEST = 4_000_000_000
-"""Bytes that the models of all clients may take under ``local``, which keeps each of them."""
+"""Maximum size in bytes of the models of all clients under ``local``, which stores each of them."""
 
 
 def without_exchange(name: str, whole: Method) -> str | None:
@@ -38,15 +39,15 @@ def without_exchange(name: str, whole: Method) -> str | None:
         name: Name of the reference.
         whole: Composition that contains it.
     """
-    return f"{name} is a reference and is not combined with other methods." if len(whole.rules) > 1 else None
+    return f"{name} is a reference and cannot be combined with other methods." if len(whole.rules) > 1 else None
 
 
 @dataclass(frozen=True)
 class Pooled(DataRule):
-    """Centralized training on the union of the clients' training data.
+    """Centralized training on the union of the clients' training samples.
 
     Attributes:
-        participation: Share of clients per round in the comparison, from which the samples per round follow.
+        participation: Share of clients per round in the comparison, which determines the samples per round.
     """
 
     name: ClassVar[str] = "pooled"
@@ -56,17 +57,19 @@ class Pooled(DataRule):
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def conflict_with(self, method: Method) -> str | None:
-        """Stand alone."""
+        """Reject all other methods."""
         return without_exchange(self.name, method)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Check that the clients' data can be brought together.
+        """Validate that the clients' data can be pooled.
 
         Raises:
-            ConfigError: The data are too large, or updates are delayed.
+            ConfigError: If clients are loaded one by one, or the learning rate schedule counts steps.
         """
         if not isinstance(run.federation.clients, ArrayClients):
-            raise ConfigError("pooled brings the data of all clients together, but these are loaded client by client.")
+            raise ConfigError(
+                "pooled needs the data of all clients in memory, but these clients are loaded one by one."
+            )
         if run.training.scheduled and run.training.lr_schedule_per == "step":
             raise ConfigError(
                 "pooled takes more steps per round, so lr_schedule must count rounds (lr_schedule_per=round)."
@@ -74,17 +77,15 @@ class Pooled(DataRule):
         return ()
 
     def for_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
-        """Reject sites, whose data cannot be brought together.
+        """Reject deployment on sites, whose data cannot be pooled.
 
         Raises:
-            ConfigError: Always; references are only simulated.
+            ConfigError: Always, because references are only simulated.
         """
-        raise ConfigError(
-            "pooled brings the data of all clients together, which sites do not allow; simulate it instead."
-        )
+        raise ConfigError("pooled needs the data of all clients, which sites do not share. Simulate it instead.")
 
     def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
-        """Replace all clients by one that holds their training data."""
+        """Replace all clients by one that has their training data."""
         federation, sizes = prepared.federation, prepared.federation.sizes.tolist()
         clients = list(federation.clients)
         x, y = concatenate_inputs([c.x for c in clients]), torch.cat([c.y for c in clients])
@@ -96,11 +97,11 @@ class Pooled(DataRule):
 
 
 def steps_per_round(training: Training, sizes: Sequence[int], participation: float) -> int:
-    """Compute the steps on the union that process as many samples as a cohort does on average.
+    """Compute the number of steps on the union that process the same number of samples as an average cohort.
 
     Args:
-        training: The clients' budget.
-        sizes: Training samples of each client.
+        training: Local training budget of clients.
+        sizes: Number of training samples of each client.
         participation: Share of clients per round.
 
     Returns:
@@ -128,18 +129,21 @@ class Local(SyncRule):
     paper: ClassVar[str] = ""
 
     def conflict_with(self, method: Method) -> str | None:
-        """Stand alone."""
+        """Reject all other methods."""
         return without_exchange(self.name, method)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Check that the models of all clients can be kept.
+        """Validate that the models of all clients can be stored.
 
         Raises:
-            ConfigError: The data are too large, or updates are delayed.
+            ConfigError: If the models are too large, or updates are delayed.
         """
         needed = 4 * run.spec.size * len(run.federation.clients)
         if needed > LARGEST:
-            raise ConfigError(f"local keeps a model for each client, which takes {needed / 1e9:.0f} GB here.")
+            raise ConfigError(
+                f"local stores a model for each client, which needs {needed / 1e9:.0f} GB here. Use fewer clients or a "
+                "smaller model."
+            )
         return super().check(run)
 
     def local_slices(self, spec: ModelSpec) -> Slices:

@@ -1,7 +1,7 @@
-"""Registry of methods, and their compositions.
+"""Registry of methods, and parser of method expressions.
 
-A method is written ``name`` or ``name:option=value,option=value``; ``+`` combines methods into a
-composition. Adding a method means one new file and one line here.
+A method expression is ``name`` or ``name:option=value,option=value``; ``+`` combines methods into a composition. A new
+method needs one new file and one line here.
 """
 
 from __future__ import annotations
@@ -72,26 +72,26 @@ REFERENCES: dict[str, str] = {
     "pooled": "unskew.methods.references:Pooled",
     "local": "unskew.methods.references:Local",
 }
-"""Reference rows of a comparison; they are no methods of federated learning, so no list of methods has them."""
+"""Reference rows of a comparison. They are not federated methods, so lists of methods do not contain them."""
 
 MethodLike: TypeAlias = "str | Rule | Method | Sequence[str | Rule | Method]"
 
 
 def check_method_name(name: str) -> None:
-    """Refuse a name that no method has, before PyTorch is loaded.
+    """Validate the name of a method without importing PyTorch.
 
     Raises:
-        ConfigError: The name is not registered, not a plugin, and not an import path.
+        ConfigError: If the name is not registered, not a plugin, and not an import path.
     """
     if name not in METHODS and name not in REFERENCES and "." not in name:
         plugins.find_plugin(plugins.METHODS, "method", name, METHODS)
 
 
 def rule_class(name: str) -> type[Rule]:
-    """The class behind a catalogue name, or behind a dotted path ``package.module.Class`` of the user's own.
+    """Return the class of a registered method, or of a custom one with the import path ``package.module.Class``.
 
     Raises:
-        ConfigError: There is no such method.
+        ConfigError: If there is no such method.
     """
     check_method_name(name)
     from unskew.protocol.rules import Rule
@@ -111,11 +111,7 @@ def rule_class(name: str) -> type[Rule]:
 
 
 def check_rule_name(rule: Rule | type[Rule]) -> None:
-    """Check that a rule, or a class of rules, has a name.
-
-    Raises:
-        ConfigError: The class has no name of its own.
-    """
+    """Validate that a rule or rule class has a ``name`` (raises ``ConfigError`` otherwise)."""
     if not hasattr(rule, "name"):
         cls = rule if isinstance(rule, type) else type(rule)
         raise ConfigError(
@@ -125,7 +121,7 @@ def check_rule_name(rule: Rule | type[Rule]) -> None:
 
 
 def rule_slots(cls: type[Rule]) -> list[str]:
-    """The slots that a method fills, in the order data, client, sync, server."""
+    """Return the slots that a method fills, in the order data, client, sync, server."""
     from unskew.protocol.rules import ClientRule, DataRule, ServerRule, SyncRule
 
     kinds = {"data": DataRule, "client": ClientRule, "sync": SyncRule, "server": ServerRule}
@@ -133,7 +129,7 @@ def rule_slots(cls: type[Rule]) -> list[str]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """The name of one method, and its options as they are written."""
+    """Split the expression of one method into its name and the text of its options."""
     name, colon, rest = (part.strip() for part in text.partition(":"))
     spaced = re.fullmatch(r"([\w.-]+)[\s,(]+(\w+\s*=[^()]+)\)?", text.strip()) if not colon else None
     if spaced is not None:
@@ -146,17 +142,17 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def check_expression(spec: str) -> list[str]:
-    """Split a composition into its methods, each with its options; all of them are known by name, which takes no PyTorch.
+    """Split a composition into the expressions of its methods, and validate their names without importing PyTorch.
 
     Raises:
-        ConfigError: There is no such method, or it is not written so.
+        ConfigError: If a method does not exist, or the syntax is wrong.
     """
-    # A plus sign before a digit belongs to a number such as 1e+3.
+    # A plus sign before a digit is part of a number such as 1e+3.
     parts = [part.strip() for part in re.split(r"\+(?=\s*[A-Za-z_])", spec)]
     if spec.strip().endswith("+") or spec.strip().startswith("+"):
         raise ConfigError(f"In {spec!r} a method name is missing next to '+'.")
     if not all(parts):
-        raise ConfigError(f"{spec!r} is not a method; write for instance 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
+        raise ConfigError(f"{spec!r} is not a method; write, for example, 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
     for part in parts:
         _split(part)
     return parts
@@ -171,16 +167,16 @@ def _parse_one(text: str) -> Method:
 
 
 def method(spec: MethodLike, **options: object) -> Method:
-    """Create the method that ``spec`` names.
+    """Create a method.
 
     Args:
-        spec: A name with options (``"fedprox:mu=0.1+scaffold"``), an instance of your own rule, a ``Method``, or a
-            sequence of these, which are added up. Client rules act in the order written: the first one is innermost.
-        options: Options of the one method that ``spec`` names, as Python values.
+        spec: Method expression (``"fedprox:mu=0.1+scaffold"``), an instance of a custom rule, a ``Method``, or a sequence
+            of these, which are combined. Client rules act in the given order: the first one is innermost.
+        options: Options as Python values, if ``spec`` is the name of one method.
 
     Raises:
-        ConfigError: An unknown method or option, or a value that is not allowed.
-        MethodConflictError: Two methods fill the same exclusive slot differently, or one cannot be combined with the other.
+        ConfigError: If a method or option is unknown, or a value is not allowed.
+        MethodConflictError: If two methods fill the same exclusive slot differently, or cannot be combined.
 
     >>> method("fedprox:mu=0.1+scaffold").client
     (FedProx(mu=0.1), Scaffold(option='II', variate='auto', eta_g=1.0))
@@ -203,16 +199,16 @@ def method(spec: MethodLike, **options: object) -> Method:
     if isinstance(spec, type) or not isinstance(spec, Sequence):
         what = spec.__name__ if isinstance(spec, type) else short_repr(spec)
         raise ConfigError(
-            f"{what} is not a method: give a name such as 'fedavg', or an instance of your rule, or a list."
+            f"{what} is not a method. Pass an expression such as 'fedavg', an instance of a rule, or a list of these."
         )
     parts = [method(item) for item in spec]
     if not parts:
-        raise ConfigError("An empty list is not a method.")
+        raise ConfigError("An empty list is not a method. Pass at least one.")
     return dataclasses.replace(_add(parts), expression="+".join(p.expression or p.name for p in parts))
 
 
 def join_expression(rule: Rule) -> str:
-    """Return the expression of a rule that was created in Python: its name, and the options that are not defaults.
+    """Return the expression of a rule that was created in Python: its name and its non-default options.
 
     >>> from unskew.methods.fedprox import FedProx
     >>> join_expression(FedProx(mu=0.5))
@@ -223,7 +219,7 @@ def join_expression(rule: Rule) -> str:
     defaults = option_defaults(cls)
     values = {key: rule_expression(getattr(rule, key)) for key in defaults}
     changed = {key: value for key, value in values.items() if value != rule_expression(defaults[key])}
-    # A class that is not a dataclass keeps what it was given in attributes.
+    # A class that is not a dataclass stores its options as instance attributes.
     changed |= {
         key: rule_expression(value)
         for key, value in vars(rule).items()
@@ -234,7 +230,7 @@ def join_expression(rule: Rule) -> str:
 
 
 def rule_expression(value: object) -> str:
-    """An option's value as text; what no text can hold, such as a function or an array, by its name and a hash."""
+    """Return the value of an option as text; functions, arrays and other objects become their name and a hash."""
     if value is None or isinstance(value, str | bool | int | float | enum.Enum):
         return str(value)
     if isinstance(value, tuple | list) and all(
@@ -250,7 +246,7 @@ def rule_expression(value: object) -> str:
         state = value.state_dict() if hasattr(value, "state_dict") else value
         try:
             content = pickle.dumps(state)
-        except Exception:  # an object of the user's that cannot be written
+        except Exception:  # an object that cannot be pickled
             return str(name)
     return f"{name}#{hashlib.sha256(content).hexdigest()[:8]}"
 
@@ -258,7 +254,7 @@ def rule_expression(value: object) -> str:
 def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
     if not isinstance(spec, str) or not re.fullmatch(r"[\w.-]+", spec):
         raise ConfigError(
-            f"Options in Python belong to one method by its name, such as method('fedprox', mu=1), not to {short_repr(spec)}."
+            f"Options as arguments need the name of one method, such as method('fedprox', mu=1), not {short_repr(spec)}."
         )
     name = spec if "." in spec else spec.lower()
     rule = build_from_options(rule_class(name), options, name, f"{name}:")
@@ -298,7 +294,7 @@ def _add(parts: Sequence[Method]) -> Method:
 
 
 def own_diagnostics() -> list[str]:
-    """Names that methods of the catalogue have for what they measure of themselves."""
+    """Return the names of the diagnostics that registered methods define."""
     from unskew.protocol.rules import ServerRule
 
     classes = [rule_class(name) for name in METHODS]
@@ -307,21 +303,21 @@ def own_diagnostics() -> list[str]:
 
 
 def describe_all() -> list[dict[str, Any]]:
-    """Every method of the catalogue: name, slots, one line, options with their defaults, paper."""
+    """Return the descriptions of all registered methods, see ``describe_method``."""
     return [describe_method(name) for name in METHODS]
 
 
 def describe_method(name: str) -> dict[str, Any]:
-    """One method, as ``describe_all`` has it.
+    """Return the name, slots, summary, needs, options with their defaults, and paper of a method.
 
     Raises:
-        ConfigError: There is no such method, or another package's cannot be loaded.
+        ConfigError: If there is no such method, or a plugin cannot be loaded.
     """
     cls = rule_class(name)
     try:
         needs = "individual" if "individual" in cls().needs else "sum"
         texts = {"summary": cls.summary, "paper": cls.paper}
-    except (AttributeError, TypeError) as error:  # another package's, with options that have no defaults
+    except (AttributeError, TypeError) as error:  # a plugin with options that have no defaults
         raise ConfigError(f"The method {name!r} cannot be described: {error}.") from error
     return {
         "name": name,

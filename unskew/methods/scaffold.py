@@ -1,37 +1,38 @@
-"""SCAFFOLD: control variates correct the drift of local training.
+"""SCAFFOLD: control variates correct client drift.
 
 Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", 2019,
-arXiv:1910.06378, Algorithm 1. With ``x`` the global model, ``c`` the server's variate and ``c_k`` the client's::
+arXiv:1910.06378, Algorithm 1. ``x`` is the global model, ``c`` the server's control variate and ``c_k`` the client's::
 
     y <- y - eta (g(y) - c_k + c)                          every local step
     c_k+ = gradient of f_k at x                            option I
     c_k+ = c_k - c + (x - y) / (eta tau)                   option II
     x <- x + eta_g mean_S(y - x),  c <- c + (1/K) sum_S (c_k+ - c_k)
 
-Where a part of the model is sent only every so many rounds, ``x``, ``y``, ``tau`` and both variates of that part are those of
-the interval since it was last sent. This is FedALS's Algorithm 4 (arXiv:2404.11754) in the standard form; as printed, it has
-the signs of ``c`` and ``c_k`` swapped and no ``1/K`` in the local step. A client that was absent when the part was sent, and
-so downloads it, begins a new interval there; what it did before counts in no variate.
+If a part of the model is exchanged only every few rounds, ``x``, ``y``, ``tau`` and both variates of that part refer to the
+interval since it was last sent. This is FedALS's Algorithm 4 (arXiv:2404.11754) in the standard form; as printed, it has
+the signs of ``c`` and ``c_k`` swapped and no ``1/K`` in the local step. A client that was absent when the part was sent
+downloads it later and starts a new interval; its steps before that are not used in any variate.
 
-``K`` counts all clients, also those that do not take part; a client absent until now has ``c_k = 0``. The average is
-uniform, as in the paper. Variates cover parameters, not statistics.
+``K`` counts all clients, including those that do not take part. A client that has not taken part yet has ``c_k = 0``. The
+average is uniform, as in the paper. Variates cover parameters, not buffers.
 
-With other weights (``weights="samples"`` of the run) the objective is ``F = sum_k p_k f_k``, where ``p_k = w_k / sum_j w_j``
-over all clients, and the server's variate counts clients as ``F`` does::
+With other weights (``client_weighting=samples``) the objective is ``F = sum_k p_k f_k`` with ``p_k = w_k / sum_j w_j`` over
+all clients, and the server's variate uses the same weights::
 
     c <- c + sum_S p_k (c_k+ - c_k),    so that always    c = sum_k p_k c_k
 
-Where nothing changes any more, ``c_k`` is the mean of the client's gradients on its way, so each client moves by
-``-eta tau c``, all in one direction: whatever the average, it rests only where ``c = 0``. Then no client moves,
-``c_k = grad f_k(x)``, and ``c = grad F(x) = 0``. It is thus the variate's weights that name the objective, not the average's,
-and who takes part does not matter. With ``1/K`` the rest is that of the uniform mean, however the server averages.
+At a fixed point, ``c_k`` is the mean of the client's gradients along its local steps, so every client moves by
+``-eta tau c``. All clients move in the same direction, so for any average the model is at rest only if ``c = 0``. Then no
+client moves, ``c_k = grad f_k(x)``, and ``c = grad F(x) = 0``. The weights of the variate therefore determine the objective;
+the weights of the average and the choice of clients do not. With ``1/K`` the fixed point is that of the uniform mean,
+however the server averages.
 
-Where the learning rate changes (``lr_schedule``), the steps move the model by ``x - y = sum_t eta_t (g_t - c_k + c)``. So
-``eta tau`` is ``sum_t eta_t`` over the steps of the interval, and option II is their mean gradient weighted by ``eta_t``.
+If the learning rate changes (``lr_schedule``), local steps move the model by ``x - y = sum_t eta_t (g_t - c_k + c)``. So
+``eta tau`` becomes ``sum_t eta_t`` over the steps of the interval, and option II is the mean gradient weighted by ``eta_t``.
 
-For plain SGD the quotient of option II is the mean of the gradients on the way. With momentum, weight decay or an adaptive
-optimizer it is not; there (``variate="auto"``) the mean of the gradients is kept instead, one gradient a step: what rules
-around this one ask for besides (FedSAM, Ditto), in passes that leave no trace, does not count.
+For plain SGD, the quotient of option II is the mean of the gradients along the local steps. With momentum, weight decay or
+an adaptive optimizer it is not, so ``variate="auto"`` uses the mean gradient instead. It counts one gradient per step:
+additional untracked gradients of other rules (FedSAM, Ditto) are ignored.
 """
 
 from __future__ import annotations
@@ -56,17 +57,17 @@ class Scaffold(ClientRule):
     """Stochastic controlled averaging.
 
     Attributes:
-        option: How the client's variate is renewed: ``"I"`` (full gradient at the global model, one more pass over the
-            data) or ``"II"`` (from the local steps).
-        variate: Option II as the paper's ``"difference"`` quotient, as the ``"mean"`` gradient, or ``"auto"``: the
-            quotient for plain SGD, else the mean.
-        eta_g: Server step; other than 1 it fills the server slot.
+        option: Update of the client's variate: ``"I"`` (full gradient at the global model, one more pass over the data)
+            or ``"II"`` (from the local steps).
+        variate: Form of option II: the paper's ``"difference"`` quotient, the ``"mean"`` gradient, or ``"auto"``: the
+            quotient for plain SGD, otherwise the mean.
+        eta_g: Server learning rate; a value other than 1 fills the server slot.
     """
 
     name: ClassVar[str] = "scaffold"
     summary: ClassVar[str] = "control variates correct client drift"
     paper: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1910.06378"
-    # The paper's theory asks for at least 1; its experiments take 1.
+    # The paper's theory requires at least 1; its experiments use 1.
     spaces: ClassVar[Mapping[str, Space]] = {"eta_g": log_range(1.0, 3.0)}
     weights: ClassVar[Weights | None] = "uniform"
 
@@ -75,13 +76,13 @@ class Scaffold(ClientRule):
     eta_g: Annotated[float, Field(gt=0)] = 1.0
 
     def build(self) -> Method:
-        """A client rule, and a server rule only if the server's step is not 1."""
+        """Create a client rule, and a server rule only if ``eta_g`` is not 1."""
         server = FedAvg(eta=self.eta_g) if self.eta_g != 1 else None
         return Method(name=self.name, client=(self,), server=server, weights=self.weights)
 
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]
-        """Option I takes a gradient over all of the client's data."""
+        """``full_gradient`` for option I, which needs a gradient over all of the client's data."""
         return ("full_gradient",) if self.option == "I" else ()
 
     def _averages(self, ctx: Context) -> bool:
@@ -89,7 +90,7 @@ class Scaffold(ClientRule):
         return self.option == "II" and wanted
 
     def begin(self, ctx: Context) -> Tensors:
-        """The correction ``c - c_k`` is the same for all steps; an interval of several rounds goes on with its sums."""
+        """Compute the correction ``c - c_k`` of all steps; an interval of several rounds continues with its sums."""
         c = ctx.download["c"]
         c_k = ctx.state.get("c", torch.zeros_like(c))
         steps = 0 * ctx.steps
@@ -116,7 +117,7 @@ class Scaffold(ClientRule):
         return corrected
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """Keep the new variate, and upload its change for the parameters that are sent."""
+        """Store the new variate, and upload its change for the parameters that are sent."""
         steps = carry["steps"] + ctx.steps
         if self.option == "I":
             assert ctx.full_gradient is not None
@@ -137,11 +138,11 @@ class Scaffold(ClientRule):
         ctx.state["c"] = new
 
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """``c = 0``; the weights of all clients together are needed for the mean over all of them."""
+        """Initialize ``c = 0``, and the total weight of all clients for the mean over them."""
         return {"c": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
-        """The server's variate."""
+        """Send the server's variate."""
         return {"c": state["c"]}
 
     def server_update(self, state: Tensors, updates: Updates) -> Tensors:

@@ -1,21 +1,21 @@
-"""VHL: all clients also learn the same virtual set of noise, and bring their own features near it.
+"""VHL: all clients also train on the same virtual set of noise, and align their features with it.
 
 Tang, Zhang, Shi, He, Han, Chu, "Virtual Homogeneity Learning: Defending against Data Heterogeneity in Federated Learning",
-2022, arXiv:2206.02465. Before the first round the server sends a set of noise with labels, one cluster per class. A client
-minimizes, on its own batch ``(x, y)`` and a virtual one ``(x~, y~)``::
+2022, arXiv:2206.02465. Before the first round the server sends a labeled set of noise, with one cluster per class. A client
+minimizes, on its own batch ``(x, y)`` and a virtual batch ``(x~, y~)``::
 
     CE(f(x), y) + virtual CE(f(x~), y~) + lam align(h(x), y, h(x~), y~)
 
-with ``h`` the features. The distance is the supervised contrastive loss (Khosla et al. 2020, arXiv:2004.11362) with natural
-features as anchors and virtual features, which carry no gradient, as positives (same class) and negatives (the others)::
+``h`` are the features. The alignment is the supervised contrastive loss (Khosla et al. 2020, arXiv:2004.11362). Natural
+features are the anchors. Virtual features, without gradient, are positives (same class) and negatives (other classes)::
 
     align = mean_i mean_{p: y~_p = y_i} -log( exp(cos(h_i, h_p)/T) / sum_j exp(cos(h_i, h_j)/T) )
 
-It acts in the first ``align_epochs`` local epochs of each round. Virtual and natural batches pass the model one after the
-other, and the virtual pass leaves the normalization statistics alone. The classes of the virtual set take turns, so a virtual
-batch at least as large as the number of classes holds every class; an anchor without a positive does not count.
+It is used in the first ``align_epochs`` local epochs of each round. Virtual and natural batches use separate forward passes,
+and the virtual pass does not change the normalization buffers. The virtual set cycles through the classes, so a virtual batch
+of at least the number of classes contains every class. Anchors without positives are ignored.
 
-Where the data are 8-bit, the virtual set is sent as 8-bit pixels, else as 32-bit floats; labels take the fewest whole bytes.
+For 8-bit data the virtual set is sent as 8-bit pixels, otherwise as 32-bit floats. Labels use the smallest integer type.
 """
 
 from __future__ import annotations
@@ -52,22 +52,23 @@ class VHL(DataRule, ClientRule):
     """Virtual homogeneity learning.
 
     Attributes:
-        source: ``gaussian_clusters`` noise for inputs of any shape, or images of an untrained ``style``-based generator.
-        per_class: Virtual samples of each class. The authors' scripts make 200 or 5000.
-        lam: Strength of the alignment.
-        virtual: Weight of the cross-entropy on the virtual set; 1 in the paper. With ``lam=0`` too, this is FedAvg.
-        align_epochs: Local epochs of each round, from its beginning, in which features are aligned.
-        virtual_batch: Virtual samples per step, but no more than there are.
-        temperature: ``T`` of the alignment.
+        source: Source of virtual samples: ``gaussian`` clusters for inputs of any shape, or images of an untrained
+            ``style``-based generator.
+        per_class: Number of virtual samples per class. The authors' scripts generate 200 or 5000.
+        lam: Weight of the alignment.
+        virtual: Weight of the cross-entropy on the virtual set; 1 in the paper. If it and ``lam`` are 0, this is FedAvg.
+        align_epochs: Number of local epochs with alignment at the start of each round.
+        virtual_batch: Number of virtual samples per step, at most the size of the virtual set.
+        temperature: Temperature ``T`` of the alignment.
     """
 
     name: ClassVar[str] = "vhl"
     summary: ClassVar[str] = "features near those of a shared set of noise"
     paper: ClassVar[str] = "Tang et al. 2022, arXiv:2206.02465"
-    # A decade to each side of the paper's 1.
+    # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "it aligns the features of each sample with the virtual samples of its one class"
+    tasks_reason: ClassVar[str] = "it aligns the features of each sample with virtual samples of its class"
 
     source: Literal["gaussian", "style"] = "gaussian"
     per_class: Whole = 200
@@ -78,21 +79,21 @@ class VHL(DataRule, ClientRule):
     temperature: Annotated[float, Field(gt=0)] = 0.07
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Noise takes the place of numbers; the generator of images draws images.
+        """Validate the inputs.
 
         Raises:
-            ConfigError: The inputs are integers, such as token ids, or no images where images are drawn.
+            ConfigError: If the inputs are integers such as token ids, or ``source=style`` is used without images.
         """
         run.need_numbers(self.name)
         shape = run.federation.shape
         if self.source == "style" and len(shape) != 3:
             raise ConfigError(
-                f"vhl:source=style makes images, but an input has the shape {shape}; use source=gaussian."
+                f"vhl:source=style generates images, but the inputs have shape {shape}. Use source=gaussian."
             )
         return ()
 
     def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
-        """The virtual set, the same for every client, on the scale of the data and with a byte or two a label."""
+        """Generate the virtual set, which is the same for all clients, on the scale of the data."""
         shape, classes = facts.shape, facts.classes
         y = torch.arange(self.per_class * classes) % classes
         key = torch.tensor(derive(seed, "virtual set"))
@@ -109,12 +110,12 @@ class VHL(DataRule, ClientRule):
         )
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """Return the normalization of inputs."""
+        """Return factor and offset of the input normalization."""
         factor, offset = virtual_normalizer(data.normalization, data.client.x.dim() - 1)
         return {"factor": factor.to(data.like.device), "offset": offset.to(data.like.device)}
 
     def begin(self, ctx: Context) -> Tensors:
-        """Store the client's first position in the virtual set."""
+        """Draw the client's first position in the virtual set."""
         chance = uniform(fold(ctx.key, PURPOSE), ()).to(torch.float64)
         return {"start": (chance * len(ctx.common["y"])).to(torch.int64)}
 
@@ -132,7 +133,7 @@ class VHL(DataRule, ClientRule):
             x = take_rows(ctx.common["x"], at).to(v.dtype)
             x = x * ctx.client_info["factor"].to(v.dtype) + ctx.client_info["offset"].to(v.dtype)
             y = ctx.common["y"][at].to(torch.int64)
-            # The natural pass comes last: the model remembers one pass, for the rules around this one.
+            # The natural pass comes last, because ``ctx.model`` stores one pass for the rules around this one.
             seen = ctx.model(v, x, False)
             loss = loss_fn(v, batch)
             if self.virtual:
@@ -148,7 +149,7 @@ class VHL(DataRule, ClientRule):
 
 
 def alignment_loss(z: Tensor, y: Tensor, virtual: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """Supervised contrastive loss of anchors ``z [B, f]`` against the virtual features ``[V, f]``; a scalar.
+    """Compute the supervised contrastive loss of anchors ``z [B, f]`` with the virtual features ``[V, f]``; a scalar.
 
     Args:
         z: Features of the batch, ``[B, f]``.
@@ -165,9 +166,9 @@ def alignment_loss(z: Tensor, y: Tensor, virtual: Tensor, labels: Tensor, temper
 
 
 def encode_virtual_set(x: Tensor, normalization: Normalization | None, dtype: torch.dtype) -> Tensor:
-    """Standardized inputs ``x [n, c, ...]`` on the scale of the data: pixels where these are 8-bit, else floats.
+    """Convert standardized inputs ``x [n, c, ...]`` to the scale of the data, as pixels for 8-bit data, otherwise floats.
 
-    Pixels that nothing normalizes get the mean 1/2 and the deviation 1/4 of their range; other such data keep 0 and 1.
+    Without a normalization, pixels get mean 1/2 and standard deviation 1/4 of their range; other data are not scaled.
 
     Args:
         x: Standardized inputs, ``[n, c, ...]``.
@@ -185,11 +186,11 @@ def encode_virtual_set(x: Tensor, normalization: Normalization | None, dtype: to
 
 
 def virtual_normalizer(normalization: Normalization | None, dims: int) -> tuple[Tensor, Tensor]:
-    """``factor`` and ``offset`` that standardize inputs with so many axes: ``x * factor + offset``, as engines do.
+    """Return ``factor`` and ``offset`` that standardize inputs as engines do: ``x * factor + offset``.
 
     Args:
         normalization: Normalization of the data, or None.
-        dims: Number of axes of the inputs.
+        dims: Number of axes of one input, including channels.
     """
     if normalization is None:
         return torch.ones(()), torch.zeros(())

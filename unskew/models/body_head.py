@@ -1,4 +1,4 @@
-"""Body and head of a model: which module is the head, and which slices of the vector are its own."""
+"""Body and head of a model: choice of the head module, and slices of the parameter vector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unskew.errors import ConfigError
 
 
 def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
-    """The name of the head: the one given, or the last linear layer in ``used``, the modules in order of first use.
+    """Return the name of the head: ``head`` if given, otherwise the last linear layer in ``used``.
 
     Args:
         module: The model.
@@ -19,7 +19,7 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
         used: Names of the modules in order of first use.
 
     Raises:
-        ConfigError: The module does not exist, or the model has no linear layer.
+        ConfigError: If the module does not exist, or the model has no linear layer.
     """
     modules = dict(module.named_modules())
     if head is not None:
@@ -33,11 +33,11 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
         return linear[-1]
     if isinstance(module, nn.Linear):
         return ""
-    raise ConfigError("The model has no linear layer to use as head; name one with head='module.name'.")
+    raise ConfigError("The model has no linear layer to use as head. Choose a module with head='module.name'.")
 
 
 def last_layer(layers: Sequence[str], blocks: str | None) -> tuple[str, ...]:
-    """Return the name prefix of the last layer's parameters; with blocks, of the last block and everything after it.
+    """Return the name prefixes of the last layer's parameters; with blocks, of the last block and everything after it.
 
     Args:
         layers: Names of the layers in order of depth.
@@ -57,7 +57,7 @@ def last_layer(layers: Sequence[str], blocks: str | None) -> tuple[str, ...]:
 
 
 def split_parts(names: Sequence[str], sizes: Sequence[int], beginnings: tuple[str, ...]) -> dict[str, list[slice]]:
-    """``{"body": slices, "head": slices}`` of the vector; parameters whose names begin so are the head.
+    """Return ``{"body": slices, "head": slices}`` of the parameter vector.
 
     Args:
         names: Names of the parameters.
@@ -75,7 +75,7 @@ def split_parts(names: Sequence[str], sizes: Sequence[int], beginnings: tuple[st
 
 
 def merge_slices(slices: list[slice]) -> tuple[slice, ...]:
-    """Neighbouring slices as one.
+    """Merge adjacent slices.
 
     >>> merge_slices([slice(4, 6), slice(0, 2), slice(2, 4)])
     (slice(0, 6, None),)

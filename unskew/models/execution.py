@@ -1,8 +1,8 @@
-"""The two ways to run a model during local training; rules call either as ``model(v, x) -> Output``.
+"""Two ways to run a model during local training; rules call both as ``model(v, x) -> ModelOutput``.
 
-``BoundModel`` is for one client: the module's parameters are views of one flat leaf, so a whole model is loaded and
-updated by single operations. ``FunctionalModel`` is a pure function, for
-many clients at once under ``torch.func.vmap``. Both give the same numbers.
+``BoundModel`` is for one client: the module's parameters are views of one flat leaf, so a whole model is loaded and updated
+by single operations. ``FunctionalModel`` is a pure function, for many clients at once under ``torch.func.vmap``. Both compute
+the same results.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ from unskew.models.spec import ModelOutput, ModelSpec
 
 
 class Batch(NamedTuple):
-    """A mini-batch: inputs ``x [B, ...]`` (normalized), targets ``y``, a random ``key`` and the local ``step``.
+    """Mini-batch of a local step.
 
-    ``track=False`` (``batch.untracked()``) leaves the normalization statistics as they are. ``lr`` is the learning rate of
-    the client's step that the batch is for.
+    Attributes:
+        x: Normalized inputs, ``[B, ...]``.
+        y: Targets, ``[B, ...]``.
+        key: Random key of the step.
+        step: Index of the local step.
+        track: Whether a pass updates the normalization buffers.
+        lr: Learning rate of the local step.
     """
 
     x: Tensor
@@ -34,7 +39,7 @@ class Batch(NamedTuple):
     lr: float = math.nan
 
     def untracked(self) -> Batch:
-        """The same batch, whose pass leaves no trace in the normalization statistics."""
+        """Return the same batch with ``track=False``, so that its pass does not update normalization buffers."""
         return self._replace(track=False)
 
 
@@ -43,20 +48,20 @@ GradFn = Callable[[Tensor, Batch], Tensor]
 
 
 class Model(Protocol):
-    """A model during local training, with its statistics ``b`` as state."""
+    """Model during local training, with its buffers ``b`` as state and the last ``loss``."""
 
     b: Tensor
     loss: Tensor
 
     def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> ModelOutput:
-        """Training-mode outputs at ``v``; ``track=False`` leaves the normalization statistics as they were."""
+        """Compute training-mode outputs at ``v``; ``track=False`` does not update the normalization buffers."""
 
     def gradient(self, loss_fn: LossFn) -> GradFn:
-        """The function ``(v, batch) -> gradient [d]`` of a loss; the loss itself is left in ``self.loss``."""
+        """Return the function ``(v, batch) -> gradient [d]`` of a loss; it stores the loss in ``self.loss``."""
 
 
 class _LastOutput:
-    """Remembers the last output, so that rules which ask for the same pass share it and its graph."""
+    """Cache of the last output, so that rules that need the same pass share it and its graph."""
 
     def __init__(self) -> None:
         self.key: tuple[Tensor, Tensor, bool] | None = None
@@ -75,11 +80,7 @@ class _LastOutput:
 
 
 def check_scalar_loss(loss: Tensor) -> Tensor:
-    """A loss of a batch.
-
-    Raises:
-        ConfigError: The loss is not a tensor with one element.
-    """
+    """Validate that the loss of a batch is a tensor with one element (raises ``ConfigError``), and return it."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else short_repr(loss)
         raise ConfigError(f"The loss of a batch must be a tensor with one number, not {what}.")
@@ -87,7 +88,7 @@ def check_scalar_loss(loss: Tensor) -> Tensor:
 
 
 class BoundModel:
-    """One model in memory whose parameters and statistics are views of two flat tensors."""
+    """Model whose parameters and buffers are views of two flat tensors."""
 
     def __init__(self, spec: ModelSpec, device: torch.device | str = "cpu"):
         self.spec = spec
@@ -116,13 +117,11 @@ class BoundModel:
         self._features = args[0]
 
     def start(self, b: Tensor, train: bool = True) -> None:
-        """Begin a client's training with the statistics ``b`` (copied); step counters begin again.
-
-        Without ``train`` the model is in eval mode: its statistics are read and stay as they are.
+        """Start the training of a client: set the buffers and reset step counters.
 
         Args:
-            b: Buffers to start from, ``[m]``.
-            train: Whether the model is in training mode.
+            b: Initial buffers, ``[m]``; they are copied.
+            train: Training mode; otherwise eval mode, in which buffers do not change.
         """
         self._switch(train)
         self.b.copy_(b)
@@ -130,12 +129,12 @@ class BoundModel:
             counter.copy_(initial)
 
     def _switch(self, train: bool) -> None:
-        """To training or eval mode; to walk through all layers takes as long as a small forward pass."""
+        """Set training or eval mode if it changes; iterating over all layers costs as much as a small forward pass."""
         if self.module.training is not train:
             self.module.train(train)
 
     def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> ModelOutput:
-        """Training-mode outputs at ``v``; only at the vector being differentiated do they cost no copy."""
+        """Compute training-mode outputs at ``v``; parameters are copied unless ``v`` is ``self.leaf``."""
         shared = self._once.get(v, x, track)
         if shared is not None:
             return shared
@@ -145,12 +144,12 @@ class BoundModel:
         with self._precision:
             output = ModelOutput(self.module(x).to(v.dtype), self._features)
         if before is not None:
-            # .data, because a versioned write would make autograd refuse the statistics it saved but does not use.
+            # Use .data: a versioned write would make autograd raise an error for buffers that it saved but does not use.
             self.b.data.copy_(before)
         return self._once.put(v, x, track, output)
 
     def predict(self, v: Tensor, b: Tensor) -> Callable[[Tensor], ModelOutput]:
-        """The model in eval mode at ``v, b``: a function of inputs, for evaluation without gradients.
+        """Return the model in eval mode at ``v`` and ``b`` as a function of inputs, without gradients.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -177,7 +176,7 @@ class BoundModel:
             self.leaf.data.copy_(v)
             loss = check_scalar_loss(loss_fn(self.leaf, batch))
             self.loss = loss.detach()
-            # Joining the gradients afterwards costs a tenth of accumulating them into views of one flat tensor.
+            # Concatenating gradients costs a tenth of accumulating them into views of one flat tensor.
             inputs = [self.leaf, *self.parameters]
             direct, *gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=False)
             joined = torch.cat(
@@ -186,14 +185,14 @@ class BoundModel:
                     for g, p in zip(gradients, self.parameters, strict=True)
                 ]
             )
-            # A term that depends on the vector itself and not through the model.
+            # `direct` is the gradient of terms that depend on the vector directly and not through the model.
             return joined if direct is None else joined.add_(direct)
 
         return grad_fn
 
 
 class FunctionalModel:
-    """The model as a pure function; ``b`` is replaced, never written, so that the step can be mapped over clients."""
+    """Model as a pure function; ``b`` is replaced and never written in place, so a step can be mapped over clients."""
 
     def __init__(self, spec: ModelSpec, b: Tensor):
         self.spec, self.b = spec, b
@@ -201,7 +200,7 @@ class FunctionalModel:
         self._once = _LastOutput()
 
     def __call__(self, v: Tensor, x: Tensor, track: bool = True) -> ModelOutput:
-        """Training-mode outputs at ``v``."""
+        """Compute training-mode outputs at ``v``."""
         shared = self._once.get(v, x, track)
         if shared is not None:
             return shared
@@ -211,7 +210,7 @@ class FunctionalModel:
                 if track and len(self.spec.buffer_names):
                     self.b = known[1]
                 return self._once.put(v, x, track, known[0])
-        # Each its own memory: vmap reshapes statistics before it updates them, which copies a slice of a longer vector.
+        # Separate memory for each buffer: vmap reshapes buffers before updates, which copies slices of a longer vector.
         buffers = {n: t.clone() for n, t in self.spec.buffers(self.b).items()}
         output = self.spec.forward(v, buffers, x, train=True)
         if track and buffers:

@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of a key, so that every engine drops the same units.
+"""Dropout with a mask that is a function of a key, so that all engines drop the same units.
 
-``nn.Dropout`` draws from global state: under ``vmap`` each client would see other masks than alone. The modules of a
-model are exchanged for this one when its ``unskew.models.spec.ModelSpec`` is made.
+``nn.Dropout`` uses the global random generator, so under ``vmap`` a client would get other masks than when it is trained
+alone. ``unskew.models.spec.ModelSpec`` replaces the dropout modules of a model by this one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from unskew.seeding import fold, uniform
 
 
 class KeyStream:
-    """Hands out one key per dropout call of a forward pass; shared by all dropout layers of a module."""
+    """Source of one key per dropout call of a forward pass, shared by all dropout layers of a module."""
 
     def __init__(self) -> None:
         self.key: Tensor | None = None
         self.calls = 0
 
     def start(self, key: Tensor | None) -> None:
-        """Begin a training step with its own key (None: no dropout until the next start)."""
+        """Start a training step with a new key; None disables dropout until the next start."""
         self.key, self.calls = key, 0
 
     def next(self) -> Tensor | None:
-        """The key of the next call."""
+        """Return the key of the next call, or None without dropout."""
         if self.key is None:
             return None
         self.calls += 1
@@ -36,7 +36,7 @@ class KeyStream:
 
 
 class KeyedDropout(nn.Module):
-    """Zeroes each element with probability ``p`` and scales the rest by ``1 / (1 - p)``; identity in eval mode."""
+    """Dropout with probability ``p`` that scales kept elements by ``1 / (1 - p)``; identity in eval mode."""
 
     def __init__(self, p: float, stream: KeyStream):
         super().__init__()
@@ -47,7 +47,7 @@ class KeyedDropout(nn.Module):
         return self.drop(x, self.p) if self.training else x
 
     def drop(self, x: Tensor, p: float) -> Tensor:
-        """Drop with probability ``p``; without a key nothing is dropped."""
+        """Drop elements with probability ``p``; without a key, return ``x``."""
         key = self.stream.next() if p > 0 else None
         if key is None:
             return x
@@ -58,7 +58,7 @@ class KeyedDropout(nn.Module):
 
 
 def use_keyed_dropout(module: nn.Module) -> KeyStream | None:
-    """Exchange every ``nn.Dropout`` inside ``module``; the stream they share, or None if there is none."""
+    """Replace every ``nn.Dropout`` inside ``module``; returns their shared stream, or None if there are none."""
     stream, exchanged = KeyStream(), False
     for parent in list(module.modules()):
         for name, child in parent.named_children():
@@ -69,7 +69,7 @@ def use_keyed_dropout(module: nn.Module) -> KeyStream | None:
 
 
 def restore_dropout(module: nn.Module) -> None:
-    """Exchange every keyed dropout inside ``module`` for ``nn.Dropout`` again, for a model that leaves unskew."""
+    """Replace every keyed dropout inside ``module`` by ``nn.Dropout``, for use outside of unskew."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if isinstance(child, KeyedDropout):
@@ -77,10 +77,10 @@ def restore_dropout(module: nn.Module) -> None:
 
 
 class FunctionalDropout(TorchFunctionMode):
-    """Context manager in which functional dropout draws its masks from a key, and a float64 softmax stays in float64.
+    """Context manager in which functional dropout uses keys, and the softmax of a float64 tensor remains in float64.
 
     Args:
-        dropout: Holds the stream of keys; None leaves dropout alone.
+        dropout: Dropout module with the stream of keys; None does not change dropout.
     """
 
     def __init__(self, dropout: KeyedDropout | None):
@@ -88,7 +88,7 @@ class FunctionalDropout(TorchFunctionMode):
         self.dropout = dropout
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One call."""
+        """Intercept calls of dropout and softmax."""
         kwargs = dict(kwargs or {})
         if func is F.dropout and self.dropout is not None:
             return self._drop(*args, **kwargs)

@@ -1,12 +1,12 @@
-"""Layers in order of depth: what "the first L layers" means, the same for every model.
+"""Layer groups in order of depth, which define "the first L layers" of any model.
 
-Depth is the order of first use in a forward pass. A normalization belongs to the layer before it, a projection in a
-shortcut to the block that it bridges, and running statistics to the normalization that keeps them (Gholami and Seferoglu
-2024, arXiv:2404.11754: ResNet-20 has 20 such groups, the stem, 18 convolutions and the classifier).
+Depth is the order of first use in a forward pass. A normalization belongs to the layer before it, a projection in a shortcut
+to the block that it bypasses, and running statistics to their normalization (Gholami and Seferoglu 2024, arXiv:2404.11754:
+ResNet-20 has 20 such groups, the stem, 18 convolutions and the classifier).
 
-A transformer's layers are its blocks. What comes before the first one, the embeddings, is a group that is always in the
-body and is not counted: "the first 10 layers" of OPT-125M are its embeddings and ten of its twelve blocks. Parameters that
-are used twice, as embeddings tied to the output layer, belong to where they are used first: the embeddings.
+The layers of a transformer are its blocks. Layers before the first block form the group of embeddings, which is always in the
+body and not counted: "the first 10 layers" of OPT-125M are its embeddings and ten of its twelve blocks. Parameters that are
+used twice, such as embeddings tied to the output layer, belong to the group of their first use, the embeddings.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ BRIDGE = re.compile(r"(^|\.)(shortcut|downsample|skip)(\.|$)")
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """One layer with what belongs to it.
+    """Layer with the normalizations and projections that belong to it.
 
     Attributes:
-        name: Of the layer that the group is named after.
-        layers: All its layers.
-        slices: Its parameters in the vector ``v [d]``.
-        buffers: Its statistics in ``b [m]``.
-        leading: Whether it is always in the body and not counted: a transformer's embeddings.
+        name: Name of the group: that of its first layer or block.
+        layers: Names of all layers in the group.
+        slices: Slices of the parameter vector ``v [d]``.
+        buffers: Slices of the buffer vector ``b [m]``.
+        leading: Whether the group is always in the body and not counted: a transformer's embeddings.
     """
 
     name: str
@@ -54,9 +54,9 @@ class LayerGroup:
 
 @lru_cache(maxsize=16)
 def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
-    """The groups of a model in order of depth; together they hold every parameter and statistic once.
+    """Return the groups of a model in order of depth; each parameter and buffer is in exactly one group.
 
-    A parameter that no forward pass uses joins the last group before the head.
+    A parameter that no forward pass uses is added to the last group before the head.
     """
     modules = dict(spec.module.named_modules())
     groups: list[list[str]] = []
@@ -92,7 +92,7 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
 
 
 def _unit(name: str, spec: ModelSpec) -> str | None:
-    """The block that a layer is in, or the embeddings, if it comes before the first block; None for a layer of its own."""
+    """Return the block of a layer, or the embeddings for layers before the first block; None for other layers."""
     if spec.blocks is None:
         return None
     prefix = spec.blocks + "."
@@ -103,9 +103,9 @@ def _unit(name: str, spec: ModelSpec) -> str | None:
 
 
 def _nearest_group(name: str, spec: ModelSpec, owner: dict[str, int], rest: int) -> int:
-    """The group of a tensor whose module is no layer: that of the first layer inside the module, or else the one before it.
+    """Return the group of a tensor of a module that is not a layer: that of the first layer inside it, or the one before.
 
-    So a class token goes with the embeddings around it, and statistics of a norm without weights with the layer before.
+    For example, a class token belongs to the embeddings, and buffers of a norm without weights to the layer before it.
     """
     order = spec.used
     module = name.rpartition(".")[0]
@@ -120,7 +120,7 @@ def _nearest_group(name: str, spec: ModelSpec, owner: dict[str, int], rest: int)
 
 @lru_cache(maxsize=256)
 def parameter_slices(spec: ModelSpec, wanted: tuple[bool, ...]) -> tuple[slice, ...]:
-    """The parameters of the groups that are wanted.
+    """Return the parameter slices of the selected groups.
 
     Args:
         spec: Layout of the model.
@@ -131,21 +131,21 @@ def parameter_slices(spec: ModelSpec, wanted: tuple[bool, ...]) -> tuple[slice, 
 
 
 def split_at_depth(groups: tuple[LayerGroup, ...], depth: int) -> tuple[tuple[LayerGroup, ...], tuple[LayerGroup, ...]]:
-    """Body and head: the first ``depth`` groups, and the others; -1 stands for all but the last. Embeddings are not counted.
+    """Split groups into body and head.
 
     Args:
         groups: Layer groups in order of depth.
-        depth: Number of groups in the body; -1: all but the last.
+        depth: Number of groups in the body, not counting embeddings; -1: all but the last.
 
     Raises:
-        ConfigError: The model has fewer groups.
+        ConfigError: If the model has fewer groups.
     """
     leading = sum(group.leading for group in groups)
     if depth < 0:
         return groups[:-1], groups[-1:]
     if depth > len(groups) - leading:
         raise ConfigError(
-            f"split={depth} is not possible: the model has {len(groups) - leading} layers (unskew models shows them)."
+            f"split={depth} is too large: the model has {len(groups) - leading} layers (see unskew models)."
         )
     return groups[: leading + depth], groups[leading + depth :]
 
@@ -162,7 +162,7 @@ def _buffer_mask(spec: ModelSpec, edges: tuple[tuple[int, int], ...]) -> Tensor:
 
 
 def buffer_mask(spec: ModelSpec, slices: Sequence[slice]) -> Tensor:
-    """The statistics that travel with slices of the parameters, boolean ``[m]``: those of layers that travel whole.
+    """Return a mask ``[m]`` of the buffers that are sent with slices of the parameters: those of complete layers.
 
     Args:
         spec: Layout of the model.

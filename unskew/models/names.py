@@ -8,10 +8,10 @@ HUB = "hf:"
 
 
 def parse_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """Name and options of a model that is given as a mapping.
+    """Return the name and the options of a model that is given as a mapping.
 
     Raises:
-        ValueError: The mapping does not name a model.
+        ValueError: If the mapping does not name a model.
 
     >>> parse_model({"hf": "facebook/opt-125m", "lora": {"r": 4}})
     ('hf:facebook/opt-125m', {'lora': {'r': 4}})
@@ -19,6 +19,6 @@ def parse_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     kinds = [kind for kind in ("hf", "name") if kind in model]
     name = model[kinds[0]] if len(kinds) == 1 else None
     if not isinstance(name, str):
-        raise ValueError("a mapping names the model as hf: NAME (of the Hugging Face hub) or as name: NAME")
+        raise ValueError("a mapping must contain the model as hf: NAME (on the Hugging Face Hub) or as name: NAME")
     options = {key: value for key, value in model.items() if key != kinds[0]}
     return HUB + name if kinds[0] == "hf" else name, options

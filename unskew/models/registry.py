@@ -1,8 +1,8 @@
-"""Models by name, and the ways in which a user brings a model.
+"""Registry of models, and construction of custom models.
 
-`MODELS` lists the models that come with unskew. `resolve_model` also takes a module, a factory, or the import
-path of a factory, or ``hf:NAME`` for a model of the Hugging Face hub or of a folder. Weights are drawn from PyTorch's
-global generator, so the caller seeds it.
+`MODELS` contains the models that come with unskew. `resolve_model` also accepts a module, a factory, the import path of a
+factory, or ``hf:NAME`` for a model on the Hugging Face Hub or in a folder. Weights are initialized with PyTorch's global
+random generator, so the caller must seed it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _OWN_KINDS = (inspect.Parameter.POSITIONAL_ONLY, *_KEYWORD_KINDS)
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model that can be built by name.
+    """Registered model.
 
     Attributes:
-        name: The name in a configuration file.
-        constructor: Called with `shape`, `classes` and the model's options as keywords.
+        name: Name in a configuration file.
+        constructor: Called with `shape`, `classes` and the model's options as keyword arguments.
         description: One line for the list of models.
-        reference: The paper that the model is taken from.
-        pretrained: Whether its weights come from the Hugging Face hub (the extra ``transformers``).
-        texts: Whether its inputs are token ids.
+        reference: Paper of the model.
+        pretrained: Whether the weights come from the Hugging Face Hub (needs the extra ``transformers``).
+        texts: Whether inputs are token ids.
     """
 
     name: str
@@ -128,23 +128,23 @@ MODELS: dict[str, ModelEntry] = {
         ),
     )
 }
-"""The models that come with unskew, by name."""
+"""Models that come with unskew, by name."""
 
 
 def build_model(name: str, shape: tuple[int, ...], classes: int, /, **options: object) -> nn.Module:
     """Build a registered model.
 
     Args:
-        name: A key of `MODELS`.
+        name: Key of `MODELS`, or name of a plugin.
         shape: Shape of a sample, usually `(channels, height, width)`.
         classes: Number of logits.
         **options: Options of the model, such as `shortcut` of `"resnet20"`.
 
     Returns:
-        The model with freshly drawn weights.
+        The model with newly initialized weights.
 
     Raises:
-        ConfigError: The name or an option is unknown, or a value does not fit the model.
+        ConfigError: If the name or an option is unknown, or a value does not fit the model.
 
     >>> build_model("mlp", (4,), 2, hidden=[3]).head
     Linear(in_features=3, out_features=2, bias=True)
@@ -162,11 +162,11 @@ def _of_package(
     task: str = "classification",
     categories: tuple[int, ...] = (),
 ) -> nn.Module:
-    """A model that another package offers by this name."""
+    """Build a model that a plugin registers."""
     try:
         plugin = plugins.find_plugin(plugins.MODELS, "model", name, MODELS)
     except ConfigError as error:
-        raise ConfigError(f"{error} A model of your own is written as 'package.module:factory'.") from None
+        raise ConfigError(f"{error} Use a custom model as 'package.module:factory'.") from None
     label = f"The model {name!r} of the package {plugin.package}"
     return _call(label, plugin.load_callable(), shape, classes, options, task, categories)
 
@@ -179,27 +179,27 @@ def resolve_model(
     task: str = "classification",
     categories: tuple[int, ...] = (),
 ) -> nn.Module:
-    """Turn whatever the user calls a model into a module.
+    """Build a model from any supported description.
 
     Args:
         model: One of
-            a registered name, also one of another package;
-            a module, which is returned as it is;
-            a factory, called with those of `shape`, `classes`, `task` and `categories` that its signature names, and with
-                `options`;
-            a string `"package.module:factory"`, which is imported and then treated like the factory;
-            `"hf:NAME"`, a model of the hub or of a folder (see `unskew.models.zoo.huggingface.hugging_face`).
+            a registered name, including those of plugins;
+            a module, which is returned unchanged;
+            a factory, called with those of `shape`, `classes`, `task` and `categories` that its signature contains, and
+                with `options`;
+            a string `"package.module:factory"`, which is imported and then used like a factory;
+            `"hf:NAME"`, a model on the Hub or in a folder (see `unskew.models.zoo.huggingface.hugging_face`).
         shape: Shape of a sample.
         classes: Number of logits.
-        options: Keywords for the model or the factory.
-        task: What it is trained for.
-        categories: Of each input, how many values its codes have, and 0 of numbers; empty if all are numbers.
+        options: Keyword arguments of the model or the factory.
+        task: Name of the task.
+        categories: Number of categories of each input, 0 for numeric inputs; empty if all inputs are numeric.
 
     Returns:
         The module.
 
     Raises:
-        ConfigError: The model cannot be found, imported, or called with what is known.
+        ConfigError: If the model cannot be found, imported, or called with the available arguments.
 
     >>> resolve_model("torch.nn:Linear", (4,), 2, {"in_features": 4, "out_features": 2})
     Linear(in_features=4, out_features=2, bias=True)
@@ -211,7 +211,7 @@ def resolve_model(
         return _call(f"The model {model!r}", MODELS[model].constructor, shape, classes, options, task, categories)
     if isinstance(model, str) and model.startswith(HUB):
         if "weights" in options:
-            raise ConfigError(f"The model {model!r} has no option 'weights'; its name says which they are.")
+            raise ConfigError(f"The model {model!r} has no option 'weights'. Choose the weights with hf:NAME.")
         named = functools.partial(hugging_face, weights=model.removeprefix(HUB))
         return _call(f"The model {model!r}", named, shape, classes, options, task, categories)
     label = f"The factory {model!r}" if isinstance(model, str) else f"The factory {_name(model)!r}"
@@ -220,7 +220,7 @@ def resolve_model(
         if options:
             raise ConfigError(
                 f"The model is already built, so its options ({_listed(options)}) have no effect. "
-                "Remove them, or give a factory."
+                "Remove them, or pass a factory."
             )
         return target
     if isinstance(model, str) and not may_be_model(target):
@@ -236,16 +236,13 @@ def resolve_model(
 
 
 def may_be_model(target: object) -> bool:
-    """Return whether the target of an import path can build a model.
-
-    Nothing else is called, for example no system command.
-    """
+    """Return whether the target of an import path can build a model; other functions are never called."""
     if isinstance(target, functools.partial):
         return may_be_model(target.func)
     if inspect.isclass(target):
         return issubclass(target, nn.Module) and target is not nn.Module
     if str(getattr(target, "__module__", "")).partition(".")[0] in sys.stdlib_module_names:
-        return False  # such as subprocess.run, which would run what the model's options say
+        return False  # for example subprocess.run, which would execute a command from the model's options
     return inspect.isfunction(target) or inspect.ismethod(target)
 
 
@@ -258,13 +255,13 @@ def _call(
     task: str = "classification",
     categories: tuple[int, ...] = (),
 ) -> nn.Module:
-    """Call a factory with those of shape, classes, task and categories that it names, if the call can work."""
+    """Call a factory with its options and those of shape, classes, task and categories that its signature contains."""
     parameters = _parameters(factory)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind in _KEYWORD_KINDS]
     more = {"task": task, "categories": categories}
     facts = {"shape": shape, "classes": classes, **{name: more[name] for name in more if name in keywords}}
-    # A keyword that the user has fixed with functools.partial is an answer, not a question.
+    # Keywords that the user has already set with functools.partial are not passed again.
     fixed = factory.keywords if isinstance(factory, functools.partial) else {}
 
     refused = [o for o in options if o in facts or not (takes_any or o in keywords)]
@@ -280,15 +277,15 @@ def _call(
     if missing:
         raise ConfigError(
             f"{label} needs {_listed(missing)}, but only 'shape' and 'classes' are known. "
-            "Set the rest in the model's options, or give it a default."
+            "Set the others in the model's options, or define defaults."
         )
 
     try:
         module = factory(**arguments)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # within it
-        raise ConfigError(f"{label} cannot be called to make a model: {error}.") from error
+            raise  # an error inside the factory
+        raise ConfigError(f"{label} cannot be called to create a model: {error}.") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{label} must return a torch.nn.Module, but returned a {type(module).__name__}.")
     return module
@@ -298,7 +295,7 @@ def _parameters(factory: Callable[..., object]) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):
-        return []  # Some built-in callables have no signature; they are called without arguments.
+        return []  # some built-in callables have no signature and are called without arguments
 
 
 def _name(factory: object) -> str:

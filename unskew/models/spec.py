@@ -1,7 +1,7 @@
-"""A model is a vector: all trainable parameters as one flat tensor ``v [d]``, its statistics as another, ``b [m]``.
+"""Layout of a model as vectors: trainable parameters as a flat tensor ``v [d]``, buffers as another one, ``b [m]``.
 
-``ModelSpec`` knows which slice of ``v`` is which named parameter, which slices form the body and the head,
-and how to run the model for any ``v`` (so a model can be evaluated at a sum of models, or mapped over clients).
+``ModelSpec`` maps named parameters, body and head to slices of ``v``, and runs the model for any ``v``. So a model can be
+evaluated at a sum of parameter vectors, or mapped over clients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class GroupedForm(Protocol):
-    """Form of a model in which several clients run as one grouped network (``unskew.models.grouped``)."""
+    """Grouped form of a model, which runs several clients as one network (``unskew.models.grouped``)."""
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
         """Run a mapped pass; None if the grouped network cannot run it.
@@ -48,33 +48,34 @@ class GroupedForm(Protocol):
 
 
 class ModelOutput(NamedTuple):
-    """``logits [B, C]`` and the penultimate ``features [B, f]`` (the input of the head)."""
+    """Logits ``[B, C]`` and penultimate features ``[B, f]`` (the input of the head)."""
 
     logits: Tensor
     features: Tensor
 
 
 def _in_float32(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Statistics of half-precision activations are taken in float32 (and vmap knows no mixed normalization)."""
+    """Convert activations to float32, for accurate statistics and because vmap does not support mixed normalization."""
     return (args[0].float(), *args[1:])
 
 
 class ModelSpec:
-    """The layout of a model as a vector.
+    """Layout of a model as a vector.
 
     Attributes:
-        names, shapes, sizes: The trainable parameters in the vector's order.
-        size: ``d``, the number of trainable parameters.
-        buffer_names, buffer_shapes, buffer_sizes: Floating-point buffers (BatchNorm statistics), flat ``[m]``.
-        parts: ``{"body": slices, "head": slices}`` of the vector.
-        layers: Names of the layers that hold parameters, in order of first use in a forward pass; ``used``: of all modules.
+        names, shapes, sizes: Trainable parameters in the order of the vector.
+        size: Number ``d`` of trainable parameters.
+        buffer_names, buffer_shapes, buffer_sizes: Floating-point buffers (BatchNorm statistics) in the vector ``[m]``.
+        parts: Slices of the vector, ``{"body": slices, "head": slices}``.
+        layers: Names of the layers with trainable parameters, in order of first use in a forward pass.
+        used: Names of all modules in order of first use.
         shape, classes: Shape of one input and number of classes.
-        head_trains: Whether the head has trainable parameters of its own. Where they are frozen, or tied to the embeddings
-            of a language model, the part ``head`` is the last layer (or block) that has some.
+        head_trains: Whether the head has its own trainable parameters. If they are frozen, or tied to the embeddings of a
+            language model, the part ``head`` is the last layer (or block) with trainable parameters.
         blocks: Name of the list of a transformer's blocks, each of which is one layer; None for other models.
-        intensities: Whether inputs must be intensities of pixels from 0 to 1, which the model normalizes itself.
-        widest: Largest number of values that a layer gives for one sample.
-        grouped_model: What runs passes that are mapped over clients as one network, while there is any.
+        intensities: Whether inputs must be pixel intensities from 0 to 1, which the model normalizes itself.
+        widest: Largest number of values that a layer outputs for one sample.
+        grouped_model: Grouped form that runs passes mapped over clients, or None.
     """
 
     def __init__(
@@ -88,27 +89,29 @@ class ModelSpec:
         autocast: bool = False,
         per_token: bool = False,
     ):
-        """Take a copy of ``module`` apart; its current weights become the initial model.
+        """Analyze a copy of ``module``, whose current weights are the initial model.
 
         Args:
-            module: Any module from ``[B, *shape]`` to logits ``[B, classes]``. Parameters with ``requires_grad=False``
-                are constants: they are not part of the vector, and all that is made of this layout shares them.
+            module: Module that maps ``[B, *shape]`` to logits ``[B, classes]``. Parameters with ``requires_grad=False``
+                are constants: they are not part of the vector, and all copies of the model share them.
             shape: Shape of one input, channels first.
-            classes: Number of classes the logits must have.
+            classes: Required number of logits.
             head: Name of the head module; by default the last linear layer that a forward pass uses.
-            dtype: Precision of the vector.
-            input_dtype: Type of the inputs (token ids are int64); by default ``dtype``.
+            dtype: Data type of the vector.
+            input_dtype: Data type of inputs (token ids are int64); by default ``dtype``.
             autocast: Run forward passes in bfloat16, with weights and normalization in ``dtype``.
             per_token: Logits are ``[B, L, V]`` for inputs ``[B, L]``, with ``V`` at least ``classes``: a language model.
 
         Raises:
-            ConfigError: The model does not accept inputs of this shape, or its output or head do not fit.
+            ConfigError: If the model does not accept inputs of this shape, or its output or head do not fit.
         """
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
-            raise ConfigError("The model has lazy layers without a shape; run it once on an example before giving it.")
+            raise ConfigError("The model has uninitialized lazy layers. Run it once on an example before passing it.")
         self.module = copy.deepcopy(module).to(dtype)
         self.stream = use_keyed_dropout(self.module)
-        self.shape, self.classes, self.dtype = tuple(shape), classes, dtype
+        self.shape = tuple(shape)
+        self.classes = classes
+        self.dtype = dtype
         self.input_dtype = input_dtype or dtype
         self.integers = input_dtype == torch.int64
         self.autocast, self.per_token = autocast, per_token
@@ -142,7 +145,7 @@ class ModelSpec:
         self.parts = split_parts(self.names, self.sizes, beginnings)
 
     def _trace(self) -> tuple[list[str], list[str]]:
-        """One forward pass on zeros: which modules are used, in which order, and whether the shapes fit."""
+        """Run a forward pass on zeros to validate shapes; returns names of layers and of modules in order of first use."""
         order: list[str] = []
 
         def seen(name: str, out: object) -> None:
@@ -164,11 +167,11 @@ class ModelSpec:
             hint = ""
             if self.integers:
                 hint = (
-                    " The inputs are integers, such as the token ids of texts: use text-mlp or hf:NAME for texts; give "
-                    "floats if they are features."
+                    " The inputs are integers, such as the token ids of texts. Use text-mlp or hf:NAME for texts; convert "
+                    "features to floats."
                 )
             elif "Long" in reason:
-                hint = " The model takes token ids of texts; for numbers use table-mlp, mlp or logistic."
+                hint = " The model needs token ids of texts. For numbers use table-mlp, mlp or logistic."
             raise ConfigError(f"The model does not accept inputs of shape {self.shape}: {reason}.{hint}") from error
         finally:
             for hook in hooks:
@@ -177,7 +180,7 @@ class ModelSpec:
         got = tuple(out.shape) if isinstance(out, Tensor) else ()
         if self.per_token and got[:-1] == (2, *self.shape) and got[-1] < self.classes:
             raise ConfigError(
-                f"The model knows {got[-1]} tokens, but the tokenizer of the data has {self.classes}; give both the same."
+                f"The model has {got[-1]} tokens, but the tokenizer of the data has {self.classes}. Use the same tokenizer."
             )
         expected = (2, *self.shape, got[-1] if got else "V") if self.per_token else (2, self.classes)
         if got != expected:
@@ -191,12 +194,12 @@ class ModelSpec:
 
     @property
     def _prefix(self) -> str:
-        """Return the name prefix of the head's parameters."""
+        """Name prefix of the head's parameters."""
         return self.head_name + "." if self.head_name else ""
 
     @cached_property
     def frozen(self) -> str:
-        """Sixteen hex digits of the parameters that are not trained, by which a resumed run knows them; empty if none are."""
+        """Hash of the frozen parameters, 16 hexadecimal digits, which a resumed run compares; empty if there are none."""
         constants = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
         digest = hashlib.sha256()
         for name, tensor in constants.items():
@@ -205,48 +208,48 @@ class ModelSpec:
         return digest.hexdigest()[:16] if constants else ""
 
     def copied(self) -> nn.Module:
-        """A copy of the module to train in; parameters that are not trained are shared, not copied."""
+        """Return a copy of the module for training; frozen parameters are shared, not copied."""
         return copy.deepcopy(self.module, {id(p): p for p in self.module.parameters() if not p.requires_grad})
 
     def to(self, device: torch.device) -> ModelSpec:
-        """The same layout with its module, and so all that is made from it, on ``device``."""
+        """Move the module to ``device`` in place; returns ``self``."""
         self.module.to(device)
         self.counters = {n: b.to(device) for n, b in self.counters.items()}
         return self
 
     def flatten(self, module: nn.Module | None = None) -> Tensor:
-        """The trainable parameters of ``module`` (default: the initial model) as a vector ``[d]``."""
+        """Return the trainable parameters of ``module`` (default: the initial model) as a vector ``[d]``."""
         named = dict((module or self.module).named_parameters())
         return torch.cat([named[n].detach().reshape(-1).to(self.dtype) for n in self.names])
 
     def flatten_buffers(self, module: nn.Module | None = None) -> Tensor:
-        """The floating-point buffers of ``module`` as a vector ``[m]``; empty if it has none."""
+        """Return the floating-point buffers of ``module`` as a vector ``[m]``; empty if it has none."""
         named = dict((module or self.module).named_buffers())
         flat = [named[n].detach().reshape(-1).to(self.dtype) for n in self.buffer_names]
         return torch.cat(flat) if flat else self.flatten()[:0]
 
     def parameters(self, v: Tensor) -> dict[str, Tensor]:
-        """Named parameters as views of ``v [d]``; differentiable."""
+        """Return named parameters as differentiable views of ``v [d]``."""
         tensors = torch.split(v, self.sizes)
         return {n: p.view(s) for n, p, s in zip(self.names, tensors, self.shapes, strict=True)}
 
     def buffers(self, b: Tensor) -> dict[str, Tensor]:
-        """Named buffers as views of ``b [m]``."""
+        """Return named buffers as views of ``b [m]``."""
         tensors = torch.split(b, self.buffer_sizes) if self.buffer_sizes else ()
         return {n: p.view(s) for n, p, s in zip(self.buffer_names, tensors, self.buffer_shapes, strict=True)}
 
     def precision(self, device: torch.device) -> AbstractContextManager[None]:
-        """The context in which forward passes run."""
+        """Return the autocast context of forward passes."""
         return torch.autocast(device.type, dtype=torch.bfloat16) if self.autocast else nullcontext()
 
     def forward(self, v: Tensor, b: Tensor | dict[str, Tensor], x: Tensor, train: bool = False) -> ModelOutput:
-        """Run the model at ``v`` with statistics ``b`` on inputs ``x [B, ...]``.
+        """Run the model.
 
         Args:
-            v: The model, ``[d]``; differentiable.
-            b: Its statistics, ``[m]``, which are only read; or as a dictionary of tensors, which a forward pass in
-                training mode updates in place.
-            x: Inputs.
+            v: Parameters, ``[d]``; differentiable.
+            b: Buffers, ``[m]``, which are not changed; or a dictionary of tensors, which a forward pass in training mode
+                updates in place.
+            x: Inputs, ``[B, ...]``.
             train: Training mode (batch statistics, dropout) or eval mode.
         """
         if self.grouped_model is not None and isinstance(b, Tensor):
@@ -276,14 +279,14 @@ class ModelSpec:
             return tuple(self.forward(v, self.flatten_buffers(), x).features.shape[1:])
 
     def head_of(self, v: Tensor) -> Tensor:
-        """The slices of ``v [d]`` that are the head, joined."""
+        """Return the head's slices of ``v [d]`` as one vector."""
         return torch.cat([v[part] for part in self.parts["head"]])
 
     def head(self, v: Tensor, features: Tensor) -> Tensor:
-        """Logits ``[B, C]`` of the head alone, in eval mode.
+        """Compute the logits ``[B, C]`` of the head alone, in eval mode.
 
         Args:
-            v: The model, ``[d]``, or only its head as ``head_of`` joins it; differentiable.
+            v: Parameters of the model, ``[d]``, or only of its head, as returned by ``head_of``; differentiable.
             features: Inputs of the head, ``[B, f]``; differentiable.
         """
         prefix = self._prefix
@@ -296,7 +299,7 @@ class ModelSpec:
         return logits.to(v.dtype)
 
     def load(self, v: Tensor, b: Tensor) -> nn.Module:
-        """A stand-alone copy of the model with the weights ``v`` and the statistics ``b``, in eval mode.
+        """Return a standalone copy of the model with parameters ``v`` and buffers ``b``, in eval mode.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -314,10 +317,10 @@ class ModelSpec:
 
 
 def slices_mask(slices: Sequence[slice], size: int) -> Tensor:
-    """Boolean ``[d]``, true on the slices of a vector.
+    """Return a boolean mask ``[d]`` that is true on slices of a vector.
 
     Args:
-        slices: Slices that are true.
+        slices: Slices on which the mask is true.
         size: Length ``d`` of the mask.
     """
     mask = torch.zeros(size, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Figures: convergence, and what each client holds."""
+"""Figures of convergence, coefficients and label distributions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unskew.plots.figure import MARKERS, PALETTE, literal_text, new_figure, save
 from unskew.tasks.primary_metric import SCORES, MetricInfo, metric_info, primary_metric_name
 
 NAME = 24
-"""Characters of a client's name that a figure shows at most."""
+"""Maximum number of characters of a client's name in a figure."""
 
 
 def plot_convergence(
@@ -22,24 +22,28 @@ def plot_convergence(
     objective: MetricInfo | None = None,
     without_traffic: Collection[str] = (),
 ) -> Path:
-    """The objective (test loss, of a language model) against rounds and traffic, mean and standard deviation over seeds.
+    """Plot the objective (for language models, the test loss) against rounds and traffic: mean and std over seeds.
 
     Args:
-        runs: For each method, the history of each seed.
-        path: Image file to write; its ending decides the format.
+        runs: History of each seed, by method.
+        path: Image file to write; its suffix determines the format.
         objective: Metric that judges the runs; accuracy or R² if None.
-        without_traffic: Names in ``runs`` that are drawn against rounds only.
+        without_traffic: Names in ``runs`` that are plotted only against rounds.
 
     Returns:
-        The path written.
+        The path of the image.
     """
     figure, ((left, right),) = new_figure(10, 4, columns=2)
     names = {name for histories in runs.values() for h in histories for row in h[:1] for name in row}
     shown = objective or metric_info(primary_metric_name(names))
-    name_of, factor, title = shown.name, 100 if shown.percent else 1, f"test {shown.title}"
+    name_of = shown.name
+    factor = 100 if shown.percent else 1
+    title = f"test {shown.title}"
     title = f"{title} (%)" if shown.percent else title
     if "perplexity" in names and shown.name in SCORES:
-        name_of, factor, title = "loss", 1, "test loss per token"
+        name_of = "loss"
+        factor = 1
+        title = "test loss per token"
     for number, (name, histories) in enumerate(runs.items()):
         scored = [[row for row in h if row.get(name_of) is not None] for h in histories]
         shortest = min(len(h) for h in scored)
@@ -49,7 +53,7 @@ def plot_convergence(
         values = factor * np.array([[row[name_of] for row in h[:shortest]] for h in scored])
         traffic = np.array([[(r["bytes_up"] + r["bytes_down"]) / 1e6 for r in h[:shortest]] for h in scored]).mean(0)
         mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
-        # Methods often lie on top of each other: another marker at another place keeps each of them visible.
+        # Curves often overlap: different markers at different positions keep each of them visible.
         style: dict[str, Any] = {
             "color": PALETTE[number % len(PALETTE)],
             "marker": MARKERS[number % len(MARKERS)],
@@ -70,13 +74,13 @@ def plot_convergence(
 
 
 def plot_signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Sequence[float]) -> None:
-    """A bar up for the coefficients above zero and one down for those below, per round.
+    """Plot an upward bar for the number of positive coefficients and a downward bar for negative ones, per round.
 
     Args:
-        axis: Where to draw.
-        rounds: Communication rounds ``[T]``.
-        above: Numbers of coefficients above zero ``[T]``.
-        below: And below zero ``[T]``.
+        axis: Axes to draw into.
+        rounds: Rounds, ``[T]``.
+        above: Numbers of positive coefficients, ``[T]``.
+        below: Numbers of negative coefficients, ``[T]``.
     """
     width = min((b - a for a, b in pairwise(rounds)), default=1)
     axis.bar(rounds, above, width, color="C0", label="above zero")
@@ -89,13 +93,13 @@ def plot_signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: 
 
 
 def save_sign_histogram(rounds: Sequence[int], above: Sequence[float], below: Sequence[float], path: Path) -> Path:
-    """``plot_signs`` as a figure of its own.
+    """Write ``plot_signs`` as a separate figure.
 
     Args:
-        rounds: Numbers of the rounds.
-        above: Value of each round above the axis.
-        below: Value of each round below the axis.
-        path: File to write.
+        rounds: Rounds, ``[T]``.
+        above: Numbers of positive coefficients, ``[T]``.
+        below: Numbers of negative coefficients, ``[T]``.
+        path: Image file to write.
     """
     figure, ((axis,),) = new_figure(6, 3.4)
     plot_signs(axis, rounds, above, below)
@@ -113,12 +117,12 @@ def plot_clients_by_class(
     """Plot the label distribution: one dot per client and class, its area proportional to the number of samples.
 
     Args:
-        counts: Samples ``[K, C]``.
+        counts: Number of samples, ``[K, C]``.
         class_names: Names of the classes.
         path: Image file to write.
-        title: What is shown, such as the partition and its seed.
-        most: Largest number of clients drawn; of more, evenly spaced ones are shown.
-        client_names: Names of the clients, if they have any; their numbers are shown else.
+        title: Title, such as the partition and its seed.
+        most: Maximum number of clients; if there are more, evenly spaced ones are shown.
+        client_names: Names of the clients; if empty, their numbers are shown.
     """
     total = len(counts)
     shown = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(int)

@@ -1,4 +1,4 @@
-"""Common functions of all figures."""
+"""Functions shared by all figures."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from unskew.errors import ConfigError
 from unskew.filesystem import create_file, disk_errors, make_folder, temporary_path, write_atomic
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
-"""Colors that color-blind readers can tell apart, on white and on black (Okabe and Ito 2008, and gray).
+"""Colors that color-blind readers can distinguish, on white and on black (Okabe and Ito 2008, and gray).
 
-A method has the one at its place in the list of methods, in every figure and every report.
+A method has the color at its position in the list of methods, in every figure and report.
 """
 MARKERS = "osD^vPX*<>"
 
 
 def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Any, Any]:
-    """A figure of so many inches and its axes ``[rows][columns]``, without a screen.
+    """Create a figure and its axes ``[rows][columns]``, without a display.
 
     Args:
         width: Width in inches.
@@ -31,12 +31,12 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a screen and without pyplot's global state
+    FigureCanvasAgg(figure)  # draws without a display and without pyplot's global state
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def set_round_axis(axis: Any) -> None:
-    """Communication rounds from left to right; ticks are integers, as rounds are."""
+    """Label the x-axis as communication rounds, with integer ticks."""
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -44,11 +44,11 @@ def set_round_axis(axis: Any) -> None:
 
 
 def literal_text(text: str, most: int | None = None) -> str:
-    """A text that is shown as it is, without formulas, and cut to ``most`` characters.
+    """Return text that matplotlib shows literally, without math mode, cut to ``most`` characters.
 
     Args:
         text: Text to show.
-        most: Largest number of characters; None: all.
+        most: Maximum number of characters; None does not cut.
 
     >>> literal_text("to $10", 3)
     'to…'
@@ -58,26 +58,26 @@ def literal_text(text: str, most: int | None = None) -> str:
 
 
 def check_ending(figure: Any, path: Path) -> None:
-    """Refuse a file of no known kind.
+    """Validate that the suffix of a file is a known image format.
 
     Args:
         figure: The figure.
         path: File to write.
 
     Raises:
-        ConfigError: The file name does not end with the suffix of an image.
+        ConfigError: If it is not.
     """
     endings = figure.canvas.get_supported_filetypes()
     if path.suffix.lower()[1:] not in endings:
-        raise ConfigError(f"{path} has no known ending for a figure; use one of {', '.join(sorted(endings))}.")
+        raise ConfigError(f"{path} has no known suffix of an image; use one of {', '.join(sorted(endings))}.")
 
 
 def check_place(path: Path) -> None:
-    """Find out whether a figure can be written, before the work for it is done.
+    """Validate that a figure can be written, before the work for it is done.
 
     Raises:
-        ConfigError: The file name does not end with the suffix of an image.
-        CheckpointError: The file cannot be written there.
+        ConfigError: If the suffix is not a known image format.
+        CheckpointError: If the file cannot be written.
     """
     check_ending(new_figure(1, 1)[0], path)
     new_folders = make_folder(path.parent)
@@ -94,14 +94,14 @@ def check_place(path: Path) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write a figure; the ending of ``path`` decides the format.
+    """Write a figure; the suffix of ``path`` determines the format.
 
     Args:
         figure: The figure.
-        path: File to write.
+        path: Image file to write.
 
     Raises:
-        ConfigError: The file name does not end with the suffix of an image.
+        ConfigError: If the suffix is not a known image format.
     """
     check_ending(figure, path)
     make_folder(path.parent)

@@ -1,4 +1,4 @@
-"""Pictures of what clients make."""
+"""Grids of images that clients generate."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def save_images_by_class(
     title: str,
     columns: int = 8,
 ) -> Path:
-    """Draw ``make_image_grid``.
+    """Write the grid of ``make_image_grid`` as a figure.
 
     Args:
-        images: ``[n, c, h, w]`` from 0 to 1.
-        labels: Classes ``[n]``, or 0 and 1 for each label ``[n, classes]``.
+        images: Images ``[n, c, h, w]`` in [0, 1].
+        labels: Classes ``[n]``, or binary labels ``[n, classes]``.
         classes: Number of classes.
-        class_names: Their names; numbers if there are none.
+        class_names: Names of the classes; if empty, their numbers are shown.
         path: Image file to write.
-        title: What is shown.
-        columns: Largest number of images in a row.
+        title: Title of the figure.
+        columns: Maximum number of images per row.
     """
     canvas = make_image_grid(images, labels, classes, columns)
     row, height = canvas.shape[0] / classes, images.shape[2]
@@ -45,15 +45,16 @@ def save_images_by_class(
 
 
 def make_image_grid(images: np.ndarray, labels: np.ndarray, classes: int, columns: int) -> np.ndarray:
-    """A row of images per class, the first ones of each, as one image ``[rows, columns, 3]``; what is left is white.
+    """Arrange the first images of each class in one row per class, as one image ``[rows, columns, 3]`` on white.
 
-    Three channels are colors; of any other number the mean is shown as gray. Images with several labels are in several rows.
+    Images with three channels are in color; otherwise the mean over channels is shown in gray. Images with several labels
+    appear in several rows.
 
     Args:
-        images: Images, uint8 ``[n, C, H, W]``.
-        labels: Class of each image ``[n]``, or labels ``[n, L]``.
+        images: Images ``[n, c, h, w]`` in [0, 1].
+        labels: Classes ``[n]``, or binary labels ``[n, classes]``.
         classes: Number of classes.
-        columns: Number of images in a row.
+        columns: Maximum number of images per row.
 
     >>> images, labels = np.arange(3.0).reshape(3, 1, 1, 1) / 4, np.array([1, 0, 1])
     >>> make_image_grid(images, labels, classes=2, columns=2)[:, :, 0]

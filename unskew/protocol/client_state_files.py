@@ -1,4 +1,4 @@
-"""State of a client as a file, written atomically by the process that trained the client."""
+"""Client state in files, written atomically by the process that trained the client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, re
 
 
 def encode_tensors(tensors: Tensors) -> bytes:
-    """Tensors as safetensors; one that lies in the memory of another is written on its own."""
+    """Encode tensors as safetensors; tensors that share memory are copied first."""
     seen: set[int] = set()
     encoded: Tensors = {}
     for name, tensor in tensors.items():
@@ -25,11 +25,14 @@ def encode_tensors(tensors: Tensors) -> bytes:
 
 
 def write_state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
-    """Write a client's state; gives its place and its SHA-256.
+    """Write a client's state.
 
     Args:
         path: File to write.
         tensors: Tensors of the state by name.
+
+    Returns:
+        Path and SHA-256 of the file.
     """
     data = encode_tensors(tensors)
     make_folder(path.parent)
@@ -38,10 +41,10 @@ def write_state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
 
 
 def load_client_state(broadcast: Broadcast) -> Broadcast:
-    """The broadcast with the client's state, if that lies in a file.
+    """Return the broadcast with the client's state, loaded from its file if it has one.
 
     Raises:
-        DataError: The file cannot be seen from this machine.
+        DataError: If the file is not accessible on this machine.
     """
     if broadcast.kept is None:
         return broadcast
@@ -56,7 +59,7 @@ def load_client_state(broadcast: Broadcast) -> Broadcast:
 
 
 def store_client_state(broadcast: Broadcast, update: Update) -> Update:
-    """The update with the client's new state in its file; one that the server will not take in stays as it is.
+    """Write the client's new state to its file and return the update without it; non-finite updates are unchanged.
 
     Args:
         broadcast: Message from the server.

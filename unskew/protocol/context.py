@@ -1,4 +1,4 @@
-"""Context of client rules."""
+"""Context of client rules: inputs of local training and writable state."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from unskew.tasks.base import Task
 
 
 class ReadOnlyDict(dict[str, Tensor]):
-    """Dictionary that a rule may read at any time, but write only in ``end`` and ``transform_update``.
-
-    So that all engines agree.
-    """
+    """Dictionary that is read-only until ``end`` and ``transform_update``, so that all engines agree."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise ConfigError(
-            "A rule writes to ctx.state or ctx.upload before the last step; it may do so in end and in sends. What begin "
-            "computes goes into the carry, whose entries gradient may replace."
+            "A rule wrote to ctx.state or ctx.upload before the last step, but only end and transform_update may write to "
+            "them. Return values that begin computes as the carry, whose entries gradient may replace."
         )
 
     __setitem__ = update = setdefault = pop = _refuse
@@ -34,31 +31,33 @@ class ReadOnlyDict(dict[str, Tensor]):
 
 @dataclass(frozen=True)
 class Context:
-    """Inputs of a client rule, and the two places it may write: ``state`` and ``upload``.
+    """Inputs of a client rule, and its two writable dictionaries, ``state`` and ``upload``.
 
     Attributes:
         round: Number of the round, from 0.
-        v_global: The global model as the client knows it, ``[d]``: what was sent, and its own slices where nothing was. It is
-            where local training starts.
-        b_global: The statistics that it starts with, ``[m]``.
-        state: What this rule kept at this client (empty if it never took part); ``end`` and ``sends`` may write to it.
-        download: What the rule's server half sent beside the model.
-        upload: What the rule sends beside the update, written by ``end`` or ``sends``; counted in bytes.
-        spec: The model's layout.
-        model: The model in training, ``model(v, x) -> Output``.
-        task: Loss and probabilities.
-        key: A random 64-bit key of this client and round.
-        training: The client's budget and optimizer.
+        v_global: Model that local training starts from, ``[d]``: the received slices, and the client's own values
+            elsewhere.
+        b_global: Buffers that local training starts from, ``[m]``.
+        state: State of this rule at this client (empty before it first takes part); ``end`` and ``transform_update``
+            may write to it.
+        download: Tensors that the rule's server half sent in addition to the model.
+        upload: Tensors that the rule sends in addition to the update, written by ``end`` or ``transform_update``;
+            counted as traffic.
+        spec: Layout of the model.
+        model: Model in training, ``model(v, x) -> ModelOutput``.
+        task: Task of the client, which defines loss and probabilities.
+        key: Random 64-bit key of this client and round.
+        training: Budget and optimizer of the client.
         plain_sgd: Whether a local step is exactly ``v - lr * g`` (no momentum, decay, clipping or adaptivity).
         steps: Number of local steps, as a scalar tensor.
         epoch_steps: Number of steps in one pass over the client's data, as a scalar tensor.
-        weight: The client's aggregation weight before normalization, as a scalar tensor.
-        facts: What the rule's ``facts`` says of the client's data.
-        common: What the rule sent to every client alike before the first round.
-        pixels: How intensities of images become the model's inputs.
+        weight: Client's aggregation weight before normalization, as a scalar tensor.
+        client_info: Output of the rule's ``client_info`` hook for this client's data.
+        common: Tensors that a data rule of the same name sent to every client before the first round.
+        pixels: Scaling of image intensities to inputs of the model.
         full_gradient: Gradient of the client's whole objective at ``v_global``, ``[d]``, if a rule needs it.
-        sent: Which parameters go to the server after this round, boolean ``[d]``; None if all do.
-        received: Which parameters came from the server before this round, boolean ``[d]``; None if all did.
+        sent: Mask of the parameters that the client uploads after this round, boolean ``[d]``; None if all.
+        received: Mask of the parameters that the client downloaded before this round, boolean ``[d]``; None if all.
     """
 
     round: int
@@ -85,19 +84,19 @@ class Context:
 
     @property
     def lr(self) -> float:
-        """The client's learning rate in this round; where it changes from step to step (``batch.lr``), the mean of it."""
+        """Client's learning rate in this round: the mean over steps if it changes within the round (``batch.lr``)."""
         return self.training.rate(self.round)
 
     def last_received(self) -> Tensor:
-        """The model as the server last sent it, ``[d]``, also slices of earlier rounds, which the rule keeps as ``start``."""
+        """Return the last received model, ``[d]``; slices not received this round come from ``state["start"]``."""
         if self.received is None:
             return self.v_global
         return torch.where(self.received, self.v_global, self.state.get("start", self.v_global))
 
     def sent_since(self, start: Tensor, v: Tensor) -> Tensor:
-        """Return the part of ``v - start`` that is sent, ``[d]``, 0 elsewhere.
+        """Return ``v - start`` in uploaded entries, 0 elsewhere, ``[d]``.
 
-        ``start`` is kept for parts that are sent later.
+        If not all entries are uploaded, ``start`` is stored in ``state`` for entries that are uploaded later.
 
         Args:
             start: Parameters at the start of the round, ``[d]``.

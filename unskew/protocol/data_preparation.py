@@ -1,4 +1,4 @@
-"""Before the first round: where a data rule works, and what it leaves behind."""
+"""Data preparation before the first round: workspace, payloads and results of data rules."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Workspace:
     """Resources of a data preparation in addition to the data.
 
     Attributes:
-        folder: Where it keeps its work and what it made, or None to keep nothing.
-        shared: Whether other runs use that folder, too; then it takes a folder within, named after what it makes.
-        device: Where it computes.
-        given: What another run made, to be taken instead; or None.
+        folder: Folder for intermediate files and results; None to store nothing.
+        shared: Whether other runs use the folder too; if so, each preparation uses its own subfolder.
+        device: Device of computations.
+        given: Results of another run to use instead of preparing the data; or None.
         report: Called with the current step, the amount done and the total.
         warn: Called with warnings for the user.
     """
@@ -42,7 +42,7 @@ class Workspace:
     warn: Callable[[str], None] = _quiet
 
     def within(self, name: str) -> Workspace:
-        """The workspace for what ``name`` identifies."""
+        """Return the workspace with the subfolder ``name`` if the folder is shared."""
         return replace(self, folder=self.folder / name, shared=False) if self.folder and self.shared else self
 
 
@@ -50,7 +50,7 @@ NOWHERE = Workspace()
 
 
 def smallest_integer_dtype(y: Tensor, classes: int) -> Tensor:
-    """Labels ``[n]`` as they are sent: in the smallest integers that hold them.
+    """Convert labels ``[n]`` to the smallest integer type that can represent all classes, for sending.
 
     Args:
         y: Labels, ``[n]``.
@@ -64,9 +64,9 @@ class ClientPayloads:
     """Payloads that clients send before the first round.
 
     Attributes:
-        sent: By client; counted as it lies in memory.
-        about: What a run's summary says of it.
-        digest: Changes with what is in it.
+        sent: Tensors by client and name; their memory size counts as traffic.
+        about: Facts about the payloads for the run summary.
+        digest: Digest of the content.
     """
 
     sent: dict[int, Tensors] = field(default_factory=dict)
@@ -79,8 +79,8 @@ class ServerPayload:
     """Payload that the server sends before the first round.
 
     Attributes:
-        shares: By client, what it alone is sent.
-        common: What every client is sent alike; client rules of the same name read it as ``ctx.common``.
+        shares: Tensors for single clients, by client and name.
+        common: Tensors for all clients; client rules of the same name read them as ``ctx.common``.
     """
 
     shares: dict[int, Tensors] = field(default_factory=dict)
@@ -89,16 +89,16 @@ class ServerPayload:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Data and budget of the clients when training begins.
+    """Data and budget of the clients after preparation.
 
     Attributes:
-        federation: The data.
-        training: The clients' budget.
-        common: What every client was sent alike, by rule.
-        counted: Samples per client that count in a weighted mean, ``[K]``, where others do not; None: all of them do.
-        about: What a run's summary says of what was made.
-        digest: Changes with what clients were given.
-        traffic: Bytes up and down that it cost each client.
+        federation: Data of all clients.
+        training: Budget of the clients.
+        common: Tensors sent to all clients, by rule.
+        counted: Samples per client that count in weighted means, ``[K]``; None if all training samples count.
+        about: Facts about the prepared data for the run summary.
+        digest: Digest of the data that clients received.
+        traffic: Pairs of a client and its bytes up and down.
     """
 
     federation: Federation
@@ -111,7 +111,7 @@ class PreparedData:
 
     @property
     def federation_info(self) -> FederationInfo:
-        """Return the information that the server has of the clients."""
+        """Server's information about the clients."""
         return FederationInfo.of(self.federation, self.counted)
 
     def received(
@@ -121,13 +121,13 @@ class PreparedData:
         dealt: ServerPayload,
         receive: Callable[[ClientData, Tensors], ClientData],
     ) -> PreparedData:
-        """After ``made`` was sent to the server and ``dealt`` to the clients, who ``receive`` it; its bytes are counted.
+        """Return the data after clients sent ``made`` and received ``dealt``, with the traffic counted.
 
         Args:
-            rule: Whose messages these are, by name.
-            made: What went up.
-            dealt: What went down.
-            receive: From a client's data and its share to its new data.
+            rule: Name of the rule that exchanged the payloads.
+            made: Payloads from clients to the server.
+            dealt: Payload from the server to clients.
+            receive: Maps a client's data and its share to its new data.
         """
         federation, everywhere = self.federation, num_bytes(dealt.common.values())
         if dealt.shares:
@@ -148,6 +148,6 @@ class PreparedData:
         )
 
     def to(self, device: torch.device) -> PreparedData:
-        """The same with its arrays on ``device``."""
+        """Return a copy with all tensors on ``device``."""
         common = {rule: {name: t.to(device) for name, t in tensors.items()} for rule, tensors in self.common.items()}
         return replace(self, federation=self.federation.to(device), common=common)

@@ -1,4 +1,4 @@
-"""Information that the server has of its clients, and that a client rule has of the client's data."""
+"""Information that the server has about its clients, and that client rules have about their data."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from unskew.tasks.base import Task
 
 @dataclass(frozen=True)
 class FederationInfo:
-    """Information that a server has of a federation; it never sees a client's samples.
+    """Server's information about a federation; it includes no client's samples.
 
     Attributes:
         clients: Number of clients ``K``.
         shape: Shape of one input.
-        classes: Number of classes, of labels or of tokens.
-        task: The task's name.
-        dtype: The type that inputs are stored in.
-        normalization: How inputs are standardized; None leaves them alone.
-        size: From a client's number to its samples that count in a weighted mean: the real ones it trains on.
-        class_counts: All clients' samples per class to train on, ``[K, C]``; it may take long.
-        sizes: ``size`` of all clients, ``[K]``; it may take long, too.
-        weights: How clients count in a mean: by samples, or uniformly.
+        classes: Number of classes, labels or tokens.
+        task: Name of the task.
+        dtype: Data type of the stored inputs.
+        normalization: Standardization of inputs; None for none.
+        size: Maps a client number to its number of samples for weighted means: real training samples.
+        class_counts: Returns training samples per client and class, ``[K, C]``; may be slow.
+        sizes: Returns ``size`` of all clients, ``[K]``; may be slow.
+        weights: Weighting of clients in means: by samples, or uniform.
     """
 
     clients: int
@@ -45,22 +45,20 @@ class FederationInfo:
     weights: Literal["samples", "uniform"] = "uniform"
 
     def weight(self, client: int) -> float:
-        """The aggregation weight ``w_k`` of a client before normalization."""
+        """Return the aggregation weight ``w_k`` of a client before normalization."""
         return 1.0 if self.weights == "uniform" else float(self.size(client))
 
     def total_weight(self) -> float:
-        """``sum_k w_k`` over all clients, also those that do not take part: ``w_k`` over it is ``p_k``."""
+        """Return ``sum_k w_k`` over all clients, also outside the cohort; ``p_k`` is ``w_k`` divided by it."""
         return float(self.clients) if self.weights == "uniform" else float(self.sizes().sum())
 
     @staticmethod
     def of(federation: Federation, counted: np.ndarray | None = None) -> FederationInfo:
-        """Collect the information of a federation.
-
-        ``counted [K]`` is given if clients train on more samples than those that count.
+        """Collect the information about a federation.
 
         Args:
             federation: Data of all clients.
-            counted: Samples per client and class that count, ``[K]``; None: all.
+            counted: Samples per client that count in weighted means, ``[K]``; None if all training samples count.
         """
 
         def size(client: int) -> int:
@@ -81,16 +79,16 @@ class FederationInfo:
 
 @dataclass(frozen=True)
 class ClientDataView:
-    """One client's data, as a rule may look at them once for all rounds.
+    """One client's data, as a rule may read them once before training.
 
     Attributes:
-        client: The samples as they are stored.
+        client: Stored samples of the client.
         classes: Number of classes or labels ``C``.
-        task: The clients' task.
-        inputs: From stored samples to inputs of the model: normalized, on the device, in the model's precision.
-        normalization: What it does.
-        like: An empty tensor of the model's precision, on the device.
-        seed: Of the run.
+        task: Task of the clients.
+        inputs: Converts stored samples to model inputs: normalized, on the device, in the model's precision.
+        normalization: Normalization that ``inputs`` applies.
+        like: Empty tensor with the model's data type, on the device.
+        seed: Seed of the run.
     """
 
     client: ClientData
@@ -109,7 +107,7 @@ class ClientDataView:
 
         Args:
             federation: Data of all clients.
-            client: Number of the client.
+            client: Client number.
             inputs: Converts stored samples to inputs of the model.
             like: Tensor with the data type and device of inputs.
             seed: Seed of the run.
@@ -118,15 +116,15 @@ class ClientDataView:
         return ClientDataView(federation.clients[client], classes, task, inputs, federation.normalization, like, seed)
 
     def class_counts(self) -> Tensor:
-        """The client's samples per class (per label, where a sample may have several), ``[C]``."""
+        """Return the client's samples per class or label, ``[C]``."""
         return self.task.counts(self.client.y, self.classes).to(self.like.dtype).to(self.like.device)
 
     def label_pairs(self) -> Tensor:
-        """The client's samples that have both of two labels, ``[C, C]``."""
+        """Return the client's number of samples with both of two labels, ``[C, C]``."""
         return self.task.pairs(self.client.y, self.classes).to(self.like.dtype).to(self.like.device)
 
     def exemplars(self, count: int) -> Tensor:
-        """Random inputs of each class, ``[C, count, ...]``, in turn if there are fewer, and zero if there are none."""
+        """Return random inputs of each class, ``[C, count, ...]``: repeated if too few, zero without any."""
         x, y = self.client.x, self.client.y.cpu()
         order = torch.randperm(len(y), generator=generator(self.seed, "exemplars", 0, self.client.id))
         drawn = []

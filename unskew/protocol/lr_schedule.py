@@ -1,6 +1,6 @@
-"""Learning rate schedules of clients over a run.
+"""Learning-rate schedules of clients over a run.
 
-A schedule is written ``kind`` or ``kind:numbers``; ``t`` counts rounds (or local steps) from 0, of which there are ``T``::
+A schedule is written ``kind`` or ``kind:numbers``. ``t`` counts the ``T`` rounds (or local steps) of the run from 0::
 
     constant       lr
     step:N,F       lr F^floor(t / N)                       times F every N
@@ -9,9 +9,9 @@ A schedule is written ``kind`` or ``kind:numbers``; ``t`` counts rounds (or loca
     inverse:A,B    lr / (A + t / B)
     warmup:N       lr (t + 1) / N while t < N, then lr
 
-``warmup:N+kind`` rises to the rate that the other kind begins with, which then counts ``t`` and ``T`` from the end of the
-warm-up. ``step`` and ``cosine`` are ``StepLR`` and ``CosineAnnealingLR`` of PyTorch. ``inverse:10,100`` over local steps is
-the rate of FedALS's released code, ``eta_0 / (10 + t / 100)`` with ``lr`` for ``eta_0``.
+``warmup:N+kind`` rises to the first rate of the other kind, which then counts ``t`` and ``T`` from the end of the
+warm-up. ``step`` and ``cosine`` equal PyTorch's ``StepLR`` and ``CosineAnnealingLR``. ``inverse:10,100`` over local
+steps is the schedule of FedALS's released code, ``eta_0 / (10 + t / 100)`` with ``lr`` for ``eta_0``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Factors of the learning rate.
+    """Parsed learning-rate schedule.
 
     Attributes:
-        kind: What comes after the warm-up: ``constant``, ``step``, ``cosine`` or ``inverse``.
-        numbers: Of that kind.
-        warmup: Rounds (or steps) of the warm-up; 0 for none.
+        kind: Schedule after the warm-up: ``constant``, ``step``, ``cosine`` or ``inverse``.
+        numbers: Parameters of that schedule.
+        warmup: Length of the warm-up in rounds (or steps); 0 for none.
     """
 
     kind: str = "constant"
@@ -54,21 +54,21 @@ class LRSchedule:
         """Return the factor of ``lr`` at time ``t``.
 
         Args:
-            t: Rounds (or steps) before this one.
-            total: How many there are in the run.
+            t: Number of the round (or step), from 0.
+            total: Number of rounds (or steps) in the run.
         """
         if t < self.warmup:
             return (t + 1) / self.warmup * self._after(0, total - self.warmup)
         return self._after(t - self.warmup, total - self.warmup)
 
     def _after(self, t: int, total: int) -> float:
-        """The factor of the kind that follows the warm-up."""
+        """Return the factor of the schedule that follows the warm-up."""
         if self.kind == "step":
             every, times = self.numbers
             return float(times ** (t // int(every)))
         if self.kind == "cosine":
             (floor,) = self.numbers
-            # (1 + cos(pi t / T)) / 2, without cancellation near the end: no rate is exactly 0.
+            # Equals (1 + cos(pi t / T)) / 2 without cancellation near the end, so no rate is exactly 0.
             return floor + (1 - floor) * math.sin(math.pi * (total - t) / (2 * total)) ** 2
         if self.kind == "inverse":
             offset, scale = self.numbers
@@ -77,10 +77,10 @@ class LRSchedule:
 
 
 def parse_schedule(text: str) -> LRSchedule:
-    """The schedule that a text means.
+    """Parse a learning-rate schedule.
 
     Raises:
-        ConfigError: The text is not a schedule.
+        ConfigError: If the text is not a valid schedule.
 
     >>> parse_schedule("warmup:5+cosine")
     LRSchedule(kind='cosine', numbers=(0.0,), warmup=5)
@@ -92,7 +92,7 @@ def parse_schedule(text: str) -> LRSchedule:
     others = [(kind, numbers) for kind, numbers in terms if kind != "warmup"]
     if len(warmups) > 1 or len(others) > 1:
         raise ConfigError(
-            f"The learning-rate schedule {text!r} joins too much; a sum is a warm-up and one other kind, such as "
+            f"The learning-rate schedule {text!r} combines too many kinds. Use at most a warm-up and one other kind, such as "
             "warmup:5+cosine."
         )
     kind, numbers = others[0] if others else ("constant", ())
@@ -100,7 +100,7 @@ def parse_schedule(text: str) -> LRSchedule:
 
 
 def _read(piece: str, text: str) -> tuple[str, tuple[float, ...]]:
-    """Kind and numbers of one piece."""
+    """Parse one term of a schedule into its kind and numbers."""
     expression = parse_expression(piece)
     kind, numbers = expression.name, expression.numbers()
     if kind not in EXAMPLES:
@@ -111,23 +111,21 @@ def _read(piece: str, text: str) -> tuple[str, tuple[float, ...]]:
     if expression.options or len(numbers) != len(expression.values) + (piece == "cosine") or piece.endswith(":"):
         reason = reason or f"{kind} takes only numbers"
     if reason:
-        raise ConfigError(
-            f"The learning-rate schedule {text!r} is not valid: {reason}. It is written like {EXAMPLES[kind]}."
-        )
+        raise ConfigError(f"The learning-rate schedule {text!r} is not valid: {reason}. Example: {EXAMPLES[kind]}.")
     return kind, numbers
 
 
 def _wrong(kind: str, numbers: tuple[float, ...]) -> str | None:
-    """Return what is wrong with the numbers of a schedule; None if nothing is."""
+    """Return the reason why the numbers of a schedule are invalid; None if they are valid."""
     wanted = {"constant": 0, "step": 2, "cosine": 1, "inverse": 2, "warmup": 1}[kind]
     if len(numbers) != wanted:
         return f"{kind} takes {wanted or 'no'} number{'' if wanted == 1 else 's'}"
     if kind in ("step", "warmup") and (numbers[0] != int(numbers[0]) or numbers[0] < 1):
-        return f"the {'first ' if kind == 'step' else ''}number of {kind} is a whole one from 1"
+        return f"the {'first ' if kind == 'step' else ''}number of {kind} must be an integer of at least 1"
     if kind == "step" and not 0 < numbers[1] <= 1:
-        return "the second number of step is above 0 and at most 1"
+        return "the second number of step must be above 0 and at most 1"
     if kind == "cosine" and not 0 <= numbers[0] <= 1:
-        return "the number of cosine is a share from 0 to 1"
+        return "the number of cosine must be from 0 to 1"
     if kind == "inverse" and min(numbers) <= 0:
-        return "the numbers of inverse are above 0"
+        return "the numbers of inverse must be above 0"
     return None

@@ -1,4 +1,4 @@
-"""Messages between server and client in a round, and the state that stays at the client."""
+"""Messages between server and client in a round, and client state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def replace_fields(record: Record, **fields: Any) -> Record:
-    """The same with other values for some fields; ``dataclasses.replace`` takes ten times as long."""
+    """Return a copy of a dataclass record with some fields replaced; ten times as fast as ``dataclasses.replace``."""
     other = object.__new__(type(record))
     other.__dict__.update(record.__dict__, **fields)
     return other
@@ -35,10 +35,10 @@ class ClientState:
     """State that stays at a client between rounds; it is never sent and never counts as traffic.
 
     Attributes:
-        rules: What each client rule keeps, by the rule's name.
-        model: The client's model ``[d]``, where not all of it travels.
-        statistics: Its normalization statistics ``[m]``, where not all of them travel.
-        optimizer: The optimizer's state, where a rule keeps it.
+        rules: State of each client rule, by the rule's name.
+        model: Client's model ``[d]``, if not all of it is exchanged.
+        buffers: Client's normalization buffers ``[m]``, if not all of them are exchanged.
+        optimizer: State of the optimizer, if a rule needs to keep it.
     """
 
     rules: dict[str, Tensors] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class ClientState:
     optimizer: Tensors = field(default_factory=dict)
 
     def tensors(self) -> Tensors:
-        """All of it under names that cannot clash, whatever a rule is called; contiguous, but not copied."""
+        """Return all tensors, contiguous but not copied, under names that cannot clash for any rule names."""
         own = {"model": self.model, "statistics": self.buffers}
         return {
             **{name: t.contiguous() for name, t in own.items() if t is not None},
@@ -57,14 +57,14 @@ class ClientState:
 
     @staticmethod
     def of(tensors: Tensors) -> ClientState:
-        """Inverse of ``tensors``."""
+        """Build the state from the output of ``tensors``."""
         optimizer = {name.removeprefix("optimizer/"): t for name, t in tensors.items() if name.startswith("optimizer/")}
         return ClientState(
             unflatten_records("rules", tensors), tensors.get("model"), tensors.get("statistics"), optimizer
         )
 
     def updated(self, newer: ClientState) -> ClientState:
-        """This state with what ``newer`` holds instead of what it held before."""
+        """Return this state with the entries of ``newer`` replacing those of the same name."""
         return ClientState(
             {**self.rules, **newer.rules},
             self.model if newer.model is None else newer.model,
@@ -74,7 +74,7 @@ class ClientState:
 
 
 def flatten_records(kind: str, rules: dict[str, Tensors]) -> Tensors:
-    """``{rule: {name: tensor}}`` as ``{"kind/rule/name": tensor}``.
+    """Flatten ``{rule: {name: tensor}}`` to ``{"kind/rule/name": tensor}``.
 
     Args:
         kind: Prefix of the names.
@@ -84,7 +84,7 @@ def flatten_records(kind: str, rules: dict[str, Tensors]) -> Tensors:
 
 
 def unflatten_records(kind: str, tensors: Tensors) -> dict[str, Tensors]:
-    """Inverse of ``flatten_records``; what is of another kind is passed over.
+    """Invert ``flatten_records``; tensors of other kinds are ignored.
 
     Args:
         kind: Prefix of the names.
@@ -99,7 +99,7 @@ def unflatten_records(kind: str, tensors: Tensors) -> dict[str, Tensors]:
 
 
 def num_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of some tensors."""
+    """Return the total size of tensors in bytes."""
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -108,21 +108,21 @@ class Broadcast:
     """Message from the server to one client.
 
     Attributes:
-        round, client: When, and who.
-        v, b: The model ``[d]`` and its statistics ``[m]``. A client reads of them what is sent, and ``initial``.
-        download: Each rule's extra tensors.
-        state: What stays at the client; it is there already, and not sent.
-        weight: The client's aggregation weight before normalization.
-        down, up: Slices of ``v`` that are sent, and that are sent back; None stands for all.
-        initial: Slices that a client without a model of its own begins with although they are not sent: those of the model
-            that the run began with, which follows from the seed and costs no traffic.
-        accepted: Round of the client's last update that the server took in, None if there is none. The client goes on from
-            the state that it had after that one.
-        report: Whether the whole model is to be reported, slices that stay at the client included.
-        show: Whether the inputs that the client made are to be shown.
-        keeps: Whether the optimizer's state stays at the client from round to round.
-        kept: Where ``state`` lies in files that whoever trains the client reads and writes itself: the file to read, empty if
-            there is none yet, and the file to write. None: ``state`` is here.
+        round, client: Number of the round and of the client.
+        v, b: Model ``[d]`` and buffers ``[m]``. The client reads only the slices that are sent, and ``initial``.
+        download: Extra tensors of each rule.
+        state: Client state; it is already at the client and not sent.
+        weight: Client's aggregation weight before normalization.
+        down, up: Slices of ``v`` to download and to upload; None for all.
+        initial: Slices that a client without its own model reads although they are not sent. They come from the initial
+            model of the run, which follows from the seed and costs no traffic.
+        accepted: Round of the client's last update that the server applied; None if there is none. The client continues
+            from its state after that update.
+        report: Whether the client must report its whole model, including slices that are not exchanged.
+        show: Whether the client must return its generated samples.
+        keeps: Whether the state of the optimizer stays at the client from round to round.
+        kept: Paths of the files that the process training the client reads (empty if there is none yet) and writes;
+            None if ``state`` is in memory.
     """
 
     round: int
@@ -143,7 +143,7 @@ class Broadcast:
 
 
 FIELDS = ("client", "born", "examples", "weight", "metrics", "arrived", "version")
-"""Fields of an update other than tensors."""
+"""Fields of an update that are not tensors."""
 
 
 @dataclass(frozen=True)
@@ -151,19 +151,19 @@ class Update:
     """Message from one client to the server.
 
     Attributes:
-        client, born, arrived: Who, the round of its broadcast, the round of its arrival.
-        examples: Real samples it trained on; ``weight`` is its aggregation weight before normalization.
-        delta: Local result minus the model that was broadcast, ``[d]``; zero on slices that did not travel.
-        buffers: The statistics after training, ``[m]``.
-        upload: Each rule's extra tensors.
-        state: What stays at the client.
-        metrics: Figures such as the mean training loss and the number of steps.
-        report: The whole model ``v [d]``, if it was asked for; to be measured, no part of the method's traffic.
-        made: Inputs ``x`` and targets ``y`` that the client made, if it was asked for them.
-        kept: The file that was written instead of ``state``, and its SHA-256.
-        start, b_start, last, version: What the server knows beside it, for rules that need it: the model ``[d]`` and the
-            statistics ``[m]`` that were broadcast, the client's last update ``[d]`` before this one (None: it is the first),
-            and the number of updates that the server had taken in when it was sent out.
+        client, born, arrived: Client number, round of its broadcast, and round of arrival.
+        examples, weight: Number of real training samples, and aggregation weight before normalization.
+        delta: Local model minus broadcast model, ``[d]``; zero on slices that were not exchanged.
+        buffers: Buffers after training, ``[m]``.
+        upload: Extra tensors of each rule.
+        state: State that stays at the client.
+        metrics: Metrics such as the mean training loss and the number of steps.
+        report: Whole model ``v [d]``, if requested; used for measurements and not counted as traffic.
+        made: Generated inputs ``x`` and targets ``y``, if requested.
+        kept: Path and SHA-256 of the file that was written instead of ``state``.
+        start, b_start, last, version: Values that the server adds for rules that need them: the broadcast model ``[d]``
+            and buffers ``[m]``, the client's previous update ``[d]`` (None for its first), and the number of updates
+            that the server had applied at broadcast.
     """
 
     client: int
@@ -185,7 +185,7 @@ class Update:
     version: int = 0
 
     def is_finite(self) -> bool:
-        """Return whether all numbers are finite, both those that are sent and those that stay at the client."""
+        """Return whether all numbers are finite, both uploaded tensors and client state."""
         uploads = [t for tensors in self.upload.values() for t in tensors.values()]
         return all(map(is_finite, [self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
 
@@ -194,7 +194,7 @@ class Update:
         return {name: getattr(self, name) for name in FIELDS}
 
     def tensors(self) -> Tensors:
-        """Its tensors by name, in the memory of the CPU, but for inputs that are only shown."""
+        """Return the tensors by name, in CPU memory, except generated samples."""
         single = {"delta": self.delta, "buffers": self.buffers}
         known = {"start": self.start, "b_start": self.b_start, "last": self.last}
         named = {
@@ -208,12 +208,14 @@ class Update:
 
     @staticmethod
     def of(fields: dict[str, Any], tensors: Tensors, device: torch.device | None = None) -> Update:
-        """Inverse of ``fields`` and ``tensors``, on ``device``; without tensors it is an update that is on its way.
+        """Build an update on ``device`` from the output of ``fields`` and ``tensors``.
+
+        Without tensors, the update represents one that has not arrived yet.
 
         Args:
             fields: Plain values by field name.
             tensors: Tensors by full name.
-            device: Device of the tensors; None leaves them where they are.
+            device: Device of the tensors; None to leave them unmoved.
         """
         moved = {name: t.to(device) for name, t in tensors.items()}
         state, report = (

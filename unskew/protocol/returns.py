@@ -1,4 +1,4 @@
-"""Check what the hooks of rules return, where it enters the core: a wrong value is reported with its rule and its hook."""
+"""Validation of the values that hooks of rules return; errors name the rule and the hook."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _dealt(value: Any, _: object) -> bool:
 
 
 TENSORS = ("a dictionary of tensors by name", _tensors)
-FIGURES = ("a dictionary of figures, numbers or lists of them, by name", _figures)
+FIGURES = ("a dictionary of metrics by name, each a number or a list of numbers", _figures)
 RETURNS: dict[str, tuple[str, Check]] = {
     **dict.fromkeys(
         ("server_init", "download", "server_update", "client_info", "begin", "encode_upload", "init", "step"), TENSORS
@@ -88,20 +88,20 @@ RETURNS: dict[str, tuple[str, Check]] = {
     "conflict_with": ("None or a sentence", lambda value, _: isinstance(value, str | None)),
     "buffer": ("None or an integer number of updates from 1", lambda value, _: isinstance(value, int | None)),
 }
-"""For each hook: a description of what it returns, and its check, which gets the returned value and the arguments."""
+"""Description of each hook's return value, and its check, which gets the returned value and the arguments."""
 WRITES = ("end", "transform_update")
 """Hooks that may write to ``ctx.state`` and ``ctx.upload``."""
 
 
 def checked_hook(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the hook of a rule, so that a wrong return value raises an error.
+    """Wrap a hook of a rule so that a wrong return value raises an error.
 
     Args:
         hook: Name of the hook.
         function: Its implementation.
 
     Returns:
-        A function with the same arguments. It raises ``ConfigError`` if the value is not what the core expects.
+        Function with the same arguments that raises ``ConfigError`` for a wrong value.
     """
     described, valid = RETURNS.get(hook, ("", None))
 
@@ -111,7 +111,7 @@ def checked_hook(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
             value = function(rule, *arguments, **named)
         except StopIteration as error:
             raise ConfigError(
-                f"{rule.name}.{hook} raised StopIteration: an iterator has no more values. Create it anew, or call "
+                f"{rule.name}.{hook} raised StopIteration: an iterator is exhausted. Create a new iterator, or call "
                 "next(iterator, default)."
             ) from error
         arguments_given = (*arguments, *named.values())
@@ -121,7 +121,7 @@ def checked_hook(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
             for field in ("state", "upload"):
                 if not _tensors(getattr(arguments_given[0], field)):
                     raise ConfigError(
-                        f"{rule.name}.{hook} must write tensors by name to ctx.{field}, and nothing else."
+                        f"{rule.name}.{hook} may write only tensors to ctx.{field}, each under a string name."
                     )
         return value
 
@@ -130,11 +130,11 @@ def checked_hook(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_hooks(cls: type, base: str) -> None:
-    """Wrap the hooks that a new class of rules implements, itself or by a mixin.
+    """Wrap the hooks that a new rule class implements or inherits from a mixin.
 
     Args:
-        cls: The class, which is changed in place.
-        base: Module of the base classes, whose own implementations need no check.
+        cls: Rule class; changed in place.
+        base: Module of the base classes; their own hooks are not wrapped.
     """
     for hook in (*RETURNS, *WRITES, "loss", "gradient"):
         function = getattr(cls, hook, None)

@@ -1,11 +1,12 @@
-"""The four slots of a method.
+"""Base classes of rules, which fill the four slots of a method.
 
-A method decides one or two of four questions, one slot each: ``data`` (what a client holds before training), ``client`` (how
-it trains: a sequence of rules), ``sync`` (which slices of the model travel in which round) and ``server`` (how updates become
-the next model). Rules are pure functions of tensors: state comes in, state goes out, so every engine can run them.
+A method fills one or more slots: ``data`` (change client data before training), ``client`` (change local training;
+several rules run in sequence), ``sync`` (select the slices of the model that are exchanged in a round) and ``server``
+(compute the next model from updates). Rules are pure functions of tensors: they take state and return new state, so
+every engine can run them.
 
-What passes between server and client is in ``unskew.protocol.messages``, what client rules work with in
-``unskew.protocol.context``, what a server's half gets in ``unskew.protocol.updates``.
+``unskew.protocol.messages`` defines the messages between server and client, ``unskew.protocol.context`` the context of
+client rules, and ``unskew.protocol.updates`` the input of the server half.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ Weights = Literal["samples", "uniform"]
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One of a rule's own figures that the summary of a run repeats.
+    """Metric of a rule that is repeated in the run summary.
 
     Attributes:
-        name: As in the rule's ``metrics``.
-        title: What tables and curves call it.
-        diagnosis: The word in ``diagnose`` that asks for it; None: it is always there.
+        name: Key of the metric in the rule's ``metrics``.
+        title: Label in tables and plots.
+        diagnosis: Entry of ``diagnose`` that enables the metric; None if it is always computed.
     """
 
     name: str
@@ -49,7 +50,7 @@ class MetricSpec:
 
 
 class Rule:
-    """Base class of everything that fills a slot. Subclasses are frozen dataclasses: their fields are options."""
+    """Base class of all rules. Subclasses are frozen dataclasses whose fields are the rule's options."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
@@ -57,23 +58,23 @@ class Rule:
     weights: ClassVar[Weights | None] = None
 
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "language", "regression")
-    """The tasks it can be trained for."""
+    """Tasks that the rule supports."""
 
     tasks_reason: ClassVar[str] = ""
-    """Why no other: the end of a sentence that begins with "because"."""
+    """Reason why other tasks are not supported: a clause that follows "because"."""
 
     spaces: ClassVar[Mapping[str, Space]] = {}
     """Search spaces of ``unskew tune`` for the options that are worth tuning."""
 
     needs: Collection[str] = ()
-    """Requirements on the core; see ``unskew.protocol.requirements``."""
+    """Requirements of the rule, see ``unskew.protocol.requirements``."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         wrap_hooks(cls, __name__)
 
     def build(self) -> Method:
-        """Return the method that consists of this rule alone; a rule that fills several slots fills them all.
+        """Return the method that consists of this rule alone; a rule that fits several slots fills all of them.
 
         Override it if options decide which slots are filled.
         """
@@ -98,47 +99,50 @@ class Rule:
         return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Refuse a run that the rule does not fit, before anything is trained; ``run`` helps with what is often needed.
+        """Validate that the rule fits the run, before anything is trained.
+
+        Args:
+            run: Configuration, federation and model of the run, with helpers for common checks.
 
         Returns:
-            What a user should be told before the run.
+            Warnings for the user.
 
         Raises:
-            ConfigError: The rule, with its options, does not fit the data, the model, the budget or the network.
-            DataError: The rule does not support the data.
+            ConfigError: If the rule, with its options, does not fit the data, the model, the budget or the network.
+            DataError: If the rule does not support the data.
         """
         return ()
 
 
 class DataRule(Rule):
-    """``data`` slot: changes what clients hold, once, before training, in three steps with a message between each."""
+    """``data`` slot: changes client data once before training (client payload, server payload, apply)."""
 
     generates_data: bool = False
-    """Whether the first step takes long and makes what another run may be given."""
+    """Whether the first step is slow and its output can be reused by other runs."""
 
     def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         """Compute what every client sends to the server, once before training.
 
         Args:
-            prepared: The federation, what the server knows of it, and the training budget.
-            seed: Seed of the run; draw with ``unskew.seeding`` and a purpose of your own.
+            prepared: Federation, server's information about it, and training budget.
+            seed: Seed of the run; pass it to ``unskew.seeding`` with your own purpose string.
             workspace: Folder, device, warnings and progress reports of the run.
 
         Returns:
-            The tensors of each client by name, and metrics about them.
+            Tensors of each client by name, and facts about them for the run summary.
         """
         return ClientPayloads()
 
     def for_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
-        """The rule as ``client`` carries out ``contribute`` with its data alone; None if it sends nothing.
+        """Return the rule with which ``client`` computes its payload from its data alone; None if it sends nothing.
 
         Args:
-            client: Which.
-            clients: How many there are.
-            mean_size: Their mean number of samples, those held out included.
+            client: Client number.
+            clients: Number of clients.
+            mean_size: Mean number of samples per client, including held-out samples.
 
         Raises:
-            ConfigError: Clients that are alone with their data cannot carry it out.
+            ConfigError: If clients cannot compute the payload from their own data only.
         """
         return self
 
@@ -147,7 +151,7 @@ class DataRule(Rule):
 
         Args:
             sent: Tensors that the clients sent, by client and name.
-            facts: What the server knows of the federation.
+            facts: Server's information about the federation.
             seed: Seed of the run.
 
         Returns:
@@ -182,14 +186,14 @@ class DataRule(Rule):
 
 
 class WithServerHalf(Rule):
-    """A rule at clients that may keep something at the server, too."""
+    """Base class of rules that run at clients and may also have state at the server."""
 
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Return the initial state of the rule's server half, by name.
 
         Args:
             v: Initial model, ``[d]``.
-            facts: What the server knows of the federation.
+            facts: Server's information about the federation.
         """
         return {}
 
@@ -198,7 +202,7 @@ class WithServerHalf(Rule):
 
         Args:
             state: State of the server half.
-            client: Number of the client.
+            client: Client number.
         """
         return {}
 
@@ -206,17 +210,17 @@ class WithServerHalf(Rule):
         """Return the new state of the server half after a round.
 
         Args:
-            state: State before.
+            state: State before the round.
             updates: Updates of the round, at least one.
         """
         return state
 
 
 class ClientRule(WithServerHalf):
-    """``client`` slot: changes how a client trains; also holds the server half that the rule needs."""
+    """``client`` slot: changes how a client trains; may include a server half."""
 
     sends_model: ClassVar[bool] = True
-    """Whether clients send the model back; if not, only the rule's upload and normalization statistics are sent."""
+    """Whether clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """Change the model before training, for example by adding a projection head.
@@ -231,7 +235,7 @@ class ClientRule(WithServerHalf):
         return module, head
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """Return what the rule needs to know of a client's data; it is available as ``ctx.client_info``.
+        """Return statistics of a client's data that the rule needs in training, available as ``ctx.client_info``.
 
         Args:
             data: View of the client's training data and of the federation's normalization.
@@ -307,7 +311,7 @@ class ClientRule(WithServerHalf):
         return delta
 
     def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
-        """Return samples that ``begin`` generated, to be drawn as pictures.
+        """Return samples that ``begin`` generated, to be plotted.
 
         Args:
             carry: Carry of local training.
@@ -320,7 +324,8 @@ class ClientRule(WithServerHalf):
     def encode_upload(self, upload: Tensors) -> Tensors:
         """Encode ``ctx.upload``, written in ``end``, for sending; shapes may depend on the values.
 
-        Only rules that need single updates may send tensors of different shapes: others are added up.
+        Only rules that need single updates may send tensors whose shapes differ between clients: other uploads are
+        summed.
 
         Args:
             upload: Tensors by name.
@@ -337,9 +342,9 @@ class ClientRule(WithServerHalf):
 
 
 class SyncRule(WithServerHalf):
-    """``sync`` slot: which slices of the model travel; the others stay at the client.
+    """``sync`` slot: selects the slices of the model that are exchanged; other slices stay at the client.
 
-    Normalization statistics travel with the layer before them.
+    Normalization buffers are exchanged together with the layer before them.
     """
 
     def exchanged_slices(
@@ -352,12 +357,13 @@ class SyncRule(WithServerHalf):
         Args:
             state: State of the rule's server half.
             round: Number of the round, from 0.
-            client: Number of the client.
+            client: Client number.
             last: Last round in which the client took part; None if it never did.
             spec: Layout of the model.
 
         Returns:
-            Slices to download and slices to upload, in order, with both ends, without overlap.
+            Slices to download and slices to upload, each in ascending order, with explicit start and stop, without
+            overlap.
         """
         raise NotImplementedError
 
@@ -372,7 +378,7 @@ class SyncRule(WithServerHalf):
         return {}
 
     def local_slices(self, spec: ModelSpec) -> Slices:
-        """Return the slices that always stay at each client; its personal model has its own values there.
+        """Return the slices that always stay at each client, whose personal model has its own values there.
 
         Args:
             spec: Layout of the model.
@@ -380,7 +386,7 @@ class SyncRule(WithServerHalf):
         return ()
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Require that updates arrive in their round, because slices of different rounds do not belong together.
+        """Validate that the run has no delays, because slices of different rounds cannot be combined.
 
         Args:
             run: Configuration, federation and model of the run.
@@ -393,13 +399,13 @@ class SyncRule(WithServerHalf):
 
 
 class ServerRule(Rule):
-    """``server`` slot: how updates become the next model, ``state["v"]``."""
+    """``server`` slot: computes the next model, ``state["v"]``, from updates."""
 
     steps_without: ClassVar[Literal["updates", "clients"] | None] = None
-    """``updates``: ``step`` is also called in rounds without any; ``clients``: no client takes part at all."""
+    """``"updates"``: ``step`` is also called in rounds without updates; ``"clients"``: no client takes part at all."""
 
     summary_metrics: ClassVar[tuple[MetricSpec, ...]] = ()
-    """Metrics of the method that the summary of a run repeats."""
+    """Metrics of the method that the run summary repeats."""
 
     def buffer(self) -> int | None:
         """Return the number of updates to collect, over several rounds if necessary, before ``step`` is called.
@@ -414,24 +420,24 @@ class ServerRule(Rule):
 
         Args:
             v: Initial model, ``[d]``.
-            facts: What the server knows of the federation.
+            facts: Server's information about the federation.
         """
         return {"v": v}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Return the server state after a list of updates.
+        """Return the server state after applying updates.
 
-        An entry ``"b"`` is the model's new buffers ``[m]`` and is taken out of the state; by default they are the weighted
-        mean of the clients' buffers.
+        An entry ``"b"`` sets the model's new buffers ``[m]`` and is removed from the state. By default, the new buffers
+        are the weighted mean of the clients' buffers.
 
         Args:
-            state: State before; ``state["v"]`` is the model.
-            updates: Updates, at least one unless the rule ``steps_without`` them.
+            state: Current state; ``state["v"]`` is the model.
+            updates: Updates, at least one unless ``steps_without`` is set.
         """
         raise NotImplementedError
 
     def evaluated(self, state: Tensors) -> Tensor:
-        """Return the model that is evaluated and returned, ``[d]``; by default the one that is broadcast.
+        """Return the model to evaluate and to save, ``[d]``; by default the broadcast model.
 
         Args:
             state: State of the server.
@@ -439,7 +445,7 @@ class ServerRule(Rule):
         return state["v"]
 
     def metrics(self, state: Tensors) -> dict[str, Any]:
-        """Return the method's own metrics of the round for ``metrics.jsonl``: numbers, or lists of numbers.
+        """Return the method's metrics of the round for ``metrics.jsonl``: numbers, or lists of numbers.
 
         Args:
             state: State of the server.
@@ -462,7 +468,7 @@ def changes_updates(rules: Sequence[ClientRule]) -> bool:
 
 @dataclass(frozen=True)
 class Method:
-    """A method: what fills each of the four slots."""
+    """Federated method: the rules in each of the four slots."""
 
     name: str
     data: tuple[DataRule, ...] = ()
@@ -474,7 +480,7 @@ class Method:
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """All that fills a slot, each rule once."""
+        """All rules of the method, each once."""
         filled = [*self.data, *self.client, *filter(None, (self.sync, self.server))]
         return tuple(rule for index, rule in enumerate(filled) if not any(rule is other for other in filled[:index]))
 

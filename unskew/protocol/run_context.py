@@ -1,4 +1,4 @@
-"""A run before it begins, as rules look at it to refuse what does not fit them."""
+"""Run configuration that rules validate before training."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from unskew.protocol.training_config import Training
 class PreRunContext:
     """Configuration of a run before it starts.
 
-    Its methods raise ``ConfigError`` for requirements of a rule that are not met.
+    The methods raise ``ConfigError`` if a requirement of a rule is not met.
 
     Attributes:
-        federation: The data.
-        build: Makes the model; called when a rule first asks for its layout, so that data are refused before it.
-        training: The clients' budget.
+        federation: Data of all clients.
+        build: Creates the model; called when a rule first reads ``spec``, so that data errors are reported first.
+        training: Budget of the clients.
         rounds: Number of rounds.
-        delayed: Whether updates may arrive in later rounds than they were sent out in.
-        diagnose: What else is to be measured.
-        base_run: Whether other runs begin where this one ends, so that a rule may act only in theirs.
+        delayed: Whether updates may arrive in a later round than their broadcast.
+        diagnose: Additional metrics to compute.
+        base_run: Whether other runs continue from the end of this one, so that a rule may act only in those.
     """
 
     federation: Federation
@@ -40,11 +40,11 @@ class PreRunContext:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """The model's layout."""
+        """Layout of the model."""
         return self.build()
 
     def need_rounds_after(self, name: str, option: str, idle: int) -> None:
-        """More rounds than those in which the rule does nothing: else its results would be another method's.
+        """Validate that the run has more rounds than those in which the rule does nothing.
 
         Args:
             name: Name of the rule.
@@ -54,14 +54,14 @@ class PreRunContext:
         if self.rounds <= idle and not self.base_run:
             raise ConfigError(
                 f"{name} would never act: with {option}={idle} it does so after {idle} rounds, and the run has "
-                f"{self.rounds}. Give it a smaller {option}, or the run more rounds than that."
+                f"{self.rounds}. Use a smaller {option}, or more rounds."
             )
 
     def need_no_delays(self, name: str) -> None:
-        """All updates of a round must have been sent out in that round."""
+        """Validate that all updates of a round are sent out in the same round."""
         if self.delayed:
             raise ConfigError(
-                f"{name} needs the updates of a round in that round; it cannot be run with network.delay."
+                f"{name} needs all updates of a round in the same round and cannot be combined with network.delay."
             )
 
     def told_without_body(self, name: str, option: str) -> tuple[str, ...]:
@@ -73,15 +73,17 @@ class PreRunContext:
         """
         if self.spec.parts["body"]:
             return ()
-        return (f"{name} changes how features are learned, but this model trains none: {option} has no effect.",)
+        return (
+            f"{name} changes how features are learned, but this model has no trained features: {option} has no effect.",
+        )
 
     def need_numbers(self, name: str) -> None:
-        """For rules that learn or draw inputs: there is nothing between two tokens of a text."""
+        """Validate that inputs are continuous, for rules that learn or generate inputs: text tokens are not."""
         if self.federation.test[0].dtype == torch.int64:
-            raise ConfigError(f"{name} makes inputs of its own, and a text's tokens are not numbers to be changed.")
+            raise ConfigError(f"{name} generates inputs, but text tokens are discrete and cannot be optimized.")
 
     def need_server_data(self, name: str) -> ServerData:
-        """The server's data, of whatever kind."""
+        """Return the server's data, of any kind."""
         if self.federation.server is None:
             raise ConfigError(
                 f"{name} needs data at the server: give --server-data 1000 to take that number of samples out of "
@@ -90,11 +92,11 @@ class PreRunContext:
         return self.federation.server
 
     def need_own_task(self, name: str) -> ServerData:
-        """The server's data, with the clients' classes."""
+        """Return the server's data, which must have the clients' classes."""
         data = self.need_server_data(name)
         if not data.in_domain:
             raise ConfigError(
-                f"{name} learns from the server's labels, which must be of the clients' classes, but the server holds "
-                "another data set; give --server-data 1000 to take that number of samples out of the test set."
+                f"{name} learns from the server's labels, so they must be of the clients' classes, but the server has "
+                "another data set. Give --server-data 1000 to take that number of samples out of the test set."
             )
         return data

@@ -1,4 +1,4 @@
-"""Search space of an option: a range, or a choice among values."""
+"""Search space of an option: a numeric range, or a list of values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from unskew.provenance import on_behalf_of
 
 @dataclass(frozen=True)
 class RangeSpace:
-    """All numbers from ``low`` to ``high``, both included.
+    """Numbers from ``low`` to ``high``, both included.
 
     Attributes:
-        low: The least.
-        high: The largest.
-        log: Whether a factor counts, not a difference.
-        whole: Whether only integers are meant.
+        low: Smallest value.
+        high: Largest value.
+        log: Whether the scale is logarithmic.
+        whole: Whether only integers are allowed.
     """
 
     low: float
@@ -33,7 +33,7 @@ class RangeSpace:
 
 @dataclass(frozen=True)
 class CategoricalSpace:
-    """One of some values; of a single one, which is then fixed."""
+    """Discrete set of values; a single value fixes the option."""
 
     values: tuple[Any, ...]
 
@@ -45,7 +45,7 @@ Space: TypeAlias = RangeSpace | CategoricalSpace
 
 
 def log_range(low: float, high: float) -> RangeSpace:
-    """A range where a factor counts: 0.01 to 0.1 is as wide as 0.1 to 1.
+    """Return a range on a logarithmic scale: 0.01 to 0.1 is as wide as 0.1 to 1.
 
     Args:
         low: Smallest value.
@@ -55,7 +55,7 @@ def log_range(low: float, high: float) -> RangeSpace:
 
 
 def uniform_range(low: float, high: float) -> RangeSpace:
-    """A range where a difference counts.
+    """Return a range on a linear scale.
 
     Args:
         low: Smallest value.
@@ -65,42 +65,44 @@ def uniform_range(low: float, high: float) -> RangeSpace:
 
 
 def one_of(*values: Any) -> CategoricalSpace:
-    """A choice, as of a paper's grid."""
+    """Return a discrete search space, such as the grid of a paper."""
     return CategoricalSpace(values)
 
 
 def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
-    """A space as a user writes it.
+    """Parse a search space in any form that a user may write.
 
     Args:
         value: ``0.001:0.3``, ``0.001:0.3:log``, ``16|32|64``, a single value, a list of values, a mapping with ``low``,
-            ``high`` and perhaps ``log_range``, or a space.
-        name: Of the option.
-        check: Refuses a value that the option does not take.
+            ``high`` and optionally ``log``, or a space.
+        name: Name of the option.
+        check: Raises ``ConfigError`` for a value that the option does not accept.
 
     Raises:
-        ConfigError: The value is not a search space, or the option does not accept its values.
+        ConfigError: If the value is not a search space, or the option does not accept its values.
     """
     space = (
         value if isinstance(value, RangeSpace | CategoricalSpace) else _range(value) or CategoricalSpace(_values(value))
     )
     ends = (space.low, space.high) if isinstance(space, RangeSpace) else space.values
     if not ends:
-        raise ConfigError(f"The space of {name} is empty; write for instance {name}=0.001:0.3:log or {name}=1|2|4.")
-    with on_behalf_of(value):  # the pieces of a text have no mark of the file that it comes from
+        raise ConfigError(
+            f"The search space of {name} is empty. Write, for example, {name}=0.001:0.3:log or {name}=1|2|4."
+        )
+    with on_behalf_of(value):  # parts of a string carry no mark of the file that the string comes from
         for end in ends:
             check(end)
     if isinstance(space, CategoricalSpace):
         return space
     if not (math.isfinite(space.low) and math.isfinite(space.high) and space.low < space.high):
-        raise ConfigError(f"The space {name}={space} is not a range: the first number must be below the second.")
+        raise ConfigError(f"The search space {name}={space} is not valid: the first number must be below the second.")
     if space.log and space.low <= 0:
-        raise ConfigError(f"The space {name}={space} is logarithmic, so it must begin above 0.")
+        raise ConfigError(f"The search space {name}={space} is logarithmic, so it must start above 0.")
     return RangeSpace(space.low, space.high, space.log, _wholes_only(space, check))
 
 
 def _wholes_only(space: RangeSpace, check: Callable[[Any], None]) -> bool:
-    """Return whether the option takes integers only, so that values between two integers are rejected."""
+    """Return whether the option accepts only integers, so that values between two integers are rejected."""
     if not (float(space.low).is_integer() and float(space.high).is_integer()):
         return False
     try:
@@ -111,16 +113,16 @@ def _wholes_only(space: RangeSpace, check: Callable[[Any], None]) -> bool:
 
 
 def _number(text: Any) -> float:
-    """An integer stays one, which options that take nothing else ask for."""
+    """Parse a number; integers stay integers because some options accept nothing else."""
     number = float(text)
     return int(number) if isinstance(text, int) or (isinstance(text, str) and text.strip().isdigit()) else number
 
 
 def _range(value: object) -> RangeSpace | None:
-    """The range that a text or a mapping means; None if it is none."""
+    """Parse a string or a mapping as a range; return None if it is not a range."""
     if isinstance(value, Mapping):
         if not {"low", "high"} <= set(value) <= {"low", "high", "log"}:
-            raise ConfigError(f"A range is a mapping of low, high and perhaps log, not {short_repr(value)}.")
+            raise ConfigError(f"A range needs the keys low, high and optionally log, not {short_repr(value)}.")
         parts: list[Any] = [value["low"], value["high"], *(["log"] if value.get("log") else [])]
     else:
         parts = value.split(":") if isinstance(value, str) else []
@@ -130,12 +132,12 @@ def _range(value: object) -> RangeSpace | None:
         return RangeSpace(_number(parts[0]), _number(parts[1]), len(parts) == 3)
     except (TypeError, ValueError):
         if isinstance(value, Mapping):
-            raise ConfigError(f"low and high of a range are numbers, not in {short_repr(value)}.") from None
+            raise ConfigError(f"low and high of a range must be numbers, got {short_repr(value)}.") from None
         return None
 
 
 def _values(value: object) -> tuple[Any, ...]:
-    """The values of a choice; of a text those between bars, read as YAML reads them."""
+    """Return the values of a choice; a string is split at bars and its parts are parsed as YAML scalars."""
     if isinstance(value, str):
         return tuple(_plain(part.strip()) for part in value.split("|") if part.strip())
     if isinstance(value, list | tuple):

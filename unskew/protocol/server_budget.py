@@ -1,4 +1,4 @@
-"""Options shared by methods that train a model on data at the server; by default the clients' budget."""
+"""Options of methods that train a model on server data; by default the server uses the clients' budget."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from unskew.protocol.run_context import PreRunContext
 
 @dataclass(frozen=True)
 class TrainsAtServer(ServerRule):
-    """A server rule with a budget for training at the server.
+    """Server rule with a budget for training at the server.
 
     Attributes:
-        epochs: Passes over the server's data per round; None: as clients train.
-        steps: Mini-batch steps per round instead.
-        lr: Learning rate at the server; None: the clients'.
-        batch: Samples per step; None: as clients.
-        optimizer: Made afresh in each round; None: the clients', with its other settings.
+        epochs: Passes over the server data per round; None for the clients' budget.
+        steps: Mini-batch steps per round, instead of ``epochs``.
+        lr: Learning rate at the server; None for the clients'.
+        batch: Batch size at the server; None for the clients'.
+        optimizer: Optimizer, created anew in each round; None for the clients'. Its other settings are the clients'.
     """
 
     epochs: Annotated[int, Field(ge=0)] | None = None
@@ -37,8 +37,8 @@ class TrainsAtServer(ServerRule):
 
     @property
     def budget(self) -> dict[str, Any]:
-        """Return the fields that differ from the clients' budget, as ``ServerTraining.train`` takes them."""
-        none = self.epochs == 0  # for a client no budget means one epoch
+        """Fields that differ from the clients' budget, as arguments of ``ServerTraining.train``."""
+        none = self.epochs == 0  # a client without a budget would train for one epoch
         budget_fields = {
             "local_epochs": None if none else self.epochs,
             "local_steps": 0 if none else self.steps,
@@ -49,24 +49,24 @@ class TrainsAtServer(ServerRule):
         return {name: value for name, value in budget_fields.items() if value is not None}
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Labels of the clients' classes, and one budget."""
+        """Validate that server labels are of the clients' classes and only one budget is set."""
         self.check_budget()
         run.need_own_task(self.name)
         return ()
 
     def check_budget(self) -> None:
-        """Refuse two budgets.
+        """Validate the budget.
 
         Raises:
-            ConfigError: Both budgets are set.
+            ConfigError: If both ``epochs`` and ``steps`` are set.
         """
         if self.epochs is not None and self.steps is not None:
-            raise ConfigError(f"{self.name} is given both epochs and steps; give one of them.")
+            raise ConfigError(f"{self.name} got both epochs and steps. Set only one of them.")
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """The model, and no training yet."""
+        """Return the initial model, with an undefined training loss."""
         return {"v": v, "loss": torch.tensor(math.nan)}
 
     def metrics(self, state: Tensors) -> dict[str, Any]:
-        """The mean loss of the last training at the server."""
+        """Return the mean loss of the last training at the server."""
         return {f"{self.name}_loss": float(state["loss"])}

@@ -1,6 +1,6 @@
-"""Training at the server: samples, a model in memory, and the clients' budget.
+"""Training at the server with the server data, an in-memory model and the clients' budget.
 
-A rule finds it in ``updates.at_server``; in ``check`` it says what data it needs::
+A rule accesses it as ``updates.at_server`` and requests the data that it needs in ``check``::
 
     def check(self, run):
         run.need_own_task(self.name)
@@ -27,7 +27,7 @@ from unskew.tasks.base import Task
 
 
 class TrainedModel(NamedTuple):
-    """A model ``v [d]`` with its statistics ``b [m]`` after training, and the mean loss on the way."""
+    """Model ``v [d]`` with buffers ``b [m]`` after training, and the mean training loss."""
 
     v: Tensor
     b: Tensor
@@ -36,7 +36,7 @@ class TrainedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class ReferenceSamples:
-    """Stored samples of the clients' task to measure with, never to learn from."""
+    """Stored samples of the clients' task for measurements; methods must not train on them."""
 
     x: Tensor
     y: Tensor
@@ -44,16 +44,16 @@ class ReferenceSamples:
 
 
 class ServerTraining(Protocol):
-    """Data and model at the server; the same arithmetic as at clients.
+    """Data and model at the server, with the same arithmetic as at clients.
 
     Attributes:
-        data: The server's samples, as they are stored, or None: other samples can be given.
-        task: Loss of the server's samples; out of domain it may be another one than the clients'.
-        own: The clients' task.
-        cohort: Clients drawn per round.
-        weights: How clients count in a mean: by samples, or uniformly.
-        witness: The test set, if a figure of the rule's that ``diagnose`` names asks what it would say.
-        pixels: How intensities of images become the model's inputs.
+        data: Server's samples, as stored, or None; other samples can be passed to the methods.
+        task: Task of the server's samples; may differ from the clients' if the data are out of domain.
+        own: Task of the clients.
+        cohort: Number of clients drawn per round.
+        weights: Weighting of clients in means: by samples, or uniform.
+        witness: Test set, if ``diagnose`` enables a metric of the rule that needs it; otherwise None.
+        pixels: Scaling of image intensities to inputs of the model.
     """
 
     data: ServerData | None
@@ -65,50 +65,50 @@ class ServerTraining(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's layout."""
+        """Layout of the model."""
 
     pixels: PixelScaling
 
     @property
     def model(self) -> Model:
-        """A model in memory, for losses that are given to ``gradient``."""
+        """In-memory model, for losses that are passed to ``gradient``."""
 
     def in_round(self, round: int) -> ServerTraining:
-        """The same, in a round; the clients' learning rate is that of the round, or the mean over its steps."""
+        """Return a copy for one round; it uses the clients' learning rate of that round, averaged over steps."""
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Stored samples as inputs of the model: normalized as clients' are, on the device."""
+        """Convert stored samples to model inputs: normalized as at clients, on the device."""
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
         """Return the indices ``[B]`` of the samples in each step.
 
         Args:
-            key: Decides the order.
+            key: Random key that determines the order.
             examples: Number of samples.
-            changes: What differs from the clients' budget, as for ``train``.
+            changes: Fields that differ from the clients' budget, as in ``train``.
         """
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
-        """Samples ``index [B]`` of the server's data, or of ``x, y``, as a batch.
+        """Return samples ``index [B]`` of the server's data, or of ``x, y``, as a batch.
 
         Args:
             index: Indices of samples, ``[B]``.
             step: Number of the step, which seeds augmentation.
-            x: Stored samples; None: those of the server.
+            x: Stored samples; None for the server's.
             y: Targets of ``x``.
         """
 
     def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
-        """The function ``(v, batch) -> gradient [d]`` of a loss, by default the task's.
+        """Return the gradient function ``(v, batch) -> g [d]`` of a loss.
 
         Args:
-            loss_fn: ``(v, batch) -> scalar``, made with ``model``.
-            b: The statistics ``[m]`` to begin with.
-            train: Training mode, which moves the statistics ``model.b``; or eval mode, which reads them.
+            loss_fn: Loss ``(v, batch) -> scalar`` that uses ``model``; None for the task's loss.
+            b: Initial buffers, ``[m]``.
+            train: Whether to use training mode, which updates the buffers ``model.b``; eval mode reads them.
         """
 
     def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> ModelOutput:
-        """The model's outputs for all of the stored samples ``x``, in eval mode and without gradient.
+        """Compute the model's outputs for all stored samples ``x``, in eval mode and without gradients.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -133,19 +133,19 @@ class ServerTraining(Protocol):
         """Train a model as a client would, by default on the server's data.
 
         Args:
-            v: The model to begin with, ``[d]``; it is not written.
-            b: Its statistics, ``[m]``; they are not written.
-            key: Decides the order of the samples, dropout and augmentation.
-            x: Samples as they are stored; those of the server if None.
-            y: Their targets (``[n]``, or ``[n, C]`` for soft ones); those of the server if None.
-            loss: ``(logits, targets) -> scalar``; the task's if None.
-            moments: For training that goes on: the optimizer's state, each ``[d]``, is taken from this list (empty: it is
-                new) and left there. None: a new optimizer, as at clients.
-            ready: ``x`` are inputs of the model already, not samples as they are stored.
-            after: What becomes of the model after every step.
-            changes: What differs from the clients' budget and optimizer: ``local_epochs``, ``local_steps``,
+            v: Initial model, ``[d]``; not modified.
+            b: Initial buffers, ``[m]``; not modified.
+            key: Random key that determines sample order, dropout and augmentation.
+            x: Samples as stored; None for the server's.
+            y: Targets of ``x``, ``[n]``, or ``[n, C]`` for soft targets; None for the server's.
+            loss: Loss ``(logits, targets) -> scalar``; None for the task's.
+            moments: State of the optimizer, each ``[d]``, to continue training: read from this list (empty for a new
+                optimizer) and written back to it. None for a new optimizer, as at clients.
+            ready: Whether ``x`` are model inputs already, not stored samples.
+            after: Function that maps ``v`` to a new ``v`` after every step.
+            changes: Fields that differ from the clients' budget and optimizer: ``local_epochs``, ``local_steps``,
                 ``batch_size``, ``optimizer``, ``lr`` and the other fields of ``Training``.
 
         Raises:
-            DataError: BatchNorm meets a batch of one sample.
+            DataError: If BatchNorm receives a batch of one sample.
         """

@@ -1,4 +1,4 @@
-"""A client's budget and optimizer."""
+"""Training budget and optimizer of a client."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Literal
 from unskew.protocol.lr_schedule import LRSchedule, parse_schedule
 
 Buffers = Literal["average", "local", "reset"]
-"""Normalization statistics: averaged like parameters, kept at each client, or begun anew in every round."""
+"""Normalization buffers: averaged like parameters, kept at each client, or reset in every round."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A client's budget and optimizer; it means the same for every method.
+    """Budget and optimizer of a client, with the same meaning for every method.
 
     Attributes:
-        local_steps: Mini-batch steps per round; or None, and then
-        local_epochs: passes over the client's data per round.
-        counted: Samples per client that the steps of an epoch are counted from, where a client trains on others beside them;
-            None: on all that it trains on.
+        local_steps: Mini-batch steps per round; None to use ``local_epochs``.
+        local_epochs: Passes over the client's data per round.
+        counted: Samples per client that determine the number of steps per epoch, if a client also trains on others;
+            None if all training samples count.
         batch_size: Samples per step. The last batch of an epoch may be smaller, unless ``drop_last``.
-        optimizer: ``sgd``, ``adam`` or ``adamw``; made afresh every round.
+        optimizer: ``sgd``, ``adam`` or ``adamw``; created anew in every round.
         clip_grad_norm: Largest norm of a gradient, or None.
-        augment: Random crops (padding 4) and horizontal flips.
+        augment: Whether to apply random crops (padding 4) and horizontal flips.
         precision: ``fp32``, ``fp64`` or ``bf16`` (autocast of the forward pass; weights stay fp32).
-        lr: Learning rate, which ``lr_schedule`` multiplies.
-        lr_schedule: See ``unskew.protocol.lr_schedule``.
-        lr_schedule_per: Whether its numbers count rounds or local steps; the latter need ``local_steps``.
-        rounds: Of the run; a schedule may end with them.
+        lr: Learning rate, which is multiplied by ``lr_schedule``.
+        lr_schedule: Schedule expression, see ``unskew.protocol.lr_schedule``.
+        lr_schedule_per: Whether the schedule counts rounds or local steps; ``step`` needs ``local_steps``.
+        rounds: Number of rounds in the run, which some schedules depend on.
     """
 
     local_steps: int | None = None
@@ -56,22 +56,22 @@ class Training:
 
     @property
     def schedule(self) -> LRSchedule:
-        """Return the learning rate schedule."""
+        """Parsed learning-rate schedule."""
         return _parsed(self.lr_schedule)
 
     @property
     def scheduled(self) -> bool:
-        """Return whether the learning rate changes."""
+        """Return whether the learning rate changes during the run."""
         return self.schedule != LRSchedule()
 
     def rate(self, round: int, step: int | None = None) -> float:
-        """The learning rate in force.
+        """Return the learning rate of a round or step.
 
-        What is trained after the last round, as by ``ft``, is trained as in the last.
+        Training after the last round, such as ``ft``, uses the rate of the last round.
 
         Args:
             round: Number of the round, from 0.
-            step: Number of the local step in it; None for the mean over the round's steps.
+            step: Number of the local step in the round; None for the mean over the round's steps.
         """
         if not self.scheduled:
             return self.lr
@@ -84,20 +84,20 @@ class Training:
         return self.lr * self.schedule.factor(round * steps + step, self.rounds * steps)
 
     def at(self, round: int, step: int | None = None) -> Training:
-        """The same with the learning rate that is then in force, for good; see ``rate``.
+        """Return a copy with a constant learning rate: the rate of the given round or step, see ``rate``.
 
         Args:
             round: Number of the round, from 0.
-            step: Number of the local step; None: the rate of the round.
+            step: Number of the local step; None for the mean over the round's steps.
         """
         return replace(self, lr=self.rate(round, step), lr_schedule="constant") if self.scheduled else self
 
     def steps(self, examples: int, client: int) -> int:
-        """Number of local steps of ``client`` with ``examples`` samples.
+        """Return the number of local steps per round.
 
         Args:
             examples: Number of samples of the client.
-            client: Number of the client.
+            client: Client number.
         """
         if self.local_steps is not None:
             return self.local_steps
@@ -105,7 +105,7 @@ class Training:
         return (self.local_epochs or 1) * len(self.cuts(examples))
 
     def cuts(self, examples: int) -> list[slice]:
-        """The batches of one epoch, as slices of a permutation."""
+        """Return the batches of one epoch as slices of a permutation."""
         size = self.batch_size
         full_samples = examples // size * size
         keep_rest = full_samples < examples and not (self.drop_last and full_samples)

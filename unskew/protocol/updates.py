@@ -1,4 +1,4 @@
-"""Updates of a round as a rule at the server sees them: their sums, and single updates if the rule needs them."""
+"""Updates of a round as the server half of a rule sees them: weighted sums, and single updates if needed."""
 
 from __future__ import annotations
 
@@ -48,22 +48,26 @@ def nonzero_divisors(weights: Tensor) -> Tensor:
 
 
 class Aggregate:
-    """The sums that a server needs: ``sum_k w_k delta_k / sum_k w_k`` and plain sums of the rules' uploads.
+    """Weighted mean of updates, ``sum_k w_k delta_k / sum_k w_k``, and plain sums of the rules' uploads.
 
-    Updates are added in the order given, so the result does not depend on who finished first. If clients send different
-    slices of the model, each entry is averaged over the updates that contain it.
+    Updates are added in a fixed order, so the result does not depend on which client finishes first. If clients send
+    different slices of the model, each entry is averaged over the updates that contain it.
 
     Args:
-        single: Rules whose uploads are read one by one and not added up.
+        single: Rules whose uploads are read individually and not summed.
 
     Attributes:
-        sent: Boolean masks ``[d]`` and ``[m]`` of the entries that at least one update contains; None if each contains all.
-        entries: Sums of weights per entry, ``[d]`` and ``[m]``, if the updates contain different entries; None otherwise.
+        sent: Boolean masks ``[d]`` and ``[m]`` of the entries that at least one update contains; None if each contains
+            all.
+        entries: Sums of weights per entry, ``[d]`` and ``[m]``, if the updates contain different entries; None
+            otherwise.
     """
 
     def __init__(self, single: frozenset[str] = frozenset()) -> None:
         self.single = single
-        self.count, self.weight, self.examples = 0, 0.0, 0
+        self.count = 0
+        self.weight = 0.0
+        self.examples = 0
         self._delta: Tensor | None = None
         self._buffers: Tensor | None = None
         self._moved: Tensor | None = None
@@ -99,7 +103,7 @@ class Aggregate:
                 sums[name] = sums[name] + tensor if name in sums else tensor.clone()
 
     def _weigh_entries(self, update: Update, sent: Masks | None) -> None:
-        """Count weights per entry from the first update on that contains other entries than those before it."""
+        """Track weights per entry from the first update on whose entries differ from those before it."""
         if self._delta is None or self._buffers is None:
             self.sent = sent
             return
@@ -117,30 +121,30 @@ class Aggregate:
 
     @property
     def delta(self) -> Tensor:
-        """The weighted mean of the updates, ``[d]``; zero in entries that no update contains."""
+        """Weighted mean of the updates, ``[d]``; zero in entries that no update contains."""
         assert self._delta is not None, "an aggregate of no update has no mean"
         return self._delta / (self.weight if self.entries is None else nonzero_divisors(self.entries[0]))
 
     @property
     def buffers(self) -> Tensor:
-        """The weighted mean of the statistics that clients send, ``[m]``."""
+        """Weighted mean of the buffers that clients send, ``[m]``."""
         if self.entries is None or self._sent_buffers is None:
             return self.all_buffers
         return self._sent_buffers / nonzero_divisors(self.entries[1])
 
     @property
     def all_buffers(self) -> Tensor:
-        """The weighted mean of all clients' statistics, also of those that clients only report, ``[m]``."""
+        """Weighted mean of all clients' buffers, ``[m]``, including those that are not sent."""
         assert self._buffers is not None, "an aggregate of no update has no mean"
         return self._buffers / self.weight
 
     @property
     def moved(self) -> Tensor | None:
-        """The weighted mean of how far their statistics moved, ``[m]``; None unless a rule needs ``sent_statistics``."""
+        """Weighted mean change of the buffers, ``[m]``; None unless a rule needs ``sent_statistics``."""
         return None if self._moved is None else self._moved / self.weight
 
     def tensors(self) -> Tensors:
-        """Its sums, by name."""
+        """Return the sums by name."""
         sums = {
             "delta": self._delta,
             "buffers": self._buffers,
@@ -152,15 +156,17 @@ class Aggregate:
         return {**{name: t for name, t in sums.items() if t is not None}, **flatten_records("upload", self.upload)}
 
     def restore(self, tensors: Tensors, count: int, weight: float, examples: int) -> None:
-        """Put back what ``tensors`` gave, and the three counts.
+        """Restore the aggregate from the output of ``tensors`` and the three counts.
 
         Args:
             tensors: Tensors of the aggregate by name.
             count: Number of updates.
             weight: Sum of their weights.
-            examples: Sum of their numbers of samples.
+            examples: Total number of samples.
         """
-        self.count, self.weight, self.examples = count, weight, examples
+        self.count = count
+        self.weight = weight
+        self.examples = examples
         self._delta, self._buffers, self._moved = (tensors.get(name) for name in ("delta", "buffers", "moved"))
         self._sent_buffers = tensors.get("sent_buffers")
         self.sent = (tensors["sent"], tensors["sent_b"]) if "sent" in tensors else None
@@ -169,19 +175,19 @@ class Aggregate:
 
 
 class Updates:
-    """Usable updates: always their ``Aggregate``; one by one only where a rule says it needs them.
+    """Usable updates: their ``Aggregate``, and single updates if the rule's ``needs`` include ``individual``.
 
-    A client rule's ``collect`` gets those of a round, a server rule's ``step`` those that it waits for.
+    The ``server_update`` hook receives the updates of a round; ``step`` of a server rule receives those in the buffer.
 
     Attributes:
         round: Number of the round, from 0.
-        aggregate: Their sums.
-        v_global: The model that was broadcast, ``[d]``: without delays a client's own is ``v_global + update.delta``.
-        b_global: The statistics that were broadcast, ``[m]``.
-        spec: The model's layout.
-        key: A random 64-bit key of the server and round.
-        version: Updates that the server had taken in before these.
-        arrivals: Updates of the round that had arrived when these were complete.
+        aggregate: Weighted sums of the updates.
+        v_global: Broadcast model, ``[d]``; without delays, a client's local model is ``v_global + update.delta``.
+        b_global: Broadcast buffers, ``[m]``.
+        spec: Layout of the model.
+        key: Random 64-bit key of the server and round.
+        version: Number of updates that the server applied before these.
+        arrivals: Number of updates that had arrived in the round when these were complete.
     """
 
     def __init__(
@@ -197,9 +203,16 @@ class Updates:
         version: int = 0,
         arrivals: int = 0,
     ):
-        self.round, self.aggregate, self._individual = round, aggregate, individual
-        self.v_global, self.b_global, self.spec, self.key = v_global, b_global, spec, key
-        self._at_server, self.version, self.arrivals = at_server, version, arrivals
+        self.round = round
+        self.aggregate = aggregate
+        self._individual = individual
+        self.v_global = v_global
+        self.b_global = b_global
+        self.spec = spec
+        self.key = key
+        self._at_server = at_server
+        self.version = version
+        self.arrivals = arrivals
 
     @property
     def at_server(self) -> ServerTraining:
@@ -212,5 +225,5 @@ class Updates:
 
     def __iter__(self) -> Iterator[Update]:
         if self._individual is None:
-            raise ConfigError("This rule says its server half needs only sums, but reads single updates; set needs.")
+            raise ConfigError("This rule reads single updates but does not need them; add 'individual' to its needs.")
         return iter(self._individual)

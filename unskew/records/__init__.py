@@ -1,1 +1,1 @@
-"""Records of a run: metrics, tables, plots."""
+"""Records of a run: history, summary, trackers and results."""

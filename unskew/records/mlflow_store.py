@@ -16,23 +16,23 @@ from unskew.filesystem import file_lock
 
 NAME = "mlflow.db"
 PATIENCE = 120.0
-"""Seconds to wait for another run that makes the database, which takes some seconds."""
+"""Seconds to wait for another run that is creating the database, which takes some seconds."""
 
 
 def open_client(folder: Path) -> Any:
-    """A client of the database in ``folder``, which is made if it is not there.
+    """Return a client of the database in ``folder``, created if it is missing.
 
-    It is made under another name and then renamed, so a process that is killed meanwhile leaves nothing half-made. A database
-    that is half-made or damaged all the same is kept as ``mlflow-damaged.db``, and a new one takes its place.
+    The database is created under a temporary name and then renamed, so a killed process leaves no incomplete database. An
+    incomplete or corrupted one is renamed to ``mlflow-damaged.db`` and replaced by a new one.
 
     Raises:
-        ConfigError: MLflow cannot keep a database there, or another run makes it for too long.
+        ConfigError: If MLflow cannot store a database there, or another run holds the lock for too long.
     """
     for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # the making of the tables interests nobody
+        logging.getLogger(name).setLevel(logging.WARNING)  # hide the messages on each created table
     path = folder / NAME
     if {"?", "%"} & set(str(path)):
-        raise ConfigError(f"MLflow cannot keep a database in {folder}: a path with '?' or '%' is none for it.")
+        raise ConfigError(f"MLflow cannot store a database in {folder}: its path must not contain '?' or '%'.")
     from mlflow import MlflowClient
 
     with file_lock(folder / ".mlflow.lock", PATIENCE), without_connection_pool():
@@ -48,21 +48,21 @@ def database_uri(path: Path) -> str:
 
 
 def is_complete_database(path: Path) -> bool:
-    """Return whether ``path`` is a complete MLflow database, which has its first experiment."""
+    """Return whether ``path`` is a complete MLflow database, which contains at least one experiment."""
     if not path.is_file():
         return False
     try:
         with closing(sqlite3.connect(path, timeout=30)) as database:
             tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
             return "experiments" in tables and bool(database.execute("SELECT 1 FROM experiments").fetchone())
-    except sqlite3.OperationalError:  # somebody keeps it locked, or we may not read it
+    except sqlite3.OperationalError:  # the database is locked or not readable
         raise
     except sqlite3.DatabaseError:
         return False
 
 
 def move_aside(path: Path) -> None:
-    """Keep a database that is not whole under another name, with what SQLite keeps beside it."""
+    """Rename an incomplete database, with SQLite's files next to it."""
     for end in ("", "-journal", "-wal", "-shm"):
         beside = path.with_name(path.name + end)
         if beside.exists():
@@ -70,7 +70,7 @@ def move_aside(path: Path) -> None:
 
 
 def create_database(path: Path) -> None:
-    """Make the database."""
+    """Create the database."""
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     store: Callable[..., Any] = SqlAlchemyStore
@@ -86,9 +86,9 @@ def create_database(path: Path) -> None:
 
 @contextmanager
 def without_connection_pool() -> Iterator[None]:
-    """Context manager without connection pooling.
+    """Context manager that turns off MLflow's connection pool.
 
-    A pooled connection to a replaced database file would write to a deleted file.
+    A pooled connection to a replaced database would write to a deleted file.
     """
     name = "MLFLOW_SQLALCHEMYSTORE_POOLCLASS"
     before = os.environ.get(name)

@@ -1,4 +1,4 @@
-"""Keeps a run's figures: a line a round, the best round, checkpoints, and the summary at the end."""
+"""Recording of a run's metrics: one line per round, warnings, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Callback:
 
 
 def callback_hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
-    """Return the hooks of a name that callbacks define themselves; objects of other classes need not have all.
+    """Return the callbacks' own hooks of a name; objects that do not inherit from ``Callback`` may lack hooks.
 
     Args:
         callbacks: Objects that are notified during the run.
@@ -76,7 +76,7 @@ def callback_hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..
 
 
 def notify_warning(callbacks: Sequence[Callback], text: str) -> None:
-    """Tell the user through the callbacks that can, else as a Python warning.
+    """Send a warning to the callbacks that handle warnings, or issue a Python warning if none does.
 
     Args:
         callbacks: Objects that are notified during the run.
@@ -99,11 +99,11 @@ def strip_warning_prefix(line: str) -> str:
 
 
 class Recorder:
-    """The history of a run, in memory and (with a folder) in ``metrics.jsonl``.
+    """History of a run, in memory and, with a folder, in ``metrics.jsonl``.
 
     Args:
-        folder: The run folder, or None to keep everything in memory.
-        callbacks: Told of every round.
+        folder: Run folder; None keeps everything in memory.
+        callbacks: Objects that are notified of every round.
     """
 
     def __init__(self, folder: Path | None, callbacks: Sequence[Callback] = ()):
@@ -121,18 +121,18 @@ class Recorder:
         return self._before + time.perf_counter() - self._started
 
     def start_clock(self) -> None:
-        """Training begins now."""
+        """Start measuring time; called when training starts."""
         self._started = time.perf_counter()
 
     def resume(self, rounds: int, seconds: float) -> None:
-        """Go back to the state after ``rounds`` rounds: later lines are dropped, the clock goes on from ``seconds``.
+        """Return to the state after ``rounds`` rounds: drop later lines, and continue the clock from ``seconds``.
 
         Args:
             rounds: Number of rounds to keep.
             seconds: Seconds that these rounds took.
 
         Raises:
-            CheckpointError: The lines of these rounds are missing or damaged.
+            CheckpointError: If lines of these rounds are missing or corrupted.
         """
         self._before = seconds
         if self._path is None:
@@ -143,22 +143,22 @@ class Recorder:
         write_atomic(self._path, b"".join(line + b"\n" for line in lines))
 
     def adopt(self, rows: list[Row], seconds: float) -> None:
-        """Begin with the history of another run, which this one goes on from.
+        """Start with the history of another run, which this run continues.
 
         Args:
             rows: Rows of the other run.
-            seconds: Seconds that they took.
+            seconds: Time spent on the other run, in seconds.
         """
         self.history[:], self._before = rows, seconds
         if self._path is not None:
             write_atomic(self._path, b"".join((json.dumps(row) + "\n").encode() for row in rows))
 
     def retried(self, clients: int) -> None:
-        """Count clients of this round that were trained again as a worker or a node died; 0 says that this is counted."""
+        """Count clients retrained in this round after a worker or node died; 0 only marks that the engine counts them."""
         self._retries = (self._retries or 0) + clients
 
     def round(self, row: Row) -> None:
-        """Note the figures of a round."""
+        """Store the metrics of a round and notify the callbacks."""
         row = finite_or_none(row if self._retries is None else {**row, "retries": self._retries})
         self._retries = None
         if self._path is not None:
@@ -167,14 +167,14 @@ class Recorder:
             with disk_errors(self._path):
                 if self._file is None:
                     self._file = open_to_append(self._path)
-                while data:  # a disk that becomes full takes a part first
+                while data:  # a disk that becomes full may write only a part
                     data = data[os.write(self._file, data) :]
         self.history.append(row)
         for callback in self.callbacks:
             callback.round(copy.deepcopy(row))
 
     def warn(self, text: str) -> None:
-        """Tell the user, and keep what was told in ``warnings.txt``."""
+        """Append a warning to ``warnings.txt`` and notify the user."""
         if self._path is not None:
             when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             line = f"{when} after round {len(self.history)}: {' '.join(text.split())}\n"
@@ -182,10 +182,10 @@ class Recorder:
         notify_warning(self.callbacks, text)
 
     def check_folder(self) -> None:
-        """Check that the run folder is still the one that the run began in.
+        """Check that the run folder is still the one in which the run started.
 
         Raises:
-            CheckpointError: The folder or its ``metrics.jsonl`` was removed, moved or replaced.
+            CheckpointError: If the folder or its ``metrics.jsonl`` was removed, moved or replaced.
         """
         if self._path is None:
             return
@@ -196,11 +196,11 @@ class Recorder:
         if not same or not self._path.parent.is_dir():
             raise CheckpointError(
                 f"The run folder {self._path.parent}, or a file in it, was removed, moved or replaced during the run, so the "
-                "run stopped. What was written before is where the folder is now; resume it there, or run it again."
+                "run stopped. If the folder was moved, resume the run there; otherwise run it again."
             )
 
     def sync(self) -> None:
-        """Make sure that the lines so far survive a power cut; called before each checkpoint."""
+        """Write the lines so far to disk, so that they survive a power failure; called before each checkpoint."""
         self.check_folder()
         if self._file is not None and self._path is not None:
             with disk_errors(self._path):
@@ -213,11 +213,14 @@ class Recorder:
             self._file = None
 
     def best(self, figure: str = "accuracy", lowest: bool = False) -> tuple[float | None, int]:
-        """Best accuracy (or another figure) so far and the (first) round it was reached in, counted from 1.
+        """Return the best value of a metric so far and the first round that reached it, from 1.
 
         Args:
-            figure: Its name.
-            lowest: Whether the lowest value is the best.
+            figure: Name of the metric.
+            lowest: Whether lower values are better.
+
+        Returns:
+            The value and the round; None and 0 if there is no value.
         """
         sign = -1 if lowest else 1
         scored = [(sign * row[figure], -row["round"]) for row in self.history if row.get(figure) is not None]
@@ -228,18 +231,18 @@ class Recorder:
 
 
 MEASURED = ("loss", "bytes_up", "bytes_down", "setup_seconds", "train_seconds")
-"""Figures that the summary reads of every round."""
+"""Metrics of every round that the summary reads."""
 
 
 def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
-    """The lines of ``metrics.jsonl``.
+    """Parse the lines of ``metrics.jsonl``.
 
     Args:
         lines: Lines of the file.
-        path: The file, for the error.
+        path: Path of the file, for error messages.
 
     Raises:
-        CheckpointError: A line is corrupted.
+        CheckpointError: If a line is corrupted.
     """
     try:
         rows = [parse_json(line) for line in lines]
@@ -251,23 +254,23 @@ def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
         known = isinstance(row, dict) and {*MEASURED, primary_metric_name(row)} <= set(row)
         figures = [row.get(name) for name in (*MEASURED, primary_metric_name(row))] if known else [""]
         if not all(figure is None or isinstance(figure, int | float) for figure in figures):
-            raise CheckpointError(f"{path} is corrupted: a line is not that of a round.")
+            raise CheckpointError(f"{path} is corrupted: a line does not have the metrics of a round.")
     return rows
 
 
 def check_rounds(rows: list[Row], path: Path, rounds: int) -> list[Row]:
-    """The rows, if they are those of so many rounds.
+    """Validate that rows are those of the first ``rounds`` rounds, and return them.
 
     Args:
-        rows: Rows of the table.
-        path: The file, for the error.
+        rows: Rows of the file.
+        path: Path of the file, for error messages.
         rounds: Expected number of rounds.
 
     Raises:
-        CheckpointError: Rounds are missing.
+        CheckpointError: If rounds are missing.
     """
     if [row.get("round") for row in rows] != list(range(1, rounds + 1)):
-        raise CheckpointError(f"{path} lacks lines of the {rounds} rounds that the checkpoint has.")
+        raise CheckpointError(f"{path} does not contain all {rounds} rounds of the checkpoint.")
     return rows
 
 
@@ -291,7 +294,7 @@ def first_reaching(history: Iterable[Row], target: float, objective: MetricInfo 
 
 
 def finite_or_none(row: Row) -> Row:
-    """JSON has no NaN: a figure that is not finite becomes None.
+    """Replace non-finite metrics by None, because JSON has no NaN.
 
     >>> finite_or_none({"round": 1, "loss": float("inf")})
     {'round': 1, 'loss': None}
@@ -310,11 +313,11 @@ def write_summary(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def write_about(folder: Path, device: torch.device, class_names: Sequence[str]) -> None:
-    """Write ``about.json``: with what the run is made, and what its classes are called.
+    """Write ``about.json``: software versions, machine, and class names.
 
     Args:
         folder: Run folder.
-        device: Device that computes.
+        device: Device of the training.
         class_names: Names of the classes.
     """
     import numpy

@@ -1,4 +1,4 @@
-"""Result of a run, and reading it from a run folder."""
+"""Result of a run, and reading of the history from a run folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Result:
     """A finished run.
 
     Attributes:
-        history: One dictionary per round: round, accuracy, loss, bytes, seconds and the method's own figures.
+        history: One dictionary per round: round, accuracy, loss, bytes, seconds and the method's own metrics.
         summary: The contents of ``summary.json``.
         vector: The final global model, ``[d]``; ``model``: the same as a module in eval mode.
         folder: The run folder, or None.
-        draw: Writes pictures of what the method did into a folder, for methods that have any.
+        draw: Writes figures of the method into a folder, for methods that have any.
         clients: One dictionary per client, as in ``clients.jsonl``.
-        predictor: Makes what predicts for new inputs, as ``unskew.load_predictor`` does for a run folder.
+        predictor: Creates a predictor for new inputs, like ``unskew.load_predictor`` for a run folder; or None.
     """
 
     def __init__(
@@ -42,27 +42,33 @@ class Result:
         clients: Sequence[dict[str, Any]] = (),
         predictor: Callable[[], Any] | None = None,
     ):
-        self.history, self.summary, self.model, self.vector, self.folder = history, summary, model, vector, folder
-        self.draw, self.clients, self.predictor = draw, list(clients), predictor
+        self.history = history
+        self.summary = summary
+        self.model = model
+        self.vector = vector
+        self.folder = folder
+        self.draw = draw
+        self.clients = list(clients)
+        self.predictor = predictor
 
     def predict(self, x: object) -> list[Any]:
-        """The most probable class of each input by its name; ``x [n, ...]`` as they were before normalization.
+        """Return the name of the most probable class of each input, or the predicted numbers; ``x [n, ...]`` is raw.
 
         Raises:
-            ConfigError: This result has no data, so it is not known what the model expects.
-            DataError: The inputs are of another shape or type.
+            ConfigError: If this result does not know the input format of its model.
+            DataError: If the inputs have another shape or dtype.
         """
         if self.predictor is None:
-            raise ConfigError("This result does not know what its model expects; use unskew.load_predictor(FOLDER).")
+            raise ConfigError("This result does not know its model's input format; use unskew.load_predictor(FOLDER).")
         labels: list[Any] = self.predictor().predict(x)
         return labels
 
     def to_pandas(self) -> pd.DataFrame:
-        """The history as a table, one row per round (needs pandas)."""
+        """Return the history as a data frame, one row per round (requires pandas)."""
         return to_data_frame(self.history)
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the objective (of a language model, the loss) against rounds into an image file."""
+        """Plot the objective (for language models, the loss) against rounds and traffic into an image file."""
         from unskew.plots.curves import plot_convergence
 
         return plot_convergence({self.summary["method"]: [self.history]}, Path(path), objective_metric(self.summary))
@@ -83,10 +89,10 @@ class Result:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The rounds of a run folder.
+    """Read the history of a run folder.
 
     Raises:
-        CheckpointError: The files are missing or damaged.
+        CheckpointError: If the file is missing or corrupted.
     """
     path = folder / "metrics.jsonl"
     try:

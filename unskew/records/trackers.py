@@ -1,4 +1,4 @@
-"""Trackers that receive metrics in addition to the run folder. Each tracker is an extra and a callback."""
+"""Trackers: callbacks that log metrics to TensorBoard or MLflow, in addition to the run folder. Each needs an extra."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unskew.records.recorder import Callback, Row, notify_warning
 
 EXPERIMENT = "unskew"
 FOLDER = "unskew.folder"
-"""Tag of an MLflow run: its run folder."""
+"""Tag of an MLflow run that contains its run folder."""
 QUOTES = "'\"`\\"
 
 
@@ -22,7 +22,7 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard(Callback):
-    """Writes event files into ``<run folder>/tensorboard``."""
+    """Writes event files to ``<run folder>/tensorboard``."""
 
     def __init__(self, folder: Path):
         try:
@@ -33,28 +33,28 @@ class TensorBoard(Callback):
         self.folder = folder / "tensorboard"
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Note the configuration; points of rounds that are done again are dropped."""
+        """Log the configuration; drop points of rounds that are trained again."""
         self.writer = self.open(str(self.folder), purge_step=rounds_done + 1 if rounds_done else None)
         self.writer.add_text("config", "  \n".join(f"{k}: {v}" for k, v in config.items()), rounds_done)
 
     def round(self, row: Row) -> None:
-        """One point per figure."""
+        """Log one point per metric."""
         for name, value in _numbers(row).items():
             self.writer.add_scalar(name, value, row["round"])
-        self.writer.flush()  # a killed run must not miss points that are before its checkpoint
+        self.writer.flush()  # a killed run must have all points before its checkpoint
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Flush."""
+        """Close the event file."""
         self.writer.close()
 
 
 class MLflow(Callback):
-    """Logs to a local store that several runs share; a resumed run goes on in its MLflow run.
+    """Logs to a local database that several runs share; a resumed run continues its MLflow run.
 
     Args:
-        folder: The run folder.
+        folder: Run folder.
         store: Folder of the database ``mlflow.db``.
-        resumed: Whether the run goes on.
+        resumed: Whether the run is resumed.
     """
 
     def __init__(self, folder: Path, store: Path, resumed: bool = False):
@@ -63,10 +63,12 @@ class MLflow(Callback):
         except ImportError as error:
             raise ConfigError("The tracker 'mlflow' needs: pip install 'unskew[mlflow]'.") from error
         self.entities: Any = entities
-        self.folder, self.store, self.resumed = folder.absolute(), store.absolute(), resumed
+        self.folder = folder.absolute()
+        self.store = store.absolute()
+        self.resumed = resumed
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Find the run of this folder, or make it and note the configuration."""
+        """Find the MLflow run of this folder, or create it and log the configuration."""
         run = self._earlier() if self.resumed else None
         if run is None:
             self.client = open_client(self.store)
@@ -82,19 +84,19 @@ class MLflow(Callback):
         self.run_id = run.info.run_id
 
     def _earlier(self) -> Any:
-        """The MLflow run of this folder, None if there is none; a run of a comparison may be resumed on its own."""
+        """Return the MLflow run of this folder, or None; a run of a comparison may be resumed separately."""
         for folder in dict.fromkeys([self.store, self.folder.parent, self.folder.parent.parent]):
             if not is_complete_database(folder / NAME):
                 continue
             self.client = open_client(folder)
             home = self.client.get_experiment_by_name(EXPERIMENT)
-            # A quote cannot be written in a filter: there, any character will do, and the whole is compared below.
+            # A filter cannot contain quotes: match any character there, and compare the full path below.
             like = "".join("_" if c in QUOTES else c for c in str(self.folder))
             query = f"tags.`{FOLDER}` LIKE '{like}'"
             runs = self.client.search_runs([home.experiment_id], filter_string=query) if home else []
             ours = [run for run in runs if run.data.tags[FOLDER] == str(self.folder)]
             if ours:
-                return ours[0]  # the newest
+                return ours[0]  # most recent run
         return None
 
     def _log(self, figures: dict[str, float], step: int) -> None:
@@ -104,26 +106,28 @@ class MLflow(Callback):
         )
 
     def round(self, row: Row) -> None:
-        """One point per figure."""
+        """Log one point per metric."""
         self._log(_numbers(row), row["round"])
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Note the summary and end."""
+        """Log the summary and end the MLflow run."""
         self._log({f"final_{k}": v for k, v in _numbers(summary).items()}, summary["rounds"])
         self.client.set_terminated(self.run_id)
 
 
 class GuardedTracker(Callback):
-    """A tracker whose first failure, whatever it is, is a warning: the run goes on without it.
+    """Tracker whose first failure becomes a warning; the run continues without the tracker.
 
     Args:
-        name: Of the tracker.
-        tracker: It.
-        followers: Who is warned.
+        name: Name of the tracker.
+        tracker: The tracker.
+        followers: Callbacks that receive the warning.
     """
 
     def __init__(self, name: str, tracker: Callback, followers: Sequence[Callback]):
-        self.name, self.tracker, self.followers = name, tracker, followers
+        self.name = name
+        self.tracker = tracker
+        self.followers = followers
         self.failed = False
 
     def _do(self, step: Callable[[], None]) -> None:
@@ -135,19 +139,19 @@ class GuardedTracker(Callback):
             self.failed = True
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             notify_warning(
-                self.followers, f"The tracker {self.name!r} failed, and the run goes on without it: {said[:300]}"
+                self.followers, f"The tracker {self.name!r} failed, so the run continues without it: {said[:300]}"
             )
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """The run begins."""
+        """Forward the start of the run."""
         self._do(lambda: self.tracker.start(config, rounds_done))
 
     def round(self, row: Row) -> None:
-        """A round is finished."""
+        """Forward a finished round."""
         self._do(lambda: self.tracker.round(row))
 
     def end(self, summary: dict[str, Any]) -> None:
-        """The run is finished."""
+        """Forward the end of the run."""
         self._do(lambda: self.tracker.end(summary))
 
 
@@ -158,22 +162,22 @@ def make_trackers(
     resumed: bool = False,
     followers: Sequence[Callback] = (),
 ) -> list[Callback]:
-    """The trackers of a run; they write nothing before it starts.
+    """Create the trackers of a run; they write nothing before it starts.
 
     Args:
-        names: Which.
-        folder: The run folder.
-        store: Folder of what several runs share, such as that of a comparison; beside the run folder if None.
-        resumed: Whether the run goes on.
-        followers: Who is warned when one fails.
+        names: Names of the trackers.
+        folder: Run folder.
+        store: Folder of the database that several runs share, such as that of a comparison; None uses the parent folder.
+        resumed: Whether the run is resumed.
+        followers: Callbacks that receive a warning if a tracker fails.
 
     Raises:
-        ConfigError: A tracker is not installed, or there is no run folder.
+        ConfigError: If a tracker is not installed, or there is no run folder.
     """
     if not names:
         return []
     if folder is None:
-        raise ConfigError("Trackers need a run folder; give out='runs/NAME'.")
+        raise ConfigError("Trackers need a run folder; set out='runs/NAME'.")
     kinds: dict[str, Callable[[], Callback]] = {
         "tensorboard": lambda: TensorBoard(folder),
         "mlflow": lambda: MLflow(folder, folder.absolute().parent if store is None else store, resumed),

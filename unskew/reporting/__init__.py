@@ -1,1 +1,1 @@
-"""One page of what runs did: curves, data partition, tables, methods, and how to repeat it."""
+"""HTML reports on runs: curves, data partition, tables, methods, and commands to repeat the runs."""

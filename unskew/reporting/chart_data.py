@@ -1,4 +1,4 @@
-"""Data of the report's charts, as plain numbers; a script on the page draws them."""
+"""Data of the report's charts as plain numbers, which a script on the page draws."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unskew.reporting.run_reader import is_usable_number
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, SCORES, MetricInfo, metric_info
 
 POINTS = 300
-"""Points of a curve at most."""
+"""Maximum number of points of a curve."""
 DOTS = 200
-"""Clients of a method that are drawn as dots at most; the box is of all of them."""
+"""Maximum number of clients of a method that are drawn as dots; the box covers all clients."""
 MARKS = 2000
-"""Numbers of a list that a method gives in every round, drawn at most."""
+"""Maximum number of values drawn of a list that a method reports in every round."""
 EVALUATED = {
     "accuracy": "test accuracy (%)",
     "r2": "test R² (%)",
@@ -35,22 +35,22 @@ EVALUATED = {
     "balanced_accuracy": "balanced accuracy (%)",
     "ece": "calibration error, ECE (%)",
     "worst_client": "accuracy or R² of the worst client (%)",
-    "validation_accuracy": "accuracy on what clients hold out (%)",
-    "validation_r2": "R² on what clients hold out (%)",
+    "validation_accuracy": "accuracy on held-out samples of the clients (%)",
+    "validation_r2": "R² on held-out samples of the clients (%)",
 }
-"""Figures of the model, with what the page calls them; those in per cent end so."""
+"""Metrics of the model with their titles; titles of metrics in percent end with (%)."""
 DASHES = ("solid", "dash", "dot", "dashdot")
-"""Dash patterns of lines: the next one is used each time the colors start over."""
+"""Dash patterns of lines; the next one is used each time the colors repeat."""
 ALWAYS = {
     *("round", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped"),
     *("macro_precision", "macro_recall", "micro_precision", "micro_recall"),
     *EVALUATED,
 }
-"""Figures of a round that are no method's own."""
+"""Round metrics that do not belong to a method."""
 
 
 def method_style(place: int) -> dict[str, str]:
-    """Color, dash and marker of the method at this place of the report's list; colors are those of every plot."""
+    """Return color, dash and marker of the method at an index of the report's list; all plots use the same colors."""
     turn = place // len(PALETTE)
     return {
         "color": PALETTE[place % len(PALETTE)],
@@ -60,11 +60,11 @@ def method_style(place: int) -> dict[str, str]:
 
 
 def evenly_spaced(count: int, most: int = POINTS) -> list[int]:
-    """Evenly spaced places of ``count``, the first and the last among them.
+    """Return evenly spaced indices of ``count`` entries, including the first and the last.
 
     Args:
-        count: Number of indices to choose from.
-        most: Largest number of chosen ones.
+        count: Number of entries.
+        most: Maximum number of indices.
 
     >>> evenly_spaced(5, 3), evenly_spaced(2, 3)
     ([0, 2, 4], [0, 1])
@@ -73,14 +73,14 @@ def evenly_spaced(count: int, most: int = POINTS) -> list[int]:
 
 
 def evaluated_metrics(part: RunGroup) -> dict[str, str]:
-    """Return the metrics of the model in the rounds of a part with what the page calls them, the objective first."""
+    """Return the round metrics of the model with their titles, the objective first."""
     judge = part.objective
     summaries = [run.summary for method_runs in part.series for run in method_runs.runs]
     own = {name for summary in summaries for name in summary.get("own_metrics", {})}
     recalls = {name for summary in summaries for name in summary if name.startswith(RECALL)}
     names = EVALUATED | {name: axis_title(metric_info(name)) for name in sorted({*own, *recalls})}
     validation_key = f"validation_{judge.name}"
-    names[validation_key] = names.get(validation_key, axis_title(judge, " on what clients hold out"))
+    names[validation_key] = names.get(validation_key, axis_title(judge, " on held-out samples of the clients"))
     there = {
         name
         for method_runs in part.series
@@ -96,17 +96,17 @@ def evaluated_metrics(part: RunGroup) -> dict[str, str]:
 
 
 def axis_title(one: MetricInfo, where: str = "") -> str:
-    """Return what an axis with a metric is called.
+    """Return the axis title of a metric.
 
     Args:
         one: The metric.
-        where: Text after its name.
+        where: Text after its title.
     """
     return f"{one.title}{where}{' (%)' if one.percent else ''}"
 
 
 def learning_curves(part: RunGroup) -> dict[str, Any]:
-    """Accuracy, loss and their kin of every method against rounds, traffic and seconds: mean and band over seeds."""
+    """Return the metrics of every method against rounds, traffic and seconds: mean and band over seeds."""
     titles = evaluated_metrics(part)
     return {
         "figures": titles,
@@ -123,7 +123,7 @@ def learning_curves(part: RunGroup) -> dict[str, Any]:
 
 
 def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list[float]] | None:
-    """Mean and standard deviation over seeds of a figure, at the rounds that all seeds have; None where there are none.
+    """Return mean and standard deviation of a metric over seeds, in rounds that all seeds have; None without any.
 
     Args:
         one: Runs of a method.
@@ -160,10 +160,7 @@ def method_metric_titles() -> dict[str, str]:
 
 
 def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
-    """Return charts of the metrics of methods and diagnostics.
-
-    Numbers as lines, lists of numbers as dots of the first seed.
-    """
+    """Return charts of the metrics of methods and diagnostics: numbers as lines, lists as dots of the first seed."""
     declared, known = method_metric_titles(), {*ALWAYS, *evaluated_metrics(part)}
     lines: dict[str, dict[str, Any]] = {}
     dots: dict[str, dict[str, Any]] = {}
@@ -197,17 +194,17 @@ def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
 
 
 KINDS = {
-    "roc": ("ROC", "false positives, share", "true positives, share"),
+    "roc": ("ROC", "false positive rate", "true positive rate"),
     "pr": ("precision and recall", "recall", "precision"),
-    "calibration": ("calibration", "mean probability", "share that is right"),
+    "calibration": ("calibration", "mean probability", "share of correct predictions"),
 }
-"""Curves of classifiers, with the titles of their axes."""
+"""Classifier curves, with the titles of their axes."""
 BEST = 4
-"""Methods whose curves are shown at most."""
+"""Maximum number of methods whose curves are shown."""
 
 
 def best_classifiers(part: RunGroup) -> list[MethodRuns]:
-    """Return the best methods whose first run has curves of a classifier."""
+    """Return the best methods whose first run has classifier curves."""
     judge = part.objective
 
     def rank(method_runs: MethodRuns) -> float:
@@ -222,7 +219,7 @@ def best_classifiers(part: RunGroup) -> list[MethodRuns]:
 
 
 def classifier_curves(part: RunGroup) -> dict[str, Any]:
-    """Return the curves of the best methods, of the first seed of each, by kind and method."""
+    """Return the classifier curves of the first seed of the best methods, by kind and method."""
     lines = {
         kind: {
             classifier.label: classifier.runs[0].curves[kind]
@@ -235,7 +232,7 @@ def classifier_curves(part: RunGroup) -> dict[str, Any]:
 
 
 def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
-    """Return the metrics in ``clients.jsonl`` by the name they have there, those of the objective first."""
+    """Return the metrics in ``clients.jsonl`` by their key, those of the objective first."""
     runs = [run for method_runs in part.series for run in method_runs.runs]
     own = {name: way for run in runs for name, way in run.summary.get("own_metrics", {}).items()}
     there = dict.fromkeys(name for run in runs for row in run.clients for name in row if is_usable_number(row[name]))
@@ -249,9 +246,9 @@ def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
 
 
 def client_boxes(part: RunGroup) -> dict[str, Any]:
-    """Metrics over clients, all seeds together, of the global model and of the clients' own: quartiles and some dots.
+    """Return the metrics over clients, all seeds together, of global and personal models: quartiles and some dots.
 
-    The worst decile is that of the tables: the mean over seeds of each seed's.
+    The worst decile is the mean over seeds of each seed's, as in the tables.
     """
     boxes: dict[str, Any] = {}
     for name, one_metric in per_client_metrics(part).items():
@@ -287,13 +284,13 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
 
 
 def client_label(row: dict[str, Any]) -> str:
-    """Return the label of a client on the page: its name, or its number."""
+    """Return the label of a client on the page: its name, otherwise its number."""
     name = row.get("name")
     return name if isinstance(name, str) else f"client {row['client']}"
 
 
 def mean_worst_decile(values: Sequence[float] | np.ndarray) -> float:
-    """The mean of the lowest tenth, at least one of them, as ``client_accuracy_worst_decile`` has it.
+    """Return the mean of the lowest tenth, at least one value, as in ``client_accuracy_worst_decile``.
 
     >>> mean_worst_decile([3.0, 1.0, 2.0])
     1.0
@@ -303,7 +300,7 @@ def mean_worst_decile(values: Sequence[float] | np.ndarray) -> float:
 
 
 def gini(values: Sequence[float] | np.ndarray) -> float:
-    """Gini coefficient: the mean difference of two of them, over twice their mean; 0 where all are equal.
+    """Return the Gini coefficient: the mean difference of two values divided by twice their mean; 0 if all are equal.
 
     >>> gini([1.0, 1.0]), gini([0.0, 1.0]), gini([0.0])
     (0.0, 0.5, 0.0)

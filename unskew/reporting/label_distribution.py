@@ -11,15 +11,15 @@ from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.run_reader import RunFiles
 
 ROWS, COLUMNS = 100, 100
-"""Rows and columns of a heat map at most."""
+"""Maximum number of rows and of columns of a heat map."""
 MOST = 10_000_000
-"""Clients times classes that are looked at."""
+"""Maximum number of clients times classes that are read."""
 MAPS = 5
-"""Partitions (of several seeds) that a part shows at most."""
+"""Maximum number of partitions (of several seeds) that a group shows."""
 
 
 def label_distributions(part: RunGroup) -> list[dict[str, Any]]:
-    """One entry for each partition of the part, of the first seeds; none where run folders do not say data partition."""
+    """Return an entry for each partition of the group, of the first seeds; none if run folders lack label counts."""
     distributions: dict[str, RunFiles] = {}
     for run in sorted(
         (run for method_runs in part.series for run in method_runs.runs), key=lambda run: int(run.summary["seed"])
@@ -30,7 +30,7 @@ def label_distributions(part: RunGroup) -> list[dict[str, Any]]:
 
 
 def distribution_of(run: RunFiles) -> dict[str, Any]:
-    """The heat map, the sizes and the figures of one partition."""
+    """Return the heat map, the sizes and the metrics of one partition."""
     sizes = np.array([row["samples"] for row in run.clients], float)
     names = [client_label(row) for row in run.clients]
     rows_shown = evenly_spaced(len(sizes), 2 * ROWS)
@@ -50,7 +50,7 @@ def distribution_of(run: RunFiles) -> dict[str, Any]:
 
 
 def class_counts(run: RunFiles) -> np.ndarray | None:
-    """Samples of each class at each client ``[K, C]``; None where the folder does not say it of all clients."""
+    """Return samples per client and class, ``[K, C]``; None if the folder does not contain them for all clients."""
     if not all("class_counts" in row for row in run.clients):
         return None
     highest = max((int(label) for row in run.clients for label in row["class_counts"]), default=-1)
@@ -65,12 +65,12 @@ def class_counts(run: RunFiles) -> np.ndarray | None:
 
 
 def heat_map(counts: np.ndarray, names: list[str], classes: list[str]) -> dict[str, Any]:
-    """Rows for clients and columns for classes; of many clients, rows are the means of clients that hold alike.
+    """Return a heat map of clients and classes; if there are many clients, rows are means of similar clients.
 
     Args:
-        counts: Samples ``[K, C]``.
-        names: What the clients are called.
-        classes: What the classes are called; the numbers of those without a name are shown.
+        counts: Samples per client and class, ``[K, C]``.
+        names: Labels of the clients.
+        classes: Names of the classes; classes without a name are shown by number.
     """
     labels = [*classes, *map(str, range(len(classes), counts.shape[1]))]
     note = ""
@@ -82,7 +82,7 @@ def heat_map(counts: np.ndarray, names: list[str], classes: list[str]) -> dict[s
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     rows = names
     if len(counts) > ROWS:
-        # Clients with the same main class come together, so that the mean of a few of them keeps the skew visible.
+        # Clients with the same main class are grouped, so that the skew stays visible in means of few clients.
         order = np.lexsort((-shares.max(1), shares.argmax(1)))
         bins = np.array_split(order, ROWS)
         rows = [f"mostly {labels[int(shares[some].mean(0).argmax())]} ({len(some)} clients)" for some in bins]
@@ -102,10 +102,10 @@ def size_statistics(sizes: np.ndarray) -> dict[str, float]:
     total = float(sizes.sum())
     return {
         "clients": len(sizes),
-        "samples they train on": total,
-        "samples of a client, smallest": float(sizes.min()),
-        "samples of a client, median": float(np.median(sizes)),
-        "samples of a client, largest": float(sizes.max()),
+        "training samples": total,
+        "samples per client, smallest": float(sizes.min()),
+        "samples per client, median": float(np.median(sizes)),
+        "samples per client, largest": float(sizes.max()),
         "Gini coefficient of the sizes": gini(sizes),
         "effective number of clients": total**2 / float(np.square(sizes).sum()) if total else 0.0,
     }
@@ -121,8 +121,8 @@ def skew_statistics(counts: np.ndarray) -> dict[str, float]:
     distances = 0.5 * np.abs(shares - total).sum(1)
     logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
     return {
-        "classes that a client holds, median": float(np.median((counts > 0).sum(1))),
-        "effective number of classes of a client, mean": float(np.exp(-(shares * logs).sum(1)).mean()),
+        "classes per client, median": float(np.median((counts > 0).sum(1))),
+        "effective number of classes per client, mean": float(np.exp(-(shares * logs).sum(1)).mean()),
         "share of a client's main class, mean": float(shares.max(1).mean()),
         "distance of a client's labels from all (total variation), mean": float(distances.mean()),
         "distance of a client's labels from all, largest": float(distances.max()),

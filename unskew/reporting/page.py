@@ -1,4 +1,4 @@
-"""File of a report: it holds everything and needs no network."""
+"""HTML file of a report, which contains all resources and needs no network."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def plotly_script() -> str:
     """Return the source of plotly.js.
 
     Raises:
-        ConfigError: Plotly is not installed.
+        ConfigError: If plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs
@@ -30,18 +30,18 @@ def plotly_script() -> str:
 
 
 def page_file(name: str) -> str:
-    """Return the text of a file of the page: its style, or a script."""
+    """Return the content of a resource of the page: its style, or a script."""
     return resources.files("unskew.reporting").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def escape_script(text: str) -> str:
-    """A script as it stands in a page: a browser would end it at ``</script`` and reads every line end as one sign."""
+    """Escape a script for a page: a browser would end it at ``</script`` and normalizes line ends."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "")
     return re.sub(r"<(?=/script|!--)", r"\\x3c", text, flags=re.IGNORECASE)
 
 
 def to_json(value: object) -> str:
-    r"""Plain values as JSON that no page takes for its own mark-up; six digits, and null for what is not finite.
+    r"""Encode plain values as JSON that cannot be parsed as markup; six digits, and null for non-finite numbers.
 
     >>> to_json({"<": [1 / 3, float("nan")]})
     '{"\\u003c":[0.333333,null]}'
@@ -71,16 +71,16 @@ def render_file(title: str, notes: Sequence[str], parts: Sequence[Mapping[str, A
 
     Args:
         title: Title of the page.
-        notes: Notes above its parts.
-        parts: ``title``, ``summary`` and ``sections`` of each part.
-        data: Data of its charts.
+        notes: Notes above the groups.
+        parts: ``title``, ``summary`` and ``sections`` of each group.
+        data: Data of the charts.
 
     Raises:
-        ConfigError: plotly or jinja2 is not installed.
+        ConfigError: If plotly or jinja2 is not installed.
     """
     library, style = escape_script(plotly_script()), page_file("report.css")
     own = escape_script(page_file("tables.js") + page_file("report.js"))
-    # Plotly creates an empty style element that it fills by calls, and empties attributes: the empty text is allowed.
+    # Plotly creates an empty style element and fills it by calls, so the hash of the empty text is allowed.
     policy = (
         f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(own)}; style-src {csp_hash(style)} {csp_hash('')}; "
         f"style-src-attr 'unsafe-hashes' {csp_hash('')}; img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -91,7 +91,7 @@ def render_file(title: str, notes: Sequence[str], parts: Sequence[Mapping[str, A
         parts=parts,
         policy=policy,
         version=__version__,
-        # Plotly also adds styles for maps unless elements of these names are there; there are no maps here.
+        # Plotly adds styles for maps unless elements of these names exist; reports have no maps.
         map_styles=re.findall(r'getElementById\("([0-9a-f]{40,})"\)', library),
         style=style,
         data=to_json(data),

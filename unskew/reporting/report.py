@@ -1,4 +1,4 @@
-"""``unskew.report``: run folders in, one page out."""
+"""Implementation of ``unskew.report``, which writes one page about run folders."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from unskew.reporting.sections import group_content, group_sections, summary_lin
 
 NAME = "report.html"
 MARK = b'<meta name="generator" content="unskew '
-"""Marker near the beginning of every report; a file without it is not overwritten."""
+"""Marker near the start of every report; a file without it is not overwritten."""
 REAL_IMAGES = '<table data-name="beside">'
-"""Start of the table that holds real images beside generated ones."""
+"""Start of the table that shows real images next to generated ones."""
 
 
 def report(
@@ -31,33 +31,33 @@ def report(
     images: bool = True,
     title: str | None = None,
 ) -> Path:
-    """Write a report on runs: one HTML file that holds everything and needs no network.
+    """Write a report on runs as one HTML file that needs no network.
 
     Args:
-        runs: Run folders, folders of comparisons, folders that hold some, or what ``unskew.run`` and ``unskew.compare``
-            gave, one or several.
-        out: The file; if None, ``report.html`` in the folder, or where one works for several folders.
-        images: Whether it may hold images: those that clients made, and, where the data of a run are at hand, real ones
-            beside them.
-        title: Title of the page; data, partition, clients and model if None.
+        runs: One or several run folders, folders of comparisons, folders that contain such folders, or results of
+            ``unskew.run`` and ``unskew.compare``.
+        out: Output file; None for ``report.html`` in the folder, or in the working directory for several folders.
+        images: Whether to include images: generated ones, and real ones next to them if the data are available.
+        title: Title of the page; None for data, partition, clients and model.
 
     Returns:
-        The file.
+        Path of the file.
 
     Raises:
-        ConfigError: A folder is not there or holds no finished run, plotly is not installed, or ``out`` is another file.
-        CheckpointError: A file of a run is corrupted, or the disk is full.
+        ConfigError: If a folder does not exist or contains no finished run, plotly is not installed, or ``out`` exists
+            and is not a report.
+        CheckpointError: If a file of a run is corrupted, or the disk is full.
     """
-    plotly_script()  # what is missing is told before the work
+    plotly_script()  # report missing packages before the work
     folders = [_folder(source) for source in (runs if isinstance(runs, list | tuple) else [runs])]
     if not folders:
-        raise ConfigError("Name at least one run folder, or a folder that holds some.")
+        raise ConfigError("Name at least one run folder, or a folder that contains run folders.")
     file = parse_path(out) if out is not None else Path(NAME) if len(folders) > 1 else folders[0] / NAME
     check_report_file(file)
     runs_read, notes = read_runs(folders)
     parts, more = group_runs(runs_read)
     make_folder(file.parent)
-    # A name may hold what no text file can, such as half a character.
+    # A name may contain surrogates, which cannot be encoded.
     write_atomic(file, render_report(parts, [*notes, *more], images, title).encode(errors="replace"))
     return file
 
@@ -66,45 +66,45 @@ def _folder(source: Any) -> Path:
     if isinstance(source, Result | Comparison):
         if source.folder is None:
             raise ConfigError(
-                "A report reads the folder of a run, and this one was written to none: run it with out=..."
+                "A report reads the folder of a run, but this run was not written to a folder. Run it with out=..."
             )
         return source.folder
     if not isinstance(source, str | Path):
-        raise ConfigError(f"A report is made of folders, or of what run and compare gave, not of {short_repr(source)}.")
+        raise ConfigError(f"A report needs folders, or results of run and compare, not {short_repr(source)}.")
     return parse_path(source)
 
 
 def check_report_file(file: Path) -> None:
-    """Refuse to write over what is not a report.
+    """Validate that a file may be written: it does not exist, or is a report.
 
     Raises:
-        ConfigError: The file is there and is something else, or is a folder.
+        ConfigError: If the file exists and is something else.
     """
     if file.is_dir():
-        raise ConfigError(f"{file} is a folder; name the file of the report, such as {file / NAME}.")
+        raise ConfigError(f"{file} is a folder. Name the file of the report, such as {file / NAME}.")
     if file.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"A report is an HTML file: {file} must end with .html.")
     if file.exists():
         with file.open("rb") as there:
             if MARK not in there.read(4000):
-                raise ConfigError(f"{file} is there and is not a report; choose another file with --out.")
+                raise ConfigError(f"{file} exists and is not a report. Choose another file with --out.")
 
 
 def shows_real_images(file: Path) -> bool:
-    """Return whether a report has real images of clients' data."""
+    """Return whether a report contains real images of clients."""
     return REAL_IMAGES in file.read_text(encoding="utf-8", errors="replace")
 
 
 def render_report(
     parts: Sequence[RunGroup], notes: Iterable[str], images: bool = True, title: str | None = None
 ) -> str:
-    """Render the page of these parts; a method has one color in all of them.
+    """Render the page; a method has the same color in all groups.
 
     Args:
         parts: Groups of runs.
         notes: Notes above the groups.
         images: Whether the page may contain images.
-        title: Title of the page; None: made from the groups.
+        title: Title of the page; None for a title based on the groups.
     """
     labels = list(dict.fromkeys(method_runs.label for part in parts for method_runs in part.series))
     styles = {label: method_style(number) for number, label in enumerate(labels)}

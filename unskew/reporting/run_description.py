@@ -20,13 +20,13 @@ from unskew.reporting.run_reader import RunFiles, is_usable_number
 from unskew.reporting.tables import Cell, Table
 
 PICTURES, LARGEST = 4, 200_000
-"""Pictures of a method that are shown at most, and bytes of one."""
-OWN = "This method is not of unskew's catalogue; its code is not read for a report."
+"""Maximum number of images shown per method, and maximum bytes of one image."""
+OWN = "This method is not part of unskew's registry, and reports do not read its code."
 
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """One method of a sum: its name, what it fills and does, its paper, and the head of its file with its formula."""
+    """Facts about one method of a composition: name, slots, summary, paper, and the docstring of its module."""
 
     name: str
     slots: str
@@ -36,10 +36,10 @@ class MethodFacts:
 
 
 def method_facts(spelling: str) -> list[MethodFacts]:
-    """The methods of a sum. Only those of the catalogue are looked up: another one's name would run its code."""
+    """Return the methods of a composition; only registered methods are looked up, because others would execute code."""
     try:
         parts = check_expression(spelling)
-    except ConfigError:  # a method that only Python knows
+    except ConfigError:  # a method defined in Python
         return [MethodFacts(spelling, "", OWN, "", "")]
     facts = []
     for part in parts:
@@ -55,7 +55,7 @@ def method_facts(spelling: str) -> list[MethodFacts]:
 
 
 def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
-    r"""A docstring as ``("text", ...)`` and ``("formula", ...)``, where a paragraph that ends with ``::`` leads to a formula.
+    r"""Split a docstring into ``("text", ...)`` and ``("formula", ...)``; a formula follows a paragraph ending in ``::``.
 
     >>> docstring_paragraphs("With x::\n\n    a <- b\n\nMore.")
     [('text', 'With x:'), ('formula', 'a <- b'), ('text', 'More.')]
@@ -71,7 +71,7 @@ def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
 
 
 def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
-    """Collect the warnings of all runs, each once, with the runs it occurred in."""
+    """Collect the warnings of all runs, each once, with the runs in which it occurred."""
     messages: dict[str, list[str]] = {}
     for method_runs in part.series:
         for run in method_runs.runs:
@@ -88,7 +88,7 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
 
 
 def versions_and_machines(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:
-    """Versions and machines, each with the number of runs that were made with them."""
+    """Return versions and machines, each with the number of its runs."""
     machines: dict[str, tuple[int, dict[str, Any]]] = {}
     for run in runs:
         about = {**run.about.get("versions", {}), **run.about.get("machine", {}), "engine": run.summary["engine"]}
@@ -98,7 +98,7 @@ def versions_and_machines(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str,
 
 
 def repeat_commands(part: RunGroup) -> list[str]:
-    """The commands that repeat the part: one comparison, or each of its runs where they are not of one."""
+    """Return commands that repeat the group: one comparison, or each of its runs if they do not form one."""
     series = part.ranked or part.series
     seeds = {tuple(run.summary["seed"] for run in method_runs.runs) for method_runs in series}
     runs = [run for method_runs in series for run in method_runs.runs]
@@ -111,21 +111,21 @@ def repeat_commands(part: RunGroup) -> list[str]:
     )
     if same_comparison(method_runs.runs[0].config for method_runs in series):
         words = ["unskew", "compare", *(method_runs.method for method_runs in series), *which, "--config", files[0]]
-    else:  # each is a method with fields of its own, as after a tuning
+    else:  # each method has its own fields, as after tuning
         words = ["unskew", "compare", *files, *which]
     words += [] if len(series) < len(part.series) else ["--no-references"]
     return [shlex.join([*words, *([] if part.language else ["--target", f"{part.target:g}"])])]
 
 
 def same_comparison(configs: Iterable[dict[str, Any]]) -> bool:
-    """Return whether configurations differ only in what a comparison itself varies."""
+    """Return whether configurations differ only in fields that a comparison varies."""
     own = ("method", "seed", "synthetic")
     first, *others = ({name: value for name, value in config.items() if name not in own} for config in configs)
     return all(other == first for other in others)
 
 
 def averaging_periods(one: MethodRuns) -> Table | None:
-    """Return how often a method averaged each layer in the last round of its first run; None if it does not report it."""
+    """Return how often a method averaged each layer in its first run's last round; None if not reported."""
     run = one.runs[0]
     periods = run.history[-1].get("fedals_periods")
     if not isinstance(periods, list) or not periods or not all(map(is_usable_number, periods)):
@@ -145,7 +145,7 @@ def averaging_periods(one: MethodRuns) -> Table | None:
 
 
 def sample_pictures(one: MethodRuns) -> list[tuple[str, str]]:
-    """Pictures of what clients made with a method, of its first run that has some: a title and a data address."""
+    """Return images that clients generated in the first run that has some: titles and data URIs."""
     for run in one.runs:
         folders = [
             ("samples", run.folder / "samples"),
@@ -168,7 +168,7 @@ def generates_data(one: MethodRuns) -> bool:
 
 
 def synthetic_folders(run: RunFiles) -> list[Path]:
-    """Folders with what clients made before training; a comparison keeps them beside its runs."""
+    """Return the folders of data generated before training; a comparison stores them next to its runs."""
     bases = [run.folder / "synthetic", run.folder.parent.parent / "synthetic"]
     named = Path(str(run.summary.get("synthetic", ""))).name.strip(".")
     return [folder for base in bases for folder in (base, *([base / named] if named else [])) if folder.is_dir()]

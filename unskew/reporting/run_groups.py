@@ -1,4 +1,4 @@
-"""Runs sorted into what may be compared: parts with the same data and model, and in them methods over seeds."""
+"""Grouping of runs: groups have the same data and model, and contain methods with several seeds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from unskew.tasks.primary_metric import (
 )
 
 PLACE = ("data", "partition", "clients", "server_data", "model")
-"""Fields that the title of a part tells."""
+"""Fields in the title of a group."""
 SHARED = (*PLACE, "max_classes", "max_train_samples", "image_size", "holdout", "reserve_test_samples", "model_options")
-"""Runs with the same of these are of one part."""
+"""Fields that all runs of a group share."""
 HOW = (
     *(
         "seed",
@@ -37,16 +37,16 @@ HOW = (
     ),
     *("save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from", "objective"),
 )
-"""Fields in which the runs of one method may differ."""
+"""Fields that may differ between the runs of one method."""
 
 
 @dataclass
 class MethodRuns:
-    """One method with its options, over seeds.
+    """Runs of one method with its options, over seeds.
 
     Attributes:
-        label: What the report calls it.
-        method: As it was written.
+        label: Label in the report.
+        method: Method expression.
         runs: A run for each seed.
     """
 
@@ -57,12 +57,12 @@ class MethodRuns:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Methods on the same data and with the same model.
+    """Methods with the same data and model.
 
     Attributes:
-        title: Which data, which partition, which model.
-        series: The methods.
-        target: The accuracy to which rounds are counted.
+        title: Data, partition and model.
+        series: Runs of each method.
+        target: Value of the objective for which rounds are counted.
     """
 
     title: str
@@ -71,7 +71,7 @@ class RunGroup:
 
     @property
     def ranked(self) -> list[MethodRuns]:
-        """The methods without the reference rows."""
+        """Methods without the reference rows."""
         return [method_runs for method_runs in self.series if not is_reference(method_runs.method)]
 
     @property
@@ -82,17 +82,17 @@ class RunGroup:
 
     @property
     def scored(self) -> str:
-        """The task's own metric."""
+        """Name of the task's primary metric."""
         return primary_metric_name(self.series[0].runs[0].summary)
 
     @property
     def objective(self) -> MetricInfo:
-        """The metric that methods are judged by."""
+        """Metric by which methods are compared."""
         return objective_metric(self.series[0].runs[0].summary)
 
     @property
     def at_clients(self) -> MetricInfo:
-        """The metric of single clients that goes with it."""
+        """Corresponding metric of single clients."""
         own = self.series[0].runs[0].summary.get("own_metrics")
         return metric_info(client_metric_name(self.objective.name, self.scored), own)
 
@@ -102,7 +102,7 @@ class RunGroup:
         return not (self.language and self.objective.name in SCORES)
 
     def comparison(self) -> Comparison:
-        """The same as ``unskew.compare`` gives it."""
+        """Return the group as a result of ``unskew.compare``."""
         return Comparison(
             {method_runs.label: [run.history for run in method_runs.runs] for method_runs in self.series},
             {method_runs.label: [run.summary for run in method_runs.runs] for method_runs in self.series},
@@ -112,7 +112,7 @@ class RunGroup:
 
 
 def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:
-    """The parts of a report in the order in which their first runs come, and sentences on what was left out."""
+    """Group runs in the order of their first runs, and return notes on runs that were omitted."""
     notes: list[str] = []
     groups: dict[str, dict[str, MethodRuns]] = {}
     for run in runs:
@@ -135,14 +135,14 @@ def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:
 
 
 def _key(value: object) -> str:
-    """A text that is the same for the same values, in whichever order a file has them."""
+    """Return a string that is equal for equal values, whatever the order of keys in a file."""
     if isinstance(value, dict):
         return repr(sorted((repr(name), _key(item)) for name, item in value.items()))
     return repr(list(map(_key, value))) if isinstance(value, list) else repr(value)
 
 
 def disambiguate_names(series: Sequence[MethodRuns]) -> None:
-    """Methods that are there with several configurations are called by what differs, too."""
+    """Add differing fields to the labels of methods that occur with several configurations."""
     for method in {method_runs.method for method_runs in series}:
         same = [method_runs for method_runs in series if method_runs.method == method]
         configs = [method_runs.runs[0].config for method_runs in same]
@@ -155,7 +155,7 @@ def disambiguate_names(series: Sequence[MethodRuns]) -> None:
 
 
 def plain_value(value: object) -> str:
-    """A value of a configuration in a few words."""
+    """Format a value of a configuration briefly."""
     return "none" if value is None else str(value)
 
 
@@ -169,7 +169,7 @@ def order_methods(series: list[MethodRuns]) -> list[MethodRuns]:
 
 
 def _table(series: Sequence[MethodRuns]) -> list[dict[str, Any]]:
-    """The rows of the comparison that all runs are of, if they are of one."""
+    """Return the rows of the comparison that all runs belong to, if there is one."""
     folders = {run.folder.parent.parent for method_runs in series for run in method_runs.runs}
     path = min(folders) / "comparison.json"
     if len(folders) > 1 or not path.is_file():
@@ -177,12 +177,12 @@ def _table(series: Sequence[MethodRuns]) -> list[dict[str, Any]]:
     try:
         rows = read_json(path)
     except (OSError, ValueError, RecursionError):
-        return []  # it repeats what the runs say
+        return []  # the table is redundant: the runs contain the same numbers
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def _target(series: Sequence[MethodRuns]) -> float:
-    """The accuracy that was asked for, or that ``unskew compare`` counted rounds to, or would."""
+    """Return the target of the runs or of ``unskew compare``, otherwise its default."""
     own_targets = [run.config.get("target") for method_runs in series for run in method_runs.runs]
     listed = [row.get("target") for row in _table(series)]
     targets: list[float] = [

@@ -1,4 +1,4 @@
-"""Reading run folders for a report; they come from outside, so what they hold is checked here."""
+"""Reader of run folders for reports; their content is external input and is validated here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CURVES = {"roc", "pr", "calibration"}
 MOST_POINTS = 1000
 """Largest number of points of a curve in ``curves.json``."""
 DEEPEST = 4
-"""Folders below the one that is named, in which runs are looked for."""
+"""Maximum depth of subfolders in which runs are searched."""
 WORDS = ("method", "data", "partition", "partition_hash", "model", "client_weighting", "engine", "buffers")
 WHOLE = ("clients", "seed", "rounds", "parameters")
 PER_ROUND = ("round", "bytes_up", "bytes_down", "seconds")
@@ -33,17 +33,17 @@ NUMBERS = ("bytes_up", "bytes_down", "seconds")
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Contents of a finished run's folder.
+    """Contents of the folder of a finished run.
 
     Attributes:
-        folder: Where it is.
-        config: Every field of the run.
-        summary: Its ``summary.json``.
-        history: Its rounds.
-        clients: Its ``clients.jsonl``; empty in folders of earlier versions.
-        about: Versions, machine and names of the classes; empty in folders of earlier versions.
-        warnings: What the user was told while it ran.
-        curves: Its ``curves.json``; empty without metrics of a classifier.
+        folder: Path of the folder.
+        config: All fields of the run's configuration.
+        summary: Content of ``summary.json``.
+        history: Metrics of each round.
+        clients: Content of ``clients.jsonl``; empty for folders of earlier versions.
+        about: Versions, machine and class names; empty for folders of earlier versions.
+        warnings: Warnings of the run.
+        curves: Content of ``curves.json``; empty without classifier metrics.
     """
 
     folder: Path
@@ -62,25 +62,27 @@ def is_usable_number(value: object) -> bool:
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
-    """Every finished run in or below the folders, each once, and sentences on what was left out.
+    """Read every finished run in or below the folders, each once, and return notes on omitted runs.
 
     Raises:
-        ConfigError: A folder is not there, or there is no finished run in it, or there are very many.
-        CheckpointError: A file of a run is corrupted.
+        ConfigError: If a folder does not exist or contains no finished run, or there are too many runs.
+        CheckpointError: If a file of a run is corrupted.
     """
     run_of: dict[Path, Path] = {}
     notes: list[str] = []
     for folder in folders:
         if not folder.is_dir():
-            what = "is a file, not a folder" if folder.exists() else "is not there"
-            raise ConfigError(f"{folder} {what}; name run folders, folders of comparisons, or folders that hold them.")
+            what = "is a file, not a folder" if folder.exists() else "does not exist"
+            raise ConfigError(
+                f"{folder} {what}. Name run folders, folders of comparisons, or folders that contain them."
+            )
         found_folders = run_folders(folder)
         finished = [path for path in found_folders if (path / "summary.json").is_file()]
         if not finished:
             raise ConfigError(
-                f"{folder} holds no finished run: a run's folder has config.yaml, metrics.jsonl and summary.json."
+                f"{folder} contains no finished run: a run folder has config.yaml, metrics.jsonl and summary.json."
                 + (
-                    f" {found_folders[0]} is not finished; go on with: unskew resume {found_folders[0]}"
+                    f" {found_folders[0]} is not finished; continue with: unskew resume {found_folders[0]}"
                     if found_folders
                     else ""
                 )
@@ -88,7 +90,9 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
         notes += [f"{path} is not finished and is left out." for path in found_folders if path not in finished]
         run_of |= {path.resolve(): path for path in finished}
     if len(run_of) > MOST_RUNS:
-        raise ConfigError(f"These folders hold {len(run_of)} runs; a report shows at most {MOST_RUNS}. Name fewer.")
+        raise ConfigError(
+            f"These folders contain {len(run_of)} runs, but a report shows at most {MOST_RUNS}. Name fewer."
+        )
     runs: list[RunFiles] = []
     for path in run_of.values():
         report_progress("runs read", len(runs), len(run_of))
@@ -97,7 +101,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """The folders with a run, in order of their names: ``folder`` itself, or those below it."""
+    """Return the run folders, sorted by name: ``folder`` itself, or those below it."""
     folders = []
     for directory, inner, files in os.walk(folder):
         inner.sort()
@@ -112,8 +116,8 @@ def read_run(folder: Path) -> RunFiles:
     """Read one run folder.
 
     Raises:
-        ConfigError: The configuration of the run cannot be read.
-        CheckpointError: Another file is missing or damaged.
+        ConfigError: If the configuration of the run cannot be read.
+        CheckpointError: If another file is missing or corrupted.
     """
     summary = read_object(folder / "summary.json")
     check_summary(summary, folder / "summary.json")
@@ -134,7 +138,7 @@ def read_run(folder: Path) -> RunFiles:
     except OSError as error:
         raise CheckpointError(f"{warnings_file} cannot be read: {error.strerror}.") from error
     clients = read_clients(folder / "clients.jsonl")
-    alone = is_local(summary["method"])  # it has no global model
+    alone = is_local(summary["method"])  # without a global model
     if alone:
         own_metrics = summary.get("own_metrics", ())
         history, clients = ([without_global_model(row, own_metrics) for row in rows] for rows in (history, clients))
@@ -152,10 +156,10 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file with one JSON object.
+    """Read a file with one JSON object.
 
     Raises:
-        CheckpointError: The file is missing or damaged.
+        CheckpointError: If the file is missing or corrupted.
     """
     try:
         value = read_json(path)
@@ -164,18 +168,18 @@ def read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path} is corrupted: {error}.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is corrupted: it is no JSON object.")
+        raise CheckpointError(f"{path} is corrupted: it is not a JSON object.")
     return value
 
 
 def read_curves(path: Path) -> dict[str, Any]:
-    """Read ``curves.json``; empty if it is not there.
+    """Read ``curves.json``; empty if it does not exist.
 
     Raises:
-        CheckpointError: If it is corrupted.
+        CheckpointError: If the file is corrupted.
     """
     curves = read_object(path) if path.is_file() else {}
-    damaged = CheckpointError(f"{path} is corrupted; remove it, and the report goes without it.")
+    damaged = CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
     for kind in CURVES & set(curves):
         points = [curves[kind].get(way) for way in "xy"] if isinstance(curves[kind], dict) else [None]
         if not all(
@@ -193,21 +197,21 @@ def read_curves(path: Path) -> dict[str, Any]:
 
 
 def check_summary(summary: dict[str, Any], path: Path) -> None:
-    """Refuse what no run has written.
+    """Validate the content of ``summary.json``.
 
     Args:
         summary: Content of the file.
-        path: The file, for the error.
+        path: Path of the file, for error messages.
 
     Raises:
-        CheckpointError: A metric is missing, or is not a number.
+        CheckpointError: If a metric is missing or is not a number.
     """
     figures = set(filter(is_metric, summary))
     scored = primary_metric_name(summary)
     needed = (scored, f"best_{scored}")
     directions = summary.get("own_metrics", {})
     if not isinstance(directions, dict) or not isinstance(summary.get("objective", ""), str):
-        raise CheckpointError(f"{path} is not the summary of a run: objective or own_metrics is not what it must be.")
+        raise CheckpointError(f"{path} is not the summary of a run: objective or own_metrics is not valid.")
     optional = {*averaged_keys(summary), *figures} - set(needed)
     checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
         (WORDS, lambda value: isinstance(value, str)),
@@ -218,38 +222,36 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
     for names, fits in checks:
         for name in names:
             if not fits(summary.get(name)):
-                raise CheckpointError(
-                    f"{path} is not the summary of a run: {name} is missing, or is not what it must be."
-                )
+                raise CheckpointError(f"{path} is not the summary of a run: {name} is missing or not valid.")
 
 
 def check_about(about: dict[str, Any], path: Path) -> None:
-    """Refuse what no run has written.
+    """Validate the content of ``about.json``.
 
     Args:
         about: Content of the file.
-        path: The file, for the error.
+        path: Path of the file, for error messages.
 
     Raises:
-        CheckpointError: A part is of another type.
+        CheckpointError: If an entry has a wrong type.
     """
     names = about.get("classes", [])
     parts = [about.get(name, {}) for name in ("versions", "machine")]
     if not (isinstance(names, list) and all(isinstance(key, str) for key in names)) or not all(
         isinstance(part, dict) for part in parts
     ):
-        raise CheckpointError(f"{path} is corrupted; remove it, and the report goes without it.")
+        raise CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
 
 
 def read_clients(path: Path) -> list[dict[str, Any]]:
-    """The lines of ``clients.jsonl``; none if it is not there.
+    """Read the records of ``clients.jsonl``; empty if it does not exist.
 
     Raises:
-        CheckpointError: The file is corrupted.
+        CheckpointError: If the file is corrupted.
     """
     if not path.is_file():
         return []
-    damaged = CheckpointError(f"{path} is corrupted; remove it, and the report goes without it.")
+    damaged = CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
     try:
         rows = [parse_json(line) for line in read_file(path).splitlines()]
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Sections of a report that cannot cost each other: a broken one states its error, the others are written."""
+"""Error isolation of report sections: a failed section shows its error, and the others are written."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 
 def guard_section(title: str, write: Callable[[], T], instead: Callable[[str], T]) -> T:
-    """Write a section, or what stands in its place if that fails; a failure is also a Python warning.
+    """Write a section, or its replacement if that fails; a failure also emits a Python warning.
 
     Args:
         title: Name of the section.
-        write: Writes it.
-        instead: Gives what replaces it, from a sentence on the failure.
+        write: Writes the section.
+        instead: Creates the replacement from a description of the failure.
 
     Returns:
-        What either of them gave.
+        Result of ``write`` or ``instead``.
     """
     try:
         return write()
-    except Exception as error:  # whatever is wrong with one section, the results in the others must not be lost
+    except Exception as error:  # an error in one section must not lose the results in the others
         sentence = (
             f"The section {title!r} of the report is missing because of an error: {type(error).__name__}: {error}"
         )
@@ -33,7 +33,7 @@ def guard_section(title: str, write: Callable[[], T], instead: Callable[[str], T
 
 
 def section_html(title: str, write: Callable[[], str]) -> str:
-    """The HTML of a section; of a broken one its heading and the error.
+    """Return the HTML of a section, or its heading and the error if it fails.
 
     Args:
         title: Heading of the section.

@@ -1,4 +1,4 @@
-"""Sections of a part of the report, and the data of their charts."""
+"""Sections of a group of the report, and the data of their charts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GENERAL = (
     *("train_loss", "setup_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),
     *("updates/", "server/", "arrivals", "in_flight", "staleness", "discarded"),
 )
-"""Metrics of a round that any method may report, or their prefixes; a method's own metrics are listed before them."""
+"""Round metrics that any method may report, or their prefixes; other metrics of methods are listed before them."""
 LABELS = "Label distribution across clients"
 MEASUREMENTS = "Measurements of the methods"
 Styles = Mapping[str, Mapping[str, str]]
@@ -56,13 +56,13 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
 
 
 def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images: bool = True) -> list[str]:
-    """Render the sections of a group; a section that fails states its error, and the others are rendered.
+    """Render the sections of a group; a failed section shows its error, and the others are rendered.
 
     Args:
         part: Runs of the group.
-        shown: Data of its charts, from ``group_content``.
+        shown: Data of the charts, from ``group_content``.
         group: Name of the group, which is unique on the page.
-        images: Whether the page may hold images.
+        images: Whether the page may contain images.
 
     Returns:
         HTML of each section that has content.
@@ -95,7 +95,7 @@ def _result(part: RunGroup) -> str:
 def _warnings(part: RunGroup) -> str:
     lines = [f"{text} ({runs})" for runs, text in run_description.collect_warnings(part)]
     lines += [
-        f"{run.summary['updates_skipped']} updates were not finite and left out "
+        f"{run.summary['updates_skipped']} updates were not finite and were skipped "
         f"({method_runs.label}, seed {run.summary['seed']})"
         for method_runs in part.series
         for run in method_runs.runs

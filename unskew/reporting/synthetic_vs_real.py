@@ -1,4 +1,4 @@
-"""Generated data next to real images of the same clients, if the data of the run are available."""
+"""Generated images next to real images of the same clients, if the data of the run are available."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from unskew.reporting.run_description import synthetic_folders
 from unskew.reporting.run_groups import MethodRuns
 from unskew.reporting.run_reader import RunFiles
 
-CLASSES, IMAGES, SIDE = 6, 4, 32
-"""Classes of one client, images of each, and the largest side of one: a page has room for a few."""
+CLASSES = 6
+IMAGES = 4
+SIDE = 32
+"""Maximum number of classes of a client, of images of each, and of pixels per side."""
 
 
 @dataclass(frozen=True)
 class ImageRow:
-    """Images of one class as data addresses, each a strip of some: real ones, and those that the client made."""
+    """Real and generated images of one class, each as a strip in a data URI."""
 
     name: str
     real: str
@@ -37,7 +39,7 @@ class ImageRow:
 
 
 def synthetic_and_real(one: MethodRuns) -> tuple[str, list[ImageRow]] | None:
-    """A client and its rows, of the first run whose synthetic set and data are both at hand; None if there is none."""
+    """Return a client and its rows, of the first run whose synthetic set and data are available; otherwise None."""
     for run in one.runs:
         images_found = _at_hand(run)
         if images_found is not None and len(images_found[0].y):
@@ -48,7 +50,7 @@ def synthetic_and_real(one: MethodRuns) -> tuple[str, list[ImageRow]] | None:
 
 
 def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
-    """The synthetic set of a run and the data it was made from, without a network and without code that the folder names."""
+    """Load a run's synthetic set and original data, without network access and without code named by the folder."""
     folder = next(
         (
             images_folder
@@ -77,7 +79,7 @@ def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
 
 
 def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[ImageRow]:
-    """A row for each of the classes of which the client made most, in their order."""
+    """Return a row for each of the classes of which the client generated most, in the order of classes."""
     own = federation.clients[client]
     labels = made.y[made.source == client]
     counts = torch.bincount(labels, minlength=federation.classes)
@@ -91,7 +93,7 @@ def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[Image
 
 
 def _strip(images: Tensor) -> str:
-    """Images ``[n, C, H, W]`` side by side, as a data address; empty if there are none."""
+    """Return images ``[n, C, H, W]`` side by side as a data URI; empty if there are none."""
     from PIL import Image
 
     if not len(images):

@@ -1,4 +1,4 @@
-"""The report's tables: what is shown in a cell, and the number behind it."""
+"""Tables of the report: displayed text of each cell, and the number that it is sorted by."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 @dataclass(frozen=True)
 class Cell:
-    """Displayed text, sort key and standard deviation of a cell; None if there is none."""
+    """Displayed text, sort key and standard deviation of a cell; None if missing."""
 
     text: str
     value: float | None = None
@@ -32,12 +32,12 @@ class Table:
     """A table of the page.
 
     Attributes:
-        name: What its copies are called.
-        caption: What it shows.
-        columns: Their titles; the first ones are words.
-        rows: The cells of each line.
-        words: How many of the first columns hold words.
-        groups: For a table of which one group of rows is shown at a time: the group of each row.
+        name: File name of exported copies.
+        caption: Description of the content.
+        columns: Column titles.
+        rows: Cells of each row.
+        words: Number of leading columns that contain text.
+        groups: Group of each row, for tables that show one group at a time.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Table:
 
 
 def percent_cell(value: float | None, spread: float | None = None) -> Cell:
-    """A share in per cent.
+    """Format a share in percent.
 
     Args:
         value: Share from 0 to 1, or None.
@@ -61,12 +61,12 @@ def percent_cell(value: float | None, spread: float | None = None) -> Cell:
 
 
 def metric_cell(one: MetricInfo) -> Callable[..., Cell]:
-    """Return what writes a metric into a cell."""
+    """Return a function that formats a metric as a cell."""
     return percent_cell if one.percent else loss_cell
 
 
 def metric_title(title: str, one: MetricInfo) -> str:
-    """Return the title of a column that holds a metric.
+    """Return the title of a column with a metric.
 
     Args:
         title: Title without unit.
@@ -76,12 +76,12 @@ def metric_title(title: str, one: MetricInfo) -> str:
 
 
 def megabytes_cell(value: float | None) -> Cell:
-    """Bytes in MB."""
+    """Format bytes in MB."""
     return Cell("-") if value is None else Cell(format_megabytes(value), value / 1e6)
 
 
 def number_cell(value: float | None, digits: int = 1) -> Cell:
-    """A plain number.
+    """Format a plain number.
 
     Args:
         value: Number, or None.
@@ -91,7 +91,7 @@ def number_cell(value: float | None, digits: int = 1) -> Cell:
 
 
 def loss_cell(value: float | None, spread: float | None = None) -> Cell:
-    """A loss or a perplexity.
+    """Format a loss or a perplexity.
 
     Args:
         value: Loss, or None.
@@ -101,19 +101,21 @@ def loss_cell(value: float | None, spread: float | None = None) -> Cell:
 
 
 def std_note(part: RunGroup) -> str:
-    """Return the note that explains standard deviations."""
+    """Return a note on the number of seeds and on standard deviations."""
     most = max(len(method_runs.runs) for method_runs in part.series)
     return f"mean ± standard deviation over {most} seeds" if most > 1 else "1 seed"
 
 
 def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
-    """A line per method, or per reference, with the figures of ``comparison.json``; None if there is none.
+    """Build a table with a row per method, or per reference, and the metrics of ``comparison.json``; None without rows.
 
     Args:
         part: Runs of the group.
         references: Whether to list references instead of methods.
     """
-    everything, judge, own = part.comparison().rows(), part.objective, part.at_clients
+    everything = part.comparison().rows()
+    judge = part.objective
+    own = part.at_clients
     rows = [row for row in everything if row["reference"] == references]
     if not rows:
         return None
@@ -163,7 +165,7 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
 
 
 def difference_table(part: RunGroup) -> Table | None:
-    """Every method minus every other, seed by seed on the same partition; None of a single method."""
+    """Build a table of differences between methods, paired by seed on the same partition; None for a single method."""
     judge = metric_info("loss") if part.language else part.objective
     names = (judge.name, f"best_{judge.name}")
     factor = 100 if judge.percent else 1
@@ -217,7 +219,7 @@ def _difference(values: Sequence[float], digits: int) -> list[Cell]:
 
 
 def target_table(part: RunGroup) -> Table | None:
-    """Build the table of costs to the target; None for language models, which have no target."""
+    """Build the table of costs to reach the target; None for language models, which have no target."""
     if not part.counts:
         return None
     rows, judge = [], part.objective
@@ -237,7 +239,7 @@ def target_table(part: RunGroup) -> Table | None:
 
 
 def fairness_table(part: RunGroup) -> Table | None:
-    """Build the table of the accuracy's distribution over clients, for the global and the personal models."""
+    """Build the table of the distribution of the objective over clients, for the global and the personal models."""
     rows, judge = [], part.at_clients
     for method_runs in part.series:
         for label, whose, name in (
@@ -252,7 +254,7 @@ def fairness_table(part: RunGroup) -> Table | None:
             better = mean_or_none([_better(run, judge) for run in method_runs.runs]) if label == "personal" else None
             shares = (
                 judge.percent and judge.name != "r2" and not judge.lower_is_better
-            )  # R² may be negative, and is not an amount that clients get a part of
+            )  # R² may be negative, so a share of the total is not defined
             gap = mean_or_none([gini(values) for values in scored if values]) if shares else None
             cells = [metric_cell(judge)(value) for value in means]
             label = "own" if is_local(method_runs.method) else label
@@ -280,7 +282,7 @@ def mean_or_none(values: Sequence[float | None]) -> float | None:
 
 
 def _better(run: RunFiles, judge: MetricInfo) -> float | None:
-    """Share of the clients whose own model is better for them than the global one."""
+    """Return the share of clients for which the personal model is better than the global one."""
     pairs = [
         (row[f"personal_{judge.name}"], row[judge.name])
         for row in run.clients
@@ -290,11 +292,11 @@ def _better(run: RunFiles, judge: MetricInfo) -> float | None:
 
 
 MOST_CLASSES = 20
-"""Classes of a confusion matrix that is shown."""
+"""Maximum number of classes of a displayed confusion matrix."""
 
 
 def confusion_table(one: MethodRuns) -> Table | None:
-    """Return the confusion matrix of a method's first run; None if there is none, or it is too large to show."""
+    """Build the confusion matrix of a method's first run; None if it is missing or too large."""
     matrix = one.runs[0].curves.get("confusion")
     if matrix is None or len(matrix["classes"]) > MOST_CLASSES:
         return None
@@ -309,21 +311,21 @@ def confusion_table(one: MethodRuns) -> Table | None:
 
 COSTS: dict[str, tuple[str, Any]] = {
     "seconds": ("seconds of the run", number_cell),
-    "client_seconds": ("seconds of a client", lambda value: number_cell(value, 2)),
+    "client_seconds": ("seconds per client", lambda value: number_cell(value, 2)),
     "bytes_up": ("MB up", megabytes_cell),
     "bytes_down": ("MB down", megabytes_cell),
-    "buffer_bytes_up": ("of these statistics, MB up", megabytes_cell),
-    "report_bytes_up": ("only to be measured, MB up", megabytes_cell),
-    "server/gflops": ("server, GFLOP a round", lambda value: number_cell(value, 3)),
+    "buffer_bytes_up": ("of these buffers, MB up", megabytes_cell),
+    "report_bytes_up": ("only for measurements, MB up", megabytes_cell),
+    "server/gflops": ("server, GFLOP per round", lambda value: number_cell(value, 3)),
     "server/bytes": ("server's memory, MB", megabytes_cell),
-    "synthetic_seconds": ("making images, seconds", number_cell),
-    "updates_skipped": ("updates left out", number_cell),
+    "synthetic_seconds": ("image generation, seconds", number_cell),
+    "updates_skipped": ("updates skipped", number_cell),
 }
-"""Figures of the summary that are costs."""
+"""Metrics of the summary that are costs."""
 
 
 def cost_table(part: RunGroup) -> Table:
-    """Build the table of costs per method, means over seeds; a column is shown if some run has a value other than zero."""
+    """Build the table of costs per method, means over seeds; a column is shown if any run has a nonzero value."""
     costs = {
         name: [mean_or_none([_cost(run, name) for run in method_runs.runs]) for method_runs in part.series]
         for name in COSTS
@@ -333,7 +335,7 @@ def cost_table(part: RunGroup) -> Table:
         [Cell(method_runs.label), *(COSTS[name][1](values[index]) for name, values in costs.items())]
         for index, method_runs in enumerate(part.series)
     ]
-    caption = "What each method takes, mean over seeds"
+    caption = "Cost of each method, mean over seeds"
     return Table("costs", caption, ["method", *(COSTS[name][0] for name in costs)], rows)
 
 
@@ -344,7 +346,7 @@ def _cost(run: RunFiles, name: str) -> float | None:
 
 
 def runs_table(part: RunGroup) -> Table:
-    """Every run with the figures of its ``summary.json``."""
+    """Build the table of all runs with the metrics of their ``summary.json``."""
     judge, own = part.objective, part.at_clients
     write, per = metric_cell(judge), " %" if own.percent else ""
     pairs: list[tuple[MethodRuns, RunFiles]] = [
@@ -375,4 +377,4 @@ def runs_table(part: RunGroup) -> Table:
         f"clients, mean{per}",
     ]
     columns += [metric_title("worst decile", own), metric_title("worst client", own), "MB up", "MB down", "seconds"]
-    return Table("runs", "Every run, as its summary.json has it", ["method", "folder", "seed", *columns], rows, 2)
+    return Table("runs", "All runs, as in their summary.json", ["method", "folder", "seed", *columns], rows, 2)

@@ -1,4 +1,4 @@
-"""Jinja2 templates of the report. Text from data or files is escaped wherever it stands."""
+"""Jinja2 templates of the report. Text from data or files is escaped everywhere."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def render_section(macro: str, **values: Any) -> str:
 
     Args:
         macro: Name of a macro in ``sections.html.j2``.
-        values: Its arguments.
+        values: Arguments of the macro.
 
     Returns:
-        HTML that is marked as safe, so that a template does not escape it again.
+        HTML that is marked as safe, so that templates do not escape it again.
     """
     section: str = getattr(_environment().get_template("sections.html.j2").module, macro)(**values)
     return section
 
 
 def render_page(**values: Any) -> str:
-    """Render the whole file from ``page.html.j2``."""
+    """Render the whole page from ``page.html.j2``."""
     return _environment().get_template("page.html.j2").render(**values)

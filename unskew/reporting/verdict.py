@@ -1,4 +1,4 @@
-"""The result of a part in three sentences: the best method, its lead and what decides it, and its cost."""
+"""Verdict of a group in three sentences: the best method, its lead and its significance, and its cost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 
 def verdict(part: RunGroup) -> list[str]:
-    """The best method by the objective after the last round, whether its lead is conclusive, and its cost.
+    """Return the best method by the objective after the last round, whether its lead is conclusive, and its cost.
 
-    Reference rows take no part. The lead is over the second best method, paired by seed.
+    Reference rows are ignored. The lead is over the second best method, paired by seed.
     """
     judge = metric_info("loss") if part.language else part.objective
     name, low = judge.name, judge.lower_is_better
@@ -69,7 +69,7 @@ def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
 
 
 def _cost(one: MethodRuns) -> str:
-    """Traffic and time of a method, means over seeds."""
+    """Return traffic and time of a method, means over seeds."""
     sent = mean_std([run.summary["bytes_up"] + run.summary["bytes_down"] for run in one.runs])[0]
     seconds = mean_std([run.summary["seconds"] for run in one.runs])[0]
     return f"{one.label} sent {format_megabytes(sent)} MB and took {seconds:,.1f} s per run"

@@ -1,1 +1,1 @@
-"""The papers' tables and figures as presets, run at three scales, their results kept and set beside the published ones."""
+"""Reproduction of the papers' tables and figures: presets at three scales, and stored results."""

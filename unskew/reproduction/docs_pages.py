@@ -1,8 +1,7 @@
-"""The tables of ``docs/results`` and ``results/INDEX.md``, written by ``python -m unskew.reproduction.docs_pages``.
+"""Generator of tables in ``docs/results`` and of ``results/INDEX.md``: ``python -m unskew.reproduction.docs_pages``.
 
-It is run in the repository and reads the kept outcomes. A page says where a table stands with
-``<!-- table: PRESET SCALE -->`` ... ``<!-- end -->``. What lies between is replaced; the
-sentences around it are written by hand.
+Run it in the repository; it reads the stored outcomes. In a page, a table is marked by ``<!-- table: PRESET SCALE -->``
+... ``<!-- end -->``, and the text between the marks is replaced. The text around them is written by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Pages:
     """Pages generated from the outcomes in a repository.
 
     Args:
-        root: The repository's folder.
+        root: Root folder of the repository.
     """
 
     def __init__(self, root: Path):
@@ -42,18 +41,18 @@ class Pages:
         self.seeds = sorted({outcome["run"]["seed"] for outcome in self.outcomes.values()})
 
     def stale(self) -> dict[Path, str]:
-        """The files that are not what the outcomes say, and what they should be."""
+        """Return the files that do not match the outcomes, with their correct content."""
         texts = {path: self.filled(path.read_text(encoding="utf-8")) for path in self.paths}
         texts[self.results / "INDEX.md"] = self.index()
         return {p: text for p, text in texts.items() if not p.is_file() or p.read_text(encoding="utf-8") != text}
 
     def filled(self, page: str) -> str:
-        """The page with every table renewed."""
+        """Return the page with all tables regenerated."""
         page = BLOCK.sub(lambda block: f"{block[1]}{self.tables(block[2], block[3])}{block[4]}", page)
         return GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
 
     def tables(self, name: str, scale: str) -> str:
-        """The tables of a preset.
+        """Return the tables of a preset.
 
         Args:
             name: Name of the preset.
@@ -61,7 +60,7 @@ class Pages:
         """
         if name in study_names():
             study = StudyRuns(load_study(name), scale, self.runs)
-            by_part = study.found(self.seeds)  # may turn to the study of other data
+            by_part = study.found(self.seeds)  # may switch to the settings without the data
             return _as_text(study.study.lines(by_part), study.note())
         preset = load_preset(name)
         outcomes = list(self._sweep(name, scale).found(self.seeds))
@@ -96,7 +95,7 @@ class Pages:
         return f"\n{text}\n\n{markdown([*header, 'of its training'], body)}\n\n"
 
     def index(self) -> str:
-        """Every table and figure with the files of its outcomes, paper by paper."""
+        """Return the index of all tables and figures with their outcome files, by paper."""
         shown: dict[str, dict[str, Path | None]] = {}
         for path in self.paths:
             for block in BLOCK.finditer(path.read_text(encoding="utf-8")):
@@ -156,7 +155,7 @@ def _links(rows: Rows) -> str:
 
 
 def _as_text(tables: list[Line], settings: str, notes: Sequence[str] = ()) -> str:
-    """Return tables as markdown, after a note on their settings and before what marks in them mean."""
+    """Return tables as markdown, after a note on their settings and before the explanation of marks."""
     if not tables:
         return "*No run of this table has been made yet.*\n"
     text = [f"*{settings}*", ""] if settings else []
@@ -168,7 +167,7 @@ def _as_text(tables: list[Line], settings: str, notes: Sequence[str] = ()) -> st
 
 
 def main() -> None:
-    """Renew the files of the repository in the current folder."""
+    """Regenerate the pages of the repository in the current folder."""
     for path, text in Pages(Path()).stale().items():
         write_atomic(path, text.encode())
         print(f"wrote {path}")

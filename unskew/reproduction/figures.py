@@ -1,4 +1,4 @@
-"""A table's numbers as a figure: curves over rounds or traffic, or points over columns with the paper's beside them."""
+"""Plots of a table's numbers: curves over rounds or traffic, or points over columns next to the paper's."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from unskew.reproduction.tables import TableEntry, expand_values, value_format
 SIGNS = ("coefficients/positive", "coefficients/negative")
 """Values that are drawn together, as bars up and down for each row."""
 MARKED = 50
-"""Points of a curve, above which marks would hide it."""
+"""Number of points of a curve above which markers would hide it."""
 
 
 def draw_curves(preset: Preset, runs: Sequence[tuple[PresetCell, Outcome]], path: Path) -> Path:
-    """One panel per value and column: the mean over seeds against rounds or traffic, its standard deviation shaded.
+    """Plot one panel per value and column: mean over seeds against rounds or traffic, standard deviation shaded.
 
-    Values that have no curve, such as a sum over the run, are left out. Where a value's ``_min`` and ``_max`` are shown, too,
-    they are the borders of what is shaded about its mean, and have no panels of their own.
+    Values without a curve, such as a sum over the run, are omitted. If a value's ``_min`` and ``_max`` are also shown,
+    they bound the shaded area and have no panels.
 
     Args:
-        preset: The figure.
-        runs: Its runs and their outcomes.
+        preset: Preset of the figure.
+        runs: Cells with their outcomes.
         path: Image file to write.
     """
     values = expand_values(preset.values, [outcome["summary"] for _, outcome in runs])
@@ -65,7 +65,7 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[PresetCell, Outcome]], path
             low, high = mean - spread, mean + spread
             if value in banded:
                 low, high = (factor * _over_seeds(own_outcomes, f"{value}_{end}")[1].mean(0) for end in ("min", "max"))
-            # By the row, not by what the panel has so far: a row without this value must not shift the others' colors.
+            # By row, so that a row without this value does not shift the colors of the others.
             color = PALETTE[number % len(PALETTE)]
             mark = MARKERS[number % len(MARKERS)] if len(rounds) <= MARKED else None
             (line,) = axis.plot(
@@ -75,7 +75,7 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[PresetCell, Outcome]], path
             lines.setdefault(row, line)
         axis.set_title(f"{column}: {label}", fontsize=8)
         if preset.curves == "traffic":
-            axis.set_xscale("log")  # methods differ by factors
+            axis.set_xscale("log")  # the traffic of methods differs by factors
             axis.xaxis.set_major_formatter("{x:g}")
             axis.set_xlabel("MB up and down, per client")
         else:
@@ -87,14 +87,14 @@ def draw_curves(preset: Preset, runs: Sequence[tuple[PresetCell, Outcome]], path
 
 
 def _over_seeds(outcomes: Sequence[Outcome], value: str) -> tuple[list[int], np.ndarray]:
-    """The rounds that all seeds have, ``T`` of them, and the values there ``[seeds, T]``."""
+    """Return the ``T`` rounds that all seeds have, and the values there, ``[seeds, T]``."""
     curves = [_points(outcome, value) for outcome in outcomes]
     rounds = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
     return rounds, np.array([[curve[t] for t in rounds] for curve in curves])
 
 
 def _traffic(outcomes: Sequence[Outcome], rounds: Sequence[int]) -> list[float]:
-    """MB that a client has sent and received by each of these rounds, mean over seeds."""
+    """Return the MB that a client has sent and received by each round, mean over seeds."""
     sent = [
         [_points(outcome, "bytes")[t] / outcome["summary"]["clients"] / 1e6 for t in rounds] for outcome in outcomes
     ]
@@ -108,13 +108,13 @@ def _points(outcome: Outcome, value: str) -> dict[int, float]:
 
 
 def draw_points(preset: Preset, entries: Sequence[TableEntry], path: Path) -> Path:
-    """One panel per value: mean and standard deviation over seeds, a line per row over the columns, or one over the rows.
+    """Plot one panel per value: mean and standard deviation over seeds, as lines per row over columns, or one over rows.
 
     Hollow markers are the paper's numbers.
 
     Args:
-        preset: The table.
-        entries: Its numbers.
+        preset: Preset of the table.
+        entries: Entries of the table.
         path: Image file to write.
     """
     entries = [e for e in entries if e.against is None]

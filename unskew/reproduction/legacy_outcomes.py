@@ -1,7 +1,7 @@
-"""Results from before a default changed: tables mark them until the runs are repeated.
+"""Outcomes from before a default changed, which tables mark until the runs are repeated.
 
-Such an outcome says the option that it was made with. So it is never found as the run that a preset now names, only where
-that run is missing, and as a row of its own.
+The identity of such an outcome contains the former option. It is therefore shown only if the run that a preset now
+describes is missing, and in a separate row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 from unskew.reproduction.preset import PresetCell
 
 MARK = " †"
-"""After the name of a row that shows earlier outcomes."""
+"""Suffix of rows that show earlier outcomes."""
 EARLIER = {
     "fedssyn": (
         "match_steps=epochs",
@@ -23,11 +23,11 @@ EARLIER = {
         "with synthetic batches in the order of classes, at places that skip some inputs where real batches are not whole",
     ),
 }
-"""By rule: the option that its earlier outcomes were made with, and what that means."""
+"""Former option of each rule, and its meaning."""
 
 
 def legacy_identity(cell: PresetCell) -> PresetCell | None:
-    """The run of a cell as it was before a default changed, marked; None where none has changed.
+    """Return the run of a cell as it was before a default changed, marked; None if no default changed.
 
     >>> from unskew.config.loader import experiment
     >>> cell = legacy_identity(PresetCell("both", "all", experiment({"method": "fedssyn:rho=1+scaffold"})))
@@ -41,7 +41,7 @@ def legacy_identity(cell: PresetCell) -> PresetCell | None:
 
 
 def _as_earlier(part: str) -> str:
-    """One rule with its earlier option, unless it already says that option."""
+    """Add the former option to one rule, unless it is set already."""
     name, colon, options = part.partition(":")
     option, _ = EARLIER.get(name, ("", ""))
     if not option or any(option_text.startswith(option.partition("=")[0] + "=") for option_text in options.split(",")):
@@ -50,7 +50,7 @@ def _as_earlier(part: str) -> str:
 
 
 def without_mark(row: str) -> str:
-    """The name of a row as the preset has it."""
+    """Return the name of a row in the preset."""
     return row.removesuffix(MARK)
 
 

@@ -1,4 +1,4 @@
-"""Stored outcomes of finished runs: small JSON files, found by the identity of the run, independent of folder and time."""
+"""Stored outcomes of finished runs: small JSON files, identified by the run's configuration, not by folder or time."""
 
 from __future__ import annotations
 
@@ -19,25 +19,23 @@ from unskew.filesystem import write_atomic
 from unskew.runs.resume import RESUMABLE
 
 ELSEWHERE = {*RESUMABLE, "data_path", "server_data_path", "start_from"} - {"rounds"}
-"""Fields that say how a run is carried out, not what it is."""
+"""Fields that do not change the numbers of a run."""
 ALWAYS = {"": {"data", "method", "seed", "rounds"}, "network": {"drop", "delay", "delay_per"}}
-"""Fields told with their defaults, too: of every run, and of one that tells anything of the section. Hashes rest on it."""
+"""Fields that are included even if they have their defaults: of every run, and of sections. Hashes depend on them."""
 CURVES = (
     *("accuracy", "perplexity", "local_", "consensus/", "generalization/", "gradients/"),
     *("coefficients/", "surrogate/"),
 )
-"""Prefixes of the metrics that are kept of every evaluated round."""
+"""Prefixes of metrics that are stored for every evaluated round."""
 DIGITS, LONGEST = 8, 80
-"""Digits of the hash in a file's name, and letters of each of its readable pieces."""
+"""Digits of the hash in a file name, and maximum length of its readable parts."""
 Outcome = dict[str, Any]
 Files = dict[str, list[Path]]
-"""Files of outcomes by the first digits of their hashes."""
+"""Outcome files by the first digits of their hashes."""
 
 
 def run_identity(config: Experiment, parent: Experiment | None = None) -> dict[str, Any]:
-    """Return the identity of a run: its configuration without fields that do not change the numbers.
-
-    And the run it starts from.
+    """Return the identity of a run: fields that change its numbers, and the run that it starts from.
 
     Args:
         config: Configuration of the run.
@@ -49,10 +47,7 @@ def run_identity(config: Experiment, parent: Experiment | None = None) -> dict[s
 
 
 def _differing(values: dict[str, Any], defaults: Any, section: str = "") -> dict[str, Any]:
-    """Return the values that are not defaults, also within sections.
-
-    So that a field added later does not change the identity of older runs.
-    """
+    """Return values that are not defaults, also in sections, so that new fields do not change old identities."""
     run = {}
     for name, value in values.items():
         if name not in defaults or value != defaults[name] or name in ALWAYS.get(section, ()):
@@ -64,17 +59,17 @@ def _differing(values: dict[str, Any], defaults: Any, section: str = "") -> dict
 
 @functools.cache
 def _defaults(kind: type[Experiment]) -> dict[str, Any]:
-    # The rate is what it was when the first outcomes were kept: theirs do not say it.
+    # The learning rate at the time of the first stored outcomes, which do not contain it.
     return {**kind().model_dump(mode="json"), "lr": 0.01}
 
 
 def identity_hash(run: dict[str, Any]) -> str:
-    """A name for what a run is, from all that it is."""
+    """Return the hash of a run's identity."""
     return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def experiment_hash(config: Experiment, parent: Experiment | None = None) -> str:
-    """A name for what a run is.
+    """Return the hash of a run's identity, computed from its configuration.
 
     Args:
         config: Configuration of the run.
@@ -102,7 +97,7 @@ def store_outcome(
 
 
 def outcome_path(run: dict[str, Any]) -> Path:
-    """Return the path of an outcome: data, method, partition, seed. Only the hash at its end decides.
+    """Return the path of an outcome: data, method, partition and seed. Only the hash at the end identifies it.
 
     >>> outcome_path({"data": "digits", "method": "fedprox:mu=0.1", "partition": "classes:2", "seed": 3}).as_posix()
     'digits/fedprox-mu=0.1/classes-2-seed3-b42ddabb.json'
@@ -116,14 +111,14 @@ def outcome_path(run: dict[str, Any]) -> Path:
 
 
 def _readable(text: str) -> str:
-    """A piece of a file's name; of a long text the beginning and the end, as compositions differ at both."""
+    """Shorten a part of a file name to its start and its end, because compositions differ in both."""
     name = folder_name(text).strip(".")
     half = LONGEST // 2 - 1
     return name if len(name) <= LONGEST else f"{name[:half]}..{name[-half:]}"
 
 
 def write_outcome(folder: Path, run: dict[str, Any], result: dict[str, Any], indent: int | None = 1) -> Path:
-    """Write the result of a run into ``folder``, under a name that ends with the hash of what the run is.
+    """Write the result of a run to ``folder``, in a file whose name ends with the hash of the run's identity.
 
     Args:
         folder: Folder of the outcomes.
@@ -145,7 +140,7 @@ def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
 
 
 def outcome_files(folder: Path) -> Files:
-    """The outcomes anywhere below a folder; those of older versions lie in it directly, named by nothing but the hash."""
+    """Return all outcome files below a folder, including files of older versions, named by their hash only."""
     files: Files = {}
     for path in sorted(folder.rglob("*.json")):
         files.setdefault(path.stem.rpartition("-")[2][:DIGITS], []).append(path)
@@ -153,7 +148,7 @@ def outcome_files(folder: Path) -> Files:
 
 
 def stored_outcome(files: Path | Files, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
-    """The outcome of a run if it is there; see ``read_outcome``.
+    """Return the outcome of a run if it is stored, see ``read_outcome``.
 
     Args:
         files: Folder of the outcomes, or its files.
@@ -164,14 +159,14 @@ def stored_outcome(files: Path | Files, config: Experiment, parent: Experiment |
 
 
 def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
-    """The outcome of a run if it is there; see ``write_outcome``.
+    """Return the outcome of a run if it is stored, see ``write_outcome``.
 
     Args:
-        files: The folder, or ``outcome_files`` of it when many are read.
-        run: What the run is.
+        files: Folder of the outcomes; when many are read, the result of ``outcome_files``.
+        run: Identity of the run.
 
     Raises:
-        DataError: The file cannot be read.
+        DataError: If the file cannot be read.
     """
     key = identity_hash(run)
     for path in (outcome_files(files) if isinstance(files, Path) else files).get(key[:DIGITS], ()):
@@ -180,5 +175,5 @@ def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
             if identity_hash(outcome["run"]) == key:
                 return outcome
         except (ValueError, LookupError, TypeError) as error:
-            raise DataError(f"{path} is corrupted; remove it to repeat the run.") from error
+            raise DataError(f"{path} is corrupted. Remove it to repeat the run.") from error
     return None

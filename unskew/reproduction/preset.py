@@ -1,7 +1,7 @@
-"""A table of a paper as a YAML file: rows times columns of experiments, at three scales.
+"""Presets: a table of a paper as a YAML file with rows times columns of experiments, at three scales.
 
-A preset names the paper's settings; each scale overrides some of them. ``$name`` stands for a value in ``with``, which a
-scale may override, too. A row that comes ``after`` a common run begins where that run ended.
+A preset contains the paper's settings, some of which each scale overrides. ``$name`` is replaced by a value in
+``with``, which a scale may override too. A row with ``after`` continues from the end of a common run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unskew.data.sources.registry import DRAWN
 from unskew.errors import ConfigError, plain_message, unknown_name
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Ten times as fast where the package yaml was built with it."""
+"""The C loader is ten times as fast, if the yaml package includes it."""
 SCALES = ("smoke", "cpu", "paper")
 Options = dict[str, Any]
 
@@ -37,11 +37,11 @@ class PresetScale(BaseModel):
     rows: dict[str, Options] = Field(default_factory=dict)
     columns: dict[str, Options] | None = None
     otherwise: Options = Field(default_factory=dict)
-    """Settings if the data are not at hand."""
+    """Settings to use if the data are not available."""
 
 
 class Preset(BaseModel):
-    """A table or a figure of a paper."""
+    """Table or figure of a paper."""
 
     model_config = ConfigDict(extra="forbid")
     name: str
@@ -51,14 +51,14 @@ class Preset(BaseModel):
     text: str = ""
     values: list[str] = ["accuracy"]
     curves: bool | Literal["traffic"] = False
-    """Whether its figure is curves over rounds, or over traffic."""
+    """Whether the figure shows curves over rounds, or over traffic."""
     settings: Options
     with_: Options = Field(default_factory=dict, alias="with")
     seeds: int = 3
     rows: dict[str, Options]
     columns: dict[str, Options]
     pairs: dict[str, str] = Field(default_factory=dict)
-    """Rows whose differences per seed from another row are a table of their own."""
+    """Pairs of rows whose differences per seed are shown in a separate table."""
     common: dict[str, Options] = Field(default_factory=dict)
     published: dict[str, dict[str, dict[str, float]]] = Field(default_factory=dict)
     scales: dict[str, PresetScale] = Field(default_factory=dict)
@@ -66,7 +66,7 @@ class Preset(BaseModel):
 
 @dataclass(frozen=True)
 class PresetCell:
-    """One run of a table: its experiment and, if it begins where another run ended, that one."""
+    """One run of a table: its experiment and, if it continues from another run, that one."""
 
     row: str
     column: str
@@ -74,18 +74,18 @@ class PresetCell:
     parent: Experiment | None = None
 
     def of_seed(self, seed: int) -> PresetCell:
-        """The same run with another seed."""
+        """Return the same run with another seed."""
         parent = self.parent and self.parent.model_copy(update={"seed": seed})
         return replace(self, config=self.config.model_copy(update={"seed": seed}), parent=parent)
 
 
 def preset_names() -> list[str]:
-    """All presets that are tables of runs, as ``paper/table``."""
+    """Return all presets that are tables of runs, as ``paper/table``."""
     return [name for name in presets_named(".yaml") if not name.endswith(".study")]
 
 
 def presets_named(ending: str) -> list[str]:
-    """All presets whose file ends so, as ``paper/name``; in the order of their numbers."""
+    """Return all presets whose file name has this ending, as ``paper/name``, in numeric order."""
     root = files("unskew") / "presets"
     paths = [
         f"{folder.name}/{file.name.removesuffix(ending)}"
@@ -94,7 +94,7 @@ def presets_named(ending: str) -> list[str]:
         for file in folder.iterdir()
         if file.name.endswith(ending) and not file.name.startswith("_")
     ]
-    # table-3 comes before table-10.
+    # Numeric order: table-3 comes before table-10.
     return sorted(paths, key=lambda name: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", name)])
 
 
@@ -102,7 +102,7 @@ def load_preset(name: str) -> Preset:
     """Read a preset.
 
     Raises:
-        ConfigError: There is no preset of this name.
+        ConfigError: If there is no preset of this name, or it is not valid.
     """
     if name not in preset_names():
         raise ConfigError(unknown_name("preset", name, preset_names()))
@@ -116,7 +116,7 @@ def load_preset(name: str) -> Preset:
 
 
 def read_yaml(name: str) -> Options:
-    """The values of a preset's file, on top of those it extends."""
+    """Return the values of a preset's file, merged into those of the preset that it extends."""
     text = (files("unskew") / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
     values: Options = yaml.load(text, Loader=LOADER)  # nosec B506
     base = values.pop("extends", None)
@@ -124,7 +124,7 @@ def read_yaml(name: str) -> Options:
 
 
 def merge_values(base: Options, over: Options) -> Options:
-    """``over`` on top of ``base``, sections by their entries; rows, columns and published numbers replace.
+    """Merge ``over`` into ``base``: sections entry by entry, while rows, columns and published numbers are replaced.
 
     Args:
         base: Options to start from.
@@ -143,7 +143,7 @@ def merge_values(base: Options, over: Options) -> Options:
 
 
 def fill_placeholders(options: Options, values: Options) -> Options:
-    """``options`` with every ``$name`` replaced; a string that is nothing but a number becomes one.
+    """Replace every ``$name`` in the options; a string that becomes a number is converted.
 
     Args:
         options: Options with placeholders.
@@ -161,18 +161,18 @@ def fill_placeholders(options: Options, values: Options) -> Options:
 
 
 def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwise: bool = False) -> list[PresetCell]:
-    """The runs of a table at one scale and seed.
+    """Return the runs of a table at one scale and seed.
 
     Args:
-        preset: The table.
+        preset: Preset of the table.
         scale: ``smoke``, ``cpu`` or ``paper``.
-        seed: Of all runs.
-        extra: Settings of the machine at hand (``data_path``, ``engine``, ``device``); rows whose data need no file take no
+        seed: Seed of all runs.
+        extra: Settings of this machine (``data_path``, ``engine``, ``device``); rows whose data need no file ignore
             ``data_path``.
-        otherwise: Use what the scale names for the case that the data are not at hand.
+        otherwise: Whether to use the scale's settings for unavailable data.
 
     Raises:
-        ConfigError: A setting of the preset is wrong.
+        ConfigError: If a setting of the preset is not valid.
     """
     if scale not in SCALES:
         raise ConfigError(unknown_name("scale", scale, SCALES))
@@ -194,7 +194,7 @@ def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwis
                     all_options.pop("data_path", None)
                 return experiment(all_options)
 
-            # The common run takes from the row what changes the data or the model, but not its method.
+            # The common run uses the row's settings of data and model, but not its method.
             rest = {k: v for k, v in own_options.items() if k != "method"}
             parent = None if after is None else build({**rest, **preset.common[after], "base_run": True})
             table.append(PresetCell(row, column, build(own_options), parent))

@@ -1,4 +1,4 @@
-"""Differences between the settings of a table's runs and those of the paper, which every table states."""
+"""Differences between the settings of a table's runs and the paper's, which every table states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unskew.reproduction.legacy_outcomes import without_mark
 from unskew.reproduction.preset import Preset, PresetCell, preset_cells
 
 STATED = ("data", "model", "clients", "rounds", "target")
-"""Settings that a table states if they are not the paper's."""
+"""Settings that a table states if they differ from the paper's."""
 
 
 def published_settings(preset: Preset) -> dict[tuple[str, str], Experiment]:
@@ -55,12 +55,12 @@ def describe_settings(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]
 
 
 def is_comparable(value: str, ours: Experiment, theirs: Experiment | None) -> bool:
-    """Return whether a number of the paper belongs next to ours: it has the same data, and for traffic the same target.
+    """Return whether the paper's number is comparable: it has the same data, and for traffic the same target.
 
     Args:
-        value: Name of the number.
+        value: Name of the value.
         ours: Configuration of our run.
-        theirs: Configuration of the paper, if it is known.
+        theirs: Configuration of the paper, if known.
     """
     if theirs is None or ours.data != theirs.data:
         return False
@@ -68,10 +68,10 @@ def is_comparable(value: str, ours: Experiment, theirs: Experiment | None) -> bo
 
 
 def has_same_model(ours: Experiment, theirs: Experiment | None) -> bool:
-    """Return whether the difference between our number and the paper's says anything: both have the same model.
+    """Return whether our and the paper's run have the same model, so that their difference is meaningful.
 
     Args:
         ours: Configuration of our run.
-        theirs: Configuration of the paper, if it is known.
+        theirs: Configuration of the paper, if known.
     """
     return theirs is not None and (ours.model, ours.model_options) == (theirs.model, theirs.model_options)

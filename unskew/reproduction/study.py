@@ -1,7 +1,7 @@
-"""Experiments that are programs of their own: presets ``paper/name.study.yaml``, run part by part and seed by seed.
+"""Studies: experiments with their own code, as presets ``paper/name.study.yaml``, run by part and by seed.
 
-A study's class (in ``unskew.reproduction.studies``) has its settings as fields. Its parts are what is kept: a finished part
-of a seed is read from its file, which is named by all that decides it.
+The fields of a study's class (in ``unskew.reproduction.studies``) are its settings. Each finished part of a seed is
+stored in a file, whose name depends on all inputs of the part.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ STUDIES = {
     "logistic": "unskew.reproduction.studies.logistic:LogisticStudy",
 }
 Line = tuple[str, list[str], list[list[str]]]
-"""Title, header and rows of a table, as text."""
+"""Title, header and rows of a table, as strings."""
 ByPart = dict[str, dict[int, Outcome]]
 """Outcomes by part and seed."""
 
 
 class Study(Protocol):
-    """An experiment with its settings."""
+    """Experiment with its settings."""
 
     def parts(self) -> list[str]:
-        """Names of its parts."""
+        """Return the names of the parts."""
 
     def prepare(self, data_path: str | None) -> None:
-        """Get what the parts need, such as data.
+        """Load what the parts need, such as data.
 
         Raises:
-            DataError: The data are not available.
+            DataError: If the data are not available.
         """
 
     def run(self, part: str, seed: int) -> dict[str, Any]:
-        """Carry out a part: what was found, as plain values.
+        """Run a part and return its results as plain values.
 
         Args:
             part: Name of the part.
@@ -55,10 +55,10 @@ class Study(Protocol):
         """
 
     def lines(self, by_part: ByPart) -> list[Line]:
-        """Tables of the outcomes."""
+        """Return the tables of the outcomes."""
 
     def draw(self, by_part: ByPart, path: Path) -> Path:
-        """A figure of the outcomes.
+        """Plot the outcomes.
 
         Args:
             by_part: Outcomes of each part.
@@ -73,11 +73,11 @@ class StudyScale(BaseModel):
     settings: Options = Field(default_factory=dict)
     seeds: int | None = None
     otherwise: Options = Field(default_factory=dict)
-    """Settings if the data are not at hand."""
+    """Settings to use if the data are not available."""
 
 
 class StudyPreset(BaseModel):
-    """An experiment of a paper."""
+    """Experiment of a paper."""
 
     model_config = ConfigDict(extra="forbid")
     name: str
@@ -92,7 +92,7 @@ class StudyPreset(BaseModel):
 
 
 def study_names() -> list[str]:
-    """All presets that are studies."""
+    """Return all presets that are studies."""
     return presets_named(".study.yaml")
 
 
@@ -100,7 +100,7 @@ def load_study(name: str) -> StudyPreset:
     """Read a preset.
 
     Raises:
-        ConfigError: There is none of this name, or it is not valid.
+        ConfigError: If there is no preset of this name, or it is not valid.
     """
     if name not in study_names():
         raise ConfigError(unknown_name("preset", name, study_names()))
@@ -114,14 +114,14 @@ def load_study(name: str) -> StudyPreset:
 
 
 def make_study(kind: str, settings: Options) -> Study:
-    """A study with checked settings.
+    """Create a study with validated settings.
 
     Args:
         kind: Name of the study.
         settings: Options of the study.
 
     Raises:
-        ConfigError: There is no such study or setting, or a value is wrong.
+        ConfigError: If there is no such study or setting, or a value is not valid.
     """
     if kind not in STUDIES:
         raise ConfigError(unknown_name("study", kind, STUDIES))
@@ -130,17 +130,17 @@ def make_study(kind: str, settings: Options) -> Study:
 
 
 class StudyRuns:
-    """The parts of a study at one scale.
+    """Parts of a study at one scale.
 
     Args:
-        preset: The study.
+        preset: Preset of the study.
         scale: ``smoke``, ``cpu`` or ``paper``.
-        results: Where outcomes are kept.
-        data_path: Folder with the data's files.
-        parts: Only these; all if None.
+        results: Folder of the outcomes.
+        data_path: Folder of the data files.
+        parts: Parts to run; None for all.
 
     Raises:
-        ConfigError: There is no such scale or part, or a setting is wrong.
+        ConfigError: If there is no such scale or part, or a setting is not valid.
     """
 
     def __init__(
@@ -153,7 +153,10 @@ class StudyRuns:
     ):
         if scale not in SCALES:
             raise ConfigError(unknown_name("scale", scale, SCALES))
-        self.preset, self.results, self.data_path, self.scale_name = preset, results, data_path, scale
+        self.preset = preset
+        self.results = results
+        self.data_path = data_path
+        self.scale_name = scale
         self.scale = preset.scales.get(scale, StudyScale())
         self.seeds = self.scale.seeds or preset.seeds
         self.settings = {**preset.settings, **self.scale.settings}
@@ -161,7 +164,7 @@ class StudyRuns:
         self._wanted = parts
         for part in parts or ():
             if part not in self.study.parts():
-                raise ConfigError(f"{preset.name} has no row {part!r}; it has: {'; '.join(self.study.parts())}.")
+                raise ConfigError(f"{preset.name} has no row {part!r}. Its rows are: {'; '.join(self.study.parts())}.")
 
     def note(self) -> str:
         """Return a sentence with the settings that are not the paper's; empty if there are none."""
@@ -172,11 +175,11 @@ class StudyRuns:
         )
 
     def parts(self) -> list[str]:
-        """The parts that are asked for."""
+        """Return the requested parts."""
         return [part for part in self.study.parts() if not self._wanted or part in self._wanted]
 
     def settle(self) -> str | None:
-        """Get the data; where they are not at hand, take the scale's others and give the reason, to be told."""
+        """Load the data; if they are not available, switch to the scale's other settings and return the reason."""
         try:
             self.study.prepare(self.data_path)
         except (DataError, ConfigError) as error:
@@ -188,12 +191,12 @@ class StudyRuns:
         return None
 
     def turn(self) -> None:
-        """Go over to the scale's settings without the data."""
+        """Switch to the scale's settings without the data."""
         self.settings = {**self.settings, **self.scale.otherwise}
         self.study = make_study(self.preset.study, self.settings)
 
     def identity(self, part: str, seed: int) -> dict[str, Any]:
-        """All that decides a part.
+        """Return all inputs that determine the outcome of a part.
 
         Args:
             part: Name of the part.
@@ -202,11 +205,11 @@ class StudyRuns:
         return {"study": self.preset.study, "part": part, "settings": self.settings, "seed": seed}
 
     def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[str, int, Outcome]]:
-        """Every chosen part of every seed, as they are done; those that are there already are read.
+        """Run every requested part for every seed and yield the outcomes as they finish; stored outcomes are read.
 
         Args:
-            seeds: Which.
-            parallel: Parts at a time, or ``auto``.
+            seeds: Seeds of the runs.
+            parallel: Number of concurrent parts, or ``auto``.
         """
         check_parallel(parallel)
         wanted = [(part, seed) for seed in seeds for part in self.parts()]
@@ -239,7 +242,7 @@ class StudyRuns:
         return outcome
 
     def found(self, seeds: Sequence[int]) -> ByPart:
-        """Return existing outcomes without running anything; of the scale's other settings if the first have none."""
+        """Return stored outcomes without running anything; if there are none, those of the scale's other settings."""
         files = outcome_files(self.results)
         for _ in range(2):
             by_part = {
@@ -254,6 +257,6 @@ class StudyRuns:
 
 
 def _beside(runs: StudyRuns, part: str, seed: int, callbacks: list[Callback]) -> tuple[str, int]:
-    """A part in a process of its own, which keeps its outcome."""
+    """Run a part in a worker process, which stores its outcome."""
     runs.outcome(part, seed)
     return part, seed

@@ -1,4 +1,4 @@
-"""Carrying out the runs of a table: what is finished is reused, what was interrupted goes on, what is common runs once."""
+"""Execution of a table's runs: finished runs are reused, interrupted ones resumed, common rounds trained once."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import check_method
 
 Follow = Callable[[str, bool], Sequence[Callback]]
-"""From the title of a run, and whether it is only the common part of others, to its callbacks."""
+"""Returns the callbacks of a run for its title and whether it is only the common part of other runs."""
 
 
 class Sweep:
-    """The runs of one table.
+    """Runs of one table.
 
     Args:
-        preset: The table.
+        preset: Preset of the table.
         scale: ``smoke``, ``cpu`` or ``paper``.
-        runs: Folder for run folders; they may be removed afterwards.
-        results: Where outcomes are kept.
-        extra: Settings of the machine at hand (``data_path``, ``engine``, ``device``).
-        rows, columns: Only these; all if None.
-        follow: Gives the callbacks of a run.
+        runs: Folder for run folders, which may be removed afterwards.
+        results: Folder of the outcomes.
+        extra: Settings of this machine (``data_path``, ``engine``, ``device``).
+        rows, columns: Rows and columns to run; None for all.
+        follow: Creates the callbacks of a run.
     """
 
     def __init__(
@@ -52,20 +52,26 @@ class Sweep:
         columns: Sequence[str] | None = None,
         follow: Follow = lambda title, common: (),
     ):
-        self.preset, self.scale, self.runs, self.results = preset, scale, runs, results
-        self.extra, self.rows, self.columns, self.follow = extra, rows, columns, follow
+        self.preset = preset
+        self.scale = scale
+        self.runs = runs
+        self.results = results
+        self.extra = extra
+        self.rows = rows
+        self.columns = columns
+        self.follow = follow
         self.otherwise = False
         self._last = FederationCache()
 
     def cells(self, seed: int) -> list[PresetCell]:
-        """The chosen runs for a seed."""
+        """Return the chosen runs for a seed."""
         table = preset_cells(self.preset, self.scale, seed, self.extra, self.otherwise)
         return [
             c for c in table if (not self.rows or c.row in self.rows) and (not self.columns or c.column in self.columns)
         ]
 
     def settle(self) -> str | None:
-        """Take the scale's other settings if the data are not at hand; gives the reason, to be told."""
+        """Switch to the scale's other settings if the data are not available, and return the reason."""
         at_scale = self.preset.scales.get(self.scale)
         if at_scale is None or not at_scale.otherwise or "data_path" in self.extra:
             return None
@@ -77,7 +83,7 @@ class Sweep:
         return None
 
     def known(self, seeds: Sequence[int]) -> list[tuple[PresetCell, Outcome]]:
-        """Return existing outcomes of the table, of the scale's other settings if the first have none; needs no data."""
+        """Return stored outcomes of the table; without any, those of the scale's other settings. Needs no data."""
         outcomes = list(self.found(seeds))
         at_scale = self.preset.scales.get(self.scale)
         if not outcomes and at_scale is not None and at_scale.otherwise:
@@ -86,11 +92,12 @@ class Sweep:
         return outcomes
 
     def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[PresetCell, Outcome]]:
-        """Every chosen run and its outcome, seed by seed; before the first is trained, every row's method is checked.
+        """Yield every chosen run with its outcome, seed by seed; all methods are validated before the first run.
 
         Args:
-            seeds: Which.
-            parallel: Runs at a time, or ``auto``; all of them are made before the first outcome is given then.
+            seeds: Seeds of the runs.
+            parallel: Number of concurrent runs, or ``auto``; with more than one, all runs finish before the first
+                yield.
         """
         check_parallel(parallel)
         size = self._check(seeds[0])
@@ -104,7 +111,7 @@ class Sweep:
             yield cell, self._outcome(cell)
 
     def _works(self, table: Sequence[PresetCell]) -> list[Job]:
-        """The runs that are not made yet, each once, and before them the common rounds that they begin with."""
+        """Return the jobs of runs without an outcome, each once, preceded by the common rounds that they start from."""
         works: dict[str, Job] = {}
         for cell in table:
             if stored_outcome(self.results, cell.config, cell.parent) is not None:
@@ -121,7 +128,7 @@ class Sweep:
         return list(works.values())
 
     def found(self, seeds: Sequence[int]) -> Iterator[tuple[PresetCell, Outcome]]:
-        """The runs whose outcomes are there already, else those of the same run before a default changed; nothing is run."""
+        """Yield runs with a stored outcome, or with one of the same run before a default changed; nothing is run."""
         files, cells = outcome_files(self.results), self.cells(0)
         for seed in seeds:
             for cell in (cell.of_seed(seed) for cell in cells):
@@ -132,18 +139,19 @@ class Sweep:
                         break
 
     def folder(self, cell: PresetCell) -> Path | None:
-        """The folder of a cell's finished run, if it is still there."""
+        """Return the folder of a cell's finished run, if it still exists."""
         folder = self.runs / experiment_hash(cell.config, cell.parent)
         return folder if (folder / "summary.json").is_file() else None
 
     def federation(self, config: Experiment) -> Federation:
-        """The data of a run; the last are kept, as neighbours in a table often share them."""
+        """Return the data of a run; the last ones are cached, because consecutive runs often share them."""
         return self._last.of(config)
 
     def _check(self, seed: int) -> int:
-        """Refuse a method that does not fit now and not after hours; columns differ in data only, so one will do.
+        """Validate all methods before the first run; one column suffices, because columns differ only in the data.
 
-        Gives the parameters of the largest model.
+        Returns:
+            Number of parameters of the largest model.
         """
         files = outcome_files(self.results)
         open_ = [cell for cell in self.cells(seed) if stored_outcome(files, cell.config, cell.parent) is None]
@@ -159,7 +167,7 @@ class Sweep:
         return f"{cell.row}, {cell.column}, seed {cell.config.seed}"
 
     def _common(self, cell: PresetCell, parent: Experiment) -> tuple[Path, str]:
-        """The folder and the title of the rounds that a run has in common with others."""
+        """Return the folder and the title of the rounds that a run shares with others."""
         return self.runs / experiment_hash(
             parent
         ), f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
@@ -178,7 +186,7 @@ class Sweep:
             config = config.model_copy(update={"start_from": str(start)})
         folder = self._run(config, cell.parent, self._title(cell))
         outcome = stored_outcome(self.results, cell.config, cell.parent)
-        assert outcome is not None, f"the run in {folder} was not kept"
+        assert outcome is not None, f"the outcome of the run in {folder} was not stored"
         return outcome
 
     def _run(self, config: Experiment, parent: Experiment | None, title: str, common: bool = False) -> Path:
@@ -193,14 +201,14 @@ def run_cell(
     parent: Experiment | None,
     follow: Callable[[], list[Callback]],
 ) -> Path:
-    """Carry out a run in its folder unless it is finished, and keep its outcome; gives the folder.
+    """Run an experiment in its folder unless it is finished, store its outcome and return the folder.
 
     Args:
-        folders: Folder for run folders, and where outcomes are kept.
-        data: Gives its data.
-        config: The run.
-        parent: The one that it begins from, if there is one.
-        follow: Gives its followers, if it is made.
+        folders: Folder for run folders, and folder of the outcomes.
+        data: Cache of federations.
+        config: Configuration of the run.
+        parent: Configuration of the run that it starts from, or None.
+        follow: Creates the callbacks if the run is executed.
     """
     runs, results = folders
     folder, shared = runs / experiment_hash(config, parent), runs / SYNTHETIC
@@ -221,5 +229,5 @@ def run_cell(
 def _beside(
     folders: tuple[Path, Path], config: Experiment, parent: Experiment | None, callbacks: list[Callback]
 ) -> None:
-    """A run in a process of its own, which keeps its outcome."""
+    """Run an experiment in a worker process, which stores its outcome."""
     run_cell(folders, last, config, parent, lambda: callbacks)

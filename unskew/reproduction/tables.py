@@ -1,4 +1,4 @@
-"""Outcomes as a table: ours beside the paper's, over seeds, with paired differences to a baseline."""
+"""Tables of outcomes: our numbers next to the paper's, over seeds, with paired differences to a baseline."""
 
 from __future__ import annotations
 
@@ -64,29 +64,29 @@ VALUES: dict[str, tuple[str, float, int]] = {
 
 
 TO_TARGET = {"rounds_to_target": "round", "bytes_to_target": "bytes"}
-"""Values of tables with a target, and the curves from which each is read."""
+"""Values of tables with a target, and the curve that each is computed from."""
 MEANS = ("coefficients/", "surrogate/")
-"""Values of single rounds of which the last tells little: tables show their mean over the evaluated rounds."""
-COUNTED_OVER = 4000  # rounds of 5 steps, to which counted parameters are scaled
+"""Values of single rounds, of which tables show the mean over evaluated rounds."""
+COUNTED_OVER = 4000  # rounds of 5 steps, to which parameter counts are scaled
 
 
 def value_format(name: str) -> tuple[str, float, int]:
     """Return the title, factor and decimals of a value.
 
     Raises:
-        ConfigError: The value is unknown.
+        ConfigError: If the value is unknown.
     """
     if name in VALUES:
         return VALUES[name]
     stem, slash, rest = name.partition("/")
     if stem + slash not in VALUES:
-        raise ConfigError(f"{name!r} is not a value that a table shows; these are: {', '.join(VALUES)}.")
+        raise ConfigError(f"{name!r} is not a value for tables. The values are: {', '.join(VALUES)}.")
     label, factor, digits = VALUES[stem + slash]
     return label.format(rest), factor, digits
 
 
 def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = None) -> float | None:
-    """A value of a run, in its own unit; None if the run has none. ``base`` is the run of the first row, in other rows.
+    """Return a value of a run in its own unit, or None if the run lacks it.
 
     Args:
         summary: Summary of a run.
@@ -109,7 +109,7 @@ def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = N
 
 
 def expand_values(values: list[str], summaries: list[dict[str, Any]]) -> list[str]:
-    """The values with ``consensus/*`` replaced by what the runs have of it, in order of depth.
+    """Replace ``consensus/*`` by the values of the runs, in order of depth.
 
     Args:
         values: Names of values.
@@ -127,13 +127,13 @@ class TableEntry:
     """One number of a table, over seeds, in the table's unit.
 
     Attributes:
-        value, row, column: Where it stands.
-        seeds: Which seeds; ``mean`` and ``std`` over them.
-        published: The paper's number, if it has the same data (and target); ``difference``: ours minus it, if it has the same
-            model, too.
-        paired: Mean and standard deviation of the differences per seed to the table's first row, and of how many seeds; not
-            every seed of both rows need have the number.
-        interval: 95 % interval of the mean of these differences, by Student's t; None of fewer than two seeds.
+        value, row, column: Position in the table.
+        seeds: Seeds of ``mean`` and ``std``.
+        published: Paper's number, if it has the same data (and target); ``difference``: ours minus the paper's, if it
+            also has the same model.
+        paired: Mean and standard deviation of the differences per seed to the table's first row, and the number of
+            seeds; some seeds may lack the number.
+        interval: 95 % interval of the mean of these differences, by Student's t; None for fewer than two seeds.
         against: For an entry that is the difference of two rows: the row that is subtracted.
     """
 
@@ -151,13 +151,13 @@ class TableEntry:
 
 
 def _over_rounds(curve: dict[str, list[float | None]]) -> dict[str, float]:
-    """The mean of each curve that is shown so over the evaluated rounds that have it."""
+    """Return the mean over evaluated rounds of each curve that is shown as a mean."""
     measured = {name: [y for y in values if y is not None] for name, values in curve.items() if name.startswith(MEANS)}
     return {name: sum(values) / len(values) for name, values in measured.items() if values}
 
 
 def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
-    """Rounds and bytes to a table's target; the run may have been made for another one, or for none.
+    """Return rounds and bytes to a table's target; the run may have had another target, or none.
 
     Args:
         outcome: Outcome of a run.
@@ -173,7 +173,7 @@ def to_target(outcome: Outcome, target: float | None) -> dict[str, int | None]:
 
 
 def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]) -> list[TableEntry]:
-    """The numbers of a table from its runs.
+    """Compute the numbers of a table from its runs.
 
     Args:
         preset: The preset.
@@ -185,7 +185,7 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
         configs[cell.column, cell.row] = cell.config
         by.setdefault((cell.column, cell.row), {})[cell.config.seed] = {
             **outcome["summary"],
-            **_over_rounds(outcome["curve"]),  # the summary has the last round's
+            **_over_rounds(outcome["curve"]),  # the summary has only the last round's
             **to_target(outcome, cell.config.target),
         }
     table = []
@@ -239,12 +239,12 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
 def table_lines(
     preset: Preset, table: list[TableEntry], whole: bool = False
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of one table per value and column, as text; of a table with one row, one per value.
+    """Return title, header and rows of one table per value and column, or per value if there is one row.
 
     Args:
-        preset: The table in the paper.
-        table: What is known of it.
-        whole: Whether rows that the paper has and that were not run are named, too.
+        preset: Preset of the table.
+        table: Entries of the table.
+        whole: Whether to list rows of the paper that were not run.
     """
     tables = []
     first = next(iter(preset.rows))
@@ -259,10 +259,10 @@ def table_lines(
             rows = [_line(e.column if single else e.row, e, digits) for e in some]
             paper = preset.published.get(value, {}).get(column, {}) if whole and column is not None else {}
             if any(e.published is None and without_mark(e.row) in paper for e in some):
-                paper = {}  # the paper's numbers are of other data
+                paper = {}  # the paper's numbers are for other data
             absent = [row for row in preset.rows if row in paper and row not in {without_mark(e.row) for e in some}]
             rows += [[row, "not run", "", "", "", f"{paper[row]:.{digits}f}", ""] for row in absent]
-            # A column that says nothing is left out.
+            # Empty columns are omitted.
             keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
             title = label if column is None else f"{column}: {label}"
             tables.append((title, [header[i] for i in keep], [[row[i] for i in keep] for row in rows]))
@@ -288,7 +288,7 @@ def _line(name: str, e: TableEntry, digits: int) -> list[str]:
 
 
 def signed_difference(mean: float, std: float, count: int, digits: int, seeds: int) -> str:
-    """A difference over ``count`` of ``seeds``, with its sign, and its spread if there is more than one.
+    """Format a difference over ``count`` of ``seeds``, with its sign, and with its spread if there is more than one.
 
     Args:
         mean: Mean difference.
@@ -305,16 +305,16 @@ def signed_difference(mean: float, std: float, count: int, digits: int, seeds: i
 
 
 def as_json(table: list[TableEntry]) -> list[dict[str, Any]]:
-    """The entries for machines."""
+    """Return the entries as plain values."""
     return [asdict(e) for e in table]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table in markdown.
+    """Format a table as markdown.
 
     Args:
         header: Titles of the columns.
-        rows: Texts of the cells.
+        rows: Contents of the cells.
     """
     table = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join(table + ["| " + " | ".join(row) + " |" for row in rows])

@@ -1,4 +1,4 @@
-"""Arguments of the Python API: data, model and method as objects. The configuration stores their names."""
+"""Conversion of Python API arguments (data, model and method objects) to a configuration that stores their names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from unskew.runs.build_model import ModelLike
 def config_from_arguments(
     options: Mapping[str, Any], federation: Federation | None, model: ModelLike | Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The values of an experiment; data and a model that are given stand there by their names.
+    """Build the configuration values of a run started from Python.
+
+    Objects are recorded by name: a federation by its source and partition, a model by its class or function name.
 
     Args:
         options: Fields of the experiment by name.
@@ -28,7 +30,7 @@ def config_from_arguments(
         model: Model that was passed, or None.
 
     Raises:
-        ConfigError: The data are no federation, or an option says something else about the data.
+        ConfigError: If ``federation`` is not a ``Federation``, or an option contradicts it.
     """
     check_federation(federation)
     values = dict(options)
@@ -38,7 +40,9 @@ def config_from_arguments(
             value, known = values.get(field.name), names.get(field.name)
             same = value is known or (isinstance(value, str | Integral) and value == known)
             if field.name in values and not same:
-                raise ConfigError(f"{field.name}={short_repr(value)} has no effect on a federation that is given.")
+                raise ConfigError(
+                    f"{field.name}={short_repr(value)} has no effect when a federation is passed; remove the option."
+                )
         values = {**names, **values}
     if federation is not None and model is None and "model" not in options and len(federation.shape) == 1:
         texts = federation.test[0].dtype == torch.int64 and federation.task == "classification"
@@ -50,23 +54,19 @@ def config_from_arguments(
 
 
 def check_federation(federation: object) -> None:
-    """Refuse what is given in place of a federation.
-
-    Raises:
-        ConfigError: The object is not a ``Federation``.
-    """
+    """Validate that ``federation`` is a ``Federation`` or None (raises ``ConfigError`` otherwise)."""
     if federation is not None and not isinstance(federation, Federation):
         raise ConfigError(
-            f"Data are given as a federation, not as {type(federation).__name__}: make one with unskew.load_federation or "
+            f"The data must be a Federation, not {type(federation).__name__}. Create one with unskew.load_federation or "
             "unskew.Federation.from_arrays."
         )
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Refuse what does not follow a run.
+    """Validate the callbacks of a run.
 
     Raises:
-        ConfigError: The value is not a list of objects with the functions of ``unskew.records.recorder.Callback``.
+        ConfigError: If the value is not a list of objects with the methods of ``unskew.records.recorder.Callback``.
     """
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str | bytes):
         raise ConfigError(f"callbacks must be a list of callback objects, not {short_repr(callbacks)}.")
@@ -74,19 +74,18 @@ def check_callbacks(callbacks: object) -> None:
         missing = [name for name in ("start", "round", "end") if not callable(getattr(callback, name, None))]
         if missing or isinstance(callback, type):
             raise ConfigError(
-                f"{short_repr(callback)} is not a callback: it needs the methods "
-                "start(config, rounds_done), "
+                f"{short_repr(callback)} is not a callback: it needs the methods start(config, rounds_done), "
                 "round(row) and end(summary)."
             )
 
 
 def model_object(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | None:
-    """The model itself, where it is given and not named."""
+    """Return the model if it was passed as an object, or None if it was passed by name."""
     return None if isinstance(model, str | Mapping) else model
 
 
 def method_expression(method: MethodLike) -> str:
-    """Return the expression of a method in configurations, tables and folders: as it was written, or its name."""
+    """Return the expression that identifies a method in configurations, tables and folder names."""
     if isinstance(method, str):
         return method
     built = method_of(method)

@@ -26,20 +26,20 @@ def write_artifacts(
     summary: dict[str, Any],
     curves: dict[str, Any],
 ) -> None:
-    """Write the model, what it expects, what it is worth to each client, and last the summary.
+    """Write the model, its input specification, the metrics of each client, and last the summary.
 
     Args:
-        folder: The run folder.
-        config: Of the run.
-        federation: The data before the method changed them.
-        server: After the last round.
-        clients: A line for each client.
-        curves: Curves of a classifier, empty without any.
-        summary: Its presence says that the run came to its end.
+        folder: Run folder.
+        config: Configuration of the run.
+        federation: Data before the method changed them.
+        server: Server after the last round.
+        clients: One row per client.
+        summary: Summary of the run; its file marks the run as finished.
+        curves: Curves of a classifier; empty if there are none.
     """
     spec: ModelSpec = server.spec
     weights = {**spec.parameters(server.evaluated), **spec.buffers(server.evaluated_b)}
-    # What is not trained is in the model that config.yaml names; its mark says whether that is still the same.
+    # Frozen parameters are not stored: they belong to the model named in config.yaml; `frozen` detects if it changed.
     about = {"base": json.dumps({"model": config.model, "frozen": spec.frozen})} if spec.frozen else None
     data = save({name: t.contiguous() for name, t in weights.items()}, about)
     write_atomic(folder / "model.safetensors", data)

@@ -1,4 +1,4 @@
-"""Assembly of a run: everything that works together in it, before the first round."""
+"""Assembly of the parts of a run before the first round."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class RunParts:
 
     Attributes:
         config: Configuration of the run.
-        prepared: Data that clients train with, after the method prepared them.
+        prepared: Training data after the data rules of the method.
         spec: Layout and initial parameters of the model, on the run's device.
         method: Method of the run.
         folder: Run folder, or None.
-        callbacks: Objects that are notified during the run.
+        callbacks: Callbacks of the run.
         task: Loss and scores for evaluation, without class weights.
         metrics: Metrics that the run reports.
         sampler: Draws the cohort of each round.
-        server: Holds the global model and aggregates updates.
+        server: Stores the global model and aggregates updates.
         network: Delivers updates to the server.
         evaluator: Evaluates models on test data.
         recorder: Writes metrics and warnings.
-        setup: Everything that an engine needs.
+        setup: Configuration of the engine.
     """
 
     config: Experiment
@@ -76,17 +76,17 @@ def assemble(
     folder: Path | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> RunParts:
-    """Create the parts of a run, and count the traffic that preparing its data took.
+    """Create the parts of a run, and count the traffic of the data preparation.
 
     Args:
         config: Configuration of the run.
-        prepared: Data that clients train with.
-        original: Data before the method prepared them; models are evaluated on these.
+        prepared: Training data after the data rules of the method.
+        original: Data before the data rules, used for evaluation.
         spec: Layout and initial parameters of the model.
         method: Method of the run.
-        device: Device that computes.
+        device: Device for computations.
         folder: Run folder; None writes nothing.
-        callbacks: Objects that are notified during the run.
+        callbacks: Callbacks of the run.
     """
     spec = spec.to(device)
     if device.type != "cpu":

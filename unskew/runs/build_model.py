@@ -1,4 +1,4 @@
-"""The model of a run, from its configuration."""
+"""Construction of a run's model from its configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None, method: Method) -> ModelSpec:
-    """The model's layout and initial weights, which depend on the seed only.
+    """Build the model and return its layout and initial parameters, which depend on the seed only.
 
     Args:
         config: Configuration of the run.
@@ -56,7 +56,7 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
                 federation.task,
                 category_counts(federation.encoders),
             )
-        except RuntimeError as error:  # such as a layer larger than the memory
+        except RuntimeError as error:  # for example, a layer that does not fit in memory
             raise ConfigError(f"The model {config.model!r} cannot be built: {str(error).splitlines()[0]}") from error
         spec = spec_of(module, config.head)
         for rule in method.client:
@@ -67,11 +67,14 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
 
 
 def match_model_input_range(federation: Federation, spec: ModelSpec) -> Federation:
-    """The federation with its images as intensities from 0 to 1, if the model normalizes them itself; else as it is.
+    """Scale images to intensities from 0 to 1 if the model normalizes its inputs itself.
 
     Args:
         federation: Data of all clients.
         spec: Layout of the model.
+
+    Returns:
+        The federation with another normalization, or ``federation`` unchanged.
     """
     if not spec.intensities:
         return federation

@@ -1,4 +1,4 @@
-"""Estimated time of runs, from one client in one round of each."""
+"""Estimate of the run time of experiments, from training one client in one or two rounds of each method."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from unskew.runs.build_model import ModelLike
 from unskew.runs.validation import check_method
 
 WORTH = 10.0
-"""Seconds of all runs, as estimated from plain steps, below which methods are not measured."""
+"""Methods are measured only if all runs are estimated, from plain local steps, to take at least this many seconds."""
 SLOT = 0.25
-"""Seconds that the measured local steps take, about."""
+"""Approximate duration of the measured local steps in seconds."""
 ENOUGH = 2.0
-"""Seconds of a first round that is measured itself: a second one would take as long."""
+"""If the first measured round takes longer than this many seconds, no second round is measured."""
 SHARE, LIMIT = 0.02, 10.0
-"""Share of the plain estimate, and seconds at least, after which the measurement of a method ends."""
+"""Time limit of a method's measurement: this share of the plain estimate, but at least ``LIMIT`` seconds."""
 
 
 class TooLongError(Exception):
@@ -45,10 +45,10 @@ class TooLongError(Exception):
 
 @contextmanager
 def time_limited(seconds: float) -> Iterator[None]:
-    """Context manager that ends what takes longer; without effect outside the main thread and on Windows.
+    """Context manager that limits the duration of its block; no effect outside the main thread or on Windows.
 
     Raises:
-        TooLongError: If it takes longer.
+        TooLongError: If the block takes longer than ``seconds``.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -58,7 +58,7 @@ def time_limited(seconds: float) -> Iterator[None]:
         raise TooLongError
 
     before = signal.signal(signal.SIGALRM, end)
-    # Again every second: Python discards an exception that is raised inside a destructor or a weak reference's callback.
+    # Repeat every second: Python discards an exception raised inside a destructor or a weak reference's callback.
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
@@ -73,9 +73,9 @@ class Cost:
 
     Attributes:
         seconds: Time of one run of each measured method, in seconds.
-        total: Time of all runs in seconds, with those that run in parallel.
+        total: Time of all runs in seconds, with the requested number of parallel runs.
         runs: Number of runs.
-        notes: Sentences on parts that are not included.
+        notes: Sentences about costs that are not included.
     """
 
     seconds: dict[str, float]
@@ -100,7 +100,7 @@ class Cost:
 
 
 def duration(seconds: float) -> str:
-    """Write seconds in a unit that suits them.
+    """Format a duration in seconds, minutes or hours.
 
     >>> duration(0.2), duration(25.3), duration(1058), duration(9000)
     ('1 s', '25 s', '18 min', '2.5 h')
@@ -114,24 +114,26 @@ def check_budget(minutes: object) -> None:
     """Validate a budget of minutes.
 
     Raises:
-        ConfigError: If it is not a positive, finite number.
+        ConfigError: If ``minutes`` is not a positive, finite number.
     """
     if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
         raise ConfigError(f"A budget of {short_repr(minutes)} minutes is not valid; use a number above 0.")
 
 
 def check_within(cost: Cost | None, minutes: float) -> None:
-    """Reject runs that take longer than a budget.
+    """Validate that the estimated time is within a budget.
 
     Args:
         cost: Estimated cost, or None if it was not measured.
         minutes: Largest duration in minutes.
 
     Raises:
-        ConfigError: If the estimate is above the budget, or there is none.
+        ConfigError: If the estimate is above the budget, or there is no estimate.
     """
     if cost is None:
-        raise ConfigError("The time of these runs cannot be estimated, as on a Ray cluster; leave out the budget.")
+        raise ConfigError(
+            "The time of these runs cannot be estimated, for example on a Ray cluster; remove the budget."
+        )
     if cost.total <= 60 * minutes:
         return
     dearest = max(cost.seconds, key=lambda name: cost.seconds[name])
@@ -146,19 +148,19 @@ def estimate(
     at_once: int = 1,
     worth: float = WORTH,
 ) -> Cost | None:
-    """Estimate the time of runs from one client in two rounds of each method.
+    """Estimate the time of runs from training one client in one or two rounds of each method.
 
-    Nothing is written, and no random number of a run is drawn.
+    The estimate writes no files and does not change the random numbers of the runs.
 
     Args:
-        runs: Configuration, rules and number of runs of each method.
-        federation: The data.
-        model: The model, if it was given in Python.
+        runs: Maps each method to its configuration, rules and number of runs.
+        federation: Data of all clients.
+        model: Model that was passed in Python, or None.
         at_once: Number of runs in parallel.
-        worth: Seconds of all runs, as plain training of the first method takes them, below which nothing is measured.
+        worth: Methods are measured only if plain training in all runs takes at least this many seconds.
 
     Returns:
-        The estimate; None if it is not worth measuring, or a Ray cluster trains the clients.
+        The estimate; None if the runs are too short to measure, or a Ray cluster trains the clients.
     """
     seconds: dict[str, float] = {}
     notes: list[str] = []
@@ -171,13 +173,13 @@ def estimate(
             estimated, total_seconds = seconds_of_run(
                 config, method, federation, model, at_once, 0 if seconds else worth, runs
             )
-        except Exception:  # a fault of a method or a lack of memory: the run itself reports it better
+        except Exception:  # an error in a method or lack of memory: the run itself gives a better message
             notes.append(f"{name} could not be measured and is not included.")
             continue
         if estimated is None:
             return None
         if not total_seconds:
-            notes.append(f"{name} takes longer: its measurement was ended early.")
+            notes.append(f"{name} takes longer than estimated: its measurement reached the time limit.")
         seconds[name] = estimated
     if not seconds:
         return None
@@ -204,12 +206,12 @@ def seconds_of_run(
         method: Method of the run.
         federation: Data of all clients.
         model: Model that was passed in Python, or None.
-        at_once: Number of runs at a time.
-        worth: Duration in seconds below which nothing is measured.
-        runs: Configuration, method and number of runs of each method.
+        at_once: Number of runs in parallel.
+        worth: Measure only if plain training in all runs takes at least this many seconds.
+        runs: Maps each method to its configuration, rules and number of runs.
 
     Returns:
-        The seconds, and whether the measurement was completed; otherwise they are a lower bound.
+        The seconds, and whether the measurement was completed; if not, the seconds are a lower bound.
     """
     plain = {"engine": "inline", "diagnose": (), "trackers": (), "early_stopping": None, "keep": "last"}
     config_here = config.model_copy(update={**plain, "save_samples": False, "start_from": None})
@@ -256,10 +258,10 @@ def first_active_round(method: Method) -> int:
 
 
 def typical_client(setup: EngineConfig) -> tuple[int, float]:
-    """Find the client of about mean size.
+    """Find the client whose size is closest to the mean.
 
     Returns:
-        The client, and the mean number of local steps per round.
+        The client's number, and the mean number of local steps per round.
     """
     clients = setup.federation.clients
     looked_at: Sequence[int] = range(0, len(clients), max(1, len(clients) // timing.SAMPLED))
@@ -270,16 +272,16 @@ def typical_client(setup: EngineConfig) -> tuple[int, float]:
 
 
 def measured_seconds(parts: RunParts, rounds: int, client: int, steps: int) -> tuple[float, float, float]:
-    """Train a client in the first round and, if that was fast, in the last one, in which each method acts.
+    """Measure one client in the first round and, unless that was slow, in the last one, where all rules are active.
 
     Args:
-        parts: Parts of a run that is not used for anything else.
+        parts: Parts of a run that is used for this measurement only.
         rounds: Number of rounds of the run.
-        client: The client.
-        steps: Number of local steps that are measured.
+        client: Number of the client.
+        steps: Number of local steps to measure.
 
     Returns:
-        Seconds of the client before its first step, of its steps, and of the server.
+        Seconds before the client's first step, seconds of its steps, and seconds of the server step.
     """
     server = parts.server
     training = replace(parts.setup.training, local_steps=steps, local_epochs=None, counted=None)

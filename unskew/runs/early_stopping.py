@@ -1,4 +1,4 @@
-"""Validation on what clients hold out: it ends a run early, and decides which model of a run is kept."""
+"""Validation on clients' held-out samples, for early stopping and for keeping the best model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from unskew.tasks.primary_metric import WORST, validation_metric_name
 
 
 class EarlyStopping:
-    """Looks at the global model's objective on the clients' held-out samples, never at the test set.
+    """Early stopping on the global model's objective on clients' held-out samples, never on the test set.
 
-    It follows from the run's history alone, so a resumed run ends where it would have ended without a stop.
+    The decision depends only on the run's history, so a resumed run stops in the same round as an uninterrupted one.
 
     Args:
-        config: ``early_stopping`` evaluations without a better objective end the run; None never does.
-        evaluator: Of the run.
-        history: The run's rows so far; grows while it runs.
+        config: Configuration of the run, which stops after ``early_stopping`` evaluations without improvement.
+        evaluator: Evaluator of the run.
+        history: Rows of the run; the list grows during the run.
         metrics: Metrics of the run.
 
     Raises:
-        ConfigError: No client holds anything out, or something is asked for that only the last round has.
+        ConfigError: If no client has held-out samples or is evaluated, or an option needs to know the last round.
     """
 
     def __init__(
         self, config: Experiment, evaluator: Evaluator, history: Sequence[dict[str, Any]], metrics: RunMetrics
     ):
-        self.config, self.evaluator, self.history, self.metrics = config, evaluator, history, metrics
+        self.config = config
+        self.evaluator = evaluator
+        self.history = history
+        self.metrics = metrics
         self.objective = metrics.objective
         self.score = validation_metric_name(self.objective.name)
         self.worst = self.objective.name == WORST
@@ -45,23 +48,27 @@ class EarlyStopping:
         why = "early_stopping" if config.early_stopping is not None else "keep=best" if self.selects else "objective"
         if config.save_samples and config.early_stopping is not None:
             raise ConfigError(
-                "save_samples needs to know the last round in advance and cannot be combined with early_stopping; "
-                "leave one out."
+                "save_samples needs to know the last round in advance and cannot be combined with early_stopping. "
+                "Remove one of them."
             )
         clients = evaluator.federation.clients
         if not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):
-            raise ConfigError(f"{why} looks at what clients hold out; give them a holdout above 0, such as 0.1.")
+            raise ConfigError(f"{why} needs held-out samples of clients. Set holdout above 0, such as 0.1.")
         if not config.eval_clients:
-            raise ConfigError(f"{why} looks at eval_clients clients; with eval_clients=0 there are none.")
+            raise ConfigError(f"{why} needs evaluated clients, but eval_clients=0. Set eval_clients above 0.")
 
     def figures(self, server: Server) -> dict[str, float]:
-        """``validation_accuracy`` (or ``_r2``), ``validation_loss`` and the objective on what the evaluated clients hold out.
+        """Compute validation metrics on the evaluated clients' held-out samples.
 
-        All held-out samples count alike; the objective ``worst_client`` is the accuracy of the worst client.
+        These are ``validation_accuracy`` (or ``validation_r2``), ``validation_loss`` and the objective. Each held-out
+        sample has the same weight; the objective ``worst_client`` is the accuracy of the worst client.
         """
         if not (self.selects or self.worst):
             return {}
-        v, b, scored, name = server.evaluated, server.evaluated_b, self.evaluator.task.scored, self.objective.name
+        v = server.evaluated
+        b = server.evaluated_b
+        scored = self.evaluator.task.scored
+        name = self.objective.name
         others = name not in (scored, "loss", WORST)
         scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, pooled=others)
         worst = {WORST: float(scores.accuracies.min())} if self.worst else {}
@@ -76,12 +83,12 @@ class EarlyStopping:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The first row with the best objective."""
+        """First row with the best objective, or None."""
         return max(self._rows, key=lambda row: self.objective.rank(float(row[self.score])), default=None)
 
     @property
     def should_stop(self) -> bool:
-        """Return whether the best evaluation is longer ago than the patience allows."""
+        """Whether the last ``early_stopping`` evaluations brought no improvement."""
         if self.config.early_stopping is None:
             return False
         rows, best = self._rows, self.best
@@ -92,7 +99,7 @@ class EarlyStopping:
         return [row for row in self.history if row.get(self.score) is not None]
 
     def summary(self) -> dict[str, Any]:
-        """The round that was best on what clients hold out, its test figures, and how many rounds there could have been."""
+        """Return the best round on held-out samples, its test metrics, and the configured number of rounds."""
         best = self.best
         if not self.selects or best is None:
             return {}
@@ -106,21 +113,23 @@ class EarlyStopping:
 
 
 class BestModelKeeper:
-    """The model of the best evaluated round so far, which ``keep: best`` makes the model of the run.
+    """Tracker of the best evaluated round, whose model becomes the final model with ``keep: best``.
 
-    The model itself is at the server, ``Server.best``, so that checkpoints have it.
+    The model itself is stored in ``Server.best``, so that checkpoints contain it.
 
     Args:
-        config: Of the run.
+        config: Configuration of the run.
         stopping: Validation of the run.
-        server: Of the run.
+        server: Server of the run.
 
     Raises:
-        ConfigError: If clients keep parts of their models that belong to the last round.
+        ConfigError: If clients store parts of their models, which would belong to the last round.
     """
 
     def __init__(self, config: Experiment, stopping: EarlyStopping, server: Server):
-        self.active, self.stopping, self.server = config.keep == "best", stopping, server
+        self.active = config.keep == "best"
+        self.stopping = stopping
+        self.server = server
         self.round = 0
         self.value = -math.inf
         own = personal_models.keeps_client_state(server.method, server.spec) or (
@@ -128,8 +137,8 @@ class BestModelKeeper:
         )
         if self.active and own:
             raise ConfigError(
-                f"keep=best does not go with method={config.method} and buffers={config.buffers}: clients keep parts of "
-                "their models, and these are of the last round. Use keep=last."
+                f"keep=best cannot be combined with method={config.method} and buffers={config.buffers}: clients store "
+                "parts of their models, and these belong to the last round. Use keep=last."
             )
 
     def offer(self, round: int, value: float | None) -> None:
@@ -147,14 +156,14 @@ class BestModelKeeper:
             self.server.best = self.server.evaluated.clone(), self.server.evaluated_b.clone()
 
     def about(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold beside the model."""
+        """Return the values that a checkpoint must contain in addition to the model."""
         return {"best": [self.round, self.value]} if self.round else {}
 
     def restore(self, extra: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the best round and its value from a checkpoint."""
         if "best" in extra:
             self.round, self.value = int(extra["best"][0]), float(extra["best"][1])
 
     def take(self) -> None:
-        """Make it the model of the run, after the last round."""
+        """Make the best model the final model of the run."""
         self.server.finished = self.server.best if self.active else None

@@ -1,4 +1,4 @@
-"""``inputs.json`` of a run folder: what the model expects, so that it can be used without the data it was trained on."""
+"""Input specification of a trained model (``inputs.json``), so that the model can be used without its training data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Kind = Literal["uint8", "float", "tokens"]
 
 
 class StandardizedTask(BaseModel):
-    """``(x * scale - mean) / std``, per channel or feature."""
+    """Standardization ``(x * scale - mean) / std``, per channel, feature or target."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,7 +43,7 @@ class StandardizedTask(BaseModel):
 
 
 class InputColumn(BaseModel):
-    """A column of a table; see ``unskew.data.readers.encoders.Encoder``."""
+    """Encoding of a table column, with the fields of ``unskew.data.readers.encoders.Encoder``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,20 +57,25 @@ class InputColumn(BaseModel):
 
 
 class InputSpec(BaseModel):
-    """Inputs of a trained model, and the names of its outputs.
+    """Specification of a trained model's inputs and outputs.
 
     Attributes:
-        task: As of a federation.
-        shape: Of one input, channels first.
+        task: Name of the task.
+        shape: Shape of one input, channels first.
         kind: ``uint8`` images from 0 to 255, ``float`` values, or ``tokens``.
-        classes: Number of outputs; ``class_names``: their names, or none.
-        normalization: What is done to inputs first.
-        targets: Of regression: the mean and the deviation of each number that is predicted.
-        columns: What becomes of each column of a table of mixed columns.
-        features: Columns of a table that are the inputs, in order; ``image``: its column of images; ``text``: of texts.
-        tokenizer: Of texts, which are cut after ``block`` tokens.
-        csv: Format of CSV files with new rows, where it is not detected.
-        label: Column of the labels, which ``label_separator`` divides where there are several.
+        classes: Number of outputs.
+        class_names: Names of the outputs; may be empty.
+        normalization: Normalization of inputs, or None.
+        targets: Mean and standard deviation of each regression target.
+        columns: Encoding of each column of a table with mixed column types.
+        features: Input columns of a table, in order.
+        image: Column with image paths, or None.
+        text: Columns with texts.
+        tokenizer: Tokenizer of texts.
+        block: Maximum length of a text in tokens.
+        csv: Format of CSV files, for properties that are not detected automatically.
+        label: Column of the labels.
+        label_separator: Separator of several labels in the label column, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,24 +99,24 @@ class InputSpec(BaseModel):
 
     @property
     def names(self) -> list[str]:
-        """A name for every output."""
+        """Names of the outputs: the class names, or their numbers."""
         return list(self.class_names) or [str(number) for number in range(self.classes)]
 
     @property
     def encoders(self) -> tuple[Encoder, ...]:
-        """The columns as the rest of the package has them."""
+        """Column encodings as ``Encoder`` objects."""
         return tuple(Encoder(**column.model_dump()) for column in self.columns)
 
     @property
     def objective(self) -> Task:
-        """Return the task for which the model was trained."""
+        """Task for which the model was trained."""
         if self.task == "regression" and self.targets is not None:
             return Regression(mean=self.targets.mean, std=self.targets.std)
         return TASKS[self.task]
 
     @property
     def known(self) -> Normalization | None:
-        """Return the preprocessing of inputs as the objects used in training."""
+        """Normalization of inputs as a ``Normalization`` object, or None."""
         normalization = self.normalization
         return (
             None if normalization is None else Normalization(normalization.mean, normalization.std, normalization.scale)
@@ -125,7 +130,9 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
         federation: Data of all clients.
         config: Configuration of the run.
     """
-    x, known, spec = federation.test[0], federation.normalization, config.data_spec
+    x = federation.test[0]
+    known = federation.normalization
+    spec = config.data_spec
     kinds: dict[torch.dtype, Kind] = {torch.uint8: "uint8", torch.int64: "tokens"}
     numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
     texts, objective = is_text(config.data), federation.objective
@@ -135,7 +142,7 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
         shape=federation.shape,
         kind=kinds.get(x.dtype, "float"),
         classes=federation.classes,
-        # Texts without labels have no classes; what a federation names there are the kinds of texts.
+        # Unlabeled texts have no classes; the federation's class names are then names of text groups.
         class_names=() if federation.task == "language" else federation.class_names,
         normalization=None if known is None else StandardizedTask(mean=known.mean, std=known.std, scale=known.scale),
         targets=targets,
@@ -166,25 +173,25 @@ def read_inputs(folder: Path) -> InputSpec:
     """Read the input specification of a run folder.
 
     Raises:
-        CheckpointError: The file is missing or damaged.
+        CheckpointError: If the file is missing or corrupted.
     """
     path = folder / NAME
     try:
         inputs = InputSpec.model_validate(read_json(path))
-        named = inputs.class_names if inputs.task != "language" else ()  # earlier runs named their kinds of texts
+        named = inputs.class_names if inputs.task != "language" else ()  # earlier runs stored text groups here
         if named and len(named) != inputs.classes:
-            raise ValueError("another number of names than of classes")
-        json.dumps(inputs.model_dump(), ensure_ascii=False).encode()  # half a character cannot be written
+            raise ValueError("the number of class names differs from the number of classes")
+        json.dumps(inputs.model_dump(), ensure_ascii=False).encode()  # raises if there are lone surrogates
         if math.prod(inputs.shape) > 1 << 30:
-            raise ValueError("its inputs are larger than any")
+            raise ValueError("the input shape is too large")
         known = inputs.known
         if known is not None and not len(known.mean) == len(known.std) == inputs.shape[0]:
-            raise ValueError("another number of means or deviations than of channels")
+            raise ValueError("the number of means or standard deviations differs from the number of channels")
         if inputs.task not in TASKS or (inputs.task == "regression") != (inputs.targets is not None):
-            raise ValueError("no task of this version")
+            raise ValueError("this version does not support the task")
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{folder} has no {NAME}: it is not a run folder, or was made before models could be used from it; run it again."
+            f"{folder} has no {NAME}: it is not a finished run folder, or it was written by an older version. Repeat the run."
         ) from error
     except (OSError, ValueError, DataError, pydantic.ValidationError) as error:
         raise CheckpointError(f"{path} is corrupted: {str(error).splitlines()[0]}.") from error

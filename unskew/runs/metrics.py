@@ -1,4 +1,4 @@
-"""Metrics of a run: the one that judges it, and all that are computed from predictions."""
+"""Metrics of a run: the objective, and all metrics that are computed from predictions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUMMARY = {
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
     *("kept_round", "client", "name", "samples", "num_held_out", "class_counts"),
 }
-"""Keys of rounds, summaries and lines of clients that no metric may have."""
+"""Keys of rounds, summaries and client rows, which are not allowed as names of custom metrics."""
 PREFIXES = ("synthetic_", "best_", "client_", "clients_", "personal_", "validation_", "local_", "server_")
 
 
@@ -40,8 +40,8 @@ class RunMetrics:
     """Metrics of a run.
 
     Attributes:
-        objective: Metric that judges the run.
-        scored: Name of the task's own metric.
+        objective: Metric by which the run is judged.
+        scored: Name of the task's primary metric.
         computed: Metrics computed from all predictions at once.
     """
 
@@ -51,37 +51,39 @@ class RunMetrics:
 
     @property
     def own(self) -> dict[str, str]:
-        """Directions of the user's metrics by name."""
+        """Directions (``"lower"`` or ``"higher"`` is better) of custom metrics by name."""
         return {name: metric_direction(f) for name, f in self.computed.own.items()}
 
     @property
     def judging(self) -> list[MetricInfo]:
-        """The task's own metric and the objective, each once."""
+        """Primary metric of the task, and the objective if it is another metric."""
         return [metric_info(self.scored), *([self.objective] if self.objective.name != self.scored else [])]
 
 
 def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
-    """Return the metrics of a run, with the user's functions.
+    """Return the metrics of a run, including custom ones.
 
     Args:
         config: Configuration of the run.
         federation: Data of all clients.
 
     Raises:
-        ConfigError: If a metric does not fit the task, or a function cannot be imported or has a name that is in use.
+        ConfigError: If a metric does not fit the task, or a function cannot be imported, or its name is in use.
     """
     task, names = federation.objective, federation.names
     known = [str(entry) for entry in config.metrics if not is_custom_metric(entry)]
     own = {metric_name(entry): metric_function(entry) for entry in config.metrics if is_custom_metric(entry)}
     where = f"the task of {federation.name} is {federation.task}"
     if known and task.name != "classification":
-        raise ConfigError(f"metrics={known[0]} is for one class per sample; {where}, which has metrics of its own.")
+        raise ConfigError(f"metrics={known[0]} needs one class per sample, but {where}, which has its own metrics.")
     objective = config.objective
     name = task.scored if objective == AUTO else metric_name(objective)
     if is_custom_metric(objective) and name not in own:
         own[name] = metric_function(objective)
     if own and task.name == "language":
-        raise ConfigError(f"The metric {next(iter(own))} takes one value per sample; {where}. Use loss or perplexity.")
+        raise ConfigError(
+            f"The metric {next(iter(own))} needs one value per sample, but {where}. Use loss or perplexity."
+        )
     check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.figures, *own]
     if task.name == "classification":
@@ -89,7 +91,7 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     if name not in possible:
         few = [entry for entry in possible if not entry.startswith(RECALL)]
         more = f", {RECALL}CLASS" if len(few) < len(possible) else ""
-        raise ConfigError(f"objective={name} does not fit: {where}. It can be {', '.join(few)}{more}.")
+        raise ConfigError(f"objective={name} is not available: {where}. Available: {', '.join(few)}{more}.")
     base_name = "recall" if name.startswith(RECALL) else name
     if base_name in METRICS and base_name not in known:
         known.append(base_name)
@@ -100,16 +102,16 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
 
 
 def metric_function(value: MetricLike) -> OwnMetric:
-    """Return the function of a metric, imported if it is named by a path.
+    """Return the function of a metric, imported if it is given as an import path.
 
     Raises:
-        ConfigError: If it cannot be imported, or an untrusted file names it.
+        ConfigError: If it cannot be imported, or its path comes from an untrusted file.
     """
     return import_callable(value, f"the metric {value!r}") if isinstance(value, str) else value
 
 
 def metric_direction(function: OwnMetric) -> str:
-    """Return ``"lower"`` or ``"higher"``, the direction that the attribute ``lower_is_better`` of a function says.
+    """Return ``"lower"`` or ``"higher"``, from the attribute ``lower_is_better`` of a metric function.
 
     Raises:
         ConfigError: If the attribute is not True or False.
@@ -123,10 +125,10 @@ def metric_direction(function: OwnMetric) -> str:
 
 
 def check_metric_names_free(own: Mapping[str, OwnMetric]) -> None:
-    """Validate that no metric of the user's has the name of another figure.
+    """Validate that no custom metric has the name of an existing metric or key.
 
     Raises:
-        ConfigError: If there is one.
+        ConfigError: If a name is in use.
     """
     taken = sorted(name for name in own if name in {*TAKEN, *SUMMARY} or name.startswith(PREFIXES))
     if taken:

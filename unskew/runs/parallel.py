@@ -1,7 +1,7 @@
-"""Independent runs side by side: each in a process of its own, with its share of the cores, here or on a cluster.
+"""Parallel execution of independent runs, each in its own process with its share of the cores, here or on a cluster.
 
-A run tells its followers
-here what happens; what it gives back is what it gives alone. The first Ctrl-C lets all of them finish their round and save.
+Callbacks are called in the parent process. The results are the same as without parallel runs. At the first Ctrl-C, all
+runs finish their round and save it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from unskew.runs.ray_pool import RayJobPool
 from unskew.simulation.round_loop import RunInterrupted, interruptible
 
 SMALL = 1_000_000
-"""Parameters of a model up to which ``auto`` takes a core for each run: so small ones gain little from a second thread."""
+"""Number of model parameters up to which ``auto`` uses one core per run: small models gain little from more threads."""
 MOST = 256
-"""Runs at a time."""
+"""Maximum number of parallel runs."""
 ON_CLUSTER = re.compile(rf"([0-9]{{1,3}}|auto)@{ADDRESS}")
 
 
 class ParallelOn(int):
-    """A number of runs at a time on a cluster.
+    """Number of parallel runs on a Ray cluster.
 
     Attributes:
-        address: Of the cluster.
-        auto: Whether the number is only the largest that makes sense.
-        small: Whether a core is enough for each.
-        deadline: Seconds without a word of any run after which they are given up; None waits on.
+        address: Address of the cluster.
+        auto: Whether the number is only an upper limit, to be fitted to the cluster.
+        small: Whether one core per run is enough.
+        deadline: Seconds without a message from any run after which all runs are aborted; None waits indefinitely.
     """
 
     address: str
@@ -46,27 +46,23 @@ class ParallelOn(int):
 
 
 def check_parallel(parallel: object) -> None:
-    """Refuse what is not a number of runs.
-
-    Raises:
-        ConfigError: The value is not a number of processes.
-    """
+    """Validate a value of ``parallel`` (raises ``ConfigError`` if it is not valid)."""
     number = isinstance(parallel, int) and not isinstance(parallel, bool) and 1 <= parallel <= MOST
     there = ON_CLUSTER.fullmatch(parallel) if isinstance(parallel, str) else None
     if there is not None:
         number = there[2] != "local" and (there[1] == "auto" or 1 <= int(there[1]) <= MOST)
     if not number and parallel != "auto":
         raise ConfigError(
-            f"parallel={short_repr(parallel)} is not a number of runs at a time; write 1 to {MOST}, or auto, or on a Ray "
-            "cluster 8@HOST:PORT, or auto@auto."
+            f"parallel={short_repr(parallel)} is not a number of parallel runs. Use 1 to {MOST} or auto, or, on a Ray "
+            "cluster, 8@HOST:PORT or auto@auto."
         )
 
 
 def read_parallel(text: str) -> int | str:
-    """``parallel`` as it is written on a command line.
+    """Parse ``parallel`` from the command line.
 
     Raises:
-        ConfigError: The text is neither a number nor ``auto``, nor one of them with a cluster.
+        ConfigError: If the text is not a number or ``auto``, optionally with the address of a cluster.
     """
     parallel = int(text) if text.isdecimal() and len(text) < 10 else text
     check_parallel(parallel)
@@ -74,22 +70,22 @@ def read_parallel(text: str) -> int | str:
 
 
 def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: int) -> int:
-    """Return the number of runs at a time.
+    """Return the number of parallel runs.
 
     Args:
-        parallel: What was asked for: a number, or ``auto``; with ``@`` and its address, on a cluster.
-        configs: The runs.
-        size: Parameters of the largest model among them.
+        parallel: Requested number, or ``auto``; on a cluster with ``@`` and its address.
+        configs: Configurations of the runs.
+        size: Number of parameters of the largest model.
 
     Raises:
-        ConfigError: Each run would start a cluster of its own, or its clients would wait for the cores that it has.
+        ConfigError: If each run would start its own Ray cluster, or would compete with its clients for the same cores.
     """
     check_parallel(parallel)
     if isinstance(parallel, str) and "@" in parallel:
         if any(config.engine == "ray" or config.ray.address is not None for config in configs):
             raise ConfigError(
-                f"With parallel={parallel} whole runs are tasks of the cluster, and clients are trained where their run is: "
-                "leave out engine=ray and ray.address."
+                f"With parallel={parallel}, each run is one task of the cluster and trains its clients on its own node. "
+                "Remove engine=ray and ray.address."
             )
         deadline = min((config.ray.deadline for config in configs if config.ray.deadline is not None), default=None)
         return run_on_cluster(parallel, len(configs), size <= SMALL, deadline)
@@ -99,7 +95,7 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
     if isinstance(parallel, int):
         if clusters:
             raise ConfigError(
-                "Runs side by side would each start a Ray cluster of their own on this machine: name one that runs already "
+                "Parallel runs would each start their own Ray cluster on this machine. Connect to a running cluster "
                 "(ray.address=auto, after ray start --head), or use engine=inline."
             )
         return min(parallel, len(configs))
@@ -111,39 +107,42 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
 
 
 def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> ParallelOn:
-    """``N@ADDRESS`` for so many works.
+    """Return the number of parallel runs on a cluster.
 
     Args:
-        parallel: ``N@ADDRESS``.
+        parallel: Number and address, ``N@ADDRESS``.
         works: Number of jobs.
         small: Whether one core is enough for a job.
-        deadline: Seconds without any reply after which the jobs end.
+        deadline: Seconds without any message after which the jobs are aborted; None waits indefinitely.
     """
     number, _, address = parallel.partition("@")
     at = ParallelOn(works if number == "auto" else min(int(number), works))
-    at.address, at.auto, at.small, at.deadline = address, number == "auto", small, deadline
+    at.address = address
+    at.auto = number == "auto"
+    at.small = small
+    at.deadline = deadline
     return at
 
 
 def run_in_pool(at_once: int) -> bool:
-    """Return whether runs are executed by other processes than this one."""
+    """Return whether runs are executed in other processes."""
     return at_once > 1 or (isinstance(at_once, ParallelOn) and at_once > 0)
 
 
 def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
-    """Carry out works, ``num_parallel_runs`` at a time; gives the name and the result of each when it is done.
+    """Run jobs in parallel; yields the name and the result of each finished job.
 
-    The first that fails ends the others after their round, and its error is raised.
+    If a job fails, the other jobs finish their round and end, and the error is raised.
 
     Args:
-        works: What is to be done; those that others come ``after`` stand before them.
-        places: Processes, or an ``ParallelOn``.
-        given: What all of them need, such as data. It lies in memory once for all processes.
+        works: Jobs; each is listed after the jobs that its ``after`` names.
+        places: Number of processes, or a ``ParallelOn``.
+        given: Object that all jobs receive, such as data; all processes of a machine share its memory.
 
     Raises:
-        ConfigError: A job cannot be sent to another process.
-        EngineError: A process died.
-        RunInterrupted: Ctrl-C was pressed; all have finished their round.
+        ConfigError: If a job cannot be sent to another process.
+        EngineError: If a process died.
+        RunInterrupted: If Ctrl-C was pressed, after all runs have finished their round.
     """
     with tempfile.TemporaryDirectory(prefix="unskew-") as folder, interruptible() as stopped:
         path = Path(folder) / "given"
@@ -169,6 +168,6 @@ def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[t
 
 
 def paths_to_share(given: Any) -> list[Path]:
-    """Folders that works are given."""
+    """Return the paths in the object that all jobs receive."""
     parts = given if isinstance(given, tuple) else vars(given).values() if hasattr(given, "__dict__") else ()
     return [part for part in parts if isinstance(part, Path)]

@@ -1,6 +1,6 @@
-"""The models that clients train for themselves at the end of a run, as files of its folder.
+"""Files of the personal models that clients train at the end of a run.
 
-They are no part of a checkpoint, since no round begins at them.
+Checkpoints do not contain these models, because no later round starts from them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from unskew.simulation.evaluate import Models
 
 NAME = "personal"
 MOST = 1 << 30
-"""Bytes: more are not kept unasked."""
+"""Personal models are not stored if they need more than this many bytes in total."""
 
 
 def kept_personal_models(models: Models, folder: Path | None, warn: Callable[[str], None]) -> Models:
-    """The same models, each written into the run folder before it is given.
+    """Wrap ``models`` so that each model is also written to the run folder.
 
     Args:
-        models: What clients trained.
-        folder: Of the run; without one nothing is written.
-        warn: Told if they are too large.
+        models: Personal models.
+        folder: Run folder; None writes nothing.
+        warn: Called with a message if the models are too large to be stored.
     """
     return models if folder is None else partial(_kept, models, folder / NAME, warn)
 
@@ -35,7 +35,7 @@ def kept_personal_models(models: Models, folder: Path | None, warn: Callable[[st
 def _kept(
     models: Models, folder: Path, warn: Callable[[str], None], clients: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier end of this run
+    shutil.rmtree(folder, ignore_errors=True)  # written when this run ended before
     keeps = False
     for number, (client, (v, b)) in enumerate(zip(clients, models(clients), strict=True)):
         if number == 0:
@@ -45,8 +45,8 @@ def _kept(
                 make_folder(folder)
             else:
                 warn(
-                    f"The {len(clients)} clients' own models are {size / 1e9:.1f} GB and are not kept; with eval_clients "
-                    "fewer clients train one."
+                    f"The personal models of {len(clients)} clients need {size / 1e9:.1f} GB and are not stored. Set a "
+                    "smaller eval_clients to train fewer of them."
                 )
         if keeps:
             with disk_errors(_file(folder, client)):
@@ -58,8 +58,8 @@ def load_personal_model(folder: Path, client: int) -> tuple[Tensor, Tensor] | No
     """Load the personal model of a client, ``v [d]`` and ``b [m]``; None if it was not stored.
 
     Args:
-        folder: The run folder.
-        client: Its number.
+        folder: Run folder.
+        client: Number of the client.
     """
     file = _file(folder / NAME, client)
     if not file.is_file():

@@ -20,7 +20,7 @@ from unskew.simulation import round_loop
 
 
 class _CallbackRelay(Callback):
-    """Follows a run, and tells the process that began it."""
+    """Callback that forwards the events of a run to the parent process."""
 
     def __init__(self, pipe: Connection):
         self.pipe = pipe
@@ -45,13 +45,13 @@ class _CallbackRelay(Callback):
 
 
 def run_job(pipe: Connection, path: str, share: int, ending: int = signal.SIGTERM) -> None:
-    """The life of a process: one work after another, until nobody asks for more.
+    """Run jobs in this process until the parent process closes the pipe.
 
     Args:
-        pipe: To the process that began this one.
-        path: File with what all works are given.
-        share: Cores that it may use.
-        ending: Signal that it sends itself when that process ends: the round is finished and saved, or not.
+        pipe: Connection to the parent process.
+        path: File with the object that all jobs receive.
+        share: Number of cores that this process uses.
+        ending: Signal that this process receives when its parent ends. After SIGTERM the round is finished and saved.
     """
     with contextlib.suppress(KeyboardInterrupt):
         _work(pipe, path, share, ending)
@@ -59,9 +59,9 @@ def run_job(pipe: Connection, path: str, share: int, ending: int = signal.SIGTER
 
 def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
     if hasattr(os, "setpgrp"):
-        os.setpgrp()  # a terminal's Ctrl-C is for the process that began us, which passes it on
+        os.setpgrp()  # Ctrl-C in a terminal should only reach the parent process, which forwards it
     signal.signal(signal.SIGTERM, _end)
-    round_loop.NOTICE = b""  # it says so itself
+    round_loop.NOTICE = b""  # the parent process prints the notice
     exit_with_parent(ending)
     set_core_limit(share)
     keep_freed_memory()
@@ -82,7 +82,7 @@ def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
             answer = ("failed", _sent(error), traceback.format_exc())
         try:
             pipe.send(answer)
-        except OSError:  # nobody waits for it any more
+        except OSError:  # the parent process has ended
             return
 
 
@@ -91,7 +91,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _sent(error: Exception) -> Exception:
-    """The error as it can be sent: a user's own class may not be."""
+    """Return the error, or an ``EngineError`` with its text if it cannot be pickled."""
     try:
         again = pickle.loads(pickle.dumps(error))  # nosec B301
         return error if type(again) is type(error) else EngineError(str(error))

@@ -6,20 +6,24 @@ from typing import Any
 
 import numpy as np
 
-POINTS, BINS, MOST_CLASSES = 101, 10, 50
-"""Points of a curve, bins of the calibration curve, and classes of a confusion matrix at most."""
+POINTS = 101
+"""Points of a curve."""
+BINS = 10
+"""Bins of the calibration curve."""
+MOST_CLASSES = 50
+"""Maximum number of classes of a confusion matrix."""
 
 
 def classifier_curves(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]) -> dict[str, Any]:
-    """Compute the curves, by scikit-learn; those that need a missing class are absent.
+    """Compute the curves with scikit-learn; curves that need a class without samples are left out.
 
-    With two classes the curves are those of the second one. With more, ROC and precision are means over the classes, each
-    against all others, and calibration is that of the predicted class.
+    With two classes the curves are those of the second class. With more classes, ROC and precision-recall curves are
+    means of the one-vs-rest curves, and calibration is that of the predicted class.
 
     Args:
-        y: Classes, ``[n]``.
-        p: Probabilities, ``[n, C]``.
-        class_names: ``C`` names.
+        y: True classes, ``[n]``.
+        p: Predicted probabilities, ``[n, C]``.
+        class_names: Names of the ``C`` classes.
     """
     from sklearn.calibration import calibration_curve
     from sklearn.metrics import confusion_matrix, precision_recall_curve, roc_curve
@@ -46,7 +50,7 @@ def classifier_curves(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]
 
 
 def one_curve(x: np.ndarray, y: np.ndarray) -> dict[str, list[float]]:
-    """Return the points of a curve as they are written.
+    """Return the points of a curve in the format of ``curves.json``.
 
     Args:
         x: Horizontal coordinates.

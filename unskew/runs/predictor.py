@@ -1,4 +1,4 @@
-"""A trained model with its preprocessing: new inputs go in as they are, labels and probabilities come out."""
+"""Predictor: a trained model with its preprocessing, for new inputs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PADDING = -1
 
 
 class Predictor:
-    """A model in eval mode, and what has to be done to inputs before it sees them.
+    """Model in eval mode with the preprocessing of its inputs.
 
     Args:
-        module: The model, as ``Result.model``: it takes normalized inputs.
-        inputs: What it expects.
-        dtype: Its numbers.
+        module: Model, such as ``Result.model``; its forward pass takes normalized inputs.
+        inputs: Input specification of the model.
+        dtype: Data type of the model.
     """
 
     def __init__(self, module: nn.Module, inputs: InputSpec, dtype: torch.dtype):
@@ -35,33 +35,34 @@ class Predictor:
 
     @property
     def class_names(self) -> list[str]:
-        """The names of the outputs, in order."""
+        """Names of the outputs, in order."""
         return self.inputs.names
 
     def predict_proba(self, x: object) -> np.ndarray:
-        """Probabilities ``[n, C]`` of inputs ``[n, *shape]``; with several labels a sample, of each label by itself.
+        """Predict probabilities ``[n, C]`` of inputs ``[n, *shape]``; for multi-label tasks, one probability per label.
 
         Args:
-            x: An array, a tensor or lists: uint8 images of any size, channels first or last; features in the order of
-                ``inputs.features``; or token ids, rows filled up with -1.
+            x: Array, tensor or lists: uint8 images of any size, channels first or last; features in the order of
+                ``inputs.features``; or rows of token ids, padded with -1.
 
         Raises:
-            DataError: The inputs have another shape or type, or contain NaN.
+            ConfigError: If the model was trained for regression.
+            DataError: If the inputs have the wrong shape or type, or contain NaN.
         """
         if self.numbers:
-            raise ConfigError("The model predicts numbers, which have no probabilities; use predict.")
+            raise ConfigError("A regression model has no probabilities. Use predict instead of predict_proba.")
         return self.outputs(x)
 
     @property
     def numbers(self) -> bool:
-        """Return whether numbers are predicted instead of classes."""
+        """Whether the model predicts numbers (regression) instead of classes."""
         return self.inputs.task == "regression"
 
     def outputs(self, x: object) -> np.ndarray:
-        """Probabilities ``[n, C]``; of regression the numbers ``[n, T]`` in their own units.
+        """Predict probabilities ``[n, C]``, or regression targets ``[n, T]`` in their original units.
 
         Raises:
-            DataError: The inputs have another shape or type, or hold what is not a number.
+            DataError: If the inputs have the wrong shape or type or contain NaN, or the outputs are not finite.
         """
         if not len(x):  # type: ignore[arg-type]
             return np.zeros((0, self.inputs.classes))
@@ -76,35 +77,36 @@ class Predictor:
         bad = torch.isfinite(outputs).logical_not().any(1).nonzero()
         if len(bad):
             raise DataError(
-                f"The outputs of the model are not finite for {len(bad)} of {len(outputs)} inputs, the first is number "
-                f"{int(bad[0])}: the run that trained it diverged, or these inputs are extreme. Train with a smaller "
-                "learning rate, or leave out those inputs."
+                f"The outputs of the model are not finite for {len(bad)} of {len(outputs)} inputs (first: input "
+                f"{int(bad[0])}). Either training diverged, or these inputs are extreme. Train with a smaller "
+                "learning rate, or remove these inputs."
             )
         return outputs.numpy()
 
     def predict(self, x: object) -> list[Any]:
-        """The most probable class of each input by its name; with several labels a sample, the list of those above 0.5.
+        """Predict the name of the most probable class of each input.
 
-        Of regression, the number in its own unit; the list of them where there are several.
+        Multi-label tasks return the list of labels with a probability above 0.5. Regression returns the number in its
+        original unit, or a list of numbers if there are several targets.
         """
         return self.labels(self.outputs(x))
 
     def labels(self, probabilities: np.ndarray, threshold: float | None = None) -> list[Any]:
-        """Names from probabilities ``[n, C]``; of regression the numbers ``[n, T]`` themselves.
+        """Convert probabilities ``[n, C]`` to class names; regression outputs ``[n, T]`` are returned as numbers.
 
         Args:
             probabilities: Outputs of the model.
-            threshold: Predict the second of two classes, or a label of several, from this probability on.
+            threshold: Smallest probability for which the second of two classes, or a label, is predicted.
 
         Raises:
-            ConfigError: If there is a threshold, but the model has more than two classes or predicts numbers.
+            ConfigError: If ``threshold`` is given and the model has more than two classes or predicts numbers.
         """
         names = self.class_names
         if threshold is not None:
             if self.inputs.task == "multilabel":
                 return [[names[k] for k in np.flatnonzero(row >= threshold)] for row in probabilities]
             if self.numbers or len(names) != 2:
-                raise ConfigError("A threshold needs a model of two classes, or of several labels per sample.")
+                raise ConfigError("A threshold needs a model with two classes or a multi-label model; remove it.")
             return [names[int(p >= threshold)] for p in probabilities[:, 1]]
         if self.numbers:
             numbers: list[Any] = (probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities).tolist()
@@ -114,13 +116,13 @@ class Predictor:
         return [names[k] for k in probabilities.argmax(1)] if len(probabilities) else []
 
     def prepared(self, x: object) -> Tensor:
-        """Inputs as the model's batches are before they are normalized."""
+        """Convert inputs to a tensor of the model's shape and type, before normalization."""
         shape, kind = self.inputs.shape, self.inputs.kind
-        expectation = f"The model takes {'token ids' if kind == 'tokens' else 'inputs'} of shape {shape_text(shape)}"
+        expectation = f"The model expects {'token ids' if kind == 'tokens' else 'inputs'} of shape {shape_text(shape)}"
         try:
             tensor = x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"{expectation}; these cannot be read as numbers: {error}") from error
+            raise DataError(f"{expectation}, but the inputs cannot be converted to numbers: {error}") from error
         tensor = tensor.detach().cpu()
         if kind == "tokens":
             return self._tokens(tensor, expectation)
@@ -133,7 +135,7 @@ class Predictor:
         return tensor if kind == "uint8" else as_inputs(tensor.to(torch.float32).numpy(), "the inputs")
 
     def _images(self, tensor: Tensor, told: str) -> Tensor:
-        """Channels first, in the model's number of channels and size."""
+        """Convert images to channels first, with the model's number of channels and size."""
         channels, height, width = self.inputs.shape
         if tensor.shape[1] not in (1, 3, channels) and tensor.shape[3] in (1, 3, channels):
             tensor = tensor.permute(0, 3, 1, 2)
@@ -144,14 +146,14 @@ class Predictor:
         return convert_channels(resize_images(tensor, height, width), channels)
 
     def _tokens(self, tensor: Tensor, told: str) -> Tensor:
-        """Rows of token ids, filled up or cut to the model's length."""
+        """Pad or truncate rows of token ids to the model's length."""
         (length,) = self.inputs.shape
         if tensor.dim() != 2 or tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
-            raise DataError(f"{told}: integers, a row for each text.")
+            raise DataError(f"{told}: integers, one row per text.")
         rows = tensor.to(torch.int64)[:, :length]
         return torch.nn.functional.pad(rows, (0, length - rows.shape[1]), value=PADDING)
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """``3 x 32 x 32``."""
+    """Format a shape, such as ``3 x 32 x 32``."""
     return " x ".join(map(str, shape)) if shape else "one number"

@@ -1,4 +1,4 @@
-"""Preparation before the first round: the method's data rules change the clients' data."""
+"""Data preparation before the first round: the method's data rules are applied to the clients' data."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, callback_hooks, notify_warning
 
 SYNTHETIC = "synthetic"
-"""Folder of what was made, in a run folder or in that of several runs."""
+"""Name of the folder with generated data, in a run folder or in the folder of several runs."""
 
 
 def check_given_set(config: Experiment, method: Method) -> None:
-    """Refuse a synthetic set that nothing would use, or that is not there.
+    """Validate that the synthetic set named by ``synthetic`` exists and that the method uses it.
 
     Args:
         config: Configuration of the run.
         method: Method of the run.
 
     Raises:
-        ConfigError: The synthetic set does not exist, or the method does not use it.
+        ConfigError: If the synthetic set does not exist, or the method does not generate data.
     """
     if config.synthetic is not None and not any(rule.generates_data for rule in method.data):
         raise ConfigError(
-            f"synthetic={config.synthetic!r} is given, but {config.method} makes no synthetic data that it could stand for; "
-            "add fedssyn, as in fedssyn+fedavg, or leave it out."
+            f"synthetic={config.synthetic!r} has no effect: {config.method} does not use synthetic data. Add fedssyn, as in "
+            "fedssyn+fedavg, or remove synthetic."
         )
     if config.synthetic is not None:
         find(Path(config.synthetic))
 
 
 def find_synthetic_folder(folder: Path) -> Path | None:
-    """Return the folder of generated data shared by the runs of a comparison or table, if the run itself keeps none."""
+    """Return the generated data folder that a comparison's runs share, or None if the run has its own or none exists."""
     if (folder / SYNTHETIC).exists():
         return None
     above = folder.resolve().parents
@@ -60,16 +60,16 @@ def prepare(
 ) -> PreparedData:
     """Apply the data rules of ``method`` in order.
 
-    What they make is kept in ``shared`` if there is one, else in the run folder, which then can be resumed from the start.
+    Generated data are stored in ``shared`` or, if it is None, in the run folder, so that the run can be resumed.
 
     Args:
         method: Method of the run.
         federation: Data of all clients.
         config: Configuration of the run.
-        device: Device that computes.
+        device: Device for computations.
         folder: Run folder, or None.
-        shared: Folder of data that several runs share, or None.
-        callbacks: Objects that are notified during the run.
+        shared: Folder of generated data that several runs share, or None.
+        callbacks: Callbacks of the run.
     """
 
     def tell(text: str, done: float, total: float) -> None:

@@ -1,6 +1,6 @@
-"""Works in processes of one machine: who does what, and what they say.
+"""Process pool for independent jobs on one machine.
 
-The processes are spawned, not forked, so whatever they are given must be found by its name there.
+The processes are spawned, not forked, so all functions and classes of a job must be importable there.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from unskew.runs.pool_worker import run_job
 from unskew.simulation.round_loop import RunInterrupted
 
 GLANCE = 0.2
-"""Seconds between two looks whether Ctrl-C was pressed."""
+"""Seconds between two checks whether Ctrl-C was pressed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, or anything else that takes long.
+    """Unit of work for the process pool, such as a run.
 
     Attributes:
-        name: What its result is found by.
-        function: Called in another process as ``function(given, *arguments, callbacks=...)``; it has a name there, too.
-        arguments: Its own.
-        follow: Gives its followers, which stay here, when it begins.
-        after: Names of works that must be done before.
+        name: Key of the job and its result.
+        function: Module-level function, called in another process as ``function(given, *arguments, callbacks=...)``.
+        arguments: Arguments of this job.
+        follow: Creates the job's callbacks in the parent process when the job starts.
+        after: Names of jobs that must finish first.
     """
 
     name: Hashable
@@ -54,33 +54,37 @@ def raise_if_unpicklable() -> Iterator[None]:
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"Cannot run in parallel: an argument cannot be pickled: {error}. "
-            "Define classes and functions at the top of a module and hold no open files, or leave out parallel."
+            "Define classes and functions at module level and pass no open files, or remove parallel."
         ) from error
 
 
 @dataclass
 class RunningJob:
-    """A work that is being done."""
+    """Running job and its callbacks."""
 
     work: Job
     callbacks: list[Callback]
 
     @classmethod
     def of(cls, work: Job) -> RunningJob:
-        """A work that begins, with its followers."""
+        """Create the callbacks of a job that starts."""
         return cls(work, list(work.follow()))
 
     def task(self) -> bytes:
-        """The work as it travels.
+        """Return the pickled job.
 
         Raises:
-            ConfigError: The job cannot be sent to another process.
+            ConfigError: If the job cannot be pickled.
         """
         with raise_if_unpicklable():
             return pickle.dumps((self.work.function, self.work.arguments))
 
     def hears(self, message: Sequence[Any]) -> tuple[Hashable, Any] | None:
-        """A message of who does it: followers are told; the last one gives its name and result, or what went wrong."""
+        """Process a message of the worker: call the callbacks, or raise the job's error.
+
+        Returns:
+            The job's name and result if the job has finished, otherwise None.
+        """
         kind, *rest = message
         if kind == "call":
             name, arguments = rest
@@ -103,11 +107,11 @@ class RunningJob:
 
 
 def next_job(waiting: list[Job], done: Container[Hashable]) -> Job | None:
-    """The first work whose time has come, which waits no longer.
+    """Remove and return the first job whose dependencies have finished, or None.
 
     Args:
         waiting: Jobs that have not started.
-        done: Keys of finished jobs.
+        done: Names of finished jobs.
     """
     work = next((work for work in waiting if all(name in done for name in work.after)), None)
     if work is not None:
@@ -117,7 +121,15 @@ def next_job(waiting: list[Job], done: Container[Hashable]) -> Job | None:
 
 @dataclass
 class ProcessPool:
-    """The processes, and who does what."""
+    """Pool of worker processes.
+
+    Attributes:
+        places: Number of processes.
+        given: File with the object that all jobs receive.
+        processes: Processes by their connection.
+        busy: Running jobs by the connection of their process.
+        done: Names of finished jobs.
+    """
 
     places: int
     given: Path
@@ -130,18 +142,18 @@ class ProcessPool:
         share = max(1, num_cores() // self.places)
         for _ in range(self.places):
             ours, child_end = context.Pipe()
-            # Not daemons: these may have no worker processes of their own.
+            # Not daemons, because a daemon must not start worker processes.
             process = context.Process(target=run_job, args=(child_end, str(self.given), share))
             process.start()
             child_end.close()
             self.processes[ours] = process
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """Run the jobs; ends early if ``stopped`` is not empty. See ``unskew.runs.parallel.run_jobs``.
+        """Run jobs; yields the name and the result of each, and ends early once ``stopped`` is not empty.
 
         Args:
             works: Jobs to run.
-            stopped: Signals that were received.
+            stopped: Received signals; filled while the jobs run.
         """
         waiting = list(works)
         while (waiting or self.busy) and not stopped:
@@ -159,11 +171,11 @@ class ProcessPool:
             busy = RunningJob.of(work)
             task = busy.task()
             self.busy[pipe] = busy
-            with contextlib.suppress(OSError):  # noticed, with its reason, when the answer is read
+            with contextlib.suppress(OSError):  # reported with its reason when the reply is read
                 pipe.send_bytes(task)
 
     def _hear(self, pipe: Connection) -> Iterator[tuple[Hashable, Any]]:
-        """One message of a process; if that is the end of its work, its name and result."""
+        """Process one message of a worker; yields name and result if its job has finished."""
         busy = self.busy[pipe]
         try:
             message = pipe.recv()
@@ -180,27 +192,27 @@ class ProcessPool:
     @staticmethod
     def _died(process: BaseProcess, work: Job) -> NoReturn:
         process.join(timeout=5)
-        if process.exitcode == 1:  # Python ended before it came to the work
+        if process.exitcode == 1:  # Python failed before the worker started
             raise EngineError(
-                "A worker process failed to start; the reason is above. A script that begins runs "
-                'side by side does so under: if __name__ == "__main__".'
+                "A worker process failed to start; see the traceback above. In a script, start parallel runs under "
+                'if __name__ == "__main__".'
             )
         raise EngineError(
-            f"The worker process of a parallel run died (exit code {process.exitcode}, {work.name}); memory may have run "
-            "out. Finished runs are kept: resume with fewer runs at a time."
+            f"The worker process of a parallel run died (exit code {process.exitcode}, {work.name}), possibly out of "
+            "memory. Finished runs are kept: resume with fewer parallel runs."
         )
 
     def wind_up(self) -> None:
-        """Let those that are at work finish their round and save it, and wait for them."""
+        """Stop running jobs after their current round, which they save, and wait for them."""
         for pipe in self.busy:
             self.processes[pipe].terminate()
         while self.busy:
             for ready in wait(list(self.busy)):
-                with contextlib.suppress(Exception, RunInterrupted):  # the first reason to stop is the one that is told
+                with contextlib.suppress(Exception, RunInterrupted):  # only the first error is reported
                     list(self._hear(cast(Connection, ready)))
 
     def close(self) -> None:
-        """End the processes: those that are still at work at once."""
+        """End all processes; running jobs are terminated."""
         for pipe, process in self.processes.items():
             pipe.close()
             if pipe in self.busy:

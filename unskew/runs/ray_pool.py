@@ -1,8 +1,8 @@
-"""Independent runs as tasks of a Ray cluster: each in a process of its own on some node, with its share of the cores there.
+"""Pool of independent runs on a Ray cluster; each run has its own process on a node, with a share of its cores.
 
-A task starts the same worker process as the pool on one machine (``unskew.runs.pool_worker``) and relays its messages, so
-a run uses the best engine of its node. Runs of a node that died are restarted elsewhere; a run with a folder resumes from
-its last checkpoint.
+A task starts the same worker process as the pool on one machine (``unskew.runs.pool_worker``) and forwards its messages,
+so a run uses the best engine of its node. Runs of a dead node are restarted on another one; a run with a folder resumes
+from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from unskew.runs.pool_worker import run_job
 from unskew.runs.process_pool import GLANCE, Job, RunningJob, next_job
 
 ATTEMPTS = 5
-"""Times that a run is begun whose node died."""
+"""Maximum number of times that a run is started if its nodes die."""
 BEGINNING = 600.0
-"""Seconds that a cluster has to begin a first task."""
+"""Seconds within which the cluster must start a first task."""
 ENDING = 600.0
-"""Seconds that runs have to finish their round."""
+"""Seconds within which runs must finish their current round."""
 
 
 def run_remote_job(given: list[Any], task: bytes, cores: int, cwd: str, marks: Sequence[str]) -> Iterator[Any]:
     """Run a job in its own process on a node; yields its messages, the result last.
 
     Args:
-        given: Reference to what all works are given, laid out.
-        task: The work, pickled.
-        cores: That it may use.
-        cwd: Where relative paths begin.
-        marks: Files of the server that a node sees if it sees the folders of the work.
+        given: List with one reference, to the serialized object that all jobs receive.
+        task: Pickled job.
+        cores: Number of cores that the job uses.
+        cwd: Working directory, for relative paths.
+        marks: Marker files in the folders of the jobs; a node that shares these folders sees them.
     """
     import ray
 
@@ -62,7 +62,7 @@ def run_remote_job(given: list[Any], task: bytes, cores: int, cwd: str, marks: S
         path.write_bytes(memoryview(ray.get(given[0])))
         context = multiprocessing.get_context("spawn")
         ours, child_end = context.Pipe()
-        # It ends at once with this one: who begins its work anew elsewhere must find its folder free.
+        # SIGKILL ends it immediately with this process: a restart on another node needs the lock of the run folder.
         process = context.Process(target=run_job, args=(child_end, str(path), cores, signal.SIGKILL))
         process.start()
         child_end.close()
@@ -71,14 +71,14 @@ def run_remote_job(given: list[Any], task: bytes, cores: int, cwd: str, marks: S
             yield from _said(ours, process.terminate)
         except (EOFError, OSError):
             process.join(timeout=5)
-            text = f"The process of a run at {os.uname().nodename} died (exit code {process.exitcode}); memory may have"
-            yield "failed", EngineError(f"{text} run out. Finished runs are kept: resume, fewer at a time."), ""
-        finally:  # also where Ray cancels this task between two messages
+            text = f"The process of a run on {os.uname().nodename} died (exit code {process.exitcode}), possibly out of"
+            yield "failed", EngineError(f"{text} memory. Finished runs are kept: resume with fewer parallel runs."), ""
+        finally:  # also if Ray cancels this task between two messages
             _end(process, ours)
 
 
 def _end(process: BaseProcess, pipe: Connection) -> None:
-    """End a process; one that is at work finishes its round and saves it."""
+    """End a process after its current round, which it saves."""
     process.terminate()
     end = time.monotonic() + ENDING
     while process.is_alive() and time.monotonic() < end:
@@ -95,7 +95,7 @@ def _end(process: BaseProcess, pipe: Connection) -> None:
 
 
 def _said(pipe: Connection, stop: Callable[[], None]) -> Iterator[Any]:
-    """Messages of a process up to its answer; who is cancelled lets it finish its round."""
+    """Yield the messages of a process up to its result; if cancelled, call ``stop`` and continue until the result."""
     while True:
         try:
             message = pipe.recv()
@@ -109,14 +109,14 @@ def _said(pipe: Connection, stop: Callable[[], None]) -> Iterator[Any]:
 
 def _unseen(mark: str) -> DataError:
     return DataError(
-        f"{os.uname().nodename} does not see {Path(mark).parent}: runs on a cluster need a folder that all nodes see "
-        "under the same path."
+        f"Node {os.uname().nodename} cannot access {Path(mark).parent}. Parallel runs on a cluster need a shared folder "
+        "with the same path on all nodes."
     )
 
 
 @dataclass
 class _RemoteJob:
-    """A work that a node does."""
+    """Job that runs on a node."""
 
     busy: RunningJob
     task: bytes
@@ -125,19 +125,19 @@ class _RemoteJob:
 
 
 class RayJobPool:
-    """Carries out works on a cluster; stands where the processes of one machine would.
+    """Pool of jobs on a Ray cluster, with the interface of ``ProcessPool``.
 
     Args:
-        address: Of the cluster.
-        number: Works at a time.
-        auto: Whether fewer are better where there are fewer cores.
-        small: Whether a core is enough for each, then.
-        deadline: Seconds without a word of any work after which they are given up; None waits on.
-        given: File with what all works are given.
-        folders: Those that are named in it.
+        address: Address of the cluster.
+        number: Maximum number of parallel jobs.
+        auto: Whether to reduce the number to what the cores of the cluster allow.
+        small: Whether one core per job is enough; only used with ``auto``.
+        deadline: Seconds without a message from any job after which all are aborted; None waits indefinitely.
+        given: File with the object that all jobs receive.
+        folders: Folders that this object names.
 
     Raises:
-        EngineError: There is no such cluster, or one of other versions.
+        EngineError: If there is no such cluster, its versions differ, it has no cores, or it does not start a task.
     """
 
     def __init__(
@@ -150,16 +150,21 @@ class RayJobPool:
         given: Path,
         folders: Sequence[Path],
     ):
-        self.ray, self.folders, self.most, self.deadline = load_ray(), folders, number, deadline
+        self.ray = load_ray()
+        self.folders = folders
+        self.most = number
+        self.deadline = deadline
         connect(address, None)
         ray = self.ray
         try:
             check_versions(ray.get(ray.remote(versions).options(num_cpus=0).remote(), timeout=BEGINNING))
         except ray.exceptions.GetTimeoutError as error:
-            raise EngineError(f"The cluster {address} has not begun a task within {BEGINNING:g} seconds.") from error
+            raise EngineError(
+                f"The cluster {address} did not start a task within {BEGINNING:g} s. Check that it has free cores."
+            ) from error
         nodes = [(cores, gpus) for cores, gpus in list_nodes(ray) if cores]
         if not nodes:
-            raise EngineError(f"No node of the cluster {address} offers a core: start more nodes.")
+            raise EngineError(f"The nodes of the cluster {address} have no CPU cores. Start more nodes.")
         every = [cores for cores, _ in nodes]
         self.cores = max(1, min(sum(every) // number, *every))
         if auto:
@@ -175,13 +180,15 @@ class RayJobPool:
         self.flying: list[_RemoteJob] = []
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """Run the jobs; ends early if ``stopped`` is not empty. See ``unskew.runs.parallel.run_jobs``.
+        """Run jobs; yields the name and the result of each, and ends early once ``stopped`` is not empty.
 
         Args:
             works: Jobs to run.
-            stopped: Signals that were received.
+            stopped: Received signals; filled while the jobs run.
         """
-        waiting, done, heard = list(works), set[Hashable](), time.monotonic()
+        waiting = list(works)
+        done = set[Hashable]()
+        heard = time.monotonic()
         with _marked([*self.folders, *_folders(works)]) as marks:
             while (waiting or self.flying) and not stopped:
                 while len(self.flying) < self.most and (work := next_job(waiting, done)) is not None:
@@ -191,8 +198,8 @@ class RayJobPool:
                 heard = time.monotonic() if ready else heard
                 if self.deadline is not None and time.monotonic() - heard > self.deadline:
                     raise EngineError(
-                        f"No run on the cluster has said anything for {self.deadline:g} s (ray.deadline). Go on with what is "
-                        "there (resume), here or on another cluster."
+                        f"No message from any run on the cluster for {self.deadline:g} s (ray.deadline). Finished runs are "
+                        "kept: resume here or on another cluster."
                     )
                 for flying in ready:
                     finished = self._hear(flying, marks)
@@ -210,21 +217,21 @@ class RayJobPool:
         return [flying for flying in self.flying if any(flying.stream is reference for reference in ready)]
 
     def _hear(self, flying: _RemoteJob, marks: Sequence[str]) -> tuple[Hashable, Any] | None:
-        """One message of a work; one whose node died is begun again."""
+        """Process one message of a job; restart the job if its node died."""
         name = flying.busy.work.name
         try:
             message = self.ray.get(next(flying.stream))
         except (StopIteration, self.ray.exceptions.RayError) as error:
             self.flying.remove(flying)
-            reason = (str(error) or "It ended without an answer.").splitlines()[0]
+            reason = (str(error) or "The task ended without a result.").splitlines()[0]
             if flying.attempts == ATTEMPTS:
                 raise EngineError(
-                    f"{name} could not be carried out on the cluster, in {ATTEMPTS} attempts: {reason} Go on with what is "
-                    "there (resume)."
+                    f"{name} failed on the cluster after {ATTEMPTS} attempts: {reason} Finished runs are kept and can be "
+                    "resumed."
                 ) from error
             notify_warning(
                 flying.busy.callbacks,
-                f"The node that was at {name} died; it is restarted from its last checkpoint. {reason}",
+                f"The node running {name} died; restarting it from its last checkpoint. {reason}",
             )
             flying.attempts += 1
             self._submit(flying, marks)
@@ -234,7 +241,7 @@ class RayJobPool:
         return flying.busy.hears(message)
 
     def wind_up(self) -> None:
-        """Let those that are at work finish their round and save it, and wait for them."""
+        """Stop running jobs after their current round, which they save, and wait for them."""
         for flying in self.flying:
             self.ray.cancel(flying.stream)
         end = time.monotonic() + min(ENDING, self.deadline or ENDING)
@@ -248,7 +255,7 @@ class RayJobPool:
                     self.flying.remove(flying)
 
     def close(self) -> None:
-        """End what is still at work; the cluster goes on."""
+        """Cancel running jobs; the cluster keeps running."""
         for flying in self.flying:
             with contextlib.suppress(self.ray.exceptions.RayError):
                 self.ray.cancel(flying.stream, force=True)
@@ -260,9 +267,9 @@ def _folders(works: Sequence[Job]) -> list[Path]:
 
 @contextlib.contextmanager
 def _marked(folders: Sequence[Path]) -> Iterator[list[str]]:
-    """Context manager that puts a marker file into each existing folder.
+    """Context manager that puts a marker file into each folder, or into its closest existing parent.
 
-    By which nodes check that they see the same files.
+    Nodes look for these files to check that they share the folders.
     """
     there = {
         next(parent for parent in (absolute, *absolute.parents) if parent.is_dir())

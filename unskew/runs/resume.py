@@ -1,4 +1,4 @@
-"""Going on with a run, and beginning one where another ended: what must be the same, and what is taken over."""
+"""Checks for resuming a run, and the warm start of a run from another one."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ RESUMABLE = (
     ),
     "base_run",
 )
-"""Fields that may differ when a run is resumed: they change how far or how it is carried out, not what it is."""
+"""Fields that may change when a run is resumed: they change its length or execution, but not its results per round."""
 
 
 def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recorder, data: str) -> int:
-    """Take over the model, traffic and history of the run in ``parent``, and what both methods keep.
+    """Start from the model, traffic and history of the run in ``parent``.
 
-    What a client keeps under a rule that both methods have stays; rules that only the new method has begin as in their first
-    round.
+    The state of rules that both methods contain is kept. Rules that only the new method contains start with their initial
+    state.
 
     Args:
         parent: Folder of the other run.
-        config: Of the run that begins.
-        server: Its server, freshly made.
-        recorder: Its recorder.
-        data: What identifies its data.
+        config: Configuration of the new run.
+        server: Newly created server of the new run.
+        recorder: Recorder of the new run.
+        data: Identity of the new run's data, from ``data_identity``.
 
     Returns:
-        The number of rounds that the other run had.
+        The number of rounds of the other run.
 
     Raises:
-        ConfigError: The folder is not a run, has other data, or has as many rounds already.
-        CheckpointError: The run has another model, or is corrupted.
+        ConfigError: If the folder is not a run, or its run has other data or too many rounds.
+        CheckpointError: If the run has another model, or is corrupted.
     """
     newest = checkpoint.newest_checkpoint(parent / "checkpoints")
     if newest is None:
@@ -72,17 +72,19 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
     extra, done = manifest["extra"], int(manifest["round"])
     if done >= config.rounds:
         raise ConfigError(
-            f"The run in {parent} has {done} rounds; one that starts from it needs more, not {config.rounds}."
+            f"The run in {parent} has {done} rounds; a run that starts from it needs more than that, not {config.rounds}."
         )
     if extra["data"] != data:
-        raise ConfigError(f"The run in {parent} was made on other data or another partition.")
+        raise ConfigError(
+            f"The run in {parent} used other data or another partition, so no run can start from it here."
+        )
     check_frozen(extra, server.spec)
     named = extra["config"].get("method")
-    if isinstance(named, str):  # what this run names, too, is as trusted as this run
+    if isinstance(named, str):  # trusted only if it is the method that the new run names itself
         named = config.method if named == config.method else UntrustedText(named, str(path), TRUST)
     try:
         before = method(named) if isinstance(named, str) else None
-    except ConfigError:  # a method that only Python knew
+    except ConfigError:  # a method that was defined in Python
         before = None
     restore.start_from_run(path, manifest, server, before)
     recorder.adopt(check_rounds(read_history(parent)[:done], parent / "metrics.jsonl", done), extra["seconds"])
@@ -90,10 +92,10 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
 
 
 def check_never_saved(folder: Path) -> None:
-    """Refuse to begin anew with a run whose checkpoints somebody removed.
+    """Validate that a run without checkpoints never saved any, so that it can start again from round 1.
 
     Raises:
-        CheckpointError: Rounds are finished, but the folder of its checkpoints is gone or was emptied.
+        CheckpointError: If rounds are finished, but the checkpoints were removed.
     """
     config = load_yaml(folder / "config.yaml")
     parent = config.get("start_from")
@@ -103,13 +105,13 @@ def check_never_saved(folder: Path) -> None:
     emptied = rounds > common + int(config.get("checkpoint_every", 1)) or (folder / "summary.json").exists()
     if rounds and (emptied or not checkpoints.is_dir()):
         raise CheckpointError(
-            f"The run in {folder} has {rounds} rounds, but its checkpoints are gone, so it cannot go on. Bring the folder "
-            "checkpoints back, or start a new run with config.yaml."
+            f"The run in {folder} has {rounds} rounds, but its checkpoints are missing, so it cannot be resumed. Restore "
+            "the folder checkpoints, or start a new run with config.yaml."
         )
 
 
 def data_identity(prepared: PreparedData) -> str:
-    """Return the fingerprint that must match when a run is resumed: partition, training data and evaluation data."""
+    """Return a text that identifies the data and must match on resume: partition, sizes, server and synthetic data."""
     federation, sizes = prepared.federation, ""
     if isinstance(federation.clients, ArrayClients):
         sizes = hashlib.sha256(np.asarray(federation.sizes, np.int64).tobytes()).hexdigest()[:8]
@@ -120,7 +122,7 @@ def data_identity(prepared: PreparedData) -> str:
 
 
 def stored_content(prepared: PreparedData) -> str:
-    """A checksum of what is trained and evaluated on; empty where clients are loaded one by one or lie in files."""
+    """Return a checksum of training and test data; empty if clients are loaded one by one or memory-mapped."""
     federation = prepared.federation
     clients = federation.clients
     if not isinstance(clients, ArrayClients) or clients.mapped:
@@ -128,21 +130,21 @@ def stored_content(prepared: PreparedData) -> str:
     crc = 0
     server = () if federation.server is None else (federation.server.x, federation.server.y)
     for part in chain(clients.inputs(), (clients.y, *federation.test), server):
-        rows = to_float32(part.permute(0, 2, 3, 1) if part.dim() == 4 else part)  # as images lie in memory
+        rows = to_float32(part.permute(0, 2, 3, 1) if part.dim() == 4 else part)  # memory layout of images
         raw: Any = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         crc = zlib.crc32(raw, crc)
     return f"{crc:08x}"
 
 
 def check_data(extra: dict[str, Any], prepared: PreparedData) -> None:
-    """Refuse to go on with other data.
+    """Validate that a run is resumed with the same data.
 
     Args:
-        extra: Values of the checkpoint.
+        extra: Additional values of the checkpoint.
         prepared: Data of the resumed run.
 
     Raises:
-        CheckpointError: The data differ from those that the run was started with.
+        CheckpointError: If the data differ from those of the run.
     """
     before, now = (extra["data"], extra.get("content")), (data_identity(prepared), stored_content(prepared))
     if before[0] != now[0] or before[1] not in (None, now[1]):
@@ -154,60 +156,61 @@ def check_data(extra: dict[str, Any], prepared: PreparedData) -> None:
 
 
 def check_frozen(extra: dict[str, Any], spec: ModelSpec) -> None:
-    """Refuse to go on with the trained part of a model whose other part has changed since.
+    """Validate that the frozen parameters of the model are the same as in the checkpointed run.
 
     Args:
-        extra: Values of the checkpoint.
+        extra: Additional values of the checkpoint.
         spec: Layout of the model.
 
     Raises:
-        CheckpointError: The parameters that are not trained are others than those of the run.
+        CheckpointError: If the frozen parameters differ.
     """
     if extra.get("frozen", spec.frozen) != spec.frozen:
         raise CheckpointError(
-            "The parameters that are not trained differ from those of the run: the model's folder, or its version at the "
-            "hub, has changed. Bring the former one back."
+            "The frozen parameters differ from those of the run: the model's folder or its version on the Hub has "
+            "changed. Restore the former one."
         )
 
 
 def check_target_rounds(before: object, done: int, config: Experiment) -> None:
-    """Refuse another number of rounds where it would change what was done.
+    """Validate the number of rounds of a resumed run.
 
     Args:
-        before: Number of rounds when the run began.
+        before: Configured number of rounds when the run started.
         done: Number of finished rounds.
         config: Configuration of the run.
 
     Raises:
-        CheckpointError: Fewer rounds than are done, or a learning rate that falls towards the last one.
+        CheckpointError: If there are fewer rounds than finished ones, or the learning rate schedule depends on the number
+            of rounds and that number changed.
     """
     if config.rounds < done:
         raise CheckpointError(f"The run has {done} rounds already; it cannot be shortened to {config.rounds}.")
     if config.training.schedule.ends and config.rounds != before:
         raise CheckpointError(
-            f"With lr_schedule={config.lr_schedule} the rates of a run of {before} rounds are not those of one of "
-            f"{config.rounds}; resume it with rounds={before}, or start a new run."
+            f"With lr_schedule={config.lr_schedule}, learning rates depend on the number of rounds, which was {before} and "
+            f"is now {config.rounds}. Resume with rounds={before}, or start a new run."
         )
 
 
 def check_same(then: dict[str, Any], now: Experiment) -> None:
-    """Refuse to go on with a run under another configuration; its data may lie elsewhere by now.
+    """Validate that a run is resumed with the same configuration; paths of data may differ.
 
     Args:
-        then: Fields of the configuration when the run began.
+        then: Fields of the configuration when the run started.
         now: Configuration of the resumed run.
 
     Raises:
-        CheckpointError: A field differs that determines the results.
+        CheckpointError: If a field that determines the results differs.
     """
     neutral = Experiment().model_dump(mode="json")
     current, before = without_data_locations(now.model_dump(mode="json")), without_data_locations({**neutral, **then})
     for name in current:
         was = before[name]
-        if isinstance(was, dict) and isinstance(neutral[name], dict):  # a section may have more fields by now
+        if isinstance(was, dict) and isinstance(neutral[name], dict):  # a newer version may have added fields
             was = {**neutral[name], **was}
         if name not in RESUMABLE and was != current[name]:
             raise CheckpointError(
-                f"The run was made with {name}={was!r}, but is resumed with {name}={current[name]!r}; "
-                "a run can only go on as it began. Start a new one instead."
+                f"The run was started with {name}={was!r} and cannot be resumed with {name}={current[name]!r}. "
+                "Use the same value, or start a new run."
             )

@@ -1,4 +1,4 @@
-"""From an experiment to a result: the few lines that wire everything."""
+"""Running and resuming an experiment."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ def run(
     """Train one model across the clients of a federation.
 
     Args:
-        federation: The data; without it they are loaded as ``data``, ``partition``, ``clients`` ... say.
-        model: A registered name, a module, a factory, ``"package.module:factory"``, ``"hf:NAME"``, or a mapping such as
+        federation: Data of all clients. If None, data are loaded from the options ``data``, ``partition``, ``clients`` etc.
+        model: Registered name, module, factory, ``"package.module:factory"``, ``"hf:NAME"``, or a mapping such as
             ``{"hf": NAME, "lora": {"r": 4}}``.
-        method: Method, as ``unskew.method`` takes it.
-        out: Run folder to write; without it nothing is written to disk.
-        resume: Go on with the run in ``out``.
-        callbacks: Objects that are notified during the run, see ``unskew.Callback``.
-        options: Any field of ``unskew.Experiment``, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
+        method: Method, in any form that ``unskew.method`` accepts.
+        out: Run folder to create; None writes nothing to disk.
+        resume: Resume the run in ``out``.
+        callbacks: Callbacks of the run, see ``unskew.Callback``.
+        options: Fields of ``unskew.Experiment``, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
 
     Returns:
         The history, the summary and the final model.
 
     Raises:
-        ConfigError: An option is wrong, or the run folder is already there.
-        DataError: The data cannot be used.
-        CheckpointError: The run cannot be resumed, or the disk is full.
+        ConfigError: If an option is not valid, or the run folder already exists and is not empty.
+        DataError: If the data cannot be used.
+        CheckpointError: If the run cannot be resumed, or the disk is full.
     """
     values = config_from_arguments(options, federation, model)
     built = None if method is None else method_of(method)
@@ -97,19 +97,17 @@ def run_experiment(
     callbacks: Sequence[Callback] = (),
     shared: Path | None = None,
 ) -> Result:
-    """Carry out ``config``; see ``run``. What its method makes before training is kept in ``shared`` for other runs, too.
-
-    A ``method`` that is given is the one that ``config`` names.
+    """Run an experiment.
 
     Args:
         config: Configuration of the run.
-        federation: Data; None loads those of the configuration.
-        model: Model; None builds that of the configuration.
-        method: Method; None creates that of the configuration.
-        out: Run folder to write; None writes nothing.
-        resume: Whether to continue the run in ``out``.
-        callbacks: Objects that are notified during the run.
-        shared: Folder of prepared data that several runs share, or None.
+        federation: Data of all clients; None loads them as configured.
+        model: Model; None builds it as configured.
+        method: Method that ``config`` names; None creates it from the configuration.
+        out: Run folder to create; None writes nothing.
+        resume: Whether to resume the run in ``out``.
+        callbacks: Callbacks of the run.
+        shared: Folder in which several runs share generated data, or None.
     """
     check_federation(federation)
     folder = None if out is None else parse_path(out).absolute()
@@ -125,18 +123,18 @@ def resumed_folder(folder: Path | None) -> Iterator[None]:
     """Context manager that locks the folder of an existing run.
 
     Raises:
-        CheckpointError: There is no run in the folder.
-        ConfigError: Another process uses the folder.
+        CheckpointError: If there is no run in the folder.
+        ConfigError: If ``folder`` is None, or another process uses the folder.
     """
     if folder is None:
-        raise ConfigError("resume goes on with the run in out: name its folder there.")
+        raise ConfigError("resume needs a run folder. Pass its path as out.")
     check_run(folder, resume=True)
     with folder_lock(folder):
         yield
 
 
 def keep_on_error(folder: Path | None) -> bool:
-    """Return whether a failed run leaves a finished round or generated data that should be kept."""
+    """Return whether the folder of a failed run contains a finished round or generated data, which should be kept."""
     if folder is None:
         return False
     metrics = folder / "metrics.jsonl"
@@ -154,14 +152,14 @@ def _execute(
     callbacks: Sequence[Callback],
     shared: Path | None,
 ) -> Result:
-    """Run an experiment in a folder that is locked by the caller; see ``run_experiment``."""
+    """Run an experiment in a folder that the caller has locked."""
     check_callbacks(callbacks)
     config = with_absolute_paths(config)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
     trackers = make_trackers(config.trackers, folder, None if shared is None else shared.parent, resume, callbacks)
     if config.save_samples and folder is None:
-        raise ConfigError("save_samples draws pictures into the run folder: name one with out.")
+        raise ConfigError("save_samples writes images to the run folder. Pass a run folder as out.")
     original = load_federation_for(config, callbacks) if federation is None else federation
     notify_loaded(callbacks, original)
     original = apply_task_options(original, config.loss, config.class_weights)
@@ -175,11 +173,11 @@ def _execute(
 
 
 def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Federation:
-    """The data of a run; callbacks that show what is made before the first round are told of reading that takes long.
+    """Load the data of a run and report progress to callbacks that have a method ``prepare``.
 
     Args:
         config: Configuration of the run.
-        callbacks: Objects that are notified during the run.
+        callbacks: Callbacks of the run.
     """
 
     def follow(text: str, done: float, total: float) -> None:
@@ -191,10 +189,10 @@ def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Fe
 
 
 def notify_loaded(callbacks: Sequence[Callback], federation: Federation) -> None:
-    """Show the data to the callbacks that have a function ``loaded``, before anything is trained.
+    """Pass the data to the callbacks that have a method ``loaded``, before training.
 
     Args:
-        callbacks: Objects that are notified during the run.
+        callbacks: Callbacks of the run.
         federation: Data of all clients.
     """
     for hook in callback_hooks(callbacks, "loaded"):
@@ -212,24 +210,24 @@ def resume(
     trust_code: bool = False,
     **changes: Any,
 ) -> Result:
-    """Go on with an interrupted run; the result is bit for bit that of an uninterrupted one.
+    """Resume an interrupted run; the result is bitwise identical to that of an uninterrupted run.
 
     Args:
-        folder: The run folder.
-        federation: The same data, if they were given in Python.
-        model: The same model, if it was given in Python.
-        method: The same method, if it was given in Python.
-        callbacks: Objects that are notified during the run, see ``unskew.Callback``.
-        shared: Where what its method made before training is kept for several runs, if not in ``folder``; found by itself
-            where ``unskew compare`` and ``unskew reproduce`` keep it.
-        trust_code: Whether a model or a method of one's own that the folder's ``config.yaml`` names may be imported, which
-            runs its code.
+        folder: Run folder.
+        federation: The same data, if they were passed as an object.
+        model: The same model, if it was passed as an object.
+        method: The same method, if it was passed as an object.
+        callbacks: Callbacks of the run, see ``unskew.Callback``.
+        shared: Folder in which several runs share generated data. If None, the folder of ``unskew compare`` or
+            ``unskew reproduce`` is found automatically.
+        trust_code: Whether a custom model or method that the folder's ``config.yaml`` names may be imported, which runs
+            its code.
         changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``stall_warning_seconds``,
-            ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples`` or ``base_run``, and for where the
-            data lie: ``data_path``, or ``data`` with another path.
+            ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples`` or ``base_run``; and, if the data
+            were moved, for ``data_path``, or ``data`` with another path.
 
     Raises:
-        CheckpointError: There is nothing to resume, the configuration differs, or every checkpoint is corrupted.
+        CheckpointError: If there is nothing to resume, the configuration differs, or all checkpoints are corrupted.
     """
     check_federation(federation)
     folder = parse_path(folder).absolute()
@@ -244,7 +242,8 @@ def resume(
         config = experiment(values, built)
         if federation is None and config.data == "arrays":
             raise CheckpointError(
-                f"The data of {folder} were given in Python; resume it there, with the same federation."
+                f"The data of the run in {folder} were passed as an object in Python. Resume it there with "
+                "unskew.resume(..., federation=...)."
             )
         check_unfinished(folder, config.rounds)
         shared = find_synthetic_folder(folder) if shared is None else parse_path(shared)
@@ -252,25 +251,23 @@ def resume(
 
 
 def check_method_known(spelling: str) -> None:
-    """Refuse to go on without a method that only Python knows.
+    """Validate that the method of a run can be created from its expression.
 
     Raises:
-        ConfigError: The method was defined in Python and cannot be created by its name.
+        ConfigError: If the method is not known, for example because it was passed as an object in Python.
     """
     try:
         check_expression(spelling)
     except ConfigError as error:
-        raise ConfigError(
-            f"{error} If it is a rule of your own, give it again: unskew.resume(..., method=...)."
-        ) from error
+        raise ConfigError(f"{error} If it is a custom rule, pass it again: unskew.resume(..., method=...).") from error
 
 
 def override_paths(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored configuration with changes; a ``data_path`` takes the place of a path that the name of the data holds.
+    """Apply changes to a stored configuration; a new ``data_path`` also replaces a path in the field ``data``.
 
     Args:
         stored: Stored configuration.
-        changes: Fields that change.
+        changes: New values of fields.
     """
     values, path = {**stored, **changes}, changes.get("data_path")
     if not path or "data" in changes:
@@ -283,22 +280,22 @@ def override_paths(stored: dict[str, Any], changes: Mapping[str, Any]) -> dict[s
 
 
 def check_unfinished(folder: Path, rounds: int) -> None:
-    """Refuse to go on with a run that came to its end.
+    """Validate that a run is not finished.
 
     Args:
         folder: Run folder.
         rounds: Number of rounds.
 
     Raises:
-        CheckpointError: The run has this number of rounds, or more.
+        CheckpointError: If the run has finished with at least this number of rounds.
     """
     done = finished_rounds(folder)
     if done is not None and done >= rounds:
-        raise CheckpointError(f"The run in {folder} is complete ({done} rounds); raise --rounds to go further.")
+        raise CheckpointError(f"The run in {folder} is complete ({done} rounds). To continue it, increase --rounds.")
 
 
 def finished_rounds(folder: Path) -> int | None:
-    """The rounds of a run that came to its end, or those it had before it if it was stopped early; else None."""
+    """Return the number of rounds of a finished run (if it stopped early, the configured number), or None."""
     try:
         summary = read_json(folder / "summary.json")
         return int(summary.get("max_rounds", summary["rounds"]))

@@ -1,4 +1,4 @@
-"""Session of a run: from a checkpoint, or the start, to the end or an interruption."""
+"""Session of a run: trains the remaining rounds, from the start or from the latest checkpoint."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from unskew.simulation.round_loop import RunInterrupted, run_rounds
 
 
 class Session:
-    """A run from a checkpoint, or from the start, to its end or an interruption.
+    """Session of a run, from the start or a checkpoint to its end or an interruption.
 
     Args:
         parts: Parts of the run, see ``unskew.runs.assembly.assemble``.
-        clients: Where clients train; None simulates them.
-        warnings: Texts that callbacks receive before the first round.
+        clients: Trains and evaluates clients; None simulates them.
+        warnings: Warnings that callbacks receive before the first round.
     """
 
     def __init__(self, parts: RunParts, clients: SimulatedClients | None = None, warnings: Sequence[str] = ()):
@@ -72,7 +72,7 @@ class Session:
         self._saved = 0
 
     def run(self, resume: bool) -> Result:
-        """Train the rounds that remain and write the summary."""
+        """Train the remaining rounds and write the summary."""
         start = self._restore() if resume else self._branch()
         config = self.config
         engine, choice = self.clients.make_engine(resume)
@@ -128,7 +128,7 @@ class Session:
         return Result(history, summary, module, vector, self.folder, draw, clients, predictor)
 
     def _begin(self, start: int) -> None:
-        """Write the configuration, remove what is out of date, and notify the callbacks."""
+        """Write the configuration, remove outdated files, and notify the callbacks."""
         self._saved = start
         if self.folder is not None:
             write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
@@ -197,7 +197,7 @@ class Session:
         self.clients.saved(done)
 
     def _restore(self) -> int:
-        """Load the newest whole checkpoint; returns the number of rounds done."""
+        """Load the newest intact checkpoint; returns the number of finished rounds."""
         assert self.folder is not None
         newest = checkpoint.newest_checkpoint(self.folder / "checkpoints")
         if newest is None:
@@ -213,14 +213,14 @@ class Session:
         check_data(extra, self.prepared)
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:
-            raise CheckpointError("The trace of delays has changed since the run began; resume it with the same file.")
+            raise CheckpointError("The delay trace has changed since the run started. Resume it with the same file.")
         restore.restore(path, manifest, self.server, self.network)
         self.best.restore(extra)
         self.recorder.resume(done, extra["seconds"])
         return done
 
     def _branch(self) -> int:
-        """Begin where the run ``start_from`` ended; returns the number of rounds it had (0 without one)."""
+        """Start from the end of the run ``start_from``, if any; returns its number of rounds, otherwise 0."""
         if self.config.start_from is None:
             return 0
         return warm_start(
@@ -228,7 +228,7 @@ class Session:
         )
 
     def _curves(self) -> dict[str, Any]:
-        """Compute curves of a classifier of which metrics are requested: they need its probabilities, and scikit-learn."""
+        """Compute a classifier's curves if ``metrics`` are requested; they need its probabilities and scikit-learn."""
         if not self.metrics.computed.known:
             return {}
         y, p = self.evaluator.test_scores(self.server.evaluated, self.server.evaluated_b)

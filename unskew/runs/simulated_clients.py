@@ -1,4 +1,4 @@
-"""Clients of a run that are simulated on this machine or on a cluster."""
+"""Simulated clients of a run, on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unskew.simulation.evaluate import ClientScores, Models
 
 
 class SimulatedClients:
-    """Train and evaluate the clients of a run on this machine or a cluster, and handle the events of the run.
+    """Simulated clients of a run, which are trained and evaluated on this machine or a cluster.
 
     Args:
         parts: Parts of the run.
@@ -43,30 +43,30 @@ class SimulatedClients:
         return t + 1 == config.rounds or (t + 1) % config.eval_every == 0
 
     def sends_model(self, t: int) -> bool:
-        """Return whether clients send their whole model in round ``t``, if the evaluated model is made of these."""
+        """Return whether clients send their whole model in round ``t``, for methods that evaluate an average of them."""
         return self.evaluates(t)
 
     def begin(self, start: int) -> None:
-        """Handle the start of the run, or its resumption after ``start`` rounds."""
+        """Handle the start of the run, or its resumption after ``start`` finished rounds."""
 
     def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
-        """Handle the end of round ``t``, before it is evaluated and recorded.
+        """Handle the end of round ``t``, before evaluation and recording.
 
         Args:
-            t: Number of the round, from 0.
+            t: Round index, from 0.
             figures: Metrics of the round.
         """
 
     def finished_round(self, t: int, last: bool) -> None:
-        """Handle the end of round ``t``, after it was recorded; ``last`` if the run ends with it.
+        """Handle the end of round ``t``, after it was recorded.
 
         Args:
-            t: Number of the round, from 0.
-            last: Whether the run ends with it.
+            t: Round index, from 0.
+            last: Whether this is the last round of the run.
         """
 
     def saved(self, rounds: int) -> None:
-        """Handle a checkpoint after so many rounds."""
+        """Handle a checkpoint that was saved after ``rounds`` finished rounds."""
 
     def score(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Evaluate the final model and the personal models on clients.
@@ -74,7 +74,9 @@ class SimulatedClients:
         Returns:
             Metrics over all clients, and one row per client.
         """
-        parts, config, server = self.parts, self.parts.config, self.parts.server
+        parts = self.parts
+        config = self.parts.config
+        server = self.parts.server
 
         def evaluate(own: Models | None) -> ClientScores:
             v, b = server.evaluated, server.evaluated_b

@@ -1,4 +1,4 @@
-"""Storage location of client state between rounds."""
+"""Storage of client state between rounds."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from unskew.simulation.client_store import ClientStore, SharedStore
 
 
 def make_client_store(config: Experiment, folder: Path | None, here: ClientStore) -> ClientStore:
-    """The store of a run's clients.
+    """Return the store of client state: ``here``, or a shared one with ``ray.state=nodes``.
 
     Args:
-        config: The run.
-        folder: Its folder, or None.
-        here: That of this machine, which it is but for ``ray.state=nodes``.
+        config: Configuration of the run.
+        folder: Run folder, or None.
+        here: Store on this machine.
 
     Raises:
-        ConfigError: Nodes shall keep states, but there is no place for them, or updates wait on their way.
+        ConfigError: If nodes should store client state, but there is no run folder, or updates are delayed.
     """
     named = config.engine == "auto" and config.ray.address is not None
     if config.ray.state == "driver" or not (config.engine == "ray" or named):
         return here
     if folder is None:
         raise ConfigError(
-            "ray.state=nodes keeps what clients keep in the run folder: name one with out, which nodes see."
+            "ray.state=nodes stores client state in the run folder. Set out to a folder that all nodes share."
         )
     if config.network.delay != "none":
         raise ConfigError(
-            "ray.state=nodes is for runs without delays: with them, updates wait here with what clients keep."
+            "ray.state=nodes does not support delays, because delayed updates and their client state wait on this "
+            "machine. Use ray.state=driver or network.delay=none."
         )
     return SharedStore(folder / "clients")

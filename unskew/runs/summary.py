@@ -1,4 +1,4 @@
-"""The summary of a finished run, and what it says of each client."""
+"""Summary of a finished run, and the metrics of each client."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MEASURED = (
     "updates/",
     "server/",
 )
-"""Figures of the last round that the summary repeats: these, and those that begin so; and the method's own."""
+"""Names, or prefixes of names, of the last round's metrics that are copied to the summary."""
 
 
 MOST_CLIENTS, MOST_CLASSES = 10_000, 1000
-"""Largest number of clients for which the class counts of every client are stored."""
+"""Limits above which class counts per client are not stored; with more clients, only some are listed."""
 
 
 def summarize(
@@ -45,12 +45,12 @@ def summarize(
     """Build ``summary.json``: the run, its final and best metrics, traffic and time.
 
     Args:
-        config: The run.
-        prepared: What its clients trained with.
-        server: After the last round.
-        recorder: Of all rounds.
-        client_scores: What the models are worth to single clients.
-        choice: How its clients were trained.
+        config: Configuration of the run.
+        prepared: Training data after the data rules of the method.
+        server: Server after the last round.
+        recorder: Recorder with all rounds.
+        client_scores: Metrics over clients, and those of early stopping.
+        choice: Engine that trained the clients.
         metrics: Metrics of the run.
     """
     federation, spec = prepared.federation, server.spec
@@ -95,7 +95,7 @@ def summarize(
         "buffer_bytes_down": traffic.buffers_down,
         "updates_skipped": server.num_skipped,
         "seconds": round(recorder.seconds, 3),
-        # A client that takes part in every round spends this much in all.
+        # Total time of a client that takes part in every round.
         "client_seconds": sum(row["setup_seconds"] + row["train_seconds"] for row in history),
     }
     if divergence_warning(final):
@@ -116,11 +116,11 @@ def summarize(
 
 
 def kept_metrics(history: Sequence[dict[str, Any]], round: int, metrics: RunMetrics) -> dict[str, Any]:
-    """Return the round of the model that a run kept, and its figures on the test set.
+    """Return the round of the model that a run kept, and its test metrics.
 
     Args:
         history: Rows of the run.
-        round: Round of the best model, from 1; 0 if no round had a finite objective, and the last one is kept.
+        round: Round of the best model, from 1; 0 keeps the last one because no round had a finite objective.
         metrics: Metrics of the run.
     """
     row = history[round - 1]
@@ -130,13 +130,13 @@ def kept_metrics(history: Sequence[dict[str, Any]], round: int, metrics: RunMetr
 def client_metrics(
     scores: ClientScores, own: ClientScores | None, metrics: RunMetrics, client_names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what a summary says of the evaluated clients.
+    """Return the summary metrics over the evaluated clients.
 
     Args:
         scores: Scores of the final model.
-        own: Scores of the clients' own models, or None.
-        metrics: Metrics of the run; the task's own and the objective are summarized.
-        client_names: Names of all clients, if they have any.
+        own: Scores of personal models, or None.
+        metrics: Metrics of the run; the primary metric and the objective are summarized.
+        client_names: Names of all clients; may be empty.
     """
     figures: dict[str, Any] = {}
     for metric in (metric for metric in metrics.judging if metric.name != WORST):
@@ -146,14 +146,14 @@ def client_metrics(
 
 
 def epochs_per_round(prepared: PreparedData) -> float:
-    """Epochs that a client makes in a round, mean over clients: fewer where others' samples bring no further steps."""
+    """Return the mean over clients of local epochs per round; below the configured number if steps were matched."""
     training, sizes = prepared.training, prepared.federation.sizes.tolist()
     epochs = [training.steps(n, k) / len(training.cuts(n)) for k, n in enumerate(sizes)]
     return round(sum(epochs) / len(epochs), 3)
 
 
 def counted_class_names(federation: Federation) -> tuple[str, ...]:
-    """The classes whose samples ``clients.jsonl`` counts; none if there are too many of them, or of clients."""
+    """Return the classes that ``clients.jsonl`` counts per client; empty if there are too many classes or clients."""
     if not federation.objective.labeled:
         names = () if federation.text_groups is None else federation.text_groups[1]
     else:
@@ -164,15 +164,16 @@ def counted_class_names(federation: Federation) -> tuple[str, ...]:
 def client_rows(
     federation: Federation, scores: ClientScores, personal: ClientScores | None, took_part: Iterable[int] = ()
 ) -> list[dict[str, Any]]:
-    """Build ``clients.jsonl``: one line per client; for clients that are loaded one by one, only those evaluated.
+    """Build the rows of ``clients.jsonl``, one per client.
 
-    Of more than ``MOST_CLIENTS`` clients, those are listed that took part or were evaluated.
+    Clients that are loaded one by one are listed only if they were evaluated. With more than ``MOST_CLIENTS`` clients,
+    only those are listed that took part or were evaluated.
 
     Args:
-        federation: The data before the method changed them.
-        scores: What the final model is worth to those that were evaluated.
-        personal: What their own models are, where they have any.
-        took_part: Clients whose updates were taken in.
+        federation: Data before the method changed them.
+        scores: Scores of the final model on the evaluated clients.
+        personal: Scores of personal models, or None.
+        took_part: Clients whose updates were aggregated.
     """
     scored = federation.objective.scored
     known = {scored: scores.accuracies, "loss": scores.losses, **scores.others}

@@ -28,7 +28,7 @@ from unskew.runs.metrics import run_metrics
 def check_method(
     config: Experiment, federation: Federation, model: ModelLike | None, method: Method
 ) -> tuple[ModelSpec, list[str]]:
-    """Refuse, before anything is trained, a method that does not fit the data, the model, the optimizer or the server.
+    """Validate, before training, that the method fits the data, the model, the optimizer and the server.
 
     Args:
         config: Configuration of the run.
@@ -37,11 +37,11 @@ def check_method(
         method: Method of the run.
 
     Returns:
-        The model's layout, and what a user should be told before the run.
+        The model's layout, and warnings for the user.
 
     Raises:
-        ConfigError: The method does not fit the data, the model, the optimizer or the server.
-        MethodConflictError: The method needs single updates, which secure aggregation forbids.
+        ConfigError: If the method does not fit the data, the model, the optimizer or the server.
+        MethodConflictError: If the method reads individual updates, which secure aggregation forbids.
     """
     check_task(method, federation)
     run_metrics(config, federation)
@@ -52,8 +52,8 @@ def check_method(
         if coded:
             raise ConfigError(
                 f"The server learns which values of the category {coded[0]!r} each client has, but "
-                f"secure_aggregation=required lets it see sums only. Exclude the column (--exclude {coded[0]}), or do "
-                "without secure aggregation."
+                f"secure_aggregation=required lets it see only sums. Exclude the column (--exclude {coded[0]}), or turn "
+                "secure aggregation off."
             )
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
@@ -65,14 +65,14 @@ def check_method(
         warnings += misspelled_hooks(rule)
     if coded and model is None and config.model in MODELS and config.model != "table-mlp":
         warnings.append(
-            f"{config.model} takes the codes of {', '.join(coded)} as numbers, which seldom mean anything; table-mlp "
-            "learns a vector for each category."
+            f"{config.model} treats the category codes of {', '.join(coded)} as numbers, which are rarely meaningful. Use "
+            "table-mlp, which learns an embedding for each category."
         )
     spec = run.spec
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
     if delayed and of_one_round:
         raise ConfigError(
-            f"diagnose={of_one_round[0]} compares the clients of one round; it cannot be run with network.delay."
+            f"diagnose={of_one_round[0]} compares the clients of one round and does not support network.delay. Remove one."
         )
     tokens = getattr(spec.module, "tokens", None)
     if isinstance(tokens, int):
@@ -86,7 +86,7 @@ def check_method(
 
 
 def resolve_weighting(config: Experiment, method: Method) -> Weights:
-    """Return the client weighting: as configured, otherwise as the method defines it.
+    """Return the configured client weighting, or with ``auto`` that of the method.
 
     Args:
         config: Configuration of the run.
@@ -98,14 +98,14 @@ def resolve_weighting(config: Experiment, method: Method) -> Weights:
 
 
 def check_task(method: Method, federation: Federation) -> None:
-    """Refuse a task that a rule cannot be trained for, and needs that the core does not know.
+    """Validate that all rules support the task and have valid declarations.
 
     Args:
         method: Method of the run.
         federation: Data of all clients.
 
     Raises:
-        ConfigError: A rule does not support the task, or declares unknown needs.
+        ConfigError: If a rule does not support the task, or declares unknown needs.
     """
     task = federation.task
     for rule in method.rules:
@@ -113,22 +113,22 @@ def check_task(method: Method, federation: Federation) -> None:
         if task not in rule.tasks:
             reason = f", because {rule.tasks_reason}" if rule.tasks_reason else ""
             raise ConfigError(
-                f"{rule.name} cannot be trained for the task {task!r}{reason}. It is for: {', '.join(rule.tasks)}."
+                f"{rule.name} does not support the task {task!r}{reason}. Supported tasks: {', '.join(rule.tasks)}."
             )
 
 
 def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
-    """Refuse what cannot be had if the server sees only the weighted sum of updates.
+    """Validate that the method and its diagnostics need only the weighted sum of updates.
 
-    The simulator forms that sum itself; the cryptography that hides single updates on real machines is not simulated.
+    The simulator computes this sum itself; it does not simulate the cryptography that hides individual updates.
 
     Args:
         method: Method of the run.
         diagnose: Diagnostics of the run.
 
     Raises:
-        MethodConflictError: A rule reads single updates.
-        ConfigError: A diagnostic reads single updates.
+        MethodConflictError: If a rule reads individual updates.
+        ConfigError: If a diagnostic reads individual updates.
     """
     readers = [rule.name for rule in method.client if "individual" in rule.needs]
     server = server_rule(method)
@@ -136,15 +136,17 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         readers.append(server.name)
     if readers:
         raise MethodConflictError(
-            f"{readers[0]} reads the update of each single client, but secure_aggregation=required lets the server see "
-            "only their weighted sum. Take a method that needs sums only (unskew methods shows which), or turn it off."
+            f"{readers[0]} reads the update of each individual client, but with secure_aggregation=required the server "
+            "sees only their weighted sum. Use a method that needs only sums (see unskew methods), or turn it off."
         )
     if diagnose:
-        raise ConfigError(f"diagnose={diagnose[0]} looks at single updates, which secure_aggregation=required forbids.")
+        raise ConfigError(
+            f"diagnose={diagnose[0]} reads individual updates, which secure_aggregation=required forbids. Remove one."
+        )
 
 
 def misspelled_hooks(rule: Rule) -> list[str]:
-    """Names of a rule of one's own that nobody calls, but that are nearly those of hooks: what to tell of them."""
+    """Return warnings about names in a custom rule that are similar to hook names, but are never called."""
     kind = next(kind for kind in (ClientRule, ServerRule, SyncRule, DataRule, Rule) if isinstance(rule, kind))
     hooks = [name for name in dir(kind) if not name.startswith("_")]
     own = {name for cls in type(rule).__mro__ if not cls.__module__.startswith("unskew.") for name in vars(cls)}
@@ -160,20 +162,16 @@ def misspelled_hooks(rule: Rule) -> list[str]:
 
 
 def check_declarations(rule: Rule) -> None:
-    """Refuse what a rule says of itself that the core could not take at its word.
-
-    Raises:
-        ConfigError: The name, the weights or the needs of the rule are not valid.
-    """
+    """Validate the declarations of a rule, such as its name, weights and needs (raises ``ConfigError``)."""
     name = getattr(rule, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
         raise ConfigError(f"{type(rule).__name__} needs a name of letters, digits, '-', '_' and '.', not {name!r}.")
     if (name in METHODS or name in REFERENCES) and not type(rule).__module__.startswith("unskew."):
-        raise ConfigError(
-            f"{type(rule).__name__} calls itself {name!r}, as a method of unskew does; give it another name."
-        )
+        raise ConfigError(f"{type(rule).__name__} has the name {name!r} of a built-in method. Give it another name.")
     if isinstance(rule.needs, str) or not isinstance(rule.needs, Collection):
-        raise ConfigError(f"{name}: needs is a tuple of words, such as needs = ('individual',), not {rule.needs!r}.")
+        raise ConfigError(
+            f"{name}: needs must be a tuple of strings, such as needs = ('individual',), not {rule.needs!r}."
+        )
     for what in rule.needs:
         if what not in NEEDS:
             raise ConfigError(f"{name}: {unknown_name('need', str(what), NEEDS)}")
@@ -181,8 +179,8 @@ def check_declarations(rule: Rule) -> None:
         raise ConfigError(f"{name}: weights must be 'samples', 'uniform' or None, not {rule.weights!r}.")
     for kind, hook in ((ServerRule, "step"), (SyncRule, "exchanged_slices")):
         if isinstance(rule, kind) and getattr(type(rule), hook) is getattr(kind, hook):
-            raise ConfigError(f"{name} is a {kind.__name__}, so it needs a method {hook!r} of its own.")
+            raise ConfigError(f"{name} is a {kind.__name__}, so it must define the method {hook!r}.")
     if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):
         raise ConfigError(f"{name}: steps_without must be 'updates', 'clients' or None, not {rule.steps_without!r}.")
     if isinstance(rule, ServerRule) and (size := rule.buffer()) is not None and (not isinstance(size, int) or size < 1):
-        raise ConfigError(f"{name}.buffer must give an integer number of updates from 1, or None, not {size!r}.")
+        raise ConfigError(f"{name}.buffer must return a positive integer number of updates, or None, not {size!r}.")

@@ -1,1 +1,1 @@
-"""A trained model in use: its preprocessing, its predictions for new rows, images and texts."""
+"""Inference and export of trained models."""

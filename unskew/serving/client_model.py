@@ -1,4 +1,4 @@
-"""The model that a method keeps for one client of a finished run, from its last checkpoint or from a file of its own."""
+"""Personal model of one client of a finished run, from the last checkpoint or from its own file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from unskew.simulation.personal_models import has_fine_tuning, has_personal_mode
 
 
 def client_number(folder: Path, client: int | str) -> int:
-    """The number of a client that is named by its number or its name.
+    """Return the number of a client, given its number or name.
 
     Args:
         folder: Run folder.
         client: Number or name of the client.
 
     Raises:
-        ConfigError: The run has no such client.
-        CheckpointError: ``clients.jsonl`` is missing or damaged.
+        ConfigError: If the run has no such client.
+        CheckpointError: If ``clients.jsonl`` is missing or corrupted.
     """
     path = folder / "clients.jsonl"
     with checkpoint_errors(path):
@@ -45,35 +45,33 @@ def client_number(folder: Path, client: int | str) -> int:
 def model_of_client(
     folder: Path, config: Experiment, method: Method, spec: ModelSpec, final: tuple[Tensor, Tensor], client: int | str
 ) -> tuple[Tensor, Tensor]:
-    """The model ``v [d]`` and the statistics ``b [m]`` that serve a client; the global ones if it never took part.
+    """Load the parameters ``v [d]`` and buffers ``b [m]`` of a client's model; the global ones if it never took part.
 
     Args:
-        folder: The run folder.
-        config: Of the run.
-        method: Of the run.
-        spec: Its model.
-        final: The global model and its statistics.
-        client: By its number, or its name where clients have any.
+        folder: Run folder.
+        config: Configuration of the run.
+        method: Method of the run.
+        spec: Layout of the model.
+        final: Parameters and buffers of the global model.
+        client: Number or name of the client.
 
     Raises:
-        ConfigError: There is no such client, or the method keeps no model of its own for one.
-        CheckpointError: The checkpoint that holds it is gone or damaged.
+        ConfigError: If there is no such client, or it has no personal model.
+        CheckpointError: If the checkpoint with the personal model is missing or corrupted.
     """
     number = client_number(folder, client)
     if has_fine_tuning(method):
         return _tuned(folder, config, final, number)
     own = has_personal_models(method, spec)
     if not own and config.buffers != "local":
-        raise ConfigError(
-            f"{config.method} has no personal models: all clients are served by the global one. Leave --client out."
-        )
+        raise ConfigError(f"{config.method} has no personal models; all clients use the global model. Omit --client.")
     newest = newest_checkpoint(folder / "checkpoints")
     if newest is None:
-        raise CheckpointError(f"The clients' own models are in the last checkpoint, and {folder} has none any more.")
+        raise CheckpointError(f"Personal models are stored in the last checkpoint, but {folder} has no checkpoint.")
     path, manifest, _ = newest
     if not _is_last(folder, manifest["round"]):
         raise CheckpointError(
-            f"The last checkpoint of {folder} is missing or damaged, which holds the clients' own models."
+            f"The last checkpoint of {folder}, which contains the personal models, is missing or corrupted."
         )
     with checkpoint_errors(path):
         state = ClientState.of(_kept(path, list(manifest["files"]), number))
@@ -84,10 +82,9 @@ def model_of_client(
 
 
 def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
-    """Load what a client fine-tuned at the end of the run."""
-    with checkpoint_errors(
-        folder / "summary.json"
-    ):  # it is gone while a run goes on, whose earlier models are still there
+    """Load the model that a client fine-tuned at the end of the run."""
+    # The summary is missing while a resumed run is training, when personal models of an earlier end may still exist.
+    with checkpoint_errors(folder / "summary.json"):
         read_json(folder / "summary.json")
     with checkpoint_errors(folder / NAME / str(number)):
         personal = load_personal_model(folder, number)
@@ -95,9 +92,9 @@ def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], numbe
             raise ValueError(f"the model of client {number} has another size")
     if personal is None:
         raise ConfigError(
-            f"{config.method} trains the clients' own models at the end of the run, and {folder} keeps none of client "
-            f"{number}: only clients that are evaluated have one (eval_clients, holdout), only where all of them are not too "
-            "large, and none of a run across real sites, where they stay. Leave --client out, and train the model on the "
+            f"{config.method} trains personal models at the end of the run, but {folder} has none of client {number}. "
+            "Personal models exist only for evaluated clients (eval_clients, holdout), are not stored if they are too "
+            "large in total, and stay at the sites of a deployed run. Omit --client, and train the global model on the "
             "client's data."
         )
     return personal

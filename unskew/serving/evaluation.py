@@ -1,4 +1,4 @@
-"""Metrics of a trained model on labeled files, overall and per value of a column such as a site."""
+"""Metrics of a trained model on labeled files, overall and per value of a column, such as the site."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from unskew.tasks.regression import regression_metrics, regression_sums
 
 ALL = "all"
 MOST_RECALLS = 10
-"""With more classes, recall is not listed class by class."""
+"""Maximum number of classes for which the recall of each class is listed."""
 
 
 def evaluate_rows(
     outputs: np.ndarray, rows: InputRows, inputs: InputSpec, path: Path, by: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return the metrics over all rows, and then over those of each value of a column.
+    """Compute the metrics over all rows, and over the rows of each value of a column.
 
     Args:
         outputs: Probabilities ``[n, C]``, or predicted numbers ``[n, T]``.
-        rows: Rows that they were predicted for.
-        inputs: Description of the model's inputs and outputs.
-        path: File that the rows are from.
-        by: Column such as the site of a row.
+        rows: Rows of the predictions.
+        inputs: Input specification of the model.
+        path: File of the rows.
+        by: Column whose values form groups, or None.
 
     Returns:
-        Rows with ``group``, ``rows`` and a value for each metric; None where a metric is not defined.
+        Dictionaries with ``group``, ``rows`` and a value for each metric; None if a metric is not defined.
 
     Raises:
         ConfigError: If images have no column ``by``.
-        DataError: If labels are missing, or are of a class that the model does not know.
+        DataError: If labels are missing, or have a class that the model does not know.
     """
     y = encode_row_labels(rows, inputs, path)
     groups = {ALL: np.arange(len(y))}
@@ -56,14 +56,18 @@ def evaluate_rows(
 
 
 def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
-    """Return the labels of rows as the model's classes, ``[n]`` or ``[n, L]``; of regression the numbers ``[n, T]``.
+    """Return the labels of rows as class indices ``[n]`` or binary labels ``[n, L]``, or regression targets ``[n, T]``.
 
     Args:
         rows: Rows of the file.
         inputs: Input specification of the model.
-        path: The file, for errors.
+        path: Path of the file, for error messages.
+
+    Raises:
+        ConfigError: If the run does not name a label column.
+        DataError: If a column is missing, or the model does not know a class.
     """
-    if rows.table is None:  # images lie in a folder per class
+    if rows.table is None:  # images are in one folder per class
         label_names, ys = np.unique([str(name).split("/")[0] for name in rows.names], return_inverse=True)
         names, labels = tuple(label_names.tolist()), ys.reshape(-1)
     else:
@@ -75,7 +79,9 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
                     "Run it again with --label to evaluate files."
                 )
             if name not in rows.table.column_names:
-                raise DataError(f"{path}: {unknown_name('column', name, rows.table.column_names)} It has the labels.")
+                raise DataError(
+                    f"{path}: {unknown_name('column', name, rows.table.column_names)} The label column is required."
+                )
         if inputs.task == "regression":
             return np.asarray(read_targets({str(path): rows.table}, inputs.class_names).ys[0])
         label, column = str(inputs.label), rows.table.column(str(inputs.label))
@@ -96,7 +102,7 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
 
 
 def compute_metrics(outputs: np.ndarray, y: np.ndarray, inputs: InputSpec) -> dict[str, float]:
-    """Return the metrics of the model's task; see ``evaluate_rows``.
+    """Compute the metrics of the model's task; see ``evaluate_rows``.
 
     Args:
         outputs: Probabilities or predictions, ``[n, C]``.
@@ -119,5 +125,5 @@ def compute_metrics(outputs: np.ndarray, y: np.ndarray, inputs: InputSpec) -> di
 
 
 def nan_to_none(values: dict[str, float]) -> dict[str, float | None]:
-    """Return the values with None in place of what is not a number."""
+    """Replace non-finite values by None."""
     return {name: float(value) if np.isfinite(value) else None for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""``unskew export``: a trained model as files for other programs, with a card that says what it is."""
+"""``unskew export``: write a trained model for other programs, with a model card."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unskew.serving.model_card import model_card_text
 from unskew.serving.portable_model import write_model
 
 FILES = {"torch": "model.pt2", "onnx": "model.onnx", "torchscript": "model.pt", "transformers": "model.safetensors"}
-"""The formats, and the file of each."""
+"""File name of each format."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class ExportedModel:
     """Written files of an export.
 
     Attributes:
-        folder: Where.
-        file: The model; ``README.md`` beside it is its card.
-        apart: The largest difference of a probability to the original's, or of a number in its standard deviations; None
-            where weights were written as they are.
+        folder: Folder of the files.
+        file: File of the model; its model card is ``README.md`` in the same folder.
+        apart: Largest difference from the original's probabilities, or from its numbers in standard deviations; None if the
+            weights were written unchanged.
     """
 
     folder: Path
@@ -43,19 +43,19 @@ def export(
     model: ModelLike | None = None,
     trust_code: bool = False,
 ) -> ExportedModel:
-    """Write the trained model of a run, with its preprocessing, and a model card.
+    """Export the trained model of a run, with its preprocessing and a model card.
 
     Args:
-        run: The run folder.
-        format: ``torch`` (a program of ``torch.export``), ``onnx``, ``torchscript``, or ``transformers`` for models of texts.
-        out: The folder to write; in the run folder if None. It must be new or empty.
-        client: The client whose own model it is; None: the global model.
-        model: The model, if it was given in Python.
-        trust_code: See ``unskew.load_predictor``.
+        run: Run folder.
+        format: ``torch`` (a program of ``torch.export``), ``onnx``, ``torchscript``, or ``transformers`` for text models.
+        out: Folder to write, new or empty; None writes to the run folder.
+        client: Number or name of a client whose personal model to export; None exports the global model.
+        model: The model, if it was passed to the run in Python.
+        trust_code: Whether custom code that the run's ``config.yaml`` names may be imported and run.
 
     Raises:
-        ConfigError: There is no such format, the model cannot be written in it, or ``out`` is not empty.
-        CheckpointError: The folder holds no finished run, or the disk is full.
+        ConfigError: If the format is unknown, the model cannot be exported to it, or ``out`` is not empty.
+        CheckpointError: If the folder contains no finished run, or the disk is full.
     """
     if format not in FILES:
         raise ConfigError(unknown_name("format", str(format), FILES))
@@ -63,7 +63,7 @@ def export(
     whose = "" if client is None else f"-client-{client}"
     folder = parse_path(out) if out is not None else opened.folder / f"export-{format}{whose}"
     if is_occupied(folder) or (out is None and folder.is_symlink()):
-        raise ConfigError(f"{folder} is already there; choose another folder with --out.")
+        raise ConfigError(f"{folder} already exists; choose another folder with --out.")
     added = make_folder(folder)
     try:
         file = folder / FILES[format]
@@ -80,26 +80,26 @@ def export(
 
 
 def save_pretrained(found: OpenedRun, folder: Path) -> None:
-    """Write a folder that ``transformers`` loads, with the tokenizer.
+    """Write a folder that ``transformers`` can load, with the tokenizer.
 
     Args:
         found: Run with its model.
         folder: Folder to write.
 
     Raises:
-        ConfigError: The model is not a text model of ``transformers``.
+        ConfigError: If the model is not a text model of ``transformers``.
     """
     net: Any = getattr(found.module, "net", None)
     if found.inputs.kind != "tokens" or not hasattr(found.module, "save") or net is None:
         raise ConfigError(
-            f"The format transformers is for texts and models of transformers (hf:NAME), and this is {found.config.model!r} "
-            f"on {'texts' if found.inputs.kind == 'tokens' else 'other data'}; take onnx, torch or torchscript."
+            f"The format transformers supports only text models of transformers (hf:NAME); this is {found.config.model!r} "
+            f"on {'texts' if found.inputs.kind == 'tokens' else 'other data'}. Use onnx, torch or torchscript."
         )
     names = found.inputs.names
     if found.inputs.task != "language":
         net.config.id2label, net.config.label2id = dict(enumerate(names)), {name: k for k, name in enumerate(names)}
     found.module.save(folder)  # type: ignore[operator]
     tokenizer: Any = getattr(make_tokenizer(str(found.inputs.tokenizer)), "tokenizer", None)
-    if tokenizer is not None:  # else texts are bytes, which the card says
+    if tokenizer is not None:  # otherwise tokens are bytes, as the model card states
         tokenizer.model_max_length = found.inputs.block
         tokenizer.save_pretrained(folder)

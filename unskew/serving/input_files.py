@@ -1,4 +1,4 @@
-"""New rows from files as a model's inputs: tables, JSON lines, parquet, images and folders of them."""
+"""Model inputs from files: tables (CSV, JSON lines, Parquet), images, and folders of images."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.runs.input_spec import InputSpec
 
-REMEDY = "; the model needs a number in each row, so fill them or leave those rows out."
+REMEDY = "; the model needs a number in each row, so fill missing values or remove these rows."
 FEW = 3
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
 class UnknownCategories(NamedTuple):
-    """Values of a category that nobody trained on.
+    """Values of a categorical column that did not occur in training.
 
     Attributes:
-        column: Its name.
-        values: Each of them once, as they come.
-        rows: Where they are.
+        column: Name of the column.
+        values: The distinct values, in order of occurrence.
+        rows: Indices of the rows with these values.
     """
 
     column: str
@@ -38,23 +38,23 @@ class UnknownCategories(NamedTuple):
     rows: tuple[int, ...]
 
     def __str__(self) -> str:
-        """A sentence that says what becomes of them."""
+        """Return a warning about the values."""
         more = f" and {len(self.values) - FEW} more" if len(self.values) > FEW else ""
         rows = f"{len(self.rows)} row{'' if len(self.rows) == 1 else 's'}"
         return (
-            f"The column {self.column!r} has values in {rows} that were not there in training, and counts as missing in "
-            f"them: {', '.join(map(repr, self.values[:FEW]))}{more}."
+            f"The column {self.column!r} has values in {rows} that did not occur in training; they count as missing: "
+            f"{', '.join(map(repr, self.values[:FEW]))}{more}."
         )
 
 
 class InputRows(NamedTuple):
-    """Inputs of a model.
+    """Inputs of a model, read from files.
 
     Attributes:
-        x: As ``Predictor.outputs`` takes them.
-        names: What each is called: the number of its row, from 0 on, or its file.
-        unknown: Categories that nobody trained on.
-        table: The pyarrow table that they are from; None for images.
+        x: Inputs as ``Predictor.outputs`` expects them.
+        names: Index of each row, from 0, or name of each image file.
+        unknown: Categories that did not occur in training.
+        table: The pyarrow table of the rows; None for images.
     """
 
     x: Tensor
@@ -64,18 +64,18 @@ class InputRows(NamedTuple):
 
 
 def read_rows(path: Path, inputs: InputSpec) -> InputRows:
-    """Inputs of a model, and what each of them is called.
+    """Read the inputs of a model from a file or folder.
 
     Args:
-        path: A .csv, .jsonl or .parquet file with the columns that the model was trained on, and others or none; an image
-            file; or a folder of image files, also in folders of their own.
-        inputs: What the model expects.
+        path: A .csv, .jsonl or .parquet file with the columns of the training data (further columns are ignored); an image
+            file; or a folder of image files, searched recursively.
+        inputs: Input specification of the model.
 
     Raises:
-        DataError: The file cannot be read, or does not contain inputs of this model.
+        DataError: If the file cannot be read, or does not contain inputs of this model.
     """
     if not path.exists():
-        raise DataError(f"There is no file or folder {path}.")
+        raise DataError(f"The file or folder {path} does not exist.")
     if path.suffix.lower() in TABLES:
         table = read_file(path, inputs.csv.spec)
         if not table.num_rows:
@@ -83,7 +83,7 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
         x = rows_of_table(table, path, inputs)
         return InputRows(x, range(table.num_rows), unknown_categories(table, inputs), table)
     if inputs.kind != "uint8":
-        raise DataError(f"The model takes rows of a table (.csv, .jsonl or .parquet); {path} is none.")
+        raise DataError(f"The model needs rows of a table (.csv, .jsonl or .parquet), but {path} is not one.")
     files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
     if not files or (not path.is_dir() and path.suffix.lower() not in IMAGES):
         raise DataError(f"{path} is neither an image nor a folder of images ({', '.join(IMAGES)}).")
@@ -96,20 +96,20 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
 
 
 def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:
-    """Return columns of the file that rows are from, by name.
+    """Return columns of the file that rows were read from, by name.
 
     Args:
         rows: Rows of the file.
         names: Names of the columns.
-        path: The file, for errors.
+        path: Path of the file, for error messages.
 
     Raises:
-        ConfigError: If the rows are not from a table, or a name has another meaning among predictions.
+        ConfigError: If the rows are not from a table, or predictions have a column of this name.
         DataError: If there is no such column.
     """
     for name in names:
         if rows.table is None or name in ("row", "label", "unknown"):
-            what = "predictions have a column of this name, too" if rows.table is not None else f"{path} is not a table"
+            what = "predictions have a column of this name" if rows.table is not None else f"{path} is not a table"
             raise ConfigError(f"--keep {name} cannot be used: {what}.")
         if name not in rows.table.column_names:
             raise DataError(f"{path}: {unknown_name('column', name, rows.table.column_names)}")
@@ -120,20 +120,20 @@ def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str,
 
 
 def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
-    """The inputs in a table's columns.
+    """Read the inputs from a table's columns.
 
     Args:
         table: Table in memory.
-        path: The file, for errors.
+        path: Path of the file, for error messages.
         inputs: Input specification of the model.
     """
     wanted = inputs.text or inputs.features or ((inputs.image,) if inputs.image else ())
     if not wanted and inputs.kind == "uint8":
-        raise DataError(f"The model takes images; {path} is a table. Give an image file, or a folder of images.")
+        raise DataError(f"The model needs images, but {path} is a table. Use an image file or a folder of images.")
     if not wanted:
         raise DataError(
-            f"The model was trained on arrays, so nothing says which columns of {path} are its inputs; "
-            "load it in Python and give it arrays."
+            f"The model was trained on arrays, so the input columns of {path} are unknown; "
+            "load the model in Python and pass arrays."
         )
     there = set(table.column_names)
     for column in wanted:
@@ -152,7 +152,7 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
 
 
 def unknown_categories(table: Any, inputs: InputSpec) -> tuple[UnknownCategories, ...]:
-    """Return values of categorical columns that are neither missing nor known from training.
+    """Return values of categorical columns that did not occur in training.
 
     Args:
         table: Table in memory.

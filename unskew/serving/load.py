@@ -1,4 +1,4 @@
-"""The model of a finished run, ready for new inputs."""
+"""Loading of the model of a finished run for predictions on new inputs."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from unskew.serving.input_files import read_rows
 
 
 class ServedModel(Predictor):
-    """A model that also takes files."""
+    """Trained model that predicts for arrays and files."""
 
     def predict_file(self, path: str | Path) -> list[Any]:
         """Predict for the rows of a table, an image, or a folder of images.
 
-        Categories that were not there in training count as missing, and a warning says so.
+        Categories that did not occur in training count as missing, with a warning.
 
         Raises:
-            DataError: The file cannot be read, lacks columns, or does not contain inputs of this model.
+            DataError: If the file cannot be read, lacks columns, or does not contain inputs of this model.
         """
         rows = read_rows(Path(path), self.inputs)
         for unknown in rows.unknown:
@@ -48,10 +48,10 @@ class ServedModel(Predictor):
 
         Args:
             path: File with labeled rows.
-            by: Column whose values form groups; None: no groups.
+            by: Column whose values form groups; None forms no groups.
 
         Raises:
-            ConfigError: If the run does not name a label column.
+            ConfigError: If the run does not name a label column, or ``by`` is used with images.
             DataError: If the file does not fit the model, or has other classes.
         """
         rows = read_rows(Path(path), self.inputs)
@@ -60,14 +60,14 @@ class ServedModel(Predictor):
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A finished run as it lies in its folder.
+    """A finished run, loaded from its folder.
 
     Attributes:
         folder: The run folder.
-        config: Of the run.
-        inputs: What its model expects.
-        spec: The layout of the model.
-        module: The model itself, in eval mode: the global one, or a client's own.
+        config: Configuration of the run.
+        inputs: Input specification of the model.
+        spec: Layout of the model.
+        module: The model in eval mode: the global model, or a client's personal model.
     """
 
     folder: Path
@@ -80,24 +80,24 @@ class OpenedRun:
 def load_predictor(
     run: str | Path, *, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
 ) -> ServedModel:
-    """The trained model of a run folder, ready for new inputs.
+    """Load the trained model of a run folder for predictions on new inputs.
 
     Args:
         run: The run folder.
-        client: The client whose own model it is, by its number or name, for methods that keep any; None: the global model.
-        model: The model, if it was given in Python.
-        trust_code: Whether a model or a method of one's own that its ``config.yaml`` names may be imported, which runs its
-            code.
+        client: Number or name of a client whose personal model to load; None loads the global model.
+        model: The model, if it was passed to the run in Python.
+        trust_code: Whether custom code that the run's ``config.yaml`` names, such as a model or method, may be imported and
+            run.
 
     Raises:
-        CheckpointError: The folder contains no finished run, or its files are damaged.
-        ConfigError: The model cannot be built from what the folder says, or there is none of that client.
+        CheckpointError: If the folder contains no finished run, or its files are corrupted.
+        ConfigError: If the model cannot be built from the folder, or the client has no personal model.
     """
     opened = open_run(run, client, model, trust_code)
     if opened.inputs.task == "language":
         raise ConfigError(
-            f"{opened.folder} holds a language model, which has no classes to predict; unskew export --format transformers "
-            "writes it for transformers."
+            f"{opened.folder} contains a language model, which does not predict classes. Use unskew export --format "
+            "transformers to use it with transformers."
         )
     return ServedModel(opened.module, opened.inputs, opened.spec.dtype)
 
@@ -105,18 +105,18 @@ def load_predictor(
 def open_run(
     run: str | Path, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
 ) -> OpenedRun:
-    """A finished run with its model; see ``load``.
+    """Load a finished run with its model; see ``load_predictor``.
 
     Args:
         run: Run folder.
-        client: Number or name of a client for its personal model; None: the global model.
-        model: Model that was passed to the run in Python.
-        trust_code: Whether code that the file names may be imported.
+        client: Number or name of a client whose personal model to load; None loads the global model.
+        model: The model, if it was passed to the run in Python.
+        trust_code: Whether custom code that the run's ``config.yaml`` names may be imported and run.
     """
     folder = parse_path(run)
     check_run(folder)
     if not (folder / FINAL).is_file():
-        raise CheckpointError(f"The run in {folder} is not finished: there is no model.safetensors. Resume it first.")
+        raise CheckpointError(f"The run in {folder} is not finished: it has no model.safetensors. Resume it first.")
     inputs = read_inputs(folder)
     config = experiment(load_yaml(folder / "config.yaml", None if trust_code else TRUST))
     method = method_of(config.method)
@@ -128,7 +128,7 @@ def open_run(
 
 
 def empty_federation(inputs: InputSpec) -> Federation:
-    """Data of the right shape and number of classes, without a sample that anybody holds."""
+    """Create a federation without clients that has the shapes and number of classes of ``inputs``."""
     kinds = {"uint8": torch.uint8, "tokens": torch.int64}
     x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))
     several = (1, inputs.classes) if inputs.task in ("multilabel", "regression") else (1,)

@@ -1,4 +1,4 @@
-"""A model card: ``README.md`` in the format of the Hugging Face hub, with what the run folder knows and no more."""
+"""Model card: ``README.md`` in the format of the Hugging Face hub, from the data of the run folder."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ USES = {
 
 
 def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> str:
-    """The text of the card.
+    """Return the text of the model card.
 
     Args:
-        found: The run.
-        kind: The format that the model is written in.
-        client: Whose own model it is, or None.
+        found: Run with its model.
+        kind: Format of the export.
+        client: Client of a personal model, or None.
     """
     runs = summaries(found.folder)
     own = runs[0]
@@ -70,7 +70,9 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
         ],
     }
     whose = (
-        "the global model of a federation" if client is None else f"the own model of client {client} of a federation"
+        "the global model of a federation"
+        if client is None
+        else f"the personal model of client {client} of a federation"
     )
     said = (
         f"mean and standard deviation over {seeds} runs of different seeds"
@@ -85,19 +87,19 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
         data_text(found, own),
         "## Training",
         training_text(found, own),
-        "## Figures",
-        f"Of the global model after the last round: {said}.",
-        "| figure | mean | std |\n|---|---|---|\n" + "\n".join(map(table_row, rows)),
+        "## Metrics",
+        f"Global model after the last round: {said}.",
+        "| metric | mean | std |\n|---|---|---|\n" + "\n".join(map(table_row, rows)),
         "## Use",
         use_text(found, kind),
-        "## Limits",
+        "## Limitations",
         "\n".join(f"- {text}" for text in limitations_text(found, own, seeds, client)),
     ]
     return "\n\n".join(lines) + "\n"
 
 
 def card_metrics(task: str, config: Experiment) -> dict[str, str]:
-    """The figures of a summary that the card shows, and what it calls them.
+    """Return the keys of a summary that the card shows, with their titles.
 
     Args:
         task: Name of the task.
@@ -113,8 +115,8 @@ def card_metrics(task: str, config: Experiment) -> dict[str, str]:
         **{name: f"Test {metric_info(name).title}, last round" for name in further},
         f"client_{key}_mean": f"{name[0].upper()}{name[1:]} at clients, mean",
         f"client_{key}_worst": f"{name[0].upper()}{name[1:]} at clients, worst client",
-        f"personal_{key}_mean": f"{name[0].upper()}{name[1:]} of the clients' own models, mean",
-        f"personal_{key}_worst": f"{name[0].upper()}{name[1:]} of the clients' own models, worst client",
+        f"personal_{key}_mean": f"{name[0].upper()}{name[1:]} of personal models, mean",
+        f"personal_{key}_worst": f"{name[0].upper()}{name[1:]} of personal models, worst client",
     }
 
 
@@ -125,7 +127,7 @@ def hub_task(found: OpenedRun) -> str:
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    """The run's summary, and those of the same run with other seeds that lie beside it, as in a comparison."""
+    """Read the run's summary, and those of the same run with other seeds in sibling folders, as in a comparison."""
     others = []
     if re.fullmatch(r"seed-\d+", folder.resolve().name):
         own = without_seed(folder)
@@ -146,7 +148,7 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
 
 
 def without_seed(folder: Path) -> dict[str, Any] | None:
-    """A run's configuration but for its seed; None if there is none."""
+    """Return a run's configuration without its seed; None if it cannot be read."""
     try:
         return {key: value for key, value in load_yaml(folder / "config.yaml").items() if key != "seed"}
     except ConfigError:
@@ -154,7 +156,7 @@ def without_seed(folder: Path) -> dict[str, Any] | None:
 
 
 def mean_std_over_seeds(runs: list[dict[str, Any]], key: str) -> tuple[float, float | None]:
-    """Mean and standard deviation over seeds; of a single one there is none.
+    """Return mean and standard deviation over seeds; the deviation of a single run is None.
 
     Args:
         runs: Summaries of the runs.
@@ -165,7 +167,7 @@ def mean_std_over_seeds(runs: list[dict[str, Any]], key: str) -> tuple[float, fl
 
 
 def table_row(row: tuple[str, str, float, float | None]) -> str:
-    """A line of the table of figures."""
+    """Format a row of the table of metrics."""
     key, name, mean, std = row
 
     def shown(value: float | None) -> str:
@@ -175,12 +177,12 @@ def table_row(row: tuple[str, str, float, float | None]) -> str:
 
 
 def escape_markdown(text: object) -> str:
-    """A name as Markdown shows it and does not read it: on one line, without mark-up."""
+    """Escape text for Markdown, on one line."""
     return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(str(text).split()))
 
 
 def unskew_version(folder: Path) -> str:
-    """Return the version of unskew that made the run; empty if the folder does not have it."""
+    """Return the version of unskew that created the run, or an empty string if it is unknown."""
     try:
         return str(read_json(folder / "about.json")["versions"]["unskew"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -188,18 +190,17 @@ def unskew_version(folder: Path) -> str:
 
 
 def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
-    """Describe the training data and their owners.
+    """Describe the training data and their partition.
 
     Args:
         found: Run with its model.
-        own: Texts that the user supplied.
+        own: Summary of the run.
     """
     inputs = found.inputs
     kinds = {"uint8": "images with values from 0 to 255", "tokens": "token ids", "float": "numbers"}
     lines = [
         f"- Data: {escape_markdown(own['data'])}, divided among {own['clients']} clients by `{own['partition']}`. "
-        "The hash of who "
-        f"holds what is `{own.get('partition_hash')}`.",
+        f"Hash of the partition: `{own.get('partition_hash')}`.",
         f"- Inputs: {kinds[inputs.kind]}, {shape_text(input_shape(inputs))}.",
     ]
     if inputs.features:
@@ -210,7 +211,7 @@ def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
                      f"{inputs.block} tokens.")  # fmt: skip
     if inputs.task != "language":
         names = ", ".join(map(escape_markdown, inputs.names[:MOST_CLASSES]))
-        whose = "Numbers that are predicted" if inputs.task == "regression" else "Classes"
+        whose = "Targets" if inputs.task == "regression" else "Classes"
         lines.append(
             f"- {whose}, in the order of the outputs: {names}{' ...' if inputs.classes > MOST_CLASSES else '.'}"
         )
@@ -222,7 +223,7 @@ def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
 
     Args:
         found: Run with its model.
-        own: Texts that the user supplied.
+        own: Summary of the run.
     """
     config, names = found.config, re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))
     papers = dict.fromkeys(rule_class(name).paper for name in names if name in METHODS)
@@ -230,9 +231,9 @@ def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
     work = f"{amount} {unit}{'' if amount == 1 else 's'}"
     lines = [
         f"- Method: `{own['method']}`{' (' + '; '.join(papers) + ')' if papers else ''}.",
-        f"- {own['rounds']} rounds with {100 * config.participation:g} % of the clients in each, {work} a round, batches of "
+        f"- {own['rounds']} rounds with {100 * config.participation:g} % of the clients each, {work} per round, batch size "
         f"{config.batch_size}, {config.optimizer} with learning rate {config.lr:g}. Seed {config.seed}.",
-        f"- Model: `{config.model}`, {own['parameters']} trained parameters. Clients count by `{own['client_weighting']}`.",
+        f"- Model: `{config.model}`, {own['parameters']} trained parameters. Client weighting: `{own['client_weighting']}`.",
         f"- Traffic of all clients: {own['bytes_up'] / 1e6:.1f} MB up, {own['bytes_down'] / 1e6:.1f} MB down.",
     ]
     return "\n".join(lines)
@@ -248,7 +249,7 @@ def use_text(found: OpenedRun, kind: str) -> str:
     if kind == "transformers":
         kinds = "AutoModelForCausalLM" if found.inputs.task == "language" else "AutoModelForSequenceClassification"
         bytes_ = found.inputs.tokenizer == "bytes"
-        note = "Token ids are the bytes of the text, with 256 before it; there is no tokenizer." if bytes_ else ""
+        note = "Token ids are the bytes of the text, preceded by 256; there is no tokenizer." if bytes_ else ""
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [
@@ -257,46 +258,44 @@ def use_text(found: OpenedRun, kind: str) -> str:
         for column in found.inputs.columns
         if column.kind == "category"
     ]
-    coded = f" A category goes in as a number, 0 if it is none of these: {'; '.join(codes)}." if codes else ""
+    coded = f" Categories are numbers, 0 for all other values: {'; '.join(codes)}." if codes else ""
     days = ", ".join(escape_markdown(column.name) for column in found.inputs.columns if column.kind == "date")
-    coded += f" A date goes in as days since 1970: {days}." if days else ""
-    coded += " A number that is missing is NaN." if any(column.fills for column in found.inputs.columns) else ""
-    padding = " Shorter texts are filled up with -1." if found.inputs.kind == "tokens" else ""
+    coded += f" Dates are days since 1970: {days}." if days else ""
+    coded += " Missing numbers are NaN." if any(column.fills for column in found.inputs.columns) else ""
+    padding = " Shorter texts are padded with -1." if found.inputs.kind == "tokens" else ""
     return (
-        f"Inputs are `{types[found.inputs.kind]}` of shape n x {shape_text(input_shape(found.inputs))}, as they are: what "
-        f"was done to the training data is part of the file.{padding}{coded}\n\n```python\n"
+        f"Inputs are raw `{types[found.inputs.kind]}` values of shape n x {shape_text(input_shape(found.inputs))}: the "
+        f"preprocessing is part of the file.{padding}{coded}\n\n```python\n"
         f"{USES[kind].replace('probabilities', output_kind(found.inputs))}\n```"
     )
 
 
 def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: int | str | None) -> list[str]:
-    """Describe the limitations to know before using the model.
+    """List limitations to know before using the model.
 
     Args:
         found: Run with its model.
-        own: Texts that the user supplied.
-        seeds: Number of runs that the metrics are from.
-        client: Client of the personal model, or None.
+        own: Summary of the run.
+        seeds: Number of runs behind the metrics.
+        client: Client of a personal model, or None.
     """
     texts = [
-        "It was trained in a simulation: the clients were parts of one data set on one machine.",
-        f"It knows no inputs but of the kind above, and gives {output_kind(found.inputs)} to others, too."
+        "The model was trained in a simulation: the clients were parts of one data set on one machine.",
+        f"The model knows only inputs of the kind above, but returns {output_kind(found.inputs)} for any inputs."
         f"{'' if found.inputs.task == 'regression' else ' They are not calibrated.'}",
     ]
     score = primary_metric_name(own)
     worst, mean = own.get(f"client_{score}_worst"), own.get(f"client_{score}_mean")
     if isinstance(worst, float) and isinstance(mean, float):
         texts.append(
-            f"Clients are not served alike: in this run {SCORES[score]} {100 * mean:.1f} % on average, {100 * worst:.1f} % "
-            f"at the worst one, on {own.get('clients_evaluated_on')}."
+            f"Performance differs between clients: in this run {SCORES[score]} was {100 * mean:.1f} % on average and "
+            f"{100 * worst:.1f} % for the worst client, on {own.get('clients_evaluated_on')}."
         )
     if seeds == 1:
-        texts.append("One seed was run, so chance may have a large part in the figures.")
+        texts.append("Only one seed was run, so chance may contribute much to the metrics.")
     if client is not None:
-        texts.append("It is made for one client; the figures above are not of this model alone.")
-    texts.append(
-        "The training of the model has no guarantee of privacy: what it learnt of a sample may be found out from it."
-    )
+        texts.append("This model was trained for one client, but the metrics above are not of this model alone.")
+    texts.append("Training gave no privacy guarantee: information on single samples may be recoverable from the model.")
     path = found.folder / "warnings.txt"
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()[:10]

@@ -1,4 +1,4 @@
-"""A trained model with its preprocessing as one module, and as files that need no unskew: torch, ONNX, TorchScript."""
+"""Trained model with its preprocessing as one module, and export to files that need no unskew: torch, ONNX, TorchScript."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from unskew.tasks.regression import Regression
 
 MISSING = "Exporting to ONNX needs more packages. Install them with: pip install 'unskew[export]'."
 TOLERANCE = 1e-5
-"""Between the outputs of an exported model and those of the original."""
+"""Largest accepted difference between the outputs of the exported and the original model."""
 FEWEST = 2
-"""Tokens that any model of token ids knows."""
+"""Number of token ids that every text model knows."""
 SIZES = (1, 2, 5)
-"""Batch sizes on which both models are compared, because the first axis is free."""
+"""Batch sizes for which both models are compared, because the batch dimension is dynamic."""
 
 
 class PortableModel(nn.Module):
-    """From inputs as they are (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
+    """Module that maps raw inputs (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
 
     For tables of mixed columns, a category is the index of its value in ``file_metadata``, from 1, and 0 for unknown
     values; a missing number is NaN. Regression models return numbers ``[B, T]`` in their original units.
 
     Args:
-        found: The run.
+        found: Run with its model.
     """
 
     factor: Tensor | None
@@ -57,7 +57,7 @@ class PortableModel(nn.Module):
         self.tokens = inputs.kind == "tokens"
         normalize = InputNormalizer(inputs.known, shape, found.spec.dtype, torch.device("cpu"))
         factor, offset = (None, None) if normalize.factor is None else (normalize.factor, normalize.offset)
-        if factor is not None and offset is not None:  # of an image, a number for each channel
+        if factor is not None and offset is not None:  # for images, one number per channel
             sides = (shape[0], 1, 1) if len(shape) == 3 else shape
             factor, offset = (part[: int(np.prod(sides))].reshape(sides) for part in (factor, offset))
         self.register_buffer("factor", factor)
@@ -67,7 +67,7 @@ class PortableModel(nn.Module):
         self.marked = [index for index, column in enumerate(columns) if column.marks]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Probabilities of the classes, or the numbers that are predicted."""
+        """Return the probabilities of the classes, or the predicted numbers."""
         if not self.tokens:
             if self.means is not None:
                 missing = torch.isnan(x)
@@ -81,7 +81,7 @@ class PortableModel(nn.Module):
 
 
 def example_inputs(found: OpenedRun, count: int) -> Tensor:
-    """Inputs as they might be, drawn at random.
+    """Generate random inputs that resemble real ones.
 
     Args:
         found: Run with its model.
@@ -123,7 +123,7 @@ def output_kind(inputs: InputSpec) -> str:
 
 
 def file_metadata(found: OpenedRun) -> dict[str, str]:
-    """Return metadata that is written into a file next to the weights."""
+    """Return the metadata that the exported file contains next to the weights."""
     inputs = found.inputs
     about: dict[str, Any] = {"shape": list(input_shape(inputs)), "kind": inputs.kind, "task": inputs.task}
     about["outputs"] = output_kind(inputs)
@@ -136,7 +136,7 @@ def file_metadata(found: OpenedRun) -> dict[str, str]:
 
 
 def write_model(found: OpenedRun, kind: str, file: Path) -> float:
-    """Write the model as ``torch``, ``onnx`` or ``torchscript``, and look whether the file gives what the model gives.
+    """Export the model as ``torch``, ``onnx`` or ``torchscript``, and compare its outputs with the original's.
 
     Args:
         found: Run with its model.
@@ -144,10 +144,10 @@ def write_model(found: OpenedRun, kind: str, file: Path) -> float:
         file: File to write.
 
     Returns:
-        The largest difference of a probability, or of a number in its standard deviations.
+        The largest difference of a probability, or of a number in standard deviations.
 
     Raises:
-        ConfigError: The model cannot be written so, the file gives something else, or a package is missing.
+        ConfigError: If the export fails, the outputs differ, or a package is missing.
     """
     if kind == "onnx" and not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
         raise ConfigError(MISSING)
@@ -164,8 +164,8 @@ def write_model(found: OpenedRun, kind: str, file: Path) -> float:
     if not apart <= TOLERANCE:
         file.unlink(missing_ok=True)
         raise ConfigError(
-            f"The model as {kind} gives other {output_kind(found.inputs)}, by {apart:.2g} at most, so it was not kept; "
-            "another format may."
+            f"The exported {kind} model's {output_kind(found.inputs)} differ from the original's by up to {apart:.2g}, so "
+            "the file was deleted. Try another format."
         )
     return apart
 
@@ -188,7 +188,7 @@ def _torch(portable: PortableModel, x: Tensor, about: dict[str, str], file: Path
 
 def _torchscript(portable: PortableModel, x: Tensor, about: dict[str, str], file: Path) -> Ask:
     jit: Any = torch.jit
-    data = io.BytesIO()  # written to a file by torch, a full disk would end the process
+    data = io.BytesIO()  # if torch wrote to a file directly, a full disk would abort the process
     jit.save(jit.trace(portable, x), data, _extra_files={"about.json": json.dumps(about)})
     write_atomic(file, data.getvalue())
     module = jit.load(file)
@@ -237,11 +237,11 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_sentence(kind: str) -> Iterator[None]:
-    """Context manager that converts export errors to readable messages, as a user's model may not be exportable."""
+    """Context manager that converts errors of the export, which may come from the user's model, to ``ConfigError``."""
     try:
         yield
     except (UnskewError, MemoryError, OSError):
         raise
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-        raise ConfigError(f"The model cannot be written as {kind}: {reason[:200]}. Another format may work.") from error
+        raise ConfigError(f"The model cannot be exported as {kind}: {reason[:200]}. Try another format.") from error

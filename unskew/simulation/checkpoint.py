@@ -1,7 +1,7 @@
-"""Checkpoints: everything a run needs to go on, bit for bit.
+"""Checkpoints: everything a run needs to resume with bit-identical results.
 
-A checkpoint is a folder of safetensors files and a JSON manifest with their checksums. It is written beside its final place
-and renamed, so it is there whole or not at all; the last two are kept.
+A checkpoint is a folder of safetensors files and a JSON manifest with their checksums. It is written under a temporary
+name and then renamed, so it is never incomplete. The last two checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from unskew.simulation.server import Server
 FORMAT = 6
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
-CLIENTS, CACHE, FLYING = "client", "cached", "flying"
-"""Beginnings of file names: what clients keep, what the server keeps of them, and updates on their way."""
+CLIENTS = "client"
+CACHE = "cached"
+FLYING = "flying"
+"""Prefixes of file names: client state, server-side cache per client, and updates in flight."""
 
 
 def _chunks(store: ClientStore) -> Iterator[Tensors]:
@@ -51,17 +53,17 @@ def _chunks(store: ClientStore) -> Iterator[Tensors]:
 
 
 def save_checkpoint(folder: Path, round: int, server: Server, network: Network, extra: dict[str, Any]) -> Path:
-    """Write the checkpoint after ``round`` rounds into ``folder`` and drop all but the last two.
+    """Write the checkpoint after ``round`` rounds and remove all but the last two.
 
     Args:
-        folder: The run's ``list_checkpoints`` folder.
-        round: Rounds finished.
-        server: Whose state is saved.
-        network: Whose updates on their way are saved.
-        extra: What else the run needs to go on; JSON.
+        folder: Folder of the run's checkpoints.
+        round: Number of finished rounds.
+        server: Server to save.
+        network: Network whose updates in flight are saved.
+        extra: Further JSON data that the run needs to resume.
 
     Raises:
-        CheckpointError: The disk is full or cannot be written; older checkpoints are left as they were.
+        CheckpointError: If the disk is full or cannot be written; older checkpoints are unchanged.
     """
     final, fresh = folder / f"{round:07d}", folder / f".{round:07d}.new"
     checksums: dict[str, str] = {}
@@ -108,7 +110,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
 
 
 def _keep(path: Path, copy: Path, known: str | None) -> str:
-    """Keep a client's file under a second name; gives its checksum, which may be known."""
+    """Link or copy a client's file into the checkpoint and return its checksum, ``known`` if given."""
     try:
         os.link(path, copy)
     except OSError:  # not every file system has hard links
@@ -118,12 +120,12 @@ def _keep(path: Path, copy: Path, known: str | None) -> str:
 
 
 def drop_old_checkpoints(folder: Path, keep: int | None = None, after: int | None = None) -> None:
-    """Remove unfinished checkpoints, all but the last ``keep`` and those ``after`` a round (damaged, to be redone).
+    """Remove unfinished checkpoints, all but the last ``keep``, and those after a round (corrupted ones to be redone).
 
     Args:
         folder: Folder of the checkpoints.
-        keep: Number of checkpoints to keep; None: all.
-        after: Number of rounds after which checkpoints are removed; None: none.
+        keep: Number of checkpoints to keep; None for all.
+        after: Round after which checkpoints are removed; None for none.
     """
     checkpoints = list_checkpoints(folder)
     kept_checkpoints = [path for path in checkpoints if after is None or int(path.name) <= after][:keep]
@@ -133,7 +135,7 @@ def drop_old_checkpoints(folder: Path, keep: int | None = None, after: int | Non
 
 
 class OtherVersionError(CheckpointError):
-    """A checkpoint is whole, but not of this version; older ones beside it do not stand in for it."""
+    """Raised for an intact checkpoint of another version of unskew; older checkpoints are not tried instead."""
 
 
 def _digest(text: str) -> str:
@@ -146,7 +148,7 @@ def _checksum(path: Path) -> str:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
+    """Return the complete checkpoints, newest first."""
     if not folder.is_dir():
         return []
     checkpoints = [path for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
@@ -154,11 +156,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files all match their checksums.
+    """Read the manifest of a checkpoint and verify the checksums of all its files.
 
     Raises:
-        OtherVersionError: The checkpoint was written by another version.
-        CheckpointError: A file is missing or damaged.
+        OtherVersionError: If the checkpoint was written by another version.
+        CheckpointError: If a file is missing or corrupted.
     """
     try:
         outer = json.loads(read_file(path / "manifest.json"))
@@ -170,7 +172,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise ValueError("it is not a mapping")
         if manifest.get("format") != FORMAT:
             raise OtherVersionError(
-                f"The checkpoint {path} was written by another version of unskew; go on with it in that one."
+                f"The checkpoint {path} was written by another version of unskew. Resume the run with that version."
             )
         check_manifest(manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -184,10 +186,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def checkpoint_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts errors of a damaged file to an error with the path.
+    """Context manager that converts errors of a corrupted file to an error with the path.
 
     Raises:
-        CheckpointError: Something in it is missing, or is not what it must be.
+        CheckpointError: If part of the file is missing or invalid.
     """
     try:
         yield
@@ -206,10 +208,13 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
-    """The newest checkpoint that is whole, its manifest, and what was wrong with newer ones; None if there is none.
+    """Find the newest intact checkpoint.
+
+    Returns:
+        Its path, its manifest and the errors of newer checkpoints; None if there are no checkpoints.
 
     Raises:
-        CheckpointError: There are checkpoints, but all of them are damaged, or the newest is of another version.
+        CheckpointError: If all checkpoints are corrupted, or the newest is of another version.
     """
     problems: list[str] = []
     for path in list_checkpoints(folder):
@@ -225,10 +230,10 @@ def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | 
 
 
 def read_model(path: Path) -> tuple[int, Tensor, Tensor]:
-    """The round of a checkpoint, its server's model ``[d]`` and the statistics ``[m]``.
+    """Return the round of a checkpoint, its global model ``[d]`` and buffers ``[m]``.
 
     Raises:
-        CheckpointError: The checkpoint is corrupted.
+        CheckpointError: If the checkpoint is corrupted.
     """
     done = int(read_manifest(path)["round"])
     with checkpoint_errors(path):

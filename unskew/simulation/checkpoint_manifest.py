@@ -1,4 +1,4 @@
-"""Schema of a checkpoint's manifest. It is external input, so it is validated before use."""
+"""Schema of a checkpoint's manifest, which is external input and validated before use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ LARGEST = 1 << 62
 Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
 Amount = Annotated[float, Field(strict=True, ge=0, lt=LARGEST)]
 Client = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
-"""A client's number; JSON has no other keys than texts."""
+"""Client number as a string, because JSON keys are strings."""
 FileName = Annotated[str, StringConstraints(pattern=r"^[a-z]+(-[0-9]+)?\.safetensors$")]
 
 
 def number(value: Any) -> Any:
-    """A number that a float can hold."""
+    """Validate a number that fits in a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("it must be a number")
     if isinstance(value, int) and abs(value) >= LARGEST:
@@ -27,13 +27,13 @@ def number(value: Any) -> Any:
 
 
 class ManifestPart(BaseModel):
-    """A part of it, with the fields that it has and no others."""
+    """Base class of manifest sections, which forbid unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class UpdateFields(ManifestPart):
-    """Fields of an update that are not tensors; see ``unskew.protocol.messages``."""
+    """Fields of an update that are not tensors, see ``unskew.protocol.messages``."""
 
     client: Count
     born: Count
@@ -45,7 +45,7 @@ class UpdateFields(ManifestPart):
 
 
 class WaitingUpdates(ManifestPart):
-    """Updates that a server rule waits for, see ``unskew.simulation.update_buffer``."""
+    """Updates in the server rule's buffer, see ``unskew.simulation.update_buffer``."""
 
     count: Count
     weight: Amount
@@ -54,7 +54,7 @@ class WaitingUpdates(ManifestPart):
 
 
 class TrafficBytes(ManifestPart):
-    """Traffic counters; see ``unskew.simulation.traffic``."""
+    """Traffic counters, see ``unskew.simulation.traffic``."""
 
     up: Count
     down: Count
@@ -65,7 +65,7 @@ class TrafficBytes(ManifestPart):
 
 
 class RunExtra(BaseModel):
-    """Additional values of a run; it may have more."""
+    """Additional values of a run; further fields are allowed."""
 
     config: dict[str, Any]
     data: str
@@ -73,7 +73,7 @@ class RunExtra(BaseModel):
 
 
 class Manifest(ManifestPart):
-    """All of it."""
+    """Complete manifest."""
 
     format: int
     round: Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
@@ -90,10 +90,10 @@ class Manifest(ManifestPart):
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Refuse what no run has written.
+    """Validate a manifest.
 
     Raises:
-        ValueError: A part is missing or invalid.
+        ValueError: If a part is missing or invalid.
     """
     try:
         parsed = Manifest.model_validate(manifest)
@@ -102,10 +102,10 @@ def check_manifest(manifest: dict[str, Any]) -> None:
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where[:80]}: {plain_message(first['msg'])}") from None
     if "server.safetensors" not in parsed.files:
-        raise ValueError("files: the server's are missing")
+        raise ValueError("files: server.safetensors is missing")
     rounds = [*parsed.last.values(), *(born for _, born in parsed.sent.values())]
     if max([*rounds, *(update.born for update in parsed.in_flight)], default=-1) >= parsed.round:
-        raise ValueError("something in it is of a later round")
+        raise ValueError("an entry is of a later round than the checkpoint")
     flying = [update.client for update in parsed.in_flight]
     if len(set(flying)) < len(flying):
-        raise ValueError("in_flight: a client has two updates on their way")
+        raise ValueError("in_flight: a client has two updates in flight")

@@ -1,8 +1,8 @@
-"""Tensors that are kept per client between rounds: what stays there, and updates on their way.
+"""Storage of tensors per client between rounds: client state, and updates in flight.
 
-A client is absent until it first writes something: "never took part" is None, not zeros. Entries beyond ``limit`` bytes of
-memory are moved to files, one per client, oldest first; such a file is never changed, only replaced, so a checkpoint can
-keep it by a hard link.
+A client without an entry has never stored anything: a client that never took part has None, not zeros. Entries beyond
+``limit`` bytes of memory are moved to files, one per client, oldest first. A file is never changed, only replaced, so a
+checkpoint can keep it through a hard link.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ class ClientStore:
     """Tensors per client, by name.
 
     Args:
-        folder: Where entries go that do not fit in memory; None keeps everything in memory.
-        limit: Bytes of memory before entries are moved to the folder.
+        folder: Folder for entries that do not fit in memory; None keeps everything in memory.
+        limit: Bytes of memory above which entries are moved to the folder.
     """
 
     def __init__(self, folder: Path | None = None, limit: int = 4 << 30):
-        self.folder, self.limit = folder, limit
+        self.folder = folder
+        self.limit = limit
         self._memory: dict[int, Tensors] = {}
         self._disk: set[int] = set()
         self._bytes = 0
-        self.close()  # files of a session that was killed belong to nobody: what counts is in the checkpoint
+        self.close()  # remove files of a killed session: the valid state is in the checkpoint
 
     def close(self) -> None:
-        """Remove the files; a checkpoint's own links to them stay."""
+        """Remove the files; links to them in checkpoints remain."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -44,7 +45,7 @@ class ClientStore:
 
     @property
     def bytes(self) -> int:
-        """Return the size of all entries in bytes, including files."""
+        """Size of all entries in bytes, including files."""
         return self._bytes + sum(path.stat().st_size for _, path in self.on_disk())
 
     def get(self, client: int) -> Tensors:
@@ -54,11 +55,11 @@ class ClientStore:
         return self._memory.get(client, {})
 
     def put(self, client: int, tensors: Tensors) -> None:
-        """Replace what the client keeps. They must not be views of memory that will be written again.
+        """Replace the client's tensors.
 
         Args:
-            client: Number of the client.
-            tensors: Tensors by name.
+            client: Client number.
+            tensors: Tensors by name; must not be views of memory that is overwritten later.
         """
         if not tensors:
             return
@@ -76,14 +77,14 @@ class ClientStore:
         """Store the client's new state, in memory or as a file with a checksum.
 
         Args:
-            client: Number of the client.
+            client: Client number.
             newer: New state of the client.
-            file: Path and checksum of a file that already contains it.
+            file: Path and checksum of a file that already contains the state.
         """
         self.put(client, ClientState.of(self.get(client)).updated(newer).tensors())
 
     def checksum(self, client: int) -> str | None:
-        """SHA-256 of a client's file, where it is known."""
+        """Return the SHA-256 of a client's file, if known."""
         return None
 
     def take(self, client: int) -> Tensors:
@@ -95,11 +96,11 @@ class ClientStore:
         return tensors
 
     def in_memory(self) -> Iterator[tuple[int, Tensors]]:
-        """Entries that lie in memory."""
+        """Iterate over entries in memory."""
         yield from self._memory.items()
 
     def on_disk(self) -> Iterator[tuple[int, Path]]:
-        """Entries that lie in files."""
+        """Iterate over entries in files."""
         for client in sorted(self._disk):
             yield client, self._path(client)
 
@@ -126,10 +127,10 @@ class ClientStore:
 
 
 class SharedStore(ClientStore):
-    """Client state in files that the training process reads and writes; none of it passes through this process.
+    """Client state in files that the training processes read and write, so that none of it passes through this process.
 
     Args:
-        folder: Seen by all of them under this path. It has a folder for every thousand clients.
+        folder: Folder that all processes see under the same path; has a subfolder for every thousand clients.
     """
 
     def __init__(self, folder: Path):
@@ -142,7 +143,7 @@ class SharedStore(ClientStore):
     def lent(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
         """Return a reference to the client's state file.
 
-        Every version has a new name, so that no cache can return an old one.
+        Every version has a new file name, so that no cache can return an old one.
         """
         return ClientState(), (str(self._path(client)) if client in self._disk else "", str(self._fresh(client)))
 

@@ -1,9 +1,9 @@
 """Delays of updates in rounds.
 
-A delay is written ``kind`` or ``kind:value``: ``none``; ``fixed:K`` rounds; ``half-normal:S``, that is ``floor(|z|)`` with
-``z ~ N(0, S^2)`` (Zhu et al. 2025, arXiv:2503.20138); ``lognormal:M,S``, that is ``floor(M exp(S z))`` with median ``M``;
-``trace:FILE``, delays that were observed: a CSV file with a column ``delay``, and a column ``client`` if each client has
-delays of its own; rows whose client is empty serve the others.
+A delay is written ``kind`` or ``kind:value``: ``none``; ``fixed:K`` rounds; ``half-normal:S``, that is ``floor(|z|)``
+with ``z ~ N(0, S^2)`` (Zhu et al. 2025, arXiv:2503.20138); ``lognormal:M,S``, that is ``floor(M exp(S z))`` with median
+``M``; or ``trace:FILE`` with observed delays: a CSV file with a column ``delay``, and optionally a column ``client``
+for delays per client; rows with an empty client apply to all clients without rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ LONGEST = 1_000_000  # a delay beyond any run
 
 
 class Delays:
-    """Draws delays in rounds; a pure function of seed, round and client.
+    """Random delays in rounds, a pure function of seed, round and client.
 
     Args:
-        spec: As above.
-        seed: Of the run.
-        per_client: Each client has one delay for the whole run instead of one per dispatch.
+        spec: Delay expression, see the module.
+        seed: Seed of the run.
+        per_client: Whether each client has one delay for the whole run instead of one per broadcast.
 
     Raises:
-        ConfigError: The expression is not a delay.
-        DataError: The trace cannot be read.
+        ConfigError: If the expression is not a valid delay.
+        DataError: If the trace cannot be read.
 
     >>> Delays("fixed:3", seed=0)(round=5, client=1)
     3
@@ -41,38 +41,39 @@ class Delays:
 
     def __init__(self, spec: str, seed: int, per_client: bool = False):
         self.kind, self.numbers = parse_delay(spec)
-        self.seed, self.per_client = seed, per_client
+        self.seed = seed
+        self.per_client = per_client
         self.trace: dict[int | None, list[int]] = {}
         if self.kind == "trace":
             self.trace = read_trace(Path(spec.partition(":")[2]))
 
     def check(self, clients: int) -> None:
-        """Refuse a trace that leaves a client without a delay, before anything is trained.
+        """Validate that a trace has a delay for every client.
 
         Raises:
-            DataError: A client has no delay.
+            DataError: If a client has no delay.
         """
         if self.kind == "trace" and None not in self.trace:
             without = next((k for k in range(clients) if k not in self.trace), None)
             if without is not None:
                 raise DataError(
-                    f"The trace of delays has none for client {without} of {clients}; add a row for it, or rows whose "
-                    "client is empty, which serve all clients without one."
+                    f"The trace has no delay for client {without} of {clients}. Add a row for it, or rows with an empty "
+                    "client, which apply to all clients without rows."
                 )
 
     @property
     def identity(self) -> str:
-        """Return the delays of the trace, which must match when a run is resumed."""
+        """Digest of the trace, which must match when a run is resumed; empty without a trace."""
         rows = sorted((-1 if client is None else client, delays) for client, delays in self.trace.items())
         return hashlib.sha256(repr(rows).encode()).hexdigest()[:16] if self.trace else ""
 
     @property
     def instant(self) -> bool:
-        """Return whether all updates arrive at once."""
+        """Return whether all updates arrive in the round of their broadcast."""
         return self.kind == "none"
 
     def __call__(self, round: int, client: int) -> int:
-        """Rounds between the broadcast in ``round`` and the arrival; 0: the same round."""
+        """Return the number of rounds between the broadcast in ``round`` and the arrival; 0 for the same round."""
         if self.kind == "none":
             return 0
         if self.kind == "fixed":
@@ -89,19 +90,19 @@ class Delays:
 
 
 def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
-    """Kind and numbers of a delay.
+    """Parse a delay into its kind and numbers.
 
     >>> parse_delay("lognormal:4,0.5")
     ('lognormal', (4.0, 0.5))
 
     Raises:
-        ConfigError: The expression is not a delay, or no update would ever arrive.
+        ConfigError: If the expression is not a valid delay, or no update would ever arrive.
     """
     kind, _, value = spec.partition(":")
     if kind not in KINDS:
         raise ConfigError(unknown_name("delay", kind, KINDS))
     if kind == "none" and value:
-        raise ConfigError(f"The delay none takes no value; {spec!r} gives it {value!r}.")
+        raise ConfigError(f"The delay none takes no value, but {spec!r} has {value!r}.")
     if kind == "trace" and not value:
         raise ConfigError("The delay trace needs a file: trace:delays.csv.")
     if kind in ("none", "trace"):
@@ -112,25 +113,25 @@ def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
     numbers = expression.numbers()
     integral = kind != "fixed" or all(number == int(number) for number in numbers)
     if len(numbers) != wanted or min(numbers) < 0 or not integral or expression.options:
-        raise ConfigError(f"The delay {spec!r} is not written like {example}.")
+        raise ConfigError(f"The delay {spec!r} is not valid. Example: {example}.")
     if max(numbers) > LONGEST:
-        raise ConfigError(f"The delay {spec!r} is longer than any run; its numbers are at most {LONGEST:,}.")
+        raise ConfigError(f"The delay {spec!r} is longer than any run. Its numbers must be at most {LONGEST:,}.")
     return kind, numbers
 
 
 def read_trace(path: Path) -> dict[int | None, list[int]]:
-    """Delays by client; under None, where the file names no clients.
+    """Read delays by client; the key None contains the delays of rows without a client.
 
     Raises:
-        DataError: There is no such file, or a row is not a delay.
+        DataError: If the file does not exist, or a row is not a delay.
     """
     delays: dict[int | None, list[int]] = {}
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # some programs begin a file with a byte order mark
+        with path.open(newline="", encoding="utf-8-sig") as file:  # the file may start with a byte order mark
             rows = csv.DictReader(file, restkey="beyond", skipinitialspace=True)
             if "delay" not in (rows.fieldnames or ()):
                 raise DataError(
-                    f"{path} has no column 'delay'; its first line must name its columns, with commas between."
+                    f"{path} has no column 'delay'. The first line must contain comma-separated column names."
                 )
             for row in rows:
                 number = rows.line_num
@@ -148,19 +149,19 @@ def read_trace(path: Path) -> dict[int | None, list[int]]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"The trace {path} is not a CSV file: {error}.") from error
     if not delays:
-        raise DataError(f"{path} holds no delays.")
+        raise DataError(f"{path} contains no delays.")
     return delays
 
 
 def parse_nonnegative(text: str | None, what: str) -> int:
-    """A number that is not negative.
+    """Parse a nonnegative integer.
 
     Args:
-        text: Text to read.
-        what: Start of the error, such as "a delay is an integer".
+        text: Text to parse.
+        what: Start of the error message, such as "a delay is an integer".
 
     Raises:
-        DataError: The text is not a nonnegative integer.
+        DataError: If the text is not a nonnegative integer.
 
     >>> parse_nonnegative("3", "a delay is an integer")
     3

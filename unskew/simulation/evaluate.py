@@ -21,17 +21,17 @@ from unskew.tasks.metrics import MetricSet
 from unskew.tasks.primary_metric import MetricInfo
 
 BATCH = 500
-CELLS = 1 << 26  # values of the widest layer that are held at once: 256 MB in float32
+CELLS = 1 << 26  # values of the widest layer in memory at once: 256 MB in float32
 HELD_OUT = "the clients' held-out data"
 BY_CLASS = "the test set, weighted by the clients' classes"
 NOTHING = "nothing"
 Models = Callable[[Sequence[int]], Iterable[tuple[Tensor, Tensor]]]
-"""From client ids to the model ``v [d]`` and the statistics ``b [m]`` that serve each of them, in their order."""
+"""Maps client ids to the model ``v [d]`` and the buffers ``b [m]`` that serve each of them, in the same order."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy (or what else the task scores), mean loss and the task's own figures over a set of samples."""
+    """Primary metric (``accuracy``), mean loss and further task metrics over a set of samples."""
 
     accuracy: float
     loss: float
@@ -43,13 +43,13 @@ class ClientScores:
     """Scores of a model, or of personal models, per client.
 
     Attributes:
-        accuracies: Of each client, ``[K']``.
-        measured_on: On what.
+        accuracies: Primary metric of each client, ``[K']``.
+        measured_on: Description of the evaluated data.
         losses: Mean loss of each client, ``[K']``.
-        ids: Which clients these are, ``[K']``.
-        scored: Name of what ``accuracies`` holds.
-        others: Further metrics of each client by name, ``[K']``; NaN where one is undefined.
-        pooled: Further metrics on the samples of all these clients together, by name.
+        ids: Client ids, ``[K']``.
+        scored: Name of the primary metric, which ``accuracies`` contains.
+        others: Further metrics of each client by name, ``[K']``; NaN for undefined values.
+        pooled: Further metrics over the samples of all these clients together, by name.
     """
 
     accuracies: np.ndarray
@@ -63,14 +63,14 @@ class ClientScores:
     def figures(
         self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()
     ) -> dict[str, float | str | None]:
-        """Return a metric over clients for the summary: mean, deviation, the worst client and the worst decile.
+        """Return the mean, standard deviation, worst client and worst decile of a metric over clients, for the summary.
 
-        Clients for which the metric is undefined do not count. The standard deviation is divided by the number of clients.
+        Clients for which the metric is undefined are ignored. The variance is divided by the number of clients.
 
         Args:
-            whose: ``"client"`` or ``"personal"``, the beginning of the names.
-            metric: The metric.
-            client_names: Names of all clients, if they have any; then the worst one is named.
+            whose: Prefix of the keys: ``"client"`` or ``"personal"``.
+            metric: Metric to summarize.
+            client_names: Names of all clients, to name the worst one; empty if clients have no names.
         """
         values = {self.scored: self.accuracies, "loss": self.losses, **self.others}.get(metric.name, np.zeros(0))
         there = np.flatnonzero(np.isfinite(values))
@@ -95,8 +95,8 @@ class Evaluator:
     Args:
         spec: Layout of the model.
         federation: Test set and clients.
-        task: Loss and correctness.
-        device: Where to evaluate.
+        task: Task that defines loss and correctness.
+        device: Device of the evaluation.
         metrics: Metrics computed from all predictions at once.
     """
 
@@ -108,14 +108,16 @@ class Evaluator:
         device: torch.device,
         metrics: MetricSet | None = None,
     ):
-        self.federation, self.task, self.metrics = federation, task, metrics or MetricSet()
+        self.federation = federation
+        self.task = task
+        self.metrics = metrics or MetricSet()
         self.model = BoundModel(spec, device)
         self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
         self._test = [self.test[0]], [self.test[1]]
         self.batch = max(1, min(BATCH, CELLS // spec.widest))
-        self.threads = torch.get_num_threads()  # an engine may take threads away for training
+        self.threads = torch.get_num_threads()  # engines may reduce the number of threads during training
 
     def _samples(
         self,
@@ -126,14 +128,15 @@ class Evaluator:
         single: bool = False,
         kept: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Evaluate samples in pieces: return correctness, number of predictions and loss per sample.
+        """Evaluate samples in chunks: correctness, number of predictions and loss per sample, and the summed tallies.
 
-        And the summed tallies.
-
-        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Logits
-        are added to ``kept``, if there is such a list.
+        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Logits are
+        appended to ``kept``, if it is a list.
         """
-        right, scores, losses, tallies = [], [], [], []
+        right = []
+        scores = []
+        losses = []
+        tallies = []
         with num_threads(self.threads):
             predict = self.model.predict(v, b)
             for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
@@ -151,7 +154,7 @@ class Evaluator:
         return torch.cat(right), torch.cat(scores), torch.cat(losses), torch.stack(tallies).sum(0)
 
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of every sample, ``[n]``, in float64.
+        """Return the loss of every sample, ``[n]``, in float64.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -160,7 +163,7 @@ class Evaluator:
             y: Targets, ``[n]``.
         """
         vector = x.dim() == 2 and x.is_floating_point()
-        size = 20 * BATCH if vector else self.batch  # a vector is small
+        size = 20 * BATCH if vector else self.batch  # vectors are small
         losses_list = []
         with num_threads(self.threads):
             predict = self.model.predict(v, b)
@@ -171,7 +174,7 @@ class Evaluator:
         return torch.cat(losses_list)
 
     def evaluate_test(self, v: Tensor, b: Tensor) -> Score:
-        """The model ``v [d], b [m]`` on the test set.
+        """Evaluate the model on the test set.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -205,11 +208,11 @@ class Evaluator:
         return self.metrics.of(*self._arrays(logits, y), where, defined)
 
     def _others(self, logits: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
-        """Compute all metrics of one client but the scored one and the loss."""
+        """Compute all metrics of one client except the primary metric and the loss."""
         y = y.to(logits.device)
         metrics = self.task.measure(self.task.tally(logits, y), loss)
         metrics.pop(self.task.scored, None)
-        where = f"what {self.federation.client_label(client)} holds out"
+        where = f"held-out samples of {self.federation.client_label(client)}"
         return metrics | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
 
     def evaluate_clients(
@@ -222,19 +225,19 @@ class Evaluator:
         each: bool = False,
         pooled: bool = False,
     ) -> ClientScores:
-        """The model on each client's own data.
+        """Evaluate a model, or personal models, on each client's data.
 
-        Clients with held-out samples are measured on these. If no client has any, each is measured on the test set,
-        its classes weighted as in the client's training data; where a sample has no single label there are no such
-        weights, and nothing is measured.
+        Clients with held-out samples are evaluated on these. If no client has any, each is evaluated on the test set
+        reweighted to the class distribution of its training data. Without single labels there are no such weights, and
+        nothing is evaluated.
 
         Args:
-            v: The model, ``[d]``.
-            b: Its statistics, ``[m]``.
-            most: At most so many clients, drawn by the seed.
-            seed: Of the run.
-            own: Gives the models and the statistics that serve the clients, where these differ between them.
-            each: Whether to compute all metrics of each client, beyond the scored one and the loss.
+            v: Model, ``[d]``.
+            b: Buffers, ``[m]``.
+            most: Maximum number of clients to evaluate; a seeded random subset is used if there are more.
+            seed: Seed of the run.
+            own: Returns the models and the buffers that serve the clients, if these differ between clients.
+            each: Whether to compute all metrics of each client, in addition to the primary metric and the loss.
             pooled: Whether to compute all metrics on the held-out samples of these clients together.
         """
         if not most:
@@ -253,10 +256,10 @@ class Evaluator:
         if not evaluated:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
             return ClientScores(accuracies, measured_on, losses, who, scored)
-        # Logits of language models are as many as the vocabulary for every token: they are not kept.
+        # Language models have as many logits per token as the vocabulary has entries: too many to store.
         language = self.task.name == "language"
         kept_scores: list[Tensor] | None = [] if (each or pooled) and not language else None
-        inputs = (c.x_test for c in evaluated)  # one client's after another's, not all at once
+        inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
         right, sums_of, summed, tally = self._samples(
             v, b, inputs, [c.y_test for c in evaluated], single=True, kept=kept_scores
         )
@@ -274,17 +277,17 @@ class Evaluator:
             pooled_metrics.pop(scored, None)
             if kept_scores is not None and self.metrics:
                 y = torch.cat([c.y_test.to(self.model.device) for c in evaluated])
-                pooled_metrics |= self._of_all(kept_scores, y, "what the clients hold out")
+                pooled_metrics |= self._of_all(kept_scores, y, "the held-out samples of the clients")
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
     def one(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
-        """A client's own model on its own data; with ``each`` also the metrics beyond the scored one and the loss.
+        """Evaluate a client's own model on its data.
 
         Args:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
             client: Data of the client.
-            each: Whether to compute all metrics, in addition to the primary one and the loss.
+            each: Whether to compute all metrics, in addition to the primary metric and the loss.
         """
         if len(client.y_test):
             kept_scores: list[Tensor] | None = [] if each and self.task.name != "language" else None
@@ -297,7 +300,7 @@ class Evaluator:
         return Score(float(accuracies[0]), float(losses[0]))
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
-        """Accuracy and loss on the test set with its classes weighted as in each client's labels, ``[K]``."""
+        """Return accuracy and loss on the test set reweighted to the classes in each client's labels, ``[K]`` each."""
         right, _, summed, _ = self._samples(v, b, *self._test, single=True)
         classes = self.federation.classes
         y = self.test[1].cpu()
@@ -310,7 +313,7 @@ class Evaluator:
 
 
 def evaluated_clients(total: int, most: int, seed: int) -> list[int]:
-    """Return the clients that are evaluated, in order: at most ``most`` of ``total``, drawn by the seed of the run.
+    """Return the clients to evaluate, in order: at most ``most`` of ``total``, drawn with the seed of the run.
 
     Args:
         total: Number of clients.
@@ -323,7 +326,7 @@ def evaluated_clients(total: int, most: int, seed: int) -> list[int]:
 
 
 def mean_accuracy_and_loss(right: Tensor, asked: Tensor, losses: Tensor) -> tuple[float, float]:
-    """Accuracy and mean loss over all predictions of some samples, ``[n]`` each.
+    """Return the accuracy and the mean loss over all predictions of some samples.
 
     Args:
         right: Share of correct predictions per sample, ``[n]``.
@@ -334,7 +337,7 @@ def mean_accuracy_and_loss(right: Tensor, asked: Tensor, losses: Tensor) -> tupl
 
 
 def mean_accuracy(right: Tensor, asked: Tensor) -> float:
-    """Accuracy over all predictions: ``right [n]`` of each sample, weighted by how many it asks for.
+    """Return the accuracy over all predictions: ``right [n]``, weighted by the number of predictions per sample.
 
     Args:
         right: Share of correct predictions per sample, ``[n]``.

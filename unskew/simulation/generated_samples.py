@@ -1,4 +1,4 @@
-"""Pictures of the inputs that clients make: asked for in the last round, drawn into the run folder."""
+"""Images of generated samples: requested from clients in the last round and written to the run folder."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from unskew.protocol.rules import ClientRule
 
 
 class GeneratedSamplesRecorder:
-    """Stands before an engine and keeps what some clients made in one round; the numbers of the run stay the same.
+    """Engine wrapper that stores the samples that some clients generate in one round; results are unchanged.
 
     Args:
-        engine: Trains the clients.
-        rules: The client rules of the run.
-        federation: Its data.
-        round: The round that is shown, from 0: the last one.
-        most: Number of clients that are asked: the first ones of the round's cohort.
+        engine: Engine that trains the clients.
+        rules: Client rules of the run.
+        federation: Data of the run.
+        round: Number of the round to show, from 0: the last one.
+        most: Number of clients to show: the first ones of the round's cohort.
 
     Attributes:
-        problem: Why there will be no pictures, as a sentence; None if there may be some.
+        problem: Reason why no images can be written; None if there may be some.
     """
 
     def __init__(self, engine: Engine, rules: Sequence[ClientRule], federation: Federation, round: int, most: int = 10):
-        self.name, self.engine, self.federation, self.last, self.most = engine.name, engine, federation, round, most
+        self.name = engine.name
+        self.engine = engine
+        self.federation = federation
+        self.last = round
+        self.most = most
         self.made: dict[int, Tensors] = {}
         self.problem: str | None = None
         if all(type(rule).generated_samples is ClientRule.generated_samples for rule in rules):
-            self.problem = "save_samples has no effect: no rule of this method makes inputs."
+            self.problem = "save_samples has no effect: no rule of this method generates samples."
         elif len(federation.shape) != 3:
-            self.problem = f"save_samples has no effect: inputs of the shape {federation.shape} are not images."
+            self.problem = f"save_samples has no effect: inputs of shape {federation.shape} are not images."
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train a cohort; see ``unskew.engines.base.Engine``."""
+        """Train a cohort and store its generated samples."""
         if self.problem is None:
             broadcasts = [
                 dataclasses.replace(broadcast, show=index < self.most and broadcast.round == self.last)
@@ -51,13 +55,13 @@ class GeneratedSamplesRecorder:
             yield update
 
     def close(self) -> None:
-        """Close the engine; see ``unskew.engines.base.Engine``."""
+        """Close the engine."""
         self.engine.close()
 
     def draw(self, folder: Path) -> str | None:
-        """Write one picture per client, ``client-0003.png``; returns a sentence if there is nothing to draw."""
+        """Write one image per client, ``client-0003.png``; return a message if there is nothing to draw."""
         if self.problem is None and not self.made:
-            return "save_samples: no client made inputs in the last round, so there are no pictures."
+            return "save_samples: no client generated samples in the last round, so no images were written."
         if self.made:
             make_folder(folder)
         for old in folder.glob("client-*.png"):

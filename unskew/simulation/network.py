@@ -14,19 +14,19 @@ from unskew.simulation.delays import Delays
 
 
 class Network:
-    """Delivers updates after their delay, or at once; an update is lost with probability ``drop``.
+    """Delivers updates, at once or after a delay; an update is lost with probability ``drop``.
 
-    A client that drops out received the model (those bytes are counted) but sends nothing and keeps no new state.
+    A client that drops out received the model (its bytes are counted) but sends nothing and keeps no new state.
 
     Args:
-        drop: Probability that a client fails in a round.
-        seed: Of the run.
-        delays: How many rounds an update takes; None: none.
-        store: Where the tensors of updates on their way wait.
-        device: Where they are wanted when they arrive.
+        drop: Probability that a client drops out in a round.
+        seed: Seed of the run.
+        delays: Delays of updates in rounds; None for none.
+        store: Storage for the tensors of updates in flight.
+        device: Device to which tensors are moved when they arrive.
 
     Attributes:
-        pending: Updates on their way without their tensors, with the round of their arrival in ``arrived``.
+        pending: Updates in flight, without tensors; ``arrived`` is the round in which they will arrive.
     """
 
     def __init__(
@@ -37,33 +37,34 @@ class Network:
         store: ClientStore | None = None,
         device: torch.device | None = None,
     ):
-        self.drop, self.seed = drop, seed
+        self.drop = drop
+        self.seed = seed
         self.delays = delays or Delays("none", seed)
-        self.store = ClientStore() if store is None else store  # an empty one is false
+        self.store = ClientStore() if store is None else store  # an empty store is falsy
         self.device = device or torch.device("cpu")
         self.pending: list[Update] = []
         self.ages: list[int] = []
 
     @property
     def in_flight(self) -> frozenset[int]:
-        """Clients whose update is on its way; they take no part until it has arrived."""
+        """Clients with an update in flight; they are not drawn until it has arrived."""
         return frozenset(update.client for update in self.pending)
 
     def drops(self, round: int, client: int) -> bool:
-        """Return whether this client fails in this round; known before it trains, so that no time is spent on it.
+        """Return whether a client drops out in a round; known before it trains, so that it need not be trained.
 
         Args:
             round: Number of the round, from 0.
-            client: Number of the client.
+            client: Client number.
         """
         return self.drop > 0 and numpy_generator(self.seed, "drop", round, client).random() < self.drop
 
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
-        """The updates that reach the server in ``round``, by round of their broadcast and by client.
+        """Return the updates that reach the server in ``round``, ordered by round of broadcast and by client.
 
         Args:
             round: Number of the round, from 0.
-            results: Updates as they were trained.
+            results: Updates of the round's training.
         """
         if self.delays.instant:
             return (replace_fields(update, arrived=round) for update in results)
@@ -83,14 +84,14 @@ class Network:
         )
 
     def figures(self) -> dict[str, Any]:
-        """Return the round metrics on delays: updates in flight, and ages of those that arrived, in rounds."""
+        """Return the round metrics on delays: updates in flight, and the ages in rounds of those that arrived."""
         if self.delays.instant:
             return {}
         return age_metrics(self.ages, len(self.pending))
 
 
 def age_metrics(ages: Sequence[int], in_flight: int) -> dict[str, Any]:
-    """Return the round metrics on the ages of updates in rounds, and on updates in flight.
+    """Return round metrics on the ages of updates and on updates in flight.
 
     Args:
         ages: Age of each update that arrived, in rounds.

@@ -1,4 +1,4 @@
-"""Slices of the model and of its buffers that are sent in a round."""
+"""Slices of the model and of its buffers that are exchanged in a round."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from unskew.protocol.updates import Masks
 
 
 def complement_slices(slices: Slices, size: int) -> Slices:
-    """The rest of a vector of ``size`` elements; ``slices`` are in order.
+    """Return the complement of sorted slices in a vector.
 
     Args:
-        slices: Slices in order.
+        slices: Slices in ascending order.
         size: Length of the vector.
 
     >>> complement_slices((slice(2, 4), slice(7, 9)), 9)
@@ -32,11 +32,11 @@ def complement_slices(slices: Slices, size: int) -> Slices:
 
 
 def subtract_slices(slices: Slices | None, others: Slices | None, size: int) -> Slices:
-    """The parts of ``slices`` that are in none of ``others``.
+    """Return the parts of ``slices`` that are in none of ``others``.
 
     Args:
-        slices: Slices in order; None: the whole vector.
-        others: Slices to remove; None: the whole vector.
+        slices: Slices in ascending order; None for the whole vector.
+        others: Slices to remove; None for the whole vector.
         size: Length of the vector.
 
     >>> subtract_slices((slice(0, 6),), (slice(2, 3),), 9)
@@ -59,33 +59,33 @@ def subtract_slices(slices: Slices | None, others: Slices | None, size: int) -> 
 
 
 def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: str) -> None:
-    """Refuse slices that are not in order, that overlap, or that are beyond the vector.
+    """Validate that slices are in ascending order, do not overlap and are within the vector.
 
     Args:
         edges: Start, stop and step of each slice.
         size: Length of the vector.
-        who: Name of the rule, for the error.
+        who: Name of the rule's hook, for the error message.
 
     Raises:
-        ConfigError: The slices are not in order, overlap, or exceed the vector.
+        ConfigError: If a slice is invalid.
     """
     end = 0
     for start, stop, step in edges:
         valid = isinstance(start, int) and isinstance(stop, int) and step in (None, 1)
         if not valid or not end <= start <= stop <= size:
             raise ConfigError(
-                f"{who} must give slices of the {size} parameters in order, that do not overlap, with both ends and "
-                f"without a step; {slice(start, stop, step)} is not one."
+                f"{who} must return slices of the {size} parameters in ascending order, without overlap, with start and "
+                f"stop and without a step, but got {slice(start, stop, step)}."
             )
         end = stop
 
 
 class SliceExchange:
-    """The ``sync`` slot of a method at work on one model; without one, everything travels.
+    """Exchanged slices of one model, as selected by the ``sync`` rule; without a rule, everything is exchanged.
 
     Args:
-        sync: The rule, or None.
-        spec: The model's layout.
+        sync: Sync rule of the method, or None.
+        spec: Layout of the model.
     """
 
     def __init__(self, sync: SyncRule | None, spec: ModelSpec):
@@ -96,19 +96,19 @@ class SliceExchange:
             check_slices(
                 [(span.start, span.stop, span.step) for span in sync.local_slices(spec)],
                 spec.size,
-                f"{sync.name}.own",
+                f"{sync.name}.local_slices",
             )
 
     def slices(
         self, rules: dict[str, Tensors], round: int, client: int, last: int | None
     ) -> tuple[Slices | None, Slices | None]:
-        """The slices that a client downloads and uploads; None stands for all.
+        """Return the slices that a client downloads and uploads; None for all.
 
         Args:
-            rules: States of the rules' halves at the server.
-            round: Of the broadcast.
-            client: Who.
-            last: The round in which it last took part, or None.
+            rules: Server state of each rule.
+            round: Round of the broadcast.
+            client: Client number.
+            last: Last round in which the client took part, or None.
         """
         if self.sync is None:
             return None, None
@@ -122,7 +122,7 @@ class SliceExchange:
         """Return the rule's metrics of a finished round.
 
         Args:
-            rules: State of each rule.
+            rules: Server state of each rule.
             round: Number of the round, from 0.
         """
         return {} if self.sync is None else self.sync.round_metrics(rules[self.sync.name], round, self.spec)
@@ -135,29 +135,29 @@ class SliceExchange:
         return slices_mask(slices, self.spec.size).to(device), buffer_mask(self.spec, slices).to(device)
 
     def masks(self, slices: Slices | None, device: torch.device) -> Masks | None:
-        """Return masks of the parameters in the slices and of the statistics sent with them; None for all.
+        """Return masks of the parameters in the slices and of the buffers sent with them; None for all.
 
         Args:
-            slices: Slices that are sent; None: all.
-            device: Device that computes.
+            slices: Slices that are sent; None for all.
+            device: Device of the masks.
         """
         return None if slices is None else self._masks(tuple((span.start, span.stop) for span in slices), device)
 
     def buffer_masks(self, slices: Slices | None, b: Tensor) -> int:
-        """Bytes of the statistics that travel with the slices.
+        """Return the size in bytes of the buffers that are sent with the slices.
 
         Args:
-            slices: Slices that are sent; None: all.
+            slices: Slices that are sent; None for all.
             b: Buffers of the model, ``[m]``.
         """
         count = len(b) if slices is None else int(buffer_mask(self.spec, slices).sum())
         return count * b.element_size()
 
     def only_sent(self, sent: Masks | None, new: Tensors, old: Tensors) -> Tensors:
-        """A server rule's next state; what it holds per parameter stays as it was where nothing was sent.
+        """Return a server rule's next state; state per parameter is unchanged in entries that no client sent.
 
         Args:
-            sent: Masks of the entries that some client sent; None: all.
+            sent: Masks of the entries that some client sent; None for all.
             new: New state of the rule.
             old: State before this round.
         """

@@ -1,4 +1,4 @@
-"""The models that serve single clients: the global one, one that was kept for them, or one trained for them at the end."""
+"""Models that serve single clients: the global model, a personal model, or one fine-tuned at the end of the run."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def keeps_client_state(method: Method, spec: ModelSpec) -> bool:
 def serving_model(
     method: Method, spec: ModelSpec, buffers: Buffers, state: ClientState, v: Tensor, b: Tensor, own: bool
 ) -> tuple[Tensor, Tensor]:
-    """The model and the statistics that serve a client: the global ones, but for what it keeps.
+    """Return the model and the buffers that serve a client: the global ones, except for what the client keeps.
 
     Args:
-        method: Of the run.
-        spec: The model's layout.
-        buffers: Where statistics are local, its own serve it in any case.
-        state: What it keeps; a newcomer keeps nothing.
-        v: The global model, ``[d]``.
-        b: Its statistics, ``[m]``.
-        own: Whether the model that a rule keeps for it, or its own slices, take the place of the global one.
+        method: Method of the run.
+        spec: Layout of the model.
+        buffers: Handling of buffers; local buffers of the client are always used.
+        state: State of the client; empty if it never took part.
+        v: Global model, ``[d]``.
+        b: Global buffers, ``[m]``.
+        own: Whether the client's personal model, or its local slices, replace the global model.
     """
     if buffers == "local" and state.buffers is not None:
         b = state.buffers
@@ -76,7 +76,7 @@ def serving_model(
 
 
 def with_client_buffers(server: Server, clients: Sequence[int]) -> Served:
-    """The global model with each client's own statistics, if it has any.
+    """Yield the global model with each client's own buffers, if it has any.
 
     Args:
         server: Server after the last round.
@@ -86,7 +86,7 @@ def with_client_buffers(server: Server, clients: Sequence[int]) -> Served:
 
 
 def kept_model(server: Server, clients: Sequence[int]) -> Served:
-    """The model that a rule keeps, or the global one with the client's own slices; a newcomer has the global one.
+    """Yield each client's personal model, or the global model with its local slices; new clients get the global model.
 
     Args:
         server: Server after the last round.
@@ -102,16 +102,16 @@ def _served(server: Server, clients: Sequence[int], own: bool) -> Served:
 
 
 def fine_tuned_models(server: Server, engine: Engine, round: int, at_once: int, clients: Sequence[int]) -> Served:
-    """Fine-tune each client from the final model in one more local training; nothing of it is sent to the server.
+    """Fine-tune each client from the final model in one more local training, which sends nothing to the server.
 
-    A client whose training ends with a number that is not finite is served by what it had before.
+    If the result is not finite, the client is served by its model before fine-tuning.
 
     Args:
-        server: At the end of the run.
-        engine: That of the run.
-        round: Number of this training; a new one, so that batches and random draws are fresh.
-        at_once: At most so many clients are trained together.
-        clients: Who.
+        server: Server at the end of the run.
+        engine: Engine of the run.
+        round: Round number of this training; an unused number, so that batches and random numbers are new.
+        at_once: Maximum number of clients that are trained together.
+        clients: Clients to fine-tune.
     """
     for first in range(0, len(clients), at_once):
         part = clients[first : first + at_once]

@@ -1,4 +1,4 @@
-"""From a checkpoint to a server and a network that go on, or that begin another method there."""
+"""Restore a server and a network from a checkpoint, to resume the run or to start another method from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from unskew.simulation.server import SentModel, Server
 from unskew.simulation.traffic import Traffic
 
 Pair = tuple[Tensor, Tensor]
-"""A model and its statistics."""
+"""Model and buffers."""
 
 
 def restore(path: Path, manifest: dict[str, Any], server: Server, network: Network) -> None:
-    """Put a checkpoint's contents into a freshly made server and network.
+    """Load a checkpoint into a new server and network.
 
     Args:
         path: Folder of the checkpoint.
@@ -32,11 +32,11 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         network: New network.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or method, or is corrupted.
+        CheckpointError: If the checkpoint is of another model or method, or is corrupted.
     """
     with checkpoint_errors(path):
         state, rules, b, server.mean, server.best, sent, waiting = _server_part(path, manifest, server)
-        # What a rule holds may grow; the configuration, options included, was compared before.
+        # The state of a rule may grow, so its keys are not compared; the options were compared with the configuration.
         same_types = state["v"].dtype == server.v.dtype and b.dtype == server.b.dtype
         if not same_types or state.keys() != server.state.keys() or {*manifest["rules"]} != {*server.halves}:
             raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
@@ -56,17 +56,17 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
 
 
 def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
-    """Begin another method where a run ended: its model and traffic, and what both methods keep under the same names.
+    """Start a method from the end of another run: its model, its traffic and the state that both methods share.
 
     Args:
-        path: The checkpoint.
-        manifest: What it says of itself.
-        server: Freshly made.
-        before: The other run's method, if it is known. What a rule holds that both have with the same options is taken over;
-            the others begin anew at the model.
+        path: Folder of the checkpoint.
+        manifest: Content of its manifest.
+        server: New server.
+        before: Method of the other run, if known. Rules that both methods have with the same options keep their state;
+            other rules start anew from the model.
 
     Raises:
-        CheckpointError: The checkpoint is of another model, or is corrupted.
+        CheckpointError: If the checkpoint is of another model, or is corrupted.
     """
     with checkpoint_errors(path):
         _branch(path, manifest, server, before)
@@ -84,7 +84,7 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
     shared: set[str] = set()
     for name, half in server.halves.items():
         fresh, old = half.server_init(state["v"], server.federation_info), rules.get(name, {})
-        # A rule that begins in a later round may have kept something in common rounds, with other options.
+        # A rule that starts in a later round may have stored state in shared rounds, even with other options.
         alike = half in method.client and name in manifest["rules"] and tensor_shapes(old) == tensor_shapes(fresh)
         server.rules[name] = old if half in known or alike else fresh
         shared |= {name} if half in known or alike else set()
@@ -106,14 +106,14 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
 
 
 def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor."""
+    """Return the shape of each tensor."""
     return {name: tuple(t.shape) for name, t in tensors.items()}
 
 
 def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
 ) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, SentModel], Tensors]:
-    """Its server's part: state, rules' halves, statistics, the clients' mean, the best round, what was sent, what waits."""
+    """Load server state, rules, buffers, mean model, best model, sent models and buffered updates."""
     device, clients = server.b.device, server.federation_info.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     if tensors["state/v"].shape != server.v.shape or tensors["b"].shape != server.b.shape:
@@ -145,11 +145,11 @@ SIZED = {
     CACHE: {"delta": "v"},
     FLYING: UPDATE,
 }
-"""Tensors in the files of a checkpoint that are as large as the model (``v``) or its statistics (``b``)."""
+"""Tensors in checkpoint files that have the size of the model (``v``) or of its buffers (``b``)."""
 
 
 def _check_sizes(tensors: Tensors, sized: dict[str, str], server: Server) -> None:
-    """Refuse models and statistics that are not of the server's size; what rules hold beside them is their own."""
+    """Validate the sizes of models and buffers; tensors of rules may have any size."""
     for name, kind in sized.items():
         own = server.v if kind == "v" else server.b
         if name in tensors and tensors[name].shape != own.shape:
@@ -157,7 +157,7 @@ def _check_sizes(tensors: Tensors, sized: dict[str, str], server: Server) -> Non
 
 
 def _sized_at_server(name: str) -> str | None:
-    """The same for what the server has."""
+    """Return ``v`` or ``b`` for tensors in the server's file that have the size of the model or of its buffers."""
     kind, _, rest = name.partition("/")
     if kind in ("sent", "sent-b"):
         return "v" if kind == "sent" else "b"
@@ -167,14 +167,14 @@ def _sized_at_server(name: str) -> str | None:
 
 
 def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Server) -> Iterator[tuple[int, Tensors]]:
-    """Load the stored state of clients, or the server's state about them."""
+    """Iterate over the stored tensors of clients."""
     joint: dict[int, Tensors] = {}
     for file in sorted(name for name in manifest["files"] if name.startswith(f"{kind}s-")):
         for key, tensor in load((path / file).read_bytes()).items():
             number, _, name = key.partition("/")
             joint.setdefault(int(number), {})[name] = tensor
     singles = [name for name in manifest["files"] if name.startswith(f"{kind}-")]
-    # One after another: they need not fit into memory together.
+    # Loaded lazily, because together they need not fit into memory.
     one_by_one = ((int(Path(name).stem.partition("-")[2]), load((path / name).read_bytes())) for name in singles)
     for client, tensors in chain(joint.items(), one_by_one):
         if not 0 <= client < server.federation_info.clients:

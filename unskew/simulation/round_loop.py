@@ -1,4 +1,4 @@
-"""The round. Everything that happens in a run is these lines."""
+"""Round loop: all steps of a run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) 
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Ctrl-C was pressed, or SIGTERM or SIGHUP sent; the round in progress was finished and saved in ``folder``.
+    """Raised after Ctrl-C, SIGTERM or SIGHUP, once the round in progress was finished and saved in ``folder``.
 
     Attributes:
-        folder: The run folder, or None.
-        number: The signal.
+        folder: Run folder, or None.
+        number: Number of the signal.
     """
 
     folder: Path | None = None
@@ -48,15 +48,16 @@ def run_rounds(
     network: Network,
     finished: Callable[[int, dict[str, Any]], bool],
 ) -> None:
-    """Run the rounds; ``finished(t, figures)`` evaluates, records and saves after each, and says whether it was the last.
+    """Run the rounds.
 
     Args:
         rounds: Numbers of the rounds.
         sampler: Draws the cohorts.
-        server: Holds the global model.
+        server: Server with the global model.
         engine: Trains the clients.
         network: Delivers the updates.
-        finished: Called with the number and the metrics of a round; returns whether it was the last one.
+        finished: Called with the number and the metrics of a round, to evaluate, record and save it; returns whether
+            the round was the last one.
     """
     with interruptible() as stopped:
         for t in rounds:
@@ -82,7 +83,7 @@ def train_clients(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[U
         broadcasts: Messages from the server.
 
     Raises:
-        EngineError: The training of a client raised ``StopIteration``, which would end the round without an error.
+        EngineError: If the training of a client raised ``StopIteration``, which would silently end the round.
     """
     try:
         yield from engine.train(broadcasts)
@@ -90,23 +91,23 @@ def train_clients(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[U
         if not isinstance(error.__cause__ or error, StopIteration):
             raise
         raise EngineError(
-            "The training of a client raised StopIteration: an iterator of a rule or a model has no more values. Create it "
-            "anew for each client, or call next(iterator, default)."
+            "The training of a client raised StopIteration: an iterator of a rule or a model is exhausted. Create a new "
+            "iterator for each client, or call next(iterator, default)."
         ) from error
 
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Context manager in which the first Ctrl-C, SIGTERM or SIGHUP waits for the end of the round; the next acts at once.
+    """Context manager that delays the first Ctrl-C, SIGTERM or SIGHUP to the end of the round; the next acts at once.
 
     Yields:
-        A list, to which the number of the signal is added.
+        List to which the number of the signal is appended.
     """
     stopped: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield stopped
         return
-    # A signal that is ignored stays so: nohup ignores SIGHUP.
+    # Ignored signals stay ignored: nohup ignores SIGHUP.
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: former for number, former in handlers.items() if former is not signal.SIG_IGN}
 
@@ -117,7 +118,7 @@ def interruptible() -> Iterator[list[int]]:
     def handler(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
         restore()
-        # Not print: this may interrupt one.
+        # os.write is safe in signal handlers, unlike print.
         os.write(2, NOTICE)
 
     for number in before:

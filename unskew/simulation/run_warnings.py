@@ -1,4 +1,4 @@
-"""Warnings on runs that do not go well."""
+"""Warnings about runs with problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unskew.simulation.server import Server
 
 
 def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[str] = ()) -> str | None:
-    """Return a warning after round ``done`` if it is the first one with non-finite updates.
+    """Return a warning if round ``done`` is the first one with non-finite updates.
 
     Args:
         server: Server after the round.
@@ -19,31 +19,33 @@ def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[s
     """
     if server.overflowed and server.overflows == 1:
         return (
-            f"Round {done}: the server step gave values that are not finite, so the model is unchanged and the "
-            "round's updates are left out. Later ones are only counted (updates_skipped); smaller rates and steps of the "
-            "server, or of the clients, may help."
+            f"Round {done}: the server step gave values that are not finite, so the model is unchanged and the round's "
+            "updates are skipped. Later cases are only counted (updates_skipped). A smaller server or client learning rate, "
+            "or fewer steps, may help."
         )
     if server.skipped_clients and server.num_skipped == len(server.skipped_clients):
         names = [client_names[client] if client_names else str(client) for client in server.skipped_clients]
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         return (
-            f"Round {done}: the updates of clients {shown} are not finite and are left out. "
-            "Later ones are only counted (updates_skipped); a smaller learning rate may help."
+            f"Round {done}: the updates of clients {shown} are not finite and are skipped. "
+            "Later cases are only counted (updates_skipped). A smaller learning rate may help."
         )
     return None
 
 
 DIVERGED = 1000.0
-"""A test loss above this is that of a model that diverged, of any task: a loss at the start is below 20."""
+"""Test loss above which a model of any task counts as diverged; initial losses are below 20."""
 
 
 def divergence_warning(row: Mapping[str, Any]) -> str | None:
-    """Return a warning if a run diverged, as the line of its last round shows.
+    """Return a warning if a run diverged, judged by the metrics of its last round.
 
     Args:
-        row: The line, as in ``metrics.jsonl``.
+        row: Metrics of the round, as in ``metrics.jsonl``.
     """
-    skipped, taken, loss = row.get("skipped", 0), row.get("updates", 0), row["loss"]
+    skipped = row.get("skipped", 0)
+    taken = row.get("updates", 0)
+    loss = row["loss"]
     if skipped > taken:
         why = f"{skipped} of {skipped + taken} updates of round {row['round']} are not finite"
     elif loss is None or loss > DIVERGED:
@@ -51,23 +53,21 @@ def divergence_warning(row: Mapping[str, Any]) -> str | None:
     else:
         return None
     return (
-        f"The run diverged: {why}. Its model is of no use; repeat the run with a smaller learning rate (lr), fewer local "
+        f"The run diverged: {why}. The model is not usable. Repeat the run with a smaller learning rate (lr), fewer local "
         "steps, or set clip_grad_norm."
     )
 
 
 def model_unchanged_warning(network: Network, rounds: int) -> str:
-    """Return a warning for a model that did not change in a number of rounds.
+    """Return a warning for a model that never changed.
 
     Args:
         network: Network of the run.
         rounds: Number of rounds.
     """
     waiting = len(network.pending)
-    what = (
-        f"{waiting} updates were still on their way" if waiting else "no update was used, or those that were are zero"
-    )
+    what = f"{waiting} updates were still in flight" if waiting else "no update was used, or all used updates are zero"
     return (
-        f"The model did not change in {rounds} rounds: {what}, or the server waited for more of them (figures of the "
-        "rounds show which). Use more rounds, shorter delays or a smaller buffer."
+        f"The model did not change in {rounds} rounds: {what}, or the server buffer never filled (metrics.jsonl shows "
+        "which). Use more rounds, shorter delays or a smaller buffer."
     )

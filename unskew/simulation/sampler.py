@@ -1,4 +1,4 @@
-"""Client sampling. It depends on seed and round only, so every method sees the same clients."""
+"""Client sampling, which depends only on seed and round, so every method trains the same clients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Sampler:
 
     Args:
         clients: Number of registered clients ``K``.
-        participation: Share of them per round; at least one client is drawn.
-        seed: Of the run.
+        participation: Share of clients per round; at least one client is drawn.
+        seed: Seed of the run.
 
     >>> Sampler(clients=10, participation=0.3, seed=0).draw(0) == Sampler(10, 0.3, 0).draw(0)
     True
@@ -26,7 +26,7 @@ class Sampler:
         self.size = max(1, round(participation * clients))
 
     def draw(self, round: int, in_flight: Collection[int] = ()) -> list[int]:
-        """Client ids of the round in ascending order, never one that is still training (fewer if few are idle).
+        """Draw the client ids of a round, in ascending order: fewer than usual if too few clients are idle.
 
         Args:
             round: Number of the round, from 0.

@@ -1,4 +1,4 @@
-"""The server of a run: it broadcasts, counts what crosses the network, and turns updates into the next model."""
+"""Server of a run: it broadcasts the model, counts traffic, and computes the next model from updates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from unskew.simulation.update_buffer import CollectedUpdates, UpdateBuffer, chec
 
 @dataclass(frozen=True)
 class SentModel:
-    """Copy of a broadcast that a rule asked to keep: version, round, model ``[d]`` and buffers ``[m]``."""
+    """Broadcast values that a rule needs later: version, round, model ``[d]`` and buffers ``[m]``."""
 
     version: int
     born: int
@@ -46,25 +46,25 @@ class SentModel:
 
 
 class Server:
-    """The global model, the server's half of the method, and the clients' store.
+    """Global model, server half of the method, and client store.
 
     Attributes:
-        v, b: The global model ``[d]`` and its normalization statistics ``[m]``.
-        state: State of the server rule; ``rules``: states of the other rules' halves at the server.
-        waiting: Updates that the server rule's next step waits for.
-        store: What stays at the clients; ``cache``: their last updates, for rules that need them.
-        last: Round of each client's last update that was taken in.
-        traffic: Bytes so far.
-        version: Updates taken in so far; ``sent``: what clients on their way were sent, for rules that need it.
-        mean: Mean of the clients' whole models and of their statistics, where that is what is evaluated.
-        best: Model and statistics of the best round so far, where the run keeps it; ``finished``: those that the finished
-            run has instead of the last round's.
-        skipped: Updates left out so far because they were not finite; ``left_out``: whose, in the last round.
-        moved: Whether the model has changed since this server was made or restored.
-        evaluates: Whether the model is evaluated after a round.
-        wants_models: Whether clients report their whole models in such rounds, where updates alone do not tell them.
-        meter: Entered while updates are added up and taken in; counts what that costs.
-        watchers: Shown every usable update: diagnoses that look at single ones; no part of the method.
+        v, b: Global model ``[d]`` and its buffers ``[m]``.
+        state: State of the server rule; ``rules``: server state of the other rules.
+        waiting: Updates in the server rule's buffer.
+        store: State of the clients; ``cache``: their last updates, for rules that need them.
+        last: Round of each client's last applied update.
+        traffic: Bytes sent so far.
+        version: Number of updates applied so far; ``sent``: broadcasts to clients in flight, for rules that need them.
+        mean: Mean of the clients' whole models and of their buffers, if that is the evaluated model.
+        best: Model and buffers of the best round so far, if the run keeps it; ``finished``: those that the finished run
+            returns instead of the last round's.
+        num_skipped: Number of non-finite updates skipped so far; ``skipped_clients``: their clients in the last round.
+        moved: Whether the model has changed since this server was created or restored.
+        evaluates: Returns whether the model is evaluated after a round.
+        wants_models: Whether clients report their whole models in evaluated rounds if updates do not determine them.
+        meter: Context manager around the aggregation of updates, which measures its cost.
+        watchers: Called with every usable update: diagnostics of single updates, which are not part of the method.
     """
 
     def __init__(
@@ -81,11 +81,16 @@ class Server:
         cache: ClientStore | None = None,
     ):
         self.at_server = at_server
-        self.method, self.rule, self.spec, self.weights, self.mode = method, rule, spec, weights, buffers
-        self.federation_info, self.seed = replace(facts, weights=weights), seed
+        self.method = method
+        self.rule = rule
+        self.spec = spec
+        self.weights = weights
+        self.mode = buffers
+        self.federation_info = replace(facts, weights=weights)
+        self.seed = seed
         self.sends_model = all(r.sends_model for r in method.client)
         self.needs = {what for part in (rule, *method.rules) for what in part.needs}
-        self.store = ClientStore() if store is None else store  # an empty one is false
+        self.store = ClientStore() if store is None else store  # an empty store is falsy
         self.cache = ClientStore() if cache is None else cache
         self.b0 = spec.flatten_buffers()
         self.b = self.b0.clone()
@@ -118,28 +123,28 @@ class Server:
 
     @property
     def v(self) -> Tensor:
-        """The global model, ``[d]``."""
+        """Global model, ``[d]``."""
         return self.state["v"]
 
     @property
     def evaluated(self) -> Tensor:
-        """The model that is evaluated and returned; some methods average the last ones, or what stays at clients."""
+        """Model to evaluate and to return, ``[d]``; some methods average recent models or the clients' models."""
         if self.finished is not None:
             return self.finished[0]
         return self.rule.evaluated(self.state) if self.mean is None else self.mean[0]
 
     @property
     def evaluated_b(self) -> Tensor:
-        """The statistics that belong to it."""
+        """Buffers of the evaluated model, ``[m]``."""
         if self.finished is not None:
             return self.finished[1]
         return self.b if self.mean is None else self.mean[1]
 
     def tensors(self) -> Tensors:
-        """All that the server holds, by name."""
+        """Return all tensors of the server, by name."""
         mean = {} if self.mean is None else {"mean/v": self.mean[0], "mean/b": self.mean[1]}
         waiting = {f"waiting/{name}": t for name, t in self.waiting.tensors().items()}
-        # Those that were sent out in one round are one tensor.
+        # All broadcasts of one round share one tensor.
         sent = {f"sent/{sent.born}": sent.v for sent in self.sent.values() if sent.v is not None}
         sent |= {f"sent-b/{sent.born}": sent.b for sent in self.sent.values() if sent.b is not None}
         best = {} if self.best is None else {"best/v": self.best[0], "best/b": self.best[1]}
@@ -150,33 +155,33 @@ class Server:
 
         Args:
             round: Number of the round, from 0.
-            client: Number of the client.
+            client: Client number.
         """
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
         report = self.wants_models and self.parted and self.evaluates(round)
         broadcast = replace_fields(self._cast(round, client, self.v, self.b, down, up), report=report)
-        # Where only slices travel, a client may begin with statistics of its own.
+        # If only slices are exchanged, a client may start from its own buffers.
         statistics_too = "sent_statistics" in self.needs and self.mode == "average" and self.method.sync is None
         if "sent_model" in self.needs or statistics_too:
             v, b = (self.v if "sent_model" in self.needs else None), (broadcast.b if statistics_too else None)
             self.sent[client] = SentModel(self.version, round, v, b)
         statistics = self.exchange.buffer_masks(down, self.b) if self.mode == "average" else 0
         sent = slice_bytes(down, self.v) + extra_bytes(broadcast.download, down, self.v)
-        if self.changes_updates:  # the client needs the server's values wherever it sends a difference
+        if self.changes_updates:  # the client needs the server's values wherever it uploads a difference
             sent += slice_bytes(subtract_slices(up, down, len(self.v)), self.v)
         self.traffic.count(client, "down", sent, statistics)
         return broadcast
 
     def lost(self, client: int) -> None:
-        """The client dropped out; nothing will come back."""
+        """Forget a client that dropped out and will send no update."""
         self.sent.pop(client, None)
 
     def final_broadcast(self, round: int, client: int) -> Broadcast:
-        """The final model for a training whose result is only reported, as ``Update.report["v"]``; not counted.
+        """Create a broadcast of the final model for fine-tuning; the result is only reported, and no bytes are counted.
 
         Args:
             round: Number of the round, from 0.
-            client: Number of the client.
+            client: Client number.
         """
         own = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
         down = complement_slices(own, len(self.v)) if own else None
@@ -203,13 +208,16 @@ class Server:
         )
 
     def step(self, round: int, arrivals: Iterable[Update]) -> dict[str, Any]:
-        """Take in the updates of a round, in order; returns the round's figures.
+        """Apply the updates of a round, in order.
 
-        An update that is not finite is left out and counted; with no usable update the model stays as it was.
+        Non-finite updates are skipped and counted. Without usable updates, the model is unchanged.
 
         Args:
             round: Number of the round, from 0.
             arrivals: Updates that arrived, in order.
+
+        Returns:
+            Metrics of the round.
         """
         intake, discarded = UpdateBuffer(self.method, self.rule, self.meter, self.waiting), 0
         self.skipped_clients = []
@@ -262,29 +270,32 @@ class Server:
         return figures
 
     def _count(self, update: Update) -> Slices | None:
-        """Count the bytes of an update; returns the slices that were sent."""
+        """Count the bytes of an update and return the slices that were sent."""
         _, up = self.exchange.slices(self.rules, update.born, update.client, self.last.get(update.client))
         statistics = self.exchange.buffer_masks(up, update.buffers) if self.mode != "local" else 0
         model = slice_bytes(up, update.delta) if self.sends_model else 0
         self.traffic.count(update.client, "up", model + extra_bytes(update.upload, up, update.delta), statistics)
         self.traffic.reports += num_bytes(update.report.values())
-        if self.mode == "local" or update.report:  # the other statistics are only averaged for evaluation
+        if self.mode == "local" or update.report:  # all other buffers are averaged only for evaluation
             self.traffic.reports += num_bytes([update.buffers]) - statistics
         return up
 
     def _cached(self, client: int) -> Tensor | None:
-        """The last update of a client that was taken in, ``[d]``, if a rule needs it."""
+        """Return a client's last applied update, ``[d]``, if a rule needs it."""
         delta = self.cache.get(client).get("delta") if "last_update" in self.needs else None
         return None if delta is None else delta.to(self.v.device)
 
     def _apply_updates(self, round: int, intake: UpdateBuffer) -> bool:
-        """Make the next model and the rules' next states; if finite updates overflow in them, nothing changes."""
-        state, rules, b, done = self.state, self.rules, self.b, None
+        """Compute the next model and rule states; if they are not finite, discard them and return False."""
+        state = self.state
+        rules = self.rules
+        b = self.b
+        done = None
         if self.method.sync is not None and intake.unequal and "individual" in self.needs:
             raise ConfigError(
                 f"{self.method.sync.name}.exchanged_slices gives clients different slices to upload, but a rule of "
-                f"{self.method.name} reads single updates. Give all clients of a round the same slices, or leave out one "
-                "of the two rules."
+                f"{self.method.name} reads single updates. Return the same slices for all clients of a round, or remove "
+                "one of the two rules."
             )
         for gathered in intake.for_rule():
             with self.meter():
@@ -297,7 +308,7 @@ class Server:
         if intake.taken:
             all_updates = self._updates(round, intake.whole, self.b)
             rules = {name: half.server_update(self.rules[name], all_updates) for name, half in self.halves.items()}
-            # Statistics of updates that wait move with the model.
+            # Buffers of updates that wait in the server's buffer move together with the model.
             if done is None:
                 done = b if self.rule.buffer() is not None and sums.moved is not None else sums.buffers
             b = done if sums.sent is None else torch.where(sums.sent[1], done, b)
@@ -307,9 +318,12 @@ class Server:
         if any(is_finite(t) and not is_finite(after.get(name, t)) for name, t in self.tensors().items()):
             return False
         self.moved = self.moved or not torch.equal(state["v"], self.v)
-        self.state, self.rules, self.b, self.waiting = state, rules, b, intake.waiting
+        self.state = state
+        self.rules = rules
+        self.b = b
+        self.waiting = intake.waiting
         if intake.models is not None and "mean_model" in self.needs:
-            # Where a server rule has moved the mean of what was sent, its model counts.
+            # A server rule may have changed the mean of exchanged entries, so its model is used there.
             evaluated, mean = self.rule.evaluated(state), intake.models / sums.weight
             self.mean = evaluated if sums.sent is None else torch.where(sums.sent[0], evaluated, mean), sums.all_buffers
         return True
@@ -330,17 +344,17 @@ class Server:
         )
 
     def _keep(self, update: Update) -> None:
-        """Store the state that stays at the client."""
+        """Store the client's state and the round of its update."""
         self.store.keep(update.client, update.state, update.kept)
         self.last[update.client] = update.born
 
 
 def all_tensors(state: Tensors, rules: dict[str, Tensors], b: Tensor) -> Tensors:
-    """The server's tensors under names that cannot clash.
+    """Return the server's tensors under names that cannot clash.
 
     Args:
         state: State of the server rule.
-        rules: Server state of each client rule.
+        rules: Server state of the other rules.
         b: Buffers of the model, ``[m]``.
     """
     return {"b": b, **{f"state/{name}": t for name, t in state.items()}, **flatten_records("rules", rules)}

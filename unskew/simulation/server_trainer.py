@@ -1,4 +1,4 @@
-"""Learning at the server, with the arithmetic of the clients: see ``unskew.protocol.server_training``."""
+"""Training at the server with the same arithmetic as at clients, see ``unskew.protocol.server_training``."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class ServerTrainer:
 
     Args:
         spec: Layout of the model.
-        federation: Whose server it is.
-        training: The clients' budget.
-        device: Where the model is.
-        cohort: Clients drawn per round.
-        observed: Whether the test set is at hand to measure with.
-        weights: How clients count in a mean.
+        federation: Federation of the run.
+        training: Budget of the clients.
+        device: Device of the model.
+        cohort: Number of clients drawn per round.
+        observed: Whether the test set is available for measurements.
+        weights: Weighting of clients in means.
     """
 
     def __init__(
@@ -48,8 +48,12 @@ class ServerTrainer:
         observed: bool = False,
         weights: Literal["samples", "uniform"] = "samples",
     ):
-        self.spec, self.training, self.device, self.cohort = spec, training, device, cohort
-        self.weights, self.round = weights, 0
+        self.spec = spec
+        self.training = training
+        self.device = device
+        self.cohort = cohort
+        self.weights = weights
+        self.round = 0
         self.witness = ReferenceSamples(*federation.test, federation.objective) if observed else None
         self.data, self.pixels = federation.server, PixelScaling.of(federation)
         self.task = self.own = federation.objective
@@ -59,16 +63,16 @@ class ServerTrainer:
 
     @cached_property
     def model(self) -> BoundModel:
-        """The model in memory."""
+        """In-memory model."""
         return BoundModel(self.spec, self.device)
 
     def in_round(self, round: int) -> ServerTrainer:
-        """This, with the clients' learning rate of a round where a rule has none of its own."""
+        """Use the clients' learning rate of ``round`` for rules without their own rate, and return this object."""
         self.round = round
         return self
 
     def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
-        """Return the indices of each step; see ``ServerTraining``.
+        """Return the sample indices of each step, see ``ServerTraining``.
 
         Args:
             key: Random key.
@@ -78,12 +82,12 @@ class ServerTrainer:
         return BatchPlan(self._training(changes), examples, int(key), 0, 0).batches
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
-        """Return a batch; see ``ServerTraining``.
+        """Return a batch, see ``ServerTraining``.
 
         Args:
             index: Indices of samples, ``[B]``.
             step: Number of the step.
-            x: Stored samples; None: those of the server.
+            x: Stored samples; None for the server's.
             y: Targets of ``x``.
         """
         x, y = self._given(x, y)
@@ -92,10 +96,10 @@ class ServerTrainer:
         return Batch(inputs, y[there].to(self.device), torch.tensor(step, device=self.device), torch.tensor(step))
 
     def gradient(self, loss_fn: LossFn | None, b: Tensor, train: bool) -> GradFn:
-        """Return a gradient function; see ``ServerTraining``.
+        """Return a gradient function, see ``ServerTraining``.
 
         Args:
-            loss_fn: Loss of a batch; None: that of the task.
+            loss_fn: Loss of a batch; None for the task's.
             b: Buffers of the model, ``[m]``.
             train: Whether the model is in training mode.
         """
@@ -103,7 +107,7 @@ class ServerTrainer:
         return self.model.gradient(loss_fn or self._loss(self.task.loss))
 
     def outputs(self, v: Tensor, b: Tensor, x: Tensor) -> ModelOutput:
-        """Return the outputs of a model; see ``ServerTraining``.
+        """Return the outputs of a model, see ``ServerTraining``.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -128,17 +132,17 @@ class ServerTrainer:
         after: Callable[[Tensor], Tensor] | None = None,
         **changes: Any,
     ) -> TrainedModel:
-        """Train a model; see ``ServerTraining``.
+        """Train a model, see ``ServerTraining``.
 
         Args:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
             key: Random key of the batches.
-            x: Stored samples; None: those of the server.
+            x: Stored samples; None for the server's.
             y: Targets of ``x``.
-            loss: Loss of logits and targets; None: that of the task.
+            loss: Loss of logits and targets; None for the task's.
             moments: State of the optimizer to continue with.
-            ready: Whether ``x`` are inputs of the model already.
+            ready: Whether ``x`` are model inputs already.
             after: Function applied to the parameters after every step.
             **changes: Fields of the training configuration to change.
         """
@@ -146,7 +150,7 @@ class ServerTrainer:
         training = self._training(changes)
         plan = BatchPlan(training, len(y), int(key), 0, 0)
         grad_fn = self.gradient(self._loss(loss or self.task.loss), b, train=True)
-        # An optimizer that goes on must know how many steps it has taken.
+        # An optimizer that continues must know how many steps it has taken.
         v, state = v.clone(), optimizers.init_state(training, v, moments is not None)
         if moments:
             state = {name: t.clone() for name, t in zip(sorted(state), moments, strict=True)}
@@ -164,8 +168,8 @@ class ServerTrainer:
             except ValueError as error:
                 if "more than 1 value per channel" in str(error):
                     raise DataError(
-                        "The server trains on a batch of one sample, which BatchNorm cannot normalize: give it more "
-                        "samples, another batch size, or use a model with GroupNorm."
+                        "The server trains on a batch of one sample, which BatchNorm cannot normalize. Use more server "
+                        "samples, another batch size, or a model with GroupNorm."
                     ) from error
                 raise
             v, state = optimizers.optimizer_step(training, v, g, state, step)
@@ -181,13 +185,13 @@ class ServerTrainer:
             x = data.x
         if y is None and data is not None:
             y = data.y
-        assert x is not None, "there are no samples at the server, and none are given"
-        assert y is not None, "there are no targets at the server, and none are given"
+        assert x is not None, "no samples: the server has none, and none were passed"
+        assert y is not None, "no targets: the server has none, and none were passed"
         assert len(x) == len(y)
         return x, y
 
     def _training(self, changes: dict[str, Any]) -> Training:
-        """The clients' budget with ``changes``; one kind of budget replaces the other."""
+        """Return the clients' budget with ``changes``; ``local_epochs`` replaces ``local_steps``."""
         if "local_epochs" in changes:
             changes = {"local_steps": None, **changes}
         return replace(self.training.at(self.round), counted=None, **changes)

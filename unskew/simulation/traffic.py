@@ -12,13 +12,13 @@ from unskew.protocol.messages import Slices, Tensors, num_bytes
 
 @dataclass
 class Traffic:
-    """Bytes that crossed the network.
+    """Bytes sent over the network.
 
     Attributes:
-        up, down: Parameters with the rules' extras.
-        buffers_up, buffers_down: Normalization statistics.
-        reports: Models that were sent to be measured; they are no part of a method.
-        clients: All but reports, up and down, by client.
+        up, down: Bytes of parameters and of the rules' extra tensors.
+        buffers_up, buffers_down: Bytes of normalization buffers.
+        reports: Bytes of models sent for measurements, which are not part of the method's traffic.
+        clients: Bytes up and down by client, without reports.
     """
 
     up: int = 0
@@ -32,9 +32,9 @@ class Traffic:
         """Add one transfer.
 
         Args:
-            client: Number of the client.
+            client: Client number.
             direction: ``up`` to the server or ``down`` to the client.
-            tensors: Bytes of parameters and further tensors.
+            tensors: Bytes of parameters and extra tensors.
             buffers: Bytes of buffers.
         """
         both = self.clients.setdefault(client, [0, 0])
@@ -49,22 +49,22 @@ class Traffic:
 
 
 def slice_bytes(slices: Slices | None, v: Tensor) -> int:
-    """Bytes of the slices of a vector that travel.
+    """Return the size in bytes of the exchanged slices of a vector.
 
     Args:
-        slices: Slices that are sent; None: all.
-        v: Vector that is sent in part, ``[d]``.
+        slices: Slices that are sent; None for all.
+        v: Vector, ``[d]``.
     """
     size = len(v) if slices is None else sum(len(range(*s.indices(len(v)))) for s in slices)
     return size * v.element_size()
 
 
 def extra_bytes(tensors: dict[str, Tensors], slices: Slices | None, v: Tensor) -> int:
-    """Bytes of what the rules send beside the model; of a tensor over all parameters, only the slices that travel.
+    """Return the size in bytes of the rules' extra tensors; of tensors like the model, only exchanged slices are sent.
 
     Args:
         tensors: Tensors by rule and name.
-        slices: Slices of the parameters that are sent; None: all.
+        slices: Slices of the parameters that are sent; None for all.
         v: Parameters, ``[d]``.
     """
     return sum(

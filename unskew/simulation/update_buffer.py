@@ -1,4 +1,4 @@
-"""The updates of a round as they come in: their sums, single ones where a rule reads them, and what waits for more."""
+"""Updates of a round as they arrive: sums, single updates for rules that need them, and the server rule's buffer."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from unskew.protocol.updates import Aggregate, Masks
 from unskew.tasks.registry import TASKS
 
 FIGURES = ("loss", "setup_seconds", "train_seconds")
-"""Figures of updates of which a round shows the mean."""
+"""Metrics of updates that are averaged over a round."""
 TAKEN = {
     *("round", "accuracy", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped", "discarded"),
     *("train_loss", "in_flight", "lr", *FIGURES),
     *(figure for task in TASKS.values() for figure in (task.scored, *task.figures)),
 }
-"""Names of the core's own figures of a round."""
+"""Names of round metrics that are reserved for the core."""
 
 
 @dataclass
 class CollectedUpdates:
-    """Updates that a rule gets at once.
+    """Updates that a rule receives together.
 
     Attributes:
         aggregate: Their sums.
-        individual: They themselves, or None where no rule reads single ones.
-        arrivals: Updates of the round that had arrived with the last of them.
+        individual: Single updates, or None if no rule reads them.
+        arrivals: Number of updates that had arrived in the round with the last of them.
     """
 
     aggregate: Aggregate
@@ -41,25 +41,25 @@ class CollectedUpdates:
     arrivals: int = 0
 
     def add(self, update: Update, sent: Masks | None = None) -> None:
-        """Add an update that contains the entries in ``sent`` (None: all).
+        """Add an update.
 
         Args:
             update: Message from the client.
-            sent: Masks of the entries that were sent; None: all.
+            sent: Masks of the entries that were sent; None for all.
         """
         self.aggregate.add(update, sent)
         if self.individual is not None:
             self.individual.append(update)
 
     def copy(self) -> CollectedUpdates:
-        """The same, to which updates can be added without changing this one."""
+        """Return a copy to which updates can be added without changing this one."""
         fresh = Aggregate(self.aggregate.single)
         sums = {name: t.clone() for name, t in self.aggregate.tensors().items()}
         fresh.restore(sums, self.aggregate.count, self.aggregate.weight, self.aggregate.examples)
         return CollectedUpdates(fresh, None if self.individual is None else list(self.individual))
 
     def tensors(self) -> Tensors:
-        """All tensors, by name."""
+        """Return all tensors, by name."""
         single = {
             f"{number}/{name}": t
             for number, update in enumerate(self.individual or ())
@@ -74,12 +74,12 @@ class CollectedUpdates:
         return {"count": sums.count, "weight": sums.weight, "examples": sums.examples, "updates": single}
 
     def restore(self, tensors: Tensors, about: dict[str, Any], device: torch.device) -> None:
-        """Put back what ``tensors`` and ``about`` gave.
+        """Restore the output of ``tensors`` and ``about``.
 
         Args:
             tensors: Stored tensors by name.
             about: Stored plain values.
-            device: Device that computes.
+            device: Device of the updates.
         """
         parts: dict[str, Tensors] = {}
         for name, t in tensors.items():
@@ -94,16 +94,17 @@ class CollectedUpdates:
 
 @dataclass
 class UpdateBuffer:
-    """Takes in the usable updates of a round, in order.
+    """Collects the usable updates of a round, in order.
 
     Attributes:
-        method, rule: Whose they are; ``rule`` is its server rule.
-        meter: Entered while updates are added up.
-        waiting: Updates of earlier rounds for which the server rule waits.
-        whole: All of the round.
-        complete: For the server rule: the whole round, or each full buffer.
-        models: Weighted sum of the clients' whole models ``[d]``, where they were reported.
-        taken: The updates with what stays at clients, but without what was sent.
+        method: Method of the run.
+        rule: Server rule.
+        meter: Context manager around the summation of updates.
+        waiting: Updates of earlier rounds in the server rule's buffer.
+        whole: All updates of the round.
+        complete: Full buffers for the server rule.
+        models: Weighted sum of the clients' whole models ``[d]``, if they were reported.
+        taken: Updates with their client state, but without the tensors that were sent.
     """
 
     method: Method
@@ -122,11 +123,11 @@ class UpdateBuffer:
         self.waiting = self.waiting.copy()
 
     def add(self, update: Update, sent: Masks | None = None) -> None:
-        """Take in an update that contains the entries in ``sent`` (None: all).
+        """Add an update.
 
         Args:
             update: Message from the client.
-            sent: Masks of the entries that were sent; None: all.
+            sent: Masks of the entries that were sent; None for all.
         """
         with self.meter():
             self.whole.add(update, sent)
@@ -140,7 +141,7 @@ class UpdateBuffer:
             weighted = update.report["v"] * update.weight
             self.models = weighted if self.models is None else self.models.add_(weighted)
         self.sums = {name: total + update.metrics.get(name, 0.0) for name, total in self.sums.items()}
-        # What stays at the client is kept when the round is known to have succeeded; the rest is in the sums.
+        # Client state is stored only when the round has succeeded; the rest is already in the sums.
         none = torch.empty(0)
         self.taken.append(replace_fields(update, delta=none, upload={}, report={}, start=None, b_start=None, last=None))
 
@@ -150,19 +151,19 @@ class UpdateBuffer:
         return any(part.aggregate.entries is not None for part in (self.whole, self.waiting, *self.complete))
 
     def for_rule(self) -> list[CollectedUpdates]:
-        """Yield the collected updates for the server rule, in turn."""
+        """Return the collected updates for the server rule: the whole round, or each full buffer."""
         if self.rule.buffer() is None and self.taken:
             return [self.whole]
         return self.complete or ([empty_updates(self.method, self.rule)] if self.rule.steps_without else [])
 
 
 def rules_with_single_uploads(method: Method) -> frozenset[str]:
-    """Client rules whose uploads are read one by one and not added up."""
+    """Return the client rules whose uploads are read individually and not summed."""
     return frozenset(rule.name for rule in method.client if "individual" in rule.needs)
 
 
 def empty_updates(method: Method, rule: ServerRule) -> CollectedUpdates:
-    """No update yet.
+    """Create an empty collection of updates.
 
     Args:
         method: Method of the run.
@@ -172,16 +173,16 @@ def empty_updates(method: Method, rule: ServerRule) -> CollectedUpdates:
 
 
 def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
-    """Refuse what is no state of a server.
+    """Validate the state of a server rule.
 
     Args:
-        by: The function that returned it.
-        state: What it returned.
-        v: A model as it must be, ``[d]``.
-        b: Statistics as they must be, where there are any, ``[m]``.
+        by: Name of the function that returned the state.
+        state: Returned value.
+        v: Model with the expected shape and data type, ``[d]``.
+        b: Buffers with the expected shape and data type, ``[m]``.
 
     Raises:
-        ConfigError: There is no model in it, or one of another shape or precision, or such statistics.
+        ConfigError: If the state has no model, or the model or the buffers have another shape or data type.
     """
     entries = state if isinstance(state, dict) else {}
     for name, title, like in (("v", "the model", v), ("b", "statistics", b)):
@@ -197,18 +198,18 @@ def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
 
 
 def rule_metrics(rule: ServerRule, state: Tensors) -> dict[str, Any]:
-    """The method's own figures of a round.
+    """Return the round metrics of a server rule.
 
     Args:
         rule: Server rule of the method.
-        state: Its state.
+        state: State of the rule.
 
     Raises:
-        ConfigError: A metric of the rule has the name of a metric of every run.
+        ConfigError: If a metric of the rule has a reserved name.
     """
     figures = rule.metrics(state)
     taken = sorted(TAKEN & figures.keys())
     if taken:
         better = f"{rule.name}_{taken[0]}"
-        raise ConfigError(f"{rule.name}.metrics gives {taken[0]!r}, which every run measures; call it {better}.")
+        raise ConfigError(f"{rule.name}.metrics gives {taken[0]!r}, which every run measures. Rename it to {better}.")
     return figures

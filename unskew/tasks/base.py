@@ -1,4 +1,4 @@
-"""Interface of tasks: targets, and interpretation of a model's logits."""
+"""Interface of tasks, which define loss, metrics and interpretation of a model's logits."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from torch import Tensor
 
 
 class Task:
-    """One kind of target. ``C`` is the number of classes or labels, ``B`` that of the samples of a batch.
+    """Interface of a task. ``C`` is the number of classes or labels, ``B`` the number of samples in a batch.
 
-    A task says which choices a model makes for a sample (one among all classes; or yes or no for each label) and how likely
-    it holds each of them. Divergences between two models are then the same for every task.
+    A task defines the choices that a model makes for a sample (one of all classes, or yes or no for each label) and
+    their probabilities. With these, divergences between two models are computed in the same way for every task.
     """
 
     name: ClassVar[str]
 
     scored: ClassVar[str] = "accuracy"
-    """The figure that decides best rounds, targets and early stopping; higher is better, and 1 is perfect."""
+    """Primary metric, for best rounds, targets and early stopping; higher is better, and 1 is perfect."""
 
     labeled: ClassVar[bool] = True
     """Whether samples have classes or labels that can be counted."""
 
     figures: ClassVar[tuple[str, ...]] = ()
-    """Names of the figures that ``measure`` gives beside the loss and the figure that is scored."""
+    """Names of the metrics that ``measure`` returns in addition to loss and primary metric."""
 
     lower_is_better: ClassVar[tuple[str, ...]] = ()
-    """Figures, the loss included, whose best value over the rounds is told and is the lowest one."""
+    """Metrics, including the loss, whose lowest value over the rounds is reported as the best."""
 
     @property
     def unweighted(self) -> Task:
-        """Return the task without class weights, by which a model is evaluated."""
+        """Task without class weights, used for evaluation."""
         return self
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean loss of a batch, a scalar.
+        """Return the mean loss of a batch, a scalar.
 
         Args:
             logits: Outputs of the model, ``[B, C]``.
@@ -46,7 +46,7 @@ class Task:
         raise NotImplementedError
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """The loss of each sample as a batch of its own, ``[B]``.
+        """Return the loss of each sample as if it were a separate batch, ``[B]``.
 
         Args:
             logits: Outputs of the model, ``[B, C]``.
@@ -59,11 +59,11 @@ class Task:
         raise NotImplementedError
 
     def beliefs(self, logits: Tensor) -> Tensor:
-        """Logarithms of the probabilities of each choice: ``[..., options]``, where the last axis sums to 1."""
+        """Return log-probabilities of each choice, ``[..., options]``, normalized over the last axis."""
         raise NotImplementedError
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Share of each sample's predictions that are right, 0 to 1: ``[B]``.
+        """Return the share of correct predictions of each sample, ``[B]`` in [0, 1].
 
         Args:
             logits: Outputs of the model, ``[B, C]``.
@@ -72,7 +72,7 @@ class Task:
         raise NotImplementedError
 
     def counts(self, y: Tensor, classes: int) -> Tensor:
-        """Samples of each class or label, ``[C]``.
+        """Count the samples of each class or label, ``[C]``.
 
         Args:
             y: Targets of all samples, ``[n]`` or ``[n, L]``.
@@ -81,7 +81,7 @@ class Task:
         raise NotImplementedError
 
     def pairs(self, y: Tensor, classes: int) -> Tensor:
-        """Samples that have both of two labels, ``[C, C]``; the diagonal is ``counts``.
+        """Count the samples that have both of two labels, ``[C, C]``; the diagonal is ``counts``.
 
         Args:
             y: Targets of all samples, ``[n]`` or ``[n, L]``.
@@ -90,7 +90,7 @@ class Task:
         raise NotImplementedError
 
     def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """Targets of samples that have one label each, ``labels [B]``.
+        """Return the targets of samples that have one label each.
 
         Args:
             labels: One label per sample, ``[B]``.
@@ -99,11 +99,11 @@ class Task:
         raise NotImplementedError
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return what metrics of all predictions take: probabilities, of regression predictions in the targets' units."""
+        """Return the inputs of ``MetricSet``: probabilities, or for regression, predictions in the targets' units."""
         return self.probabilities(logits)
 
     def truth(self, y: Tensor) -> Tensor:
-        """Return the true values that belong to ``scores``."""
+        """Return the true values that correspond to ``scores``."""
         return y
 
     def predictions(self, y: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Task:
         return torch.ones(len(y), dtype=torch.float64, device=y.device)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the batch statistics that ``measure`` needs; those of several batches are added.
+        """Return the batch statistics that ``measure`` needs; statistics of several batches are added.
 
         Args:
             logits: Outputs of the model, ``[B, C]``.
@@ -120,7 +120,7 @@ class Task:
         return logits.new_zeros(0)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """The task's ``figures``, and the scored one where it is no mean over samples, from a tally and the mean loss.
+        """Compute the metrics in ``figures``, and the primary metric if it is not a mean over samples.
 
         Args:
             tally: Sum of the statistics of all batches.
@@ -129,7 +129,7 @@ class Task:
         return {}
 
     def divergence(self, teacher: Tensor, student: Tensor, t: float = 1.0) -> Tensor:
-        """Mean over samples (and labels) of ``KL(teacher || student)`` at temperature ``t``, from logits ``[B, C]``.
+        """Compute the mean over samples (and labels) of ``KL(teacher || student)`` at temperature ``t``.
 
         Args:
             teacher: Logits of the teacher, ``[B, C]``.
@@ -140,10 +140,10 @@ class Task:
         return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
 
     def disagreement(self, teacher: Tensor, student: Tensor, t: float = 1.0) -> Tensor:
-        """``1 - JS`` with the Jensen-Shannon divergence averaged over samples (and labels), from logits ``[B, C]``.
+        """Compute ``1 - JS``, with the Jensen-Shannon divergence averaged over samples (and labels).
 
-        1 where the models agree, at least ``1 - ln 2``. With ``m`` the mean of ``p`` and ``q``,
-        ``log(p / m) = ln 2 - softplus(log q - log p)``, which no logit can make infinite or anything but 0 for ``p = q``.
+        The value is 1 if the models agree, and at least ``1 - ln 2``. With ``m`` the mean of ``p`` and ``q``,
+        ``log(p / m) = ln 2 - softplus(log q - log p)``, which is finite for all logits and exactly 0 for ``p = q``.
 
         Args:
             teacher: Logits of the teacher, ``[B, C]``.

@@ -1,4 +1,4 @@
-"""Tasks with labels: one class a sample, several labels a sample, and the next token of a text."""
+"""Classification, multi-label classification, and language modeling (next-token prediction)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Classification(Task):
     """One class per sample, ``y [B]``: mean cross-entropy, softmax, accuracy.
 
     Attributes:
-        weights: Of the classes: each sample's loss is multiplied by that of its class. None if empty.
+        weights: Class weights, by which the loss of each sample is multiplied; empty means no weights.
     """
 
     name: ClassVar[str] = "classification"
@@ -26,51 +26,51 @@ class Classification(Task):
     weights: tuple[float, ...] = ()
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean cross-entropy of ``logits [B, C]`` and labels ``y [B]`` (or class probabilities ``[B, C]``)."""
+        """Return the mean cross-entropy of ``logits [B, C]`` and ``y [B]`` (or class probabilities ``[B, C]``)."""
         return F.cross_entropy(logits, y) if not self.weights else self.losses(logits, y).mean()
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Cross-entropy of each sample."""
+        """Return the cross-entropy of each sample."""
         weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device) if self.weights else None
         return F.cross_entropy(logits, y, weights, reduction="none")
 
     @property
     def unweighted(self) -> Task:
-        """The same without weights: what is measured does not depend on them."""
+        """Classification without class weights: metrics do not depend on them."""
         return Classification()
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Softmax over classes."""
+        """Return the softmax over classes."""
         return torch.softmax(logits, dim=-1)
 
     def beliefs(self, logits: Tensor) -> Tensor:
-        """Log-softmax over classes, ``[B, C]``."""
+        """Return the log-softmax over classes, ``[B, C]``."""
         return F.log_softmax(logits, dim=-1)
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """1.0 where the largest logit is the label's."""
+        """Return 1.0 for samples whose label has the largest logit, otherwise 0.0."""
         return (logits.argmax(dim=-1) == y).to(torch.float64)
 
     def counts(self, y: Tensor, classes: int) -> Tensor:
-        """Samples per class."""
+        """Count the samples per class."""
         return torch.bincount(y, minlength=classes)
 
     def pairs(self, y: Tensor, classes: int) -> Tensor:
-        """No sample has two classes: a diagonal."""
+        """Return a diagonal matrix, because no sample has two classes."""
         return torch.diag(self.counts(y, classes))
 
     def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """The labels themselves."""
+        """Return the labels unchanged."""
         return labels
 
 
 class MultiLabel(Task):
     """Any number of labels per sample, ``y [B, L]`` of 0 and 1: binary cross-entropy and sigmoid for each label.
 
-    A label is predicted where its probability is above 0.5. The figures are those of multi-label papers: precision, recall
-    and F1 per label, averaged over all ``L`` labels (``macro_``; ``macro_f1`` is the mean of the labels' F1), over all
-    decisions (``micro_``), and F1 per sample, averaged over samples (``samples_f1``). A quotient without a denominator counts
-    as 0, as in scikit-learn.
+    A label is predicted if its probability is above 0.5. The metrics are those of multi-label papers: precision, recall
+    and F1 averaged over the ``L`` labels (``macro_``; ``macro_f1`` is the mean of the labels' F1), over all decisions
+    (``micro_``), and F1 per sample, averaged over samples (``samples_f1``). Divisions by zero give 0, as in
+    scikit-learn.
     """
 
     name: ClassVar[str] = "multilabel"
@@ -79,40 +79,43 @@ class MultiLabel(Task):
     )
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean over samples and labels of the binary cross-entropy of ``logits [B, L]`` and ``y [B, L]``."""
+        """Return the binary cross-entropy of ``logits [B, L]`` and ``y [B, L]``, averaged over samples and labels."""
         return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype))
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean over the labels of each sample."""
+        """Return the mean loss over the labels of each sample."""
         return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), reduction="none").mean(-1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Sigmoid of each label."""
+        """Return the sigmoid for each label."""
         return torch.sigmoid(logits)
 
     def beliefs(self, logits: Tensor) -> Tensor:
-        """Logarithms of yes and no for each label, ``[B, L, 2]``."""
+        """Return the log-probabilities of yes and no for each label, ``[B, L, 2]``."""
         return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Share of the labels that are predicted rightly, absent ones included: ``[B]``."""
+        """Return the share of correctly predicted labels per sample, including absent labels, ``[B]``."""
         return ((logits > 0) == (y > 0)).to(torch.float64).mean(dim=-1)
 
     def counts(self, y: Tensor, classes: int) -> Tensor:
-        """Samples that have each label."""
+        """Count the samples that have each label."""
         return y.sum(0, dtype=torch.int64)
 
     def pairs(self, y: Tensor, classes: int) -> Tensor:
-        """Samples that have both of two labels."""
+        """Count the samples that have both of two labels."""
         y = y.to(torch.float64)
         return (y.T @ y).to(torch.int64)
 
     def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """One-hot rows, ``[B, L]``."""
+        """Return one-hot rows, ``[B, L]``."""
         return (labels[:, None] == torch.arange(classes, device=labels.device)).to(torch.uint8)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Per label: predicted rightly, predicted, there; last the sum of the samples' F1, and how many: ``[3, L + 1]``."""
+        """Return true positives, predicted positives and positives per label, ``[3, L + 1]``.
+
+        The last column has the sum of the samples' F1 and the number of samples.
+        """
         predicted, there = logits > 0, y > 0
         right = predicted & there
         by_label, by_sample = (
@@ -122,7 +125,7 @@ class MultiLabel(Task):
         return torch.cat([by_label, by_label.new_tensor([[float(f1.sum())], [len(f1)], [0.0]])], dim=1)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """Precision, recall and F1: of each label, then averaged; and of all labels together. F1 of each sample, averaged."""
+        """Compute macro- and micro-averaged precision, recall and F1, and the mean F1 per sample."""
         by_label, (f1, samples, _) = tally[:, :-1], tally[:, -1].tolist()
         means = [float(values.mean()) for values in precision_recall_f1(by_label)]
         overall = [float(value) for value in precision_recall_f1(by_label.sum(1))]
@@ -130,14 +133,14 @@ class MultiLabel(Task):
 
 
 NOTHING = -1
-"""Target without a next token to predict: after the end of a text."""
+"""Target of positions without a next token, such as the end of a text."""
 
 
 class LanguageModeling(Task):
-    """The next token at every position, ``y [B, L]`` with -1 where there is none: mean cross-entropy per token, in nats.
+    """Next-token prediction, ``y [B, L]`` with -1 for no target: mean cross-entropy per token, in nats.
 
-    Logits are ``[B, L, V]``. Accuracy is the share of the tokens that are predicted rightly. Positions without a target, such
-    as padding, count in nothing. The figure is the perplexity ``exp(loss)``.
+    Logits are ``[B, L, V]``. Accuracy is the share of correctly predicted tokens. Positions without a target, such as
+    padding, are ignored. The additional metric is the perplexity ``exp(loss)``.
     """
 
     name: ClassVar[str] = "language"
@@ -146,39 +149,39 @@ class LanguageModeling(Task):
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean over all targets of the batch (not over its texts); 0 without any."""
+        """Return the mean loss over all targets of the batch (not over its texts); 0 without targets."""
         total = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=NOTHING, reduction="sum")
         return total / (y != NOTHING).sum().clamp_min(1)
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean over the targets of each text; 0 without any."""
+        """Return the mean loss over the targets of each text; 0 without targets."""
         each = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=NOTHING, reduction="none")
         return each.sum(-1) / (y != NOTHING).sum(-1).clamp_min(1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Softmax over the vocabulary, ``[B, L, V]``."""
+        """Return the softmax over the vocabulary, ``[B, L, V]``."""
         return torch.softmax(logits, dim=-1)
 
     def beliefs(self, logits: Tensor) -> Tensor:
-        """Log-softmax over the vocabulary."""
+        """Return the log-softmax over the vocabulary."""
         return F.log_softmax(logits, dim=-1)
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Share of a text's targets that have the largest logit."""
+        """Return the share of each text's targets that have the largest logit."""
         right = ((logits.argmax(dim=-1) == y) & (y != NOTHING)).sum(-1)
         return right.to(torch.float64) / self.predictions(y).clamp_min(1)
 
     def predictions(self, y: Tensor) -> Tensor:
-        """Targets of each text."""
+        """Return the number of targets of each text."""
         return (y != NOTHING).sum(-1).to(torch.float64)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """The perplexity; infinite where it is beyond all numbers."""
+        """Compute the perplexity; infinite if it would overflow."""
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
 def precision_recall_f1(tally: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Precision, recall and F1 ``[...]`` from ``tally [3, ...]``; 0 where there is nothing to divide by.
+    """Compute precision, recall and F1 ``[...]`` from ``tally [3, ...]``; 0 instead of a division by zero.
 
     >>> precision_recall_f1(torch.tensor([[3.0, 0.0], [4.0, 0.0], [6.0, 0.0]]))
     (tensor([0.7500, 0.0000]), tensor([0.5000, 0.0000]), tensor([0.6000, 0.0000]))

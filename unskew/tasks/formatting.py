@@ -1,4 +1,4 @@
-"""Formatting of metrics for terminal and report."""
+"""Formatting of metrics for the terminal and reports."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metric_info
 
 F1 = {"C-F1": "macro_f1", "O-F1": "micro_f1"}
-"""Columns and figures of the multi-label task: the mean of the labels' F1, and the F1 of all decisions."""
-
+"""Columns and metrics of the multi-label task: macro-averaged and micro-averaged F1."""
 
 ASKED = ("auroc", "auprc", "f1", "balanced_accuracy", "ece", WORST)
-"""Metrics of a classifier that must be requested; recalls are called by their class."""
+"""Metrics of classification that must be requested; recalls are named after their class."""
 
 
 def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
-    """Return the metrics in a row or a summary that are not the objective's: requested ones, and then the task's own."""
+    """Return the metrics in a row or a summary besides the objective: the primary metric, then requested ones."""
     own, objective = row.get("own_metrics") or {}, row.get("objective")
     names = [
         name for name in row if name in ASKED or name in own or (name.startswith(RECALL) and not name.endswith("_std"))
@@ -26,12 +25,12 @@ def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
 
 
 def value_text(one: MetricInfo, value: float | None, spread: float | None = None, sign: str = "%") -> str:
-    """Return a value of a metric as text: in per cent with the sign, or as a plain number.
+    """Format a value of a metric, in percent or as a plain number.
 
     Args:
-        one: The metric.
-        value: Its value, or None if it is not known.
-        spread: Its standard deviation, or None.
+        one: Metric.
+        value: Value of the metric, or None if it is not known.
+        spread: Standard deviation of the value, or None.
         sign: Text after a percentage.
 
     >>> value_text(metric_info("auroc"), 0.5), value_text(metric_info("loss"), 0.5, 0.1)
@@ -43,16 +42,16 @@ def value_text(one: MetricInfo, value: float | None, spread: float | None = None
 
 
 def unit_text(one: MetricInfo) -> str:
-    """Return what stands behind the title of a metric in the head of a table."""
+    """Return the unit of a metric for a table header, `` in %`` or empty."""
     return " in %" if one.percent else ""
 
 
 LARGEST = 1e6
-"""A figure from here on, as of a run that diverged, is written with an exponent."""
+"""Values of at least this size, such as those of diverged runs, are formatted with an exponent."""
 
 
 def method_title(row: Mapping[str, Any]) -> str:
-    """Return the method of a comparison's row as tables show it, with the number of its runs that diverged.
+    """Return the method of a comparison row for tables, with the number of diverged runs.
 
     >>> method_title({"method": "fedavg", "seeds": 3, "diverged": 2})
     'fedavg (2 of 3 diverged)'
@@ -64,11 +63,11 @@ def method_title(row: Mapping[str, Any]) -> str:
 
 
 def format_percent(value: float | None, spread: float | None = None) -> str:
-    """A share as per cent.
+    """Format a share in percent.
 
     Args:
         value: Share from 0 to 1, or None if it is not known.
-        spread: Its standard deviation, or None.
+        spread: Standard deviation of the share, or None.
 
     >>> format_percent(0.5, 0.012), format_percent(None), format_percent(-1e12)
     ('50.0 ± 1.2', '-', '-1.0e+14')
@@ -81,7 +80,7 @@ def format_percent(value: float | None, spread: float | None = None) -> str:
 
 
 def format_megabytes(value: float) -> str:
-    """Bytes as MB (10^6).
+    """Format bytes as MB (10^6).
 
     >>> format_megabytes(4_520), format_megabytes(88e6), format_megabytes(12e9)
     ('0.0045', '88.0', '12,000')
@@ -92,11 +91,11 @@ def format_megabytes(value: float) -> str:
 
 
 def format_number(value: float | None, spread: float | None = None) -> str:
-    """A loss or a perplexity.
+    """Format a plain number such as a loss or a perplexity.
 
     Args:
         value: Value, or None if it is not known.
-        spread: Its standard deviation, or None.
+        spread: Standard deviation of the value, or None.
 
     >>> format_number(1.25, 0.0125), format_number(None), format_number(31.4)
     ('1.2500 ± 0.0125', '-', '31.40')

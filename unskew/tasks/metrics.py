@@ -1,4 +1,4 @@
-"""Metrics that need all predictions for a set of samples at once: scikit-learn's, and functions of the user's."""
+"""Metrics that need all predictions for a set of samples at once: scikit-learn metrics and custom metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from unskew.tasks.primary_metric import RECALL
 BINS = 15
 """Number of bins of the calibration error, as in Guo et al. 2017, arXiv:1706.04599."""
 OwnMetric = Callable[[np.ndarray, np.ndarray], float]
-"""A metric of the user's, ``f(y_true, scores)``: classes ``[n]`` and probabilities ``[n, C]``; labels of 0 and 1 and
-probabilities ``[n, L]`` of each; or targets and predictions in their own units, ``[n]``, of several targets ``[n, T]``."""
+"""Custom metric ``f(y_true, scores)``.
+
+Arguments are classes ``[n]`` and probabilities ``[n, C]``; multi-label, labels of 0 and 1 and probabilities, ``[n, L]``
+each; regression, targets and predictions in original units, ``[n]`` or ``[n, T]``.
+"""
 
 
 def metric_names(metrics: Sequence[str], class_names: Sequence[str]) -> list[str]:
-    """Names of the figures that are asked for: those of ``recall`` are one for each class.
+    """Return the names of the values of the requested metrics; ``recall`` has one per class.
 
     Args:
         metrics: Requested metrics.
@@ -36,15 +39,15 @@ def metric_names(metrics: Sequence[str], class_names: Sequence[str]) -> list[str
 def compute_metric_values(
     metrics: Sequence[str], probabilities: np.ndarray, y: np.ndarray, class_names: Sequence[str]
 ) -> dict[str, float]:
-    """The figures that are asked for; NaN where a class is missing that they need.
+    """Compute the requested metrics; NaN if a required class has no samples.
 
-    With two classes the second is the positive one. With more, each class against all others, mean over classes.
+    With two classes the second one is positive. With more, metrics are one-vs-rest means over classes.
 
     Args:
-        metrics: Some of ``METRICS``.
-        probabilities: ``[n, C]``.
+        metrics: Names of ``METRICS``.
+        probabilities: Probabilities, ``[n, C]``.
         y: Classes, ``[n]``.
-        class_names: ``C`` names.
+        class_names: Names of the ``C`` classes.
     """
     if not np.isfinite(probabilities).all():
         return dict.fromkeys(metric_names(metrics, class_names), float("nan"))
@@ -53,10 +56,10 @@ def compute_metric_values(
 
 
 def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray, y: np.ndarray) -> list[float]:
-    """A score of probabilities for the positive class, or the mean over classes; NaN if one is not there, or all are.
+    """Compute a score for the positive class, or its one-vs-rest mean; NaN if a class has no or all samples.
 
     Args:
-        score: Score of true labels (0 or 1) and probabilities of the positive class.
+        score: Function of true labels (0 or 1) and probabilities of the positive class.
         p: Probabilities, ``[n, C]``.
         y: Labels, ``[n]``.
     """
@@ -67,7 +70,7 @@ def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray,
 
 
 def auroc(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Area under the curve of true against false positives.
+    """Compute the area under the ROC curve.
 
     Args:
         p: Probabilities, ``[n, C]``.
@@ -79,7 +82,7 @@ def auroc(p: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def auprc(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Average precision.
+    """Compute the average precision.
 
     Args:
         p: Probabilities, ``[n, C]``.
@@ -91,7 +94,7 @@ def auprc(p: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def f1(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """F1 of the positive class, or the mean over classes; 0 where there is nothing to divide by.
+    """Compute F1 of the positive class, or the mean over classes; 0 instead of a division by zero.
 
     Args:
         p: Probabilities, ``[n, C]``.
@@ -104,7 +107,7 @@ def f1(p: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def recall(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Share of each class that is found; NaN of a class that is not there.
+    """Compute the recall of each class; NaN for classes without samples.
 
     Args:
         p: Probabilities, ``[n, C]``.
@@ -115,7 +118,7 @@ def recall(p: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def balanced_accuracy(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Mean recall of the classes that are there.
+    """Compute the mean recall of the classes that have samples.
 
     Args:
         p: Probabilities, ``[n, C]``.
@@ -125,9 +128,9 @@ def balanced_accuracy(p: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def ece(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Expected calibration error: how far the probability of the predicted class is from how often it is right.
+    """Compute the expected calibration error.
 
-    In each of ``BINS`` equal bins of that probability the distance of the means, weighted by samples.
+    This is the distance between mean confidence and accuracy in ``BINS`` equal bins of confidence, weighted by samples.
 
     Args:
         p: Probabilities, ``[n, C]``.
@@ -155,8 +158,8 @@ class MetricSet:
     """Metrics that are computed from all predictions for a set of samples.
 
     Attributes:
-        known: Some of ``METRICS``.
-        own: The user's functions by name.
+        known: Names of ``METRICS``.
+        own: Custom metrics by name.
         class_names: Names of the classes.
     """
 
@@ -169,20 +172,20 @@ class MetricSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the values, one for each class of ``recall``."""
+        """Names of the values; ``recall`` has one per class."""
         return (*metric_names(self.known, self.class_names), *self.own)
 
     def of(self, y: np.ndarray, scores: np.ndarray, where: str, defined: bool = True) -> dict[str, float]:
-        """Compute every metric; NaN where one is undefined.
+        """Compute every metric; undefined values are NaN.
 
         Args:
-            y: True values, as an ``OwnMetric`` takes them.
-            scores: Probabilities or predictions, as an ``OwnMetric`` takes them.
+            y: True values, as for ``OwnMetric``.
+            scores: Probabilities or predictions, as for ``OwnMetric``.
             where: Name of these samples for errors, such as ``"the test set"``.
-            defined: Whether the user's functions must return a finite number. At single clients they may return NaN.
+            defined: Whether custom metrics must return a finite number. For single clients they may return NaN.
 
         Raises:
-            ConfigError: If a function of the user's fails, or returns something else than a number.
+            ConfigError: If a custom metric fails, or does not return a number.
         """
         if not np.isfinite(scores).all():
             return dict.fromkeys(self.names, math.nan)
@@ -191,28 +194,32 @@ class MetricSet:
 
 
 def custom_metric_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where: str, defined: bool) -> float:
-    """Compute a metric of the user's and validate the result; see ``MetricSet.of``.
+    """Compute a custom metric and validate the result.
 
     Args:
         name: Name of the metric.
-        f: The user's function.
-        y: Targets, ``[n]``.
-        scores: Probabilities or predictions, ``[n, C]``.
-        where: What was evaluated, for the error.
+        f: Function that computes the metric.
+        y: True values, as for ``OwnMetric``.
+        scores: Probabilities or predictions, as for ``OwnMetric``.
+        where: Name of the samples, for the error.
         defined: Whether the value must be finite.
+
+    Raises:
+        ConfigError: If the function fails, or its result is not valid.
     """
     try:
         value: Any = f(y.copy(), scores.astype(np.float64))
-    except (Exception, SystemExit) as error:  # the user's function may fail in any way
+    except (Exception, SystemExit) as error:  # a custom function may raise anything
         raise ConfigError(
             f"The metric {name} failed on {where} ({type(error).__name__}: {error}). It is called as f(y_true, scores) "
-            f"with arrays of shapes {y.shape} and {scores.shape}; return float('nan') for clients where it is undefined."
+            f"with arrays of shapes {y.shape} and {scores.shape}. Return float('nan') for clients where it is "
+            "undefined."
         ) from error
     try:
         if isinstance(value, str):
             raise TypeError
         number = float(value)
-    except Exception:  # converting the user's object may fail in any way
+    except Exception:  # converting an arbitrary object may raise anything
         raise ConfigError(
             f"The metric {name} must return a number, but returned {short_repr(value)} on {where}."
         ) from None

@@ -1,4 +1,4 @@
-"""Metrics: what each is called, which direction is better, and which one a run is judged by."""
+"""Metric names, titles and directions, and the choice of the metric that judges a run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 SCORES: dict[str, str] = {"accuracy": "accuracy", "r2": "R²"}
-"""Its names in files, and what readers call it; both are shown in per cent, higher is better, and 1 is perfect."""
+"""Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect."""
 RECALL = "recall/"
 """Prefix of the names of per-class recalls."""
 WORST = "worst_client"
-"""The objective that is the task's own metric of the worst client."""
+"""Objective that is the primary metric of the worst client."""
 
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """A metric of a model.
+    """Name and properties of a metric.
 
     Attributes:
         name: Name in files.
-        title: Name for readers.
-        lower_is_better: Direction.
-        percent: Whether it is at most 1 and shown in per cent.
+        title: Name in tables and plots.
+        lower_is_better: Whether lower values are better.
+        percent: Whether values are at most 1 and shown in percent.
     """
 
     name: str
@@ -39,13 +39,13 @@ class MetricInfo:
         return -value if self.lower_is_better else value
 
     def default_target(self, best: float) -> float:
-        """Return 90 % of the best value, or that value over 0.9 where lower is better.
+        """Return 90 % of the best value, or the best value divided by 0.9 if lower is better.
 
         >>> metric_info("accuracy").default_target(0.8), metric_info("loss").default_target(0.18)
         (0.72, 0.2)
         """
         if self.percent and not self.lower_is_better:
-            return max(0.0, round(0.9 * best, 3))  # R² may be below 0
+            return max(0.0, round(0.9 * best, 3))  # R² may be negative
         wider = best / 0.9 if self.lower_is_better == (best > 0) else 0.9 * best
         return float(f"{wider:.3g}")
 
@@ -70,15 +70,15 @@ KNOWN_METRICS = {
     "ece": MetricInfo("ece", "ECE", lower_is_better=True),
     WORST: MetricInfo(WORST, "worst client"),
 }
-"""Metrics that unskew computes, by name; the recall of a class has a name of its own."""
+"""Metrics that unskew computes, by name, without the per-class recalls."""
 
 
 def metric_info(name: str, own: Mapping[str, str] | None = None) -> MetricInfo:
-    """Return the metric of this name.
+    """Return the properties of a metric.
 
     Args:
         name: Name in files.
-        own: Directions of the user's metrics, ``"lower"`` or ``"higher"``, by name.
+        own: Directions of custom metrics, ``"lower"`` or ``"higher"``, by name.
 
     >>> metric_info("recall/yes").title, metric_info("cost", {"cost": "lower"}).lower_is_better
     ('recall of yes', True)
@@ -91,7 +91,7 @@ def metric_info(name: str, own: Mapping[str, str] | None = None) -> MetricInfo:
 
 
 def primary_metric_name(names: Container[str]) -> str:
-    """The name of the figure that is scored, among the names of a row's or a summary's figures.
+    """Return the name of the primary metric, given the metric names of a row or a summary.
 
     >>> primary_metric_name({"round": 1, "r2": 0.5}), primary_metric_name(["best_accuracy", "accuracy"])
     ('r2', 'accuracy')
@@ -100,7 +100,7 @@ def primary_metric_name(names: Container[str]) -> str:
 
 
 def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
-    """Return the metric that judges the run of a summary, or of a row of a comparison.
+    """Return the objective of the run of a summary or of a comparison row.
 
     >>> objective_metric({"objective": "ece"}).title, objective_metric({"r2": 0.5}).title
     ('ECE', 'R²')
@@ -109,11 +109,11 @@ def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
 
 
 def client_metric_name(objective: str, scored: str) -> str:
-    """Return the name of the metric of single clients that goes with an objective.
+    """Return the name of the per-client metric for an objective.
 
     Args:
         objective: Name of the objective.
-        scored: Name of the task's primary metric.
+        scored: Name of the primary metric.
 
     >>> client_metric_name("auroc", "accuracy"), client_metric_name("worst_client", "accuracy")
     ('auroc', 'accuracy')
@@ -122,7 +122,7 @@ def client_metric_name(objective: str, scored: str) -> str:
 
 
 def validation_metric_name(objective: str) -> str:
-    """Return the name of an objective's value on what the clients hold out, in the rounds of a run.
+    """Return the name of an objective's value on the clients' held-out samples, in the rounds of a run.
 
     >>> validation_metric_name("auroc"), validation_metric_name("worst_client")
     ('validation_auroc', 'worst_client')

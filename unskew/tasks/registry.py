@@ -1,4 +1,4 @@
-"""The tasks by name."""
+"""Registry of tasks."""
 
 from unskew.tasks.base import Task
 from unskew.tasks.classification import Classification, LanguageModeling, MultiLabel
@@ -7,4 +7,4 @@ from unskew.tasks.regression import Regression
 TASKS: dict[str, Task] = {
     task.name: task for task in (Classification(), MultiLabel(), LanguageModeling(), Regression())
 }
-"""By name."""
+"""Tasks by name."""

@@ -1,4 +1,4 @@
-"""Regression: the losses of numbers, and their figures from sums that batches add up to."""
+"""Regression task: losses, and metrics from sums over batches."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from torch import Tensor
 from unskew.tasks.base import Task
 
 LEAST = -1e6
-"""R² of a model whose predictions are not numbers; none is told that is lower."""
+"""Lowest reported R², also for predictions that are not finite."""
 
 
 @dataclass(frozen=True)
 class Regression(Task):
-    """Numbers, ``y [B, T]``, standardized: the model predicts ``(target - mean) / std`` of each of ``T`` targets.
+    """Regression with ``T`` standardized targets, ``y [B, T]``: the model predicts ``(target - mean) / std``.
 
-    The figures MAE and RMSE are in the targets' own units. R² is scikit-learn's, the mean over targets; of a single sample,
-    and so of a client, it is ``1 - squared error / variance`` with the variance of all clients' targets.
+    MAE and RMSE are in the targets' original units. R² is that of scikit-learn, averaged over targets. For a single
+    sample, and therefore for a client, it is ``1 - squared error / variance`` with the variance of all clients'
+    targets.
 
     Attributes:
-        kind: ``mse``, ``mae`` or ``huber``.
-        delta: Where ``huber`` turns from squares to absolute values, in standard deviations.
-        mean, std: Of each target, over all clients' samples to train on.
+        kind: Loss: ``mse``, ``mae`` or ``huber``.
+        delta: Error at which the Huber loss becomes linear, in standard deviations.
+        mean, std: Mean and standard deviation of each target over all clients' training samples.
     """
 
     name: ClassVar[str] = "regression"
@@ -42,11 +43,11 @@ class Regression(Task):
     std: tuple[float, ...] = ()
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean over samples and targets."""
+        """Return the mean loss over samples and targets."""
         return self._each(logits, y).mean()
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Mean over the targets of each sample."""
+        """Return the mean loss over the targets of each sample."""
         return self._each(logits, y).mean(-1)
 
     def _each(self, predicted: Tensor, y: Tensor) -> Tensor:
@@ -55,42 +56,40 @@ class Regression(Task):
         return (F.mse_loss if self.kind == "mse" else F.l1_loss)(predicted, y.to(predicted.dtype), reduction="none")
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """``1 - squared error``, mean over targets; in standard deviations the variance is 1."""
+        """Return ``1 - squared error``, averaged over targets; the variance of standardized targets is 1."""
         right = 1 - (logits - y).to(torch.float64).square().mean(-1)
         return right.nan_to_num(nan=LEAST).clamp_min(LEAST)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the batch statistics; see ``regression_sums``."""
+        """Return the ``regression_sums`` of a batch."""
         return regression_sums(logits, y)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """R², MAE and RMSE."""
+        """Compute R², MAE and RMSE."""
         return regression_metrics(tally, self.std)
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return predictions in the targets' units, ``[B]``, or ``[B, T]`` of several targets."""
+        """Return predictions in the targets' original units, ``[B]``, or ``[B, T]`` for several targets."""
         numbers = self.restored(logits.to(torch.float64))
         return numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
 
     def truth(self, y: Tensor) -> Tensor:
-        """Return targets in their own units, shaped as ``scores``."""
+        """Return targets in original units, with the shape of ``scores``."""
         return self.scores(y)
 
     def standardize(self, y: Tensor) -> Tensor:
-        """Targets ``[B, T]`` in their own units as the model predicts them."""
+        """Standardize targets ``[B, T]`` given in original units."""
         std, mean = (y.new_tensor(values) for values in (self.std, self.mean))
         return ((y - mean) / std).to(torch.float32)
 
     def restored(self, predicted: Tensor) -> Tensor:
-        """Predictions ``[B, T]`` in the targets' own units."""
+        """Convert standardized predictions ``[B, T]`` to original units."""
         std, mean = (predicted.new_tensor(values) for values in (self.std, self.mean))
         return predicted * std + mean
 
 
 def regression_sums(predicted: Tensor, y: Tensor) -> Tensor:
-    """Compute sums over predictions and targets ``[B, T]``.
-
-    Count, sums of ``y``, ``y²``, squared and absolute errors, ``[5, T]``.
+    """Compute count and sums of ``y``, ``y²``, squared errors and absolute errors over a batch, ``[5, T]``.
 
     Args:
         predicted: Predictions, ``[B, T]``.
@@ -101,11 +100,11 @@ def regression_sums(predicted: Tensor, y: Tensor) -> Tensor:
 
 
 def regression_metrics(sums: Tensor, std: Sequence[float] = ()) -> dict[str, float]:
-    """R², mean absolute and root mean squared error, each the mean over targets, as in scikit-learn.
+    """Compute R², mean absolute error and root mean squared error, averaged over targets as in scikit-learn.
 
     Args:
-        sums: As ``regression_sums`` gives them.
-        std: The unit of each target; 1 without.
+        sums: Sums from ``regression_sums``.
+        std: Standard deviation of each target, to convert errors to original units; 1 if empty.
 
     >>> y = torch.tensor([[1.0], [2.0], [3.0]])
     >>> regression_metrics(regression_sums(y + 1, y))
@@ -114,7 +113,7 @@ def regression_metrics(sums: Tensor, std: Sequence[float] = ()) -> dict[str, flo
     count, total, squares, squared, absolute = sums.cpu()
     unit = torch.tensor(std or [1.0] * len(count), dtype=torch.float64)
     spread = (squares - total.square() / count).clamp_min(0)
-    constant = (squared == 0).to(torch.float64)  # of targets that do not vary
+    constant = (squared == 0).to(torch.float64)  # R² of constant targets: 1 if predicted exactly, otherwise 0
     r2 = torch.where(spread > 0, 1 - squared / spread, constant)
     return {
         "r2": clipped_r2(float(r2.mean())),
@@ -124,5 +123,5 @@ def regression_metrics(sums: Tensor, std: Sequence[float] = ()) -> dict[str, flo
 
 
 def clipped_r2(r2: float) -> float:
-    """R² as a number that files can hold."""
+    """Return R² with a lower bound of ``LEAST``, also for NaN, so that it can be written to files."""
     return LEAST if math.isnan(r2) else max(r2, LEAST)

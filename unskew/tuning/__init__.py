@@ -1,1 +1,1 @@
-"""Every method tuned alike: the same trials, rounds and data, judged by what clients hold out."""
+"""Fair tuning of several methods: the same trials, rounds and data, judged on the clients' held-out samples."""

@@ -21,13 +21,13 @@ class TunedMethod:
     """Tuned options of one method.
 
     Attributes:
-        options: The best options, by field, or as ``fedprox.mu``.
-        value: Objective on what clients hold out.
-        configured: The value of the first trial, the configuration as it stands; None if that did not come to its end.
-        judged_by: The figure that ``value`` is.
-        trials: How many came to their end, were ended early, failed.
-        importance: Of each option, shares of 1; or why it is not known.
-        config: The run with these options.
+        options: Best options, by field name, or by names such as ``fedprox.mu``.
+        value: Objective on held-out samples.
+        configured: Value of the first trial, which is the unchanged configuration; None if it was not completed.
+        judged_by: Name of the metric in ``value``.
+        trials: Number of trials that were completed, pruned or failed.
+        importance: Importance of each option as shares of 1, or the reason why it is unknown.
+        config: Configuration with these options.
     """
 
     options: dict[str, Any]
@@ -39,7 +39,7 @@ class TunedMethod:
     config: Experiment
 
     def as_json(self) -> dict[str, Any]:
-        """All but the configuration, with the method as it is written with its options."""
+        """Return all fields except the configuration, and the method expression with the tuned options."""
         return {**{k: v for k, v in vars(self).items() if k != "config"}, "method": self.config.method}
 
 
@@ -48,10 +48,10 @@ class TuningResult:
     """Result of tuning.
 
     Attributes:
-        tuned: What was found for each method, by how it was written.
-        trials: A line for each trial.
-        comparison: The tuned methods on fresh seeds.
-        folder: Where all is, or None.
+        tuned: Result of each method, by its original expression.
+        trials: One row per trial.
+        comparison: Comparison of the tuned methods on fresh seeds.
+        folder: Folder of the tuning, or None.
     """
 
     tuned: dict[str, TunedMethod]
@@ -61,7 +61,7 @@ class TuningResult:
 
 
 def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> TunedMethod:
-    """Return the best result of a method's trials; its run uses ``seed``.
+    """Return the best result of a method's trials, with a configuration that uses ``seed``.
 
     Args:
         plan: Plan of the tuning.

@@ -1,4 +1,4 @@
-"""Search spaces: the options common to all methods, those of each method, and the user's."""
+"""Search spaces: options common to all methods, options of each method, and user-defined spaces."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SHARED = (
     *("lr", "batch_size", "local_steps", "local_epochs", "momentum", "weight_decay", "nesterov", "clip_grad_norm"),
     *("optimizer", "lr_schedule", "lr_schedule_per", "client_weighting", "buffers", "drop_last", "augment"),
 )
-"""Fields of a run that may be tuned: those of training, none of the data, the rounds or the machine."""
+"""Fields that may be tuned: training fields, but no fields of the data, the rounds or the machine."""
 BUDGETS = {"local_steps": "local_epochs", "local_epochs": "local_steps"}
 SERVER_BUDGETS = {"steps": "epochs", "epochs": "steps"}
-"""Pairs of options of which only one may be given."""
+"""Pairs of options of which only one may be set."""
 DIGITS = 3
-"""Significant digits of a tuned number: more mean nothing, and a spelling stays short."""
+"""Significant digits of a tuned number, which keep method expressions short."""
 
 
 def split_expression(composition: str) -> list[tuple[str, dict[str, str]]]:
-    """Return the name of each method of a composition, and the options that are written, as text."""
+    """Return the name of each method of a composition and its written options, as strings."""
     parts = []
     for part in check_expression(composition):
         expression = parse_expression(part)
@@ -37,7 +37,7 @@ def split_expression(composition: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
-    """The inverse of ``split_expression``.
+    """Invert ``split_expression``.
 
     >>> join_expression(split_expression("fedprox:mu=0.1 + scaffold"))
     'fedprox:mu=0.1+scaffold'
@@ -48,8 +48,8 @@ def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
 def common_spaces(config: Experiment) -> dict[str, Space]:
     """Return the search spaces common to all methods, around the configured values.
 
-    The rate from a hundredth to ten times its value; the local work and the batch from half to twice theirs, which bounds
-    what a trial costs.
+    The learning rate ranges from a hundredth to ten times its value; local work and batch size range from half to twice
+    their values, which bounds the cost of a trial.
     """
     budget = "local_epochs" if config.local_steps is None else "local_steps"
     work, batch = int(getattr(config, budget)), config.batch_size
@@ -61,9 +61,9 @@ def common_spaces(config: Experiment) -> dict[str, Space]:
 
 
 def method_spaces(spelling: str) -> dict[str, Space]:
-    """Return the search spaces of a composition's methods, as ``fedprox.mu``.
+    """Return the search spaces of a composition's methods, with names such as ``fedprox.mu``.
 
-    Options that the expression sets are left out.
+    Options that are set in the expression are omitted.
     """
     spaces: dict[str, Space] = {}
     for name, written in split_expression(spelling):
@@ -74,7 +74,7 @@ def method_spaces(spelling: str) -> dict[str, Space]:
 
 
 def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping[str, Any]) -> dict[str, Space]:
-    """The spaces that a user gives, checked: of a field for all methods, or as ``fedprox.mu`` of one method's option.
+    """Validate user-defined spaces: of fields for all methods, or of a method's option, such as ``fedprox.mu``.
 
     Args:
         given: Search spaces by name.
@@ -82,7 +82,7 @@ def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping
         values: Fields of the run.
 
     Raises:
-        ConfigError: There is no such field or option, none of the methods has it, or it takes no such values.
+        ConfigError: If there is no such field or option, none of the methods has it, or it does not accept such values.
     """
     spaces: dict[str, Space] = {}
     there = {name for spelling in methods for name, _ in split_expression(spelling)}
@@ -94,14 +94,14 @@ def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping
             spaces[key] = read_space(value, key, partial(_check_field, values, key))
             continue
         if owner not in there:
-            raise ConfigError(f"The space {key} belongs to none of the methods; they are {', '.join(sorted(there))}.")
+            raise ConfigError(f"The space {key} belongs to none of the methods {', '.join(sorted(there))}.")
         cls = rule_class(owner)
         if option not in option_defaults(cls):
             raise ConfigError(unknown_name("option", option, option_defaults(cls), owner))
         spaces[key] = read_space(value, key, partial(_check_option, cls, option, owner))
     both = [name for name in BUDGETS if name in spaces]
     if len(both) == 2:
-        raise ConfigError("local_steps and local_epochs are both given a space; give one of them.")
+        raise ConfigError("local_steps and local_epochs both have a search space. Set only one of them.")
     return spaces
 
 
@@ -114,7 +114,7 @@ def _check_option(cls: type, option: str, owner: str, value: Any) -> None:
 
 
 def without_rival(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The values without the budget that the option ``key`` takes the place of.
+    """Return the values without the option that excludes ``key``.
 
     Args:
         values: Options by name.
@@ -124,12 +124,12 @@ def without_rival(values: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def spaces_for(spelling: str, config: Experiment, given: Mapping[str, Space]) -> dict[str, Space]:
-    """All that is tuned of a method, or fixed by a space of one value.
+    """Return all search spaces of a method; a space with one value fixes the option.
 
     Args:
-        spelling: The method.
-        config: What the runs have in common.
-        given: Spaces of the user's, which go before the others.
+        spelling: Method expression.
+        config: Configuration common to all runs.
+        given: User-defined spaces, which replace others of the same name.
     """
     names = {name for name, _ in split_expression(spelling)}
     own_spaces = {key: space for key, space in given.items() if "." not in key or key.rpartition(".")[0] in names}
@@ -138,7 +138,7 @@ def spaces_for(spelling: str, config: Experiment, given: Mapping[str, Space]) ->
 
 
 def rounded(value: Any, space: Space) -> Any:
-    """A value as it is used: a number with few digits, inside its range.
+    """Round a value to few digits, inside its range.
 
     Args:
         value: Value that was drawn.
@@ -153,10 +153,10 @@ def rounded(value: Any, space: Space) -> Any:
 
 
 def apply_parameters(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A method with options, and the fields of a run that go with it.
+    """Return a method expression with options, and the other fields of the run.
 
     Args:
-        spelling: Expression of the method.
+        spelling: Method expression.
         params: Values by name of the search space.
 
     >>> apply_parameters("fedprox+scaffold", {"lr": 0.1, "fedprox.mu": 0.5})
@@ -174,7 +174,7 @@ def apply_parameters(spelling: str, params: Mapping[str, Any]) -> tuple[str, dic
 
 
 def fixed_fields(spaces: Mapping[str, Space]) -> dict[str, Any]:
-    """The options that have one value only."""
+    """Return the options with only one possible value."""
     return {
         key: space.values[0]
         for key, space in spaces.items()
@@ -195,10 +195,10 @@ def is_in_space(value: Any, space: Space) -> bool:
 
 
 def configured_values(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
-    """The values that the configuration and the method's own defaults have, of those that lie in their spaces.
+    """Return the values of the configuration and the method's defaults that are inside their spaces.
 
     Args:
-        spelling: Expression of the method.
+        spelling: Method expression.
         config: Configuration of the run.
         spaces: Search spaces by name.
     """

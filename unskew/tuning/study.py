@@ -1,4 +1,4 @@
-"""The trials of one method, in a database that several processes share: who does which, and what came of it."""
+"""Trials of one method in a database that several processes share: claims, options and results."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from unskew.tuning.spaces import fixed_fields, is_in_space, rounded
 
 MISSING = "Tuning needs Optuna. Install it with: pip install 'unskew[tune]'."
 LONG = 600.0
-"""Seconds to wait for another process that is looking for its next trial."""
+"""Seconds to wait for another process that is drawing its next trial."""
 STARTUP = 5
-"""Trials of a method before one is ended early."""
+"""Number of trials of a method before a trial may be pruned."""
 ENOUGH = 10
-"""Finished trials that the importance of options needs."""
+"""Number of completed trials needed to compute the importance of options."""
 
 
 def optuna_library() -> Any:
-    """Optuna, which then says nothing of its own.
+    """Import Optuna and silence its log.
 
     Raises:
-        ConfigError: Optuna is not installed.
+        ConfigError: If Optuna is not installed.
     """
     try:
         import optuna
@@ -40,7 +40,7 @@ def optuna_library() -> Any:
 
 
 def make_storage(folder: Path | None) -> Any:
-    """The database ``study.db``, or memory."""
+    """Open the database ``study.db``, or create a storage in memory."""
     optuna = optuna_library()
     if folder is None:
         return optuna.storages.InMemoryStorage()
@@ -50,10 +50,10 @@ def make_storage(folder: Path | None) -> Any:
 
 @contextmanager
 def database() -> Iterator[None]:
-    """Context manager that reports a database of trials that cannot be read or written.
+    """Context manager that converts errors of the trials' database.
 
     Raises:
-        CheckpointError: The disk is full, or the file is corrupted or locked.
+        CheckpointError: If the disk is full, or the file is corrupted or locked.
     """
     import sqlalchemy
 
@@ -62,28 +62,28 @@ def database() -> Iterator[None]:
     except (sqlalchemy.exc.SQLAlchemyError, optuna_library().exceptions.StorageInternalError) as error:
         reason = str(getattr(error, "orig", None) or error.__cause__ or error).splitlines()[0]
         raise CheckpointError(
-            f"The database of the trials, study.db, could not be used: {reason}. Free some disk space or repair the folder; "
-            "then continue with --resume. Trials that are finished are kept."
+            f"The database of the trials, study.db, could not be used: {reason}. Free some disk space or repair the folder, "
+            "then continue with --resume. Finished trials are kept."
         ) from error
 
 
 class TrialPruned(Exception):
-    """A trial is worse than the others were after as many rounds."""
+    """Raised if a trial is worse than other trials were after the same number of rounds."""
 
 
 class Study:
-    """All trials of a method.
+    """Trials of a method.
 
     Args:
-        name: The method as it was written.
-        spaces: Where each option is looked for.
-        storage: What ``make_storage`` gave.
-        folder: Where its trials have their run folders while they are made, or None.
-        trials: How many there are in all.
-        seed: Of the sampler.
-        maximize: Whether more is better.
-        warmup: Rounds before a trial is ended early; None never ends one.
-        first: Values of the first trial, where they are known.
+        name: Method expression.
+        spaces: Search space of each option.
+        storage: Result of ``make_storage``.
+        folder: Folder for the run folders of running trials, or None.
+        trials: Total number of trials.
+        seed: Seed of the sampler.
+        maximize: Whether larger values are better.
+        warmup: Number of rounds before a trial may be pruned; None to disable pruning.
+        first: Values of the first trial, if known.
     """
 
     def __init__(
@@ -99,7 +99,11 @@ class Study:
         first: Mapping[str, Any],
     ):
         self.optuna = optuna = optuna_library()
-        self.name, self.spaces, self.folder, self.trials, self.seed = name, dict(spaces), folder, trials, seed
+        self.name = name
+        self.spaces = dict(spaces)
+        self.folder = folder
+        self.trials = trials
+        self.seed = seed
         self.maximize = maximize
         pruner = optuna.pruners.NopPruner()
         if warmup is not None:
@@ -120,24 +124,24 @@ class Study:
         if self.folder is None:
             yield
             return
-        make_folder(self.folder)  # a process that came to the end may have removed it
+        make_folder(self.folder)  # a process that finished the tuning may have removed it
         with file_lock(self.folder / ".claim", LONG):
             yield
 
     @property
     def all(self) -> list[Any]:
-        """The trials so far, as Optuna keeps them."""
+        """Optuna's list of all trials so far."""
         state = self.optuna.trial.TrialState.WAITING
         return [trial for trial in self.study.get_trials(deepcopy=False) if trial.state != state]
 
     @property
     def finished(self) -> list[Any]:
-        """Return the trials that were completed, pruned, or failed."""
+        """Trials that were completed, pruned, or failed."""
         return [trial for trial in self.all if trial.state.is_finished()]
 
     @contextmanager
     def next(self) -> Iterator[Trial | None]:
-        """Context manager that claims a trial: one whose process died, or a new one; None if there are no more."""
+        """Context manager that claims a trial: one whose process died, or a new one; None if all are taken."""
         with ExitStack() as stack:
             trial = None
             with self._claiming():
@@ -158,45 +162,45 @@ class Study:
             held.enter_context(file_lock(self.folder / f".{number:04d}", 0))
         except ConfigError:
             return False
-        # Whoever had it may have finished it just now.
+        # The previous owner may have just finished it.
         return not any(trial.number == number for trial in self.finished)
 
     @property
     def best(self) -> Any:
-        """The best of those that came to their end; of equals the first.
+        """Best completed trial; the first of equal ones.
 
         Raises:
-            ConfigError: No trial succeeded.
+            ConfigError: If no trial was completed.
         """
         state = self.optuna.trial.TrialState.COMPLETE
         done = [trial for trial in self.all if trial.state == state]
         if not done:
             reasons = [trial.user_attrs.get("reason") for trial in self.all]
-            raise ConfigError(f"No trial of {self.name} came to its end. {next(filter(None, reasons), '')}".strip())
+            raise ConfigError(f"No trial of {self.name} was completed. {next(filter(None, reasons), '')}".strip())
         sign = 1 if self.maximize else -1
         return max(done, key=lambda trial: (sign * trial.value, -trial.number))
 
     def params_of(self, trial: Any) -> dict[str, Any]:
-        """The options of a trial as they were used, fixed ones included."""
+        """Return the options of a trial as used, including fixed ones."""
         used = {**trial.params, **fixed_fields(self.spaces)}
         wrong = next(
             (key for key, space in self.spaces.items() if key in used and not is_in_space(used[key], space)), None
         )
-        if wrong is not None:  # such as an import path, in the database of somebody else
+        if wrong is not None:  # for example an import path in a manipulated database
             raise ConfigError(
-                f"study.db holds {wrong}={short_repr(used[wrong])} for {self.name}, which is not in its space; tune in "
-                "another folder with --out."
+                f"study.db contains {wrong}={short_repr(used[wrong])} for {self.name}, which is outside its search space. "
+                "Tune in another folder with --out."
             )
         return {key: rounded(used[key], space) for key, space in self.spaces.items() if key in used}
 
     def importance(self) -> dict[str, float] | str:
-        """Return the importance of each option as shares of 1, or why it is unknown."""
+        """Return the importance of each option as shares of 1, or the reason why it is unknown."""
         state = self.optuna.trial.TrialState.COMPLETE
         done = [trial for trial in self.all if trial.state == state and math.isfinite(trial.value)]
         if len(done) > 1 and len({trial.value for trial in done}) == 1:
-            return f"none is seen, as all {len(done)} trials have the same value; the options are the first's"
+            return f"unknown, because all {len(done)} trials have the same value; the options are the first trial's"
         if len(done) < ENOUGH:
-            return f"needs {ENOUGH} trials that came to their end, and there are {len(done)}"
+            return f"needs {ENOUGH} completed trials, but there are {len(done)}"
         evaluator = self.optuna.importance.FanovaImportanceEvaluator(seed=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -204,7 +208,7 @@ class Study:
         return {key: float(share) for key, share in importances.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """A line for each trial."""
+        """Return one row per trial."""
         return [
             {
                 "method": self.name,
@@ -222,21 +226,23 @@ class Study:
 
 
 class Trial:
-    """One trial that is being made."""
+    """A trial that is running."""
 
     def __init__(self, study: Study, trial: Any):
-        self.study, self.trial, self.number = study, trial, trial.number
+        self.study = study
+        self.trial = trial
+        self.number = trial.number
         known = trial.study.get_trials(deepcopy=False)[trial.number].intermediate_values
-        self.reported = max(known, default=0)  # by a process that died
+        self.reported = max(known, default=0)  # rounds reported by a process that died
         self.folder = None if study.folder is None else study.folder / f"{trial.number:04d}"
 
     def params(self) -> dict[str, Any]:
-        """The options to try: drawn by the seed, the trial's number and what is known of the others.
+        """Options to try, drawn from the seed, the number of the trial and the results of the other trials.
 
-        So a process that goes on after another one died draws what that one would have drawn.
+        A process that continues the trial of a dead process draws the same options.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # constant_liar is called experimental
+            warnings.simplefilter("ignore")  # Optuna warns that constant_liar is experimental
             seed = derive(self.study.seed, f"tune {self.number}") % 2**32
             sampler = self.study.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self.study.study.sampler = sampler
@@ -251,7 +257,7 @@ class Trial:
         return self.study.params_of(self.trial)
 
     def report(self, round: int, value: float, last: bool) -> None:
-        """Note the value after a round.
+        """Store the value after a round.
 
         Args:
             round: Number of finished rounds.
@@ -259,7 +265,7 @@ class Trial:
             last: Whether it is the last round.
 
         Raises:
-            TrialPruned: The trial is unlikely to be the best.
+            TrialPruned: If the trial is unlikely to be the best.
         """
         if round > self.reported:
             self.trial.report(value, round)
@@ -267,12 +273,12 @@ class Trial:
             raise TrialPruned
 
     def tell(self, value: float | None, rounds: int, reason: str | None = None) -> None:
-        """Report the result of the trial: a value, or None; with a reason if it failed, without one if it was pruned.
+        """Store the result of the trial.
 
         Args:
-            value: Result, or None.
+            value: Result, or None if the trial failed or was pruned.
             rounds: Number of rounds that were trained.
-            reason: Error that ended the trial, or None.
+            reason: Error that ended a failed trial, or None.
         """
         states = self.study.optuna.trial.TrialState
         self.trial.set_user_attr("rounds", rounds)
@@ -287,7 +293,7 @@ class Trial:
 
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
-    """The trials as a table; options as ``lr=0.1 fedprox.mu=0.01``."""
+    """Format the trials as CSV, with options such as ``lr=0.1 fedprox.mu=0.01``."""
     import io
 
     text = io.StringIO()

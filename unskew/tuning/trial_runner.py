@@ -1,4 +1,4 @@
-"""Trials are made: each is a run on the seed that is tuned on, judged by what its clients hold out."""
+"""Execution of trials: each is a run on the tuning seed, judged on the clients' held-out samples."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class TuningPlan:
     """Methods, spaces and settings of a tuning.
 
     Attributes:
-        methods: As they were written.
-        values: Fields that all runs have in common.
-        given: Spaces of the user's.
-        trials: Of each method.
-        pruning: Whether trials may be ended early.
-        folder: Where all is kept, or None.
-        federation: The data, if they were given; ``model``: the model, if it was given.
+        methods: Method expressions.
+        values: Fields common to all runs.
+        given: User-defined search spaces.
+        trials: Number of trials per method.
+        pruning: Whether trials may be pruned.
+        folder: Folder of the tuning, or None.
+        federation: Data given in Python, or None; ``model``: model given in Python, or None.
     """
 
     methods: list[str]
@@ -66,28 +66,28 @@ class TuningPlan:
 
     @cached_property
     def config(self) -> Experiment:
-        """Return the configuration common to all methods."""
+        """Configuration common to all methods."""
         return experiment(self.values)
 
     @cached_property
     def data(self) -> Federation:
-        """Return the data used for tuning."""
+        """Data used for tuning."""
         return self.federation or federation_of(self.config.data_spec, self.config.seed)
 
     @cached_property
     def objective(self) -> MetricInfo:
-        """The metric that decides: the loss of a language model if none is chosen, as its accuracy says little."""
+        """Metric that judges trials; by default the loss for language models, whose accuracy says little."""
         if self.config.objective == AUTO and self.data.objective.name == "language":
             return metric_info("loss")
         return run_metrics(self.config, self.data).objective
 
     def value_of(self, history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], personal: bool) -> float:
-        """Return the objective of a finished run on what clients hold out.
+        """Return the objective of a finished run on held-out samples.
 
         Args:
             history: Rows of the run.
             summary: Summary of the run.
-            personal: Whether to take the clients' own models, not the last (with ``keep=best`` the best) global model.
+            personal: Whether to judge personal models instead of the last (with ``keep=best`` the best) global model.
         """
         name = self.objective.name
         own = f"personal_{client_metric_name(name, self.data.objective.scored)}_{'worst' if name == WORST else 'mean'}"
@@ -97,19 +97,19 @@ class TuningPlan:
         return max(numbers, key=self.objective.rank, default=float("nan"))
 
     def check(self) -> None:
-        """Refuse what no trial could be made of, before the first.
+        """Validate the plan before the first trial.
 
         Raises:
-            ConfigError: A method does not fit, or there is nothing to judge a trial by.
+            ConfigError: If a method does not fit, or trials cannot be judged.
         """
         clients = self.data.clients
         if not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):
             raise ConfigError(
-                "Trials are judged by what clients hold out, and no client holds anything out; give a holdout above 0, "
-                "such as 0.1."
+                "Trials are judged on held-out samples of the clients, but no client has any. Set holdout above 0, such as "
+                "0.1."
             )
         if not self.config.eval_clients:
-            raise ConfigError("Trials are judged at eval_clients clients; with eval_clients=0 there are none.")
+            raise ConfigError("Trials are judged on evaluated clients, but eval_clients is 0. Set it above 0.")
         for name in self.methods:
             first = self.of(name, fixed_fields(self.spaces(name)))
             built = method(first.method)
@@ -118,7 +118,7 @@ class TuningPlan:
                 self.personal.add(name)
 
     def of(self, name: str, params: Mapping[str, Any]) -> Experiment:
-        """The configuration of a method with tuned options.
+        """Return the configuration of a method with tuned options.
 
         Args:
             name: Expression of the method.
@@ -135,7 +135,7 @@ class TuningPlan:
         return spaces_for(name, self.config, self.given)
 
     def studies(self) -> dict[str, Study]:
-        """The trials of each method."""
+        """Return the trials of each method."""
         storage = make_storage(self.folder)
         warmup = max(1, self.config.rounds // 4) if self.pruning else None
         return {
@@ -147,7 +147,7 @@ class TuningPlan:
                 self.trials,
                 self.config.seed,
                 not self.objective.lower_is_better,
-                # The global model says little of a method that serves each client with a model of its own.
+                # For methods with personal models, the global model is not informative.
                 None if name in self.personal else warmup,
                 configured_values(name, self.config, self.spaces(name)),
             )
@@ -156,7 +156,7 @@ class TuningPlan:
 
 
 def make_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow = no_callbacks) -> None:
-    """Make trials until there is none left that nobody else is at.
+    """Run trials until all are finished or claimed by other processes.
 
     Args:
         plan: Plan of the tuning.
@@ -172,7 +172,7 @@ def make_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow =
 
 
 def finish_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow = no_callbacks) -> None:
-    """Make trials, and wait for those that others are at; what they leave unfinished is made here.
+    """Run trials, wait for those of other processes, and continue those that they leave unfinished.
 
     Args:
         plan: Plan of the tuning.
@@ -186,36 +186,38 @@ def finish_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow
 
 
 class TrialReporter(Callback):
-    """Reports after each evaluated round what the global model is worth on what clients hold out.
+    """Reports the objective of the global model on held-out samples after each evaluated round.
 
     Args:
-        trial: Whose.
-        rounds: Of its run.
+        trial: Trial of the run.
+        rounds: Number of rounds of the run.
         scored: Name of the objective.
     """
 
     def __init__(self, trial: Trial, rounds: int, scored: str):
-        self.trial, self.rounds, self.done = trial, rounds, 0
+        self.trial = trial
+        self.rounds = rounds
+        self.done = 0
         self.figure = validation_metric_name(scored)
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Nothing is to be done."""
+        """Do nothing at the start of the run."""
 
     def round(self, row: dict[str, Any]) -> None:
-        """Report it, which may end the run."""
+        """Report the objective, which may prune the trial."""
         self.done, value = row["round"], row.get(self.figure)
         if value is not None:
             self.trial.report(row["round"], value, row["round"] == self.rounds)
 
     def warn(self, text: str) -> None:
-        """The comparison at the end warns of the same."""
+        """Ignore warnings, because the final comparison repeats them."""
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Nothing is to be done."""
+        """Do nothing at the end of the run."""
 
 
 def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Callback]) -> None:
-    """Draw the options of a trial, train with them, and note what came of it.
+    """Draw the options of a trial, train with them, and store the result.
 
     Args:
         plan: Plan of the tuning.
@@ -228,9 +230,9 @@ def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Ca
     judge = TrialReporter(trial, rounds, plan.objective.name)
     try:
         config = plan.of(name, params).model_copy(update={"target": None, "trackers": (), "save_samples": False})
-        if config.early_stopping is None:  # never stops so, but looks at what clients hold out
+        if config.early_stopping is None:  # evaluate on held-out samples without ever stopping
             config = config.model_copy(update={"early_stopping": rounds})
-        if folder is not None and finished_rounds(folder) == rounds:  # but that was not noted any more
+        if folder is not None and finished_rounds(folder) == rounds:  # finished, but the result was not stored
             history, summary = read_history(folder), json.loads((folder / "summary.json").read_bytes())
         else:
             result = run_experiment(

@@ -1,4 +1,4 @@
-"""``unskew.tune``: the options of several methods are looked for alike, then compared on seeds that are fresh."""
+"""Implementation of ``unskew.tune``: tune several methods equally, then compare them on fresh seeds."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from unskew.tuning.trial_runner import Follow, TuningPlan, finish_trials, make_t
 
 MOST_TRIALS = 10_000
 MACHINE = ("engine", "workers", "clients_per_group", "ray", "stall_warning_seconds", "device", "checkpoint_every")
-"""Fields that may be others when tuning goes on: the numbers are the same."""
+"""Fields that may change when tuning is resumed, because they do not change the numbers."""
 PATIENCE = 30 * 86_400.0
-"""Seconds to wait while another process makes the comparison."""
+"""Seconds to wait while another process runs the comparison."""
 
 
 def tune(
@@ -60,36 +60,39 @@ def tune(
     callback_factory: Follow = no_callbacks,
     **options: Any,
 ) -> TuningResult:
-    """Tune several methods alike, and compare them with what was found on fresh seeds.
+    """Tune several methods equally, then compare the tuned methods on fresh seeds.
 
-    Every method gets as many trials, of as many rounds, on the same data and with the same seed of the sampler. Trials are
-    judged by what clients hold out of their training data, never by the test set.
+    Every method gets the same number of trials and rounds, the same data and the same sampler seed. Trials are judged
+    on held-out samples of the clients, never on the test set.
 
     Args:
-        federation: The data; without it they are loaded and partitioned as ``options`` say.
-        methods: Method expressions. Options that are written are not tuned.
-        trials: Of each method; the first is the configuration as it stands.
-        seeds: Fresh seeds to compare on: a number takes those that follow the seed of the trials.
-        search_space: Spaces of options, as ``{"lr": "0.001:0.3:log", "fedprox.mu": [0.01, 0.1], "batch_size": 32}``.
-        model: See ``unskew.run``.
+        federation: Data of all clients; if None, they are loaded and partitioned as configured in ``options``.
+        methods: Method expressions. Options set in an expression are not tuned.
+        trials: Number of trials per method; the first is the unchanged configuration.
+        seeds: Fresh seeds for the comparison; an integer n means the n seeds after the seed of the trials.
+        search_space: Spaces of options, such as
+            ``{"lr": "0.001:0.3:log", "fedprox.mu": [0.01, 0.1], "batch_size": 32}``.
+        model: Model, see ``unskew.run``.
         out: Folder of the trials' database, the tuned configurations and the comparison.
-        resume: Go on in an existing ``out``.
-        parallel: Processes that run trials. On a Ray cluster ``"8@HOST:PORT"``, with ``out`` where all nodes see it.
-        pruning: Whether trials that are worse than most after as many rounds are ended early.
-        callback_factory: Gives the callbacks of a run from its title.
-        options: Fields of ``unskew.Experiment``; ``seed`` is that of the trials.
+        resume: Continue in an existing ``out``.
+        parallel: Number of processes that run trials. On a Ray cluster ``"8@HOST:PORT"``, with an ``out`` that all
+            nodes can access.
+        pruning: Whether to end trials early if they are worse than most others after the same number of rounds.
+        callback_factory: Returns the callbacks of a run for its title.
+        options: Fields of ``unskew.Experiment``; ``seed`` is the seed of the trials.
 
     Returns:
-        The best options of each method, all trials, and the comparison of the tuned methods on fresh seeds.
+        Best options of each method, all trials, and the comparison of the tuned methods on fresh seeds.
 
     Raises:
-        ConfigError: An option is wrong, a method does not fit, ``out`` is already there, or Optuna is not installed.
+        ConfigError: If an option is not valid, a method does not fit, ``out`` already exists, or Optuna is not
+            installed.
     """
     optuna_library()
     names = _names(methods)
     _check_counts(trials, parallel)
     if "method" in options:
-        raise ConfigError("Tuning takes methods=[...]; leave out method.")
+        raise ConfigError("Tuning takes methods=[...] instead of method.")
     values = config_from_arguments(options, federation, model)
     config, folder = experiment(values), None if out is None else parse_path(out).absolute()
     fresh = fresh_seeds(seeds, config.seed)
@@ -100,8 +103,8 @@ def tune(
         num_parallel_runs(parallel, [config], 0)
     if parallel != 1 and (folder is None or federation is not None or plan.model is not None):
         raise ConfigError(
-            "Several processes share a folder and load the data and the model by their names: give out, and neither a "
-            "federation nor a model that was made in Python, or leave out parallel."
+            "With parallel, several processes share a folder and load data and model by name. Set out, and pass neither a "
+            "federation nor a model object, or remove parallel."
         )
     with database(), _in(folder, resume):
         plan.check()
@@ -126,11 +129,11 @@ def tune(
 
 
 def _names(methods: Any) -> list[str]:
-    names = [methods] if isinstance(methods, str) else list_items(methods, ConfigError("methods is a list of methods."))
+    names = [methods] if isinstance(methods, str) else list_items(methods, ConfigError("methods must be a list."))
     wrong = next((name for name in names if not isinstance(name, str)), None)
     if wrong is not None:
         raise ConfigError(
-            f"Methods to tune are named by text such as 'fedprox', which options are added to, not {short_repr(wrong)}."
+            f"Methods to tune must be strings such as 'fedprox', to which options are added, not {short_repr(wrong)}."
         )
     if not names:
         raise ConfigError("Name at least one method.")
@@ -150,14 +153,14 @@ def _check_counts(trials: Any, parallel: Any) -> None:
 
 
 def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
-    """The seeds of the comparison; a number takes those that follow ``seed``, which is tuned on.
+    """Return the seeds of the comparison; a number means that many seeds after ``seed``, which is used for tuning.
 
     Args:
         seeds: Seeds of the comparison, or their number.
         seed: Seed that trials use.
 
     Raises:
-        ConfigError: The value is not a list of seeds, or contains ``seed``.
+        ConfigError: If the value is not a list of seeds, or contains ``seed``.
 
     >>> fresh_seeds(2, 0), fresh_seeds("5..6", 0)
     ([1, 2], [5, 6])
@@ -168,22 +171,22 @@ def fresh_seeds(seeds: int | str | Sequence[int], seed: int) -> list[int]:
         return [seed + 1 + chosen for chosen in which]
     if seed in which:
         raise ConfigError(
-            f"The seed {seed} is tuned on, so it is not fresh; use others with --seeds, or tune on another with --seed."
+            f"The seed {seed} is used for tuning, so it is not fresh. Use others with --seeds, or tune with another --seed."
         )
     return which
 
 
 @contextmanager
 def _in(folder: Path | None, resume: bool) -> Iterator[None]:
-    """Context manager that creates the output folder; a new one without any trial is removed again."""
+    """Context manager that creates the output folder; a new folder without trials is removed again."""
     if folder is None:
         if resume:
-            raise ConfigError("Tuning goes on in a folder; name it with out.")
+            raise ConfigError("Resuming a tuning needs its folder. Set out.")
         yield
         return
     fresh = not is_occupied(folder)
     if not fresh and not resume:
-        raise ConfigError(f"The folder {folder} is already there; choose another with --out, or go on with --resume.")
+        raise ConfigError(f"The folder {folder} already exists. Choose another with --out, or continue with --resume.")
     added = make_folder(folder)
     check_plain(folder)
     try:
@@ -195,10 +198,10 @@ def _in(folder: Path | None, resume: bool) -> Iterator[None]:
 
 
 def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
-    """Write down what is tuned, or see that it is what was tuned here before.
+    """Store the settings of the tuning, or validate that they match the stored ones.
 
     Raises:
-        ConfigError: The folder belongs to another tuning.
+        ConfigError: If the folder belongs to another tuning.
     """
     config = {k: v for k, v in without_data_locations(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
     options = {
@@ -219,12 +222,12 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
             before = read_json(path)
             differing = [key for key in {**options, **before} if before.get(key) != options.get(key)]
         except (ValueError, AttributeError) as error:
-            raise ConfigError(f"{path} is corrupted; tune in another folder with --out.") from error
+            raise ConfigError(f"{path} is corrupted. Tune in another folder with --out.") from error
     if differing:
         key = differing[0]
         raise ConfigError(
-            f"{folder} holds a tuning with {key}={before.get(key)}, not {options.get(key)}; use the same settings, or choose "
-            "another folder with --out."
+            f"{folder} contains a tuning with {key}={before.get(key)}, not {options.get(key)}. Use the same settings, or "
+            "choose another folder with --out."
         )
 
 
@@ -232,10 +235,10 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
 def _helpers(plan: TuningPlan, count: int) -> Iterator[None]:
     """Context manager with ``count`` additional processes that run trials.
 
-    Trials of a process that dies are continued here.
+    This process continues the trials of processes that die.
     """
     context = multiprocessing.get_context("spawn")
-    # A copy of the fields alone: each loads the data itself.
+    # Pass only the fields: each process loads the data itself.
     helpers = [context.Process(target=_help, args=(replace(plan),)) for _ in range(count)]
     with raise_if_unpicklable():
         for helper in helpers:
@@ -245,7 +248,7 @@ def _helpers(plan: TuningPlan, count: int) -> Iterator[None]:
     finally:
         for helper in helpers:
             if helper.is_alive():
-                helper.terminate()  # the round is finished and saved
+                helper.terminate()  # finishes the round and saves it
             helper.join()
 
 
@@ -271,7 +274,7 @@ def _compared(
     follow: Follow,
     parallel: int | str,
 ) -> Comparison:
-    """The tuned methods side by side on fresh seeds."""
+    """Compare the tuned methods on fresh seeds."""
     out = None if plan.folder is None else plan.folder / "compare"
     common = {key: value for key, value in plan.values.items() if key not in ("seed", "model")}
     given_fields = {} if federation is None else {"data", "partition", "clients"}

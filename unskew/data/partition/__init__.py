@@ -1,1 +1,1 @@
-"""Partitions of samples into clients."""
+"""Partitions of samples among clients."""

@@ -9,11 +9,11 @@ from unskew.errors import ConfigError, unknown_name
 from unskew.expressions import parse_expression
 
 PARTITIONS: dict[str, str] = {
-    "iid": "iid: shuffle and cut",
+    "iid": "iid: shuffle and split equally",
     "dirichlet": "dirichlet:ALPHA[,min=10|half][,balanced=true][,blocks=B][,draws=N][,by=COLUMN]: label skew",
     "classes": "classes:S[,by=COLUMN]: exactly S classes per client",
-    "sorted": "sorted[:COLUMN]: sort by label, or by a column, and cut into equal runs",
-    "quantity": "quantity:ALPHA[,min=1]: sizes follow a Dirichlet draw, labels are iid",
+    "sorted": "sorted[:COLUMN]: sort by label, or by a column, and split into equal chunks",
+    "quantity": "quantity:ALPHA[,min=1]: client sizes are drawn from a Dirichlet distribution, labels are iid",
     "natural": "natural:COLUMN[,min=1]: one client per value of a column, such as a user or a writer",
 }
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -23,12 +23,12 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "quantity": ("min",),
     "natural": ("min",),
 }
-LARGEST = 10**12  # more samples than anybody has
+LARGEST = 10**12  # more samples than any data set has
 EXAMPLES = {"dirichlet": "dirichlet:0.1", "classes": "classes:2", "quantity": "quantity:0.5", "natural": "natural:user"}
 
 
 def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
-    """Split ``name:value,option=value`` into its parts; the value is empty when there is none.
+    """Parse ``name:value,option=value`` into name, value (may be empty) and options.
 
     >>> parse_partition("dirichlet:0.1,min=half")
     ('dirichlet', '0.1', {'min': 'half'})
@@ -39,28 +39,28 @@ def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
     if name not in PARTITIONS:
         plugins.find_plugin(plugins.PARTITIONS, "partition", name, PARTITIONS)
     if name in EXAMPLES and not value:
-        raise ConfigError(f"The partition {name} needs a value, for example {EXAMPLES[name]}.")
+        raise ConfigError(f"The partition {name} requires a value, for example {EXAMPLES[name]}.")
     if name == "iid" and value:
-        raise ConfigError(f"The partition iid takes no value; {spec!r} gives it {value!r}.")
+        raise ConfigError(f"The partition iid does not take a value. Remove {value!r} from {spec!r}.")
     allowed = OPTIONS.get(name, ())
     wrong = [*expression.values[1:], *(f"{key}=" for key, text in options.items() if not text)]
     if wrong:
         raise ConfigError(f"In the partition {spec!r}, {wrong[0]!r} is not of the form option=value.")
     for key in options if name in PARTITIONS else ():
         if not allowed:
-            raise ConfigError(f"The partition {name} takes no options; {spec!r} gives it {key!r}.")
+            raise ConfigError(f"The partition {name} does not take options. Remove {key!r} from {spec!r}.")
         if key not in allowed:
             raise ConfigError(unknown_name("option", key, allowed, f"The partition {name}"))
     return name, value, options
 
 
 def partition_column(spec: object) -> str | None:
-    """The column whose values decide a partition, however it is given; None if none does.
+    """Return the column whose values decide a partition; None if no column does.
 
     >>> partition_column("natural:user"), partition_column("dirichlet:0.1,by=genre"), partition_column("sorted")
     ('user', 'genre', None)
     """
-    if not isinstance(spec, str):  # a partitioner of flwr_datasets may have one
+    if not isinstance(spec, str):  # a partitioner of flwr_datasets may have a column
         by = getattr(spec, "_partition_by", None)
         return by if isinstance(by, str) else None
     name, value, options = parse_partition(spec)
@@ -68,10 +68,10 @@ def partition_column(spec: object) -> str | None:
 
 
 def parse_positive(text: str, what: str) -> float:
-    """A positive finite number.
+    """Parse a positive finite number.
 
     Args:
-        text: Text to read.
+        text: Text to parse.
         what: Name of the number, for errors.
     """
     try:
@@ -84,10 +84,10 @@ def parse_positive(text: str, what: str) -> float:
 
 
 def parse_count(text: str, what: str) -> int:
-    """An integer of at least one that is not absurdly large.
+    """Parse an integer from 1 to ``LARGEST``.
 
     Args:
-        text: Text to read.
+        text: Text to parse.
         what: Name of the number, for errors.
     """
     try:
@@ -102,10 +102,10 @@ def parse_count(text: str, what: str) -> int:
 
 
 def parse_bool(text: str, what: str) -> bool:
-    """``true`` or ``false``.
+    """Parse ``true`` or ``false``, ignoring case.
 
     Args:
-        text: Text to read.
+        text: Text to parse.
         what: Name of the option, for errors.
     """
     if text.lower() not in ("true", "false"):

@@ -1,7 +1,7 @@
-"""Partitioning: ``make_partition("dirichlet:0.1", labels, clients=10, seed=0, classes=10)``.
+"""Data partitioning: ``make_partition("dirichlet:0.1", labels, clients=10, seed=0, classes=10)``.
 
-A partition is written ``name[:value][,option=value...]``; see ``make_partition``. Every draw comes from the seed given,
-never from global state.
+``make_partition`` describes partition expressions, ``name[:value][,option=value...]``. Random numbers depend only on
+the seed, never on global state.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Partition:
 
     Attributes:
         order: Sample ids ``[n]``, grouped by client.
-        offsets: Client ``k`` holds ``order[offsets[k]:offsets[k + 1]]``; ``[K + 1]``.
-        name: How the partition was specified.
-        names: The clients' names, where each holds all samples of some values of a column; else empty.
+        offsets: Offsets ``[K + 1]``; client ``k`` has the samples ``order[offsets[k]:offsets[k + 1]]``.
+        name: Partition expression, or name of the function or partitioner.
+        names: Client names, if each client has all samples of some values of a column; otherwise empty.
     """
 
     order: np.ndarray
@@ -40,10 +40,10 @@ class Partition:
 
     @staticmethod
     def from_owner(owner: np.ndarray, clients: int, name: str) -> Partition:
-        """Build a partition from the client of each sample; -1 marks a sample that nobody holds.
+        """Build a partition from the client of each sample.
 
         Args:
-            owner: Client of each sample, ``[n]``; -1: none.
+            owner: Client of each sample, ``[n]``; -1 for samples without a client.
             clients: Number of clients.
             name: Partition expression.
 
@@ -63,19 +63,19 @@ class Partition:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Samples per client, ``[K]``."""
+        """Number of samples per client, ``[K]``."""
         return np.diff(self.offsets)
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that depend on who holds which sample, not on the order inside a client."""
+        """Hash of 16 hex digits of the assignment of samples to clients; independent of the order within a client."""
         client = np.repeat(np.arange(self.clients), self.sizes)
         return compute_fingerprint(self.order[np.lexsort((self.order, client))].astype(np.int64), self.offsets)
 
     def indices(self, k: int) -> np.ndarray:
-        """Sample ids of client ``k``."""
+        """Return the sample ids of client ``k``."""
         if not 0 <= k < self.clients:
-            raise IndexError(f"There is no client {k}; this partition has {self.clients}.")
+            raise IndexError(f"There is no client {k}; this partition has {self.clients} clients.")
         return self.order[self.offsets[k] : self.offsets[k + 1]]
 
 
@@ -89,58 +89,60 @@ def make_partition(
     columns: Mapping[str, np.ndarray] | None = None,
     samples: int | None = None,
 ) -> Partition:
-    """Decide which client holds which sample.
+    """Assign samples to clients.
 
     Args:
-        spec: One of the forms below, a partitioner of ``flwr_datasets``, or a function
+        spec: Partition expression in one of the forms below, a partitioner of ``flwr_datasets``, or a function
             ``(labels, clients, rng) -> [ids of client 0, ids of client 1, ...]``.
-        labels: Class of each sample, ``[n]``; or ``[n, L]`` of 0 and 1 where a sample may have several labels. Then only
-            partitions that do not divide by label are possible; so it is without labels (None).
-        clients: Number of clients; None only for ``natural`` and for a Flower partitioner, which know it.
-        seed: Decides every draw; equal seeds give equal partitions. (A Flower partitioner keeps its own seed.)
+        labels: Class of each sample, ``[n]``; multi-label, ``[n, L]`` of 0 and 1; or None without labels. Partitions by
+            label require one class per sample.
+        clients: Number of clients. None is supported only for ``natural`` and for Flower partitioners, which determine
+            it.
+        seed: Random seed; equal seeds give equal partitions. (A Flower partitioner uses its own seed.)
         classes: Number of classes.
-        columns: Further columns, for ``sorted:COLUMN`` and ``natural:COLUMN``.
-        samples: How many there are, where labels is None.
+        columns: Other columns, for partitions by a column.
+        samples: Number of samples, if ``labels`` is None.
 
     The forms:
-        ``iid`` shuffles and cuts. ``sorted[:COLUMN]`` sorts by label or column and cuts.
+        ``iid`` shuffles and splits equally. ``sorted[:COLUMN]`` sorts by label or column and splits equally.
 
-        ``dirichlet:ALPHA[,min=10][,balanced=true][,blocks=B]`` cuts each class by a Dirichlet draw over the clients,
-        and draws again until each has ``min`` samples (``min=half``: half of the even share). ``balanced`` gives
-        nothing more to a client that holds its even share already; ``balanced=false,min=1`` is the plain draw.
-        ``blocks=B`` deals each class evenly over blocks of ``B`` clients and cuts every block by its own draws, which
-        is how a thousand clients can each get ``min`` samples.
+        ``dirichlet:ALPHA[,min=10][,balanced=true][,blocks=B]`` splits each class by shares drawn from a Dirichlet
+        distribution over the clients, and draws again until each client has at least ``min`` samples (``min=half``:
+        half of ``n / clients``). With ``balanced``, clients that have ``n / clients`` samples receive no more;
+        ``balanced=false,min=1`` is the plain draw. ``blocks=B`` distributes each class evenly over blocks of ``B``
+        clients and splits each block separately; with this, every one of a thousand clients can get ``min`` samples.
 
-        With ``by=COLUMN`` both ``dirichlet`` and ``classes`` divide by the values of a column in place of the labels.
+        With ``by=COLUMN``, ``dirichlet`` and ``classes`` use the values of a column instead of the labels.
 
-        ``classes:S`` gives client ``i`` the classes ``S*(i mod G) .. +S-1``, with ``G = classes/S``.
+        ``classes:S`` assigns to client ``i`` the classes ``S*(i mod G) .. +S-1``, with ``G = classes/S``.
 
-        ``quantity:ALPHA[,min=1]`` gives everyone ``min`` samples and cuts the rest by one Dirichlet draw.
+        ``quantity:ALPHA[,min=1]`` assigns ``min`` samples to each client and splits the rest by one Dirichlet draw.
 
-        Another package's partition is a function ``(labels, clients, rng)`` as above, which gets the value after its colon
-        as ``value`` and its options by their names, all as text.
+        ``natural:COLUMN[,min=1]`` makes one client per value (in sorted order) with at least ``min`` samples. If
+        ``clients`` is smaller than the number of values, that many values are sampled, and the samples of other values
+        are not used.
 
-        ``natural:COLUMN[,min=1]`` makes a client of each value (in sorted order) that has ``min`` samples. If
-        ``clients`` is smaller than the number of values, that many are drawn by the seed: then the samples of the
-        other values belong to nobody. A Flower partitioner may leave samples out too; everything else uses every
-        sample exactly once.
+        A partition of another package is a function as above that also receives the value after the colon as ``value``
+        and the options by name, all as strings.
+
+    All partitions use every sample exactly once, except ``natural``, ``iid,each=N`` and Flower partitioners.
 
     Raises:
-        ConfigError: The spec is wrong.
-        DataError: The samples cannot be divided as asked.
+        ConfigError: If the partition expression is not valid or does not fit the labels.
+        DataError: If the samples cannot be partitioned in this way.
 
     >>> labels = np.array([0, 1, 0, 1, 0, 1])
     >>> make_partition("classes:1", labels, clients=2, seed=0, classes=2).indices(1).tolist()
     [1, 3, 5]
     """
-    # Nothing to divide by: a matrix without columns.
+    # Without labels, use a matrix with zero columns.
     labels = np.zeros((samples or 0, 0), np.int64) if labels is None else validate_labels(labels, classes)
     if seed < 0:
         raise ConfigError(f"The seed must not be negative; it is {seed}.")
     if clients is not None and clients < 1:
-        raise ConfigError(f"A federation needs at least one client; clients is {clients}.")
+        raise ConfigError(f"A federation needs at least one client, but clients is {clients}.")
     if clients is not None and len(labels) < clients:
-        raise DataError(f"{clients} clients cannot share {len(labels)} samples; use fewer clients.")
+        raise DataError(f"{clients} clients cannot share {len(labels)} samples. Use fewer clients.")
     rng = np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(b"unskew/partition")]))
     columns = columns or {}
     if isinstance(spec, str):
@@ -152,27 +154,33 @@ def make_partition(
     if callable(spec):
         return Partition.from_owner(*custom.call_partition_function(spec, labels, clients, rng))
     raise ConfigError(
-        f"A partition is text such as 'dirichlet:0.1', or a function, not an object of type {type(spec).__name__}."
+        "A partition must be a string such as 'dirichlet:0.1' or a function, not an object of type "
+        f"{type(spec).__name__}."
     )
 
 
 def validate_labels(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Labels as int64, refused unless they are one class index per sample, or one column of 0 and 1 per class.
+    """Return class indices as int64, or multi-label targets unchanged, after validation.
 
     Args:
-        labels: Labels, ``[n]`` or ``[n, L]``.
+        labels: Labels, ``[n]``, or ``[n, L]`` with one column of 0 and 1 per class.
         classes: Number of classes.
+
+    Raises:
+        DataError: If the labels are neither, or a class index is out of range.
     """
     labels = np.asarray(labels)
     if labels.ndim == 2 and len(labels) and labels.shape[1] == classes:
         return labels
     if labels.ndim != 1 or not len(labels) or labels.dtype.kind not in "iu":
         raise DataError(
-            f"A partition needs one whole-number label per sample; these have shape {labels.shape} and type {labels.dtype}."
+            f"A partition requires one integer label per sample, but the labels have shape {labels.shape} and type "
+            f"{labels.dtype}."
         )
     if labels.min() < 0 or labels.max() >= classes:
         raise DataError(
-            f"The labels run from {labels.min()} to {labels.max()}; with {classes} classes they must be below it."
+            f"The labels range from {labels.min()} to {labels.max()}. With {classes} classes they must be 0 to "
+            f"{classes - 1}."
         )
     return labels.astype(np.int64)
 
@@ -185,15 +193,15 @@ def owners_from_text(
     classes: int,
     columns: Mapping[str, np.ndarray],
 ) -> np.ndarray:
-    """The owner of each sample, for a partition written as text.
+    """Return the client of each sample for a partition expression.
 
     Args:
         spec: Partition expression.
         labels: Labels, ``[n]`` or ``[n, L]``.
-        clients: Number of clients; None: decided by the data.
+        clients: Number of clients; None, if supported, means that the data determine it.
         rng: Random number generator.
         classes: Number of classes.
-        columns: Further columns of the data by name.
+        columns: Other columns of the data by name.
     """
     name, value, options = parse_partition(spec)
     if name not in PARTITIONS:
@@ -203,16 +211,16 @@ def owners_from_text(
         return schemes.natural(get_column(columns, value, spec), clients, rng, smallest=smallest, column=value)
     if clients is None:
         raise ConfigError(
-            f"The partition {spec!r} needs the number of clients; only natural:COLUMN finds it by itself."
+            f"The partition {spec!r} requires the number of clients; only natural:COLUMN determines it automatically."
         )
     if "by" in options:
         values, codes = np.unique(get_column(columns, options["by"], spec), return_inverse=True)
         labels, classes = codes.reshape(-1), len(values)
     if labels.ndim > 1 and (name in ("dirichlet", "classes") or (name == "sorted" and not value)):
-        what = "may have several" if labels.shape[1] else "has none"
+        what = "may have several labels" if labels.shape[1] else "has no label"
         raise ConfigError(
-            f"The partition {spec!r} divides samples by their one label, but here a sample {what}; use iid, "
-            "quantity:ALPHA, natural:COLUMN or sorted:COLUMN, or divide by a column: dirichlet:0.1,by=COLUMN."
+            f"The partition {spec!r} requires one label per sample, but here a sample {what}. Use iid, quantity:ALPHA, "
+            "natural:COLUMN or sorted:COLUMN, or partition by a column: dirichlet:0.1,by=COLUMN."
         )
     if name == "iid":
         each = parse_count(options["each"], f"each in {spec!r}") if "each" in options else None
@@ -244,12 +252,12 @@ def owners_from_text(
 
 
 def call_plugin(spec: str, labels: np.ndarray, clients: int | None, rng: Generator) -> np.ndarray:
-    """The owner of each sample, as a function of another package has it.
+    """Return the client of each sample from a partition function of another package.
 
     Args:
         spec: Partition expression.
         labels: Labels, ``[n]`` or ``[n, L]``.
-        clients: Number of clients; None: decided by the function.
+        clients: Number of clients.
         rng: Random number generator.
     """
     name, value, options = parse_partition(spec)
@@ -263,15 +271,16 @@ def call_plugin(spec: str, labels: np.ndarray, clients: int | None, rng: Generat
 def client_names_from_column(
     spec: str, owner: np.ndarray, clients: int, columns: Mapping[str, np.ndarray]
 ) -> tuple[str, ...]:
-    """The clients' names: the values of the partition's column that each of them holds, if no value has two clients.
+    """Name each client after its values of the column that decides the partition.
 
-    More than four values are written as the first and the last.
+    More than four values are written as the first and the last. The result is empty if there is no such column, or
+    several clients share a value or a name.
 
     Args:
         spec: Partition expression.
-        owner: Client of each sample, ``[n]``; -1: none.
+        owner: Client of each sample, ``[n]``; -1 for samples without a client.
         clients: Number of clients.
-        columns: Further columns of the data by name.
+        columns: Other columns of the data by name.
 
     >>> columns = {"ward": np.array(["b", "a", "c", "a"])}
     >>> owner = np.array([0, 0, 1, 0])
@@ -284,7 +293,7 @@ def client_names_from_column(
         return ()
     assigned = owner >= 0
     values, owner = np.asarray(columns[by])[assigned], owner[assigned]
-    if name == "natural":  # all samples of a client have its value
+    if name == "natural":  # all samples of a client have the same value
         return tuple(str(v) for v in values[np.unique(owner, return_index=True)[1]].tolist())
     kinds, codes = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
     pairs = np.unique(codes.reshape(-1).astype(np.int64) * clients + owner)
@@ -298,21 +307,24 @@ def client_names_from_column(
 
 
 def get_column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarray:
-    """A column by name, refused when it is unknown or has missing values.
+    """Return a column without missing values by name.
 
     Args:
         columns: Columns of the data by name.
         name: Name of the column.
         spec: Partition expression, for errors.
+
+    Raises:
+        DataError: If the column does not exist or has missing values.
     """
     if not columns:
         raise DataError(
-            f"The partition {spec!r} needs the column {name!r}, but this data has no columns besides its labels."
+            f"The partition {spec!r} requires the column {name!r}, but this data has no columns besides its labels."
         )
     if name not in columns:
         raise DataError(unknown_name("column", name, columns))
     values = np.asarray(columns[name])
     missing = np.array([v is None or v != v for v in values]) if values.dtype.kind == "O" else values != values
     if missing.any():
-        raise DataError(f"Column {name!r} has {int(missing.sum())} missing values; fill them or remove those rows.")
+        raise DataError(f"Column {name!r} has {int(missing.sum())} missing values. Fill them or remove those rows.")
     return values.astype(str) if values.dtype.kind == "O" else values

@@ -1,7 +1,6 @@
-"""The rules behind ``unskew.data.partition.partitioner``: each returns the client that owns each sample, ``owner [n]``.
+"""Partition schemes: functions of arrays and a random generator that return the client of each sample, ``owner [n]``.
 
-A rule is a function of arrays and an explicit generator; nothing here parses text or keeps state. ``-1`` in
-``owner`` means that no client holds the sample (only ``natural`` leaves samples out).
+``-1`` in ``owner`` means that the sample is not used (only ``natural`` and ``iid`` with ``each`` omit samples).
 """
 
 from __future__ import annotations
@@ -11,35 +10,38 @@ from numpy.random import Generator
 
 from unskew.errors import ConfigError, DataError
 
-DRAWS = 1000  # Dirichlet draws before giving up ...
-LEAST = 20  # ... or fewer, but not fewer than these, when that many draws ...
-WORK = 5 * 10**7  # ... would take more gamma variates than these (a few seconds)
-CELLS = 2 * 10**6  # gamma variates held in memory at once
+DRAWS = 1000  # maximum number of Dirichlet draws
+LEAST = 20  # minimum number of Dirichlet draws before WORK limits them
+WORK = 5 * 10**7  # maximum number of gamma variates in total (a few seconds)
+CELLS = 2 * 10**6  # maximum number of gamma variates in memory at once
 
 
 def iid(labels: np.ndarray, clients: int, rng: Generator, each: int | None = None) -> np.ndarray:
-    """Shuffle and cut: sizes differ by at most one; or ``each`` samples per client, the others belong to nobody.
+    """Shuffle and split equally, so that sizes differ by at most one.
 
     Args:
         labels: Labels, ``[n]``.
         clients: Number of clients.
         rng: Random number generator.
-        each: Samples per client; None: all samples are used.
+        each: Number of samples per client, the rest is not used; None uses all samples.
 
     Raises:
-        DataError: There are fewer than ``each`` samples per client.
+        DataError: If there are fewer than ``each`` samples per client.
     """
     if each is None:
         return rng.permutation(np.arange(len(labels)) % clients)
     if each * clients > len(labels):
-        raise DataError(f"{clients} clients with {each} samples each need {each * clients}; there are {len(labels)}.")
+        raise DataError(
+            f"{clients} clients with {each} samples each need {each * clients} samples, but there are only "
+            f"{len(labels)}."
+        )
     owner = np.full(len(labels), -1, np.int64)
     owner[: each * clients] = np.arange(each * clients) % clients
     return rng.permutation(owner)
 
 
 def equal_runs(keys: np.ndarray, clients: int) -> np.ndarray:
-    """Sort by ``keys`` (stable) and cut into equal runs: sizes differ by at most one.
+    """Sort by ``keys`` (stable) and split into contiguous chunks whose sizes differ by at most one.
 
     Args:
         keys: Value by which samples are sorted, ``[n]``.
@@ -53,9 +55,10 @@ def equal_runs(keys: np.ndarray, clients: int) -> np.ndarray:
 
 
 def classes_per_client(labels: np.ndarray, clients: int, rng: Generator, *, each: int, classes: int) -> np.ndarray:
-    """Client ``i`` holds the classes ``S*(i mod G) .. S*(i mod G) + S-1`` with ``S = each`` and ``G = C/S`` groups.
+    """Assign ``S`` classes to each client.
 
-    The clients of a group share each of its classes equally (within one sample).
+    Client ``i`` gets the classes ``S*(i mod G) .. S*(i mod G) + S-1`` with ``G = C/S`` groups. The clients of a group
+    share each of its classes equally, up to one sample.
 
     Args:
         labels: Labels, ``[n]``.
@@ -67,13 +70,13 @@ def classes_per_client(labels: np.ndarray, clients: int, rng: Generator, *, each
     if not 1 <= each <= classes or classes % each:
         fitting = ", ".join(str(s) for s in range(1, classes + 1) if classes % s == 0)
         raise ConfigError(
-            f"classes:{each} does not divide the {classes} classes into equal groups; use one of {fitting}."
+            f"classes:{each} does not divide the {classes} classes into equal groups. Use one of {fitting}."
         )
     groups = classes // each
     if clients < groups:
         raise ConfigError(
-            f"classes:{each} makes {groups} groups of classes, but there are only {clients} clients, so some classes "
-            f"would belong to nobody; use at least {groups} clients or a larger number of classes per client."
+            f"classes:{each} makes {groups} groups of classes, but with only {clients} clients some classes would "
+            f"not be used. Use at least {groups} clients or a larger number of classes per client."
         )
     members = (clients - np.arange(groups) + groups - 1) // groups
     counts = np.bincount(labels, minlength=classes)
@@ -81,10 +84,10 @@ def classes_per_client(labels: np.ndarray, clients: int, rng: Generator, *, each
     if len(short):
         c = int(short[0])
         raise DataError(
-            f"classes:{each} shares class {c} among {members[c // each]} clients, but it has only {counts[c]} samples; "
-            "use fewer clients."
+            f"classes:{each} shares class {c} among {members[c // each]} clients, but it has only {counts[c]} samples. "
+            "Use fewer clients."
         )
-    # Within a group, samples ordered by class are dealt out like cards, so each class is split within one sample.
+    # Within a group, assign samples sorted by class round-robin, so that the shares of a class differ by at most one.
     order = shuffled_by_class(labels, rng)
     group = labels[order] // each
     starts = np.concatenate([[0], np.cumsum(np.bincount(group, minlength=groups))[:-1]])
@@ -95,14 +98,14 @@ def classes_per_client(labels: np.ndarray, clients: int, rng: Generator, *, each
 
 
 def quantity(labels: np.ndarray, clients: int, rng: Generator, *, alpha: float, smallest: int) -> np.ndarray:
-    """Sizes skewed, labels not: every client gets ``smallest`` samples, the rest is cut by one Dirichlet draw.
+    """Skew client sizes but not labels: each client gets ``smallest`` samples, and one Dirichlet draw splits the rest.
 
     Args:
         labels: Labels, ``[n]``.
         clients: Number of clients.
         rng: Random number generator.
         alpha: Concentration of the Dirichlet distribution.
-        smallest: Smallest number of samples of a client.
+        smallest: Minimum number of samples per client.
     """
     n = len(labels)
     check_enough_samples(n, clients, smallest)
@@ -111,25 +114,25 @@ def quantity(labels: np.ndarray, clients: int, rng: Generator, *, alpha: float, 
 
 
 def natural(values: np.ndarray, clients: int | None, rng: Generator, *, smallest: int, column: str) -> np.ndarray:
-    """One client per value, in sorted order; values with fewer than ``smallest`` samples are dropped.
+    """Make one client per value, in sorted order; values with fewer than ``smallest`` samples are dropped.
 
-    When fewer clients are asked for than there are values, that many are drawn at random, and the samples of the
-    others belong to nobody (-1).
+    If there are fewer clients than values, values are sampled at random, and the samples of the others are not used
+    (-1).
 
     Args:
         values: Value of each sample, ``[n]``.
-        clients: Number of clients; None: all values.
+        clients: Number of clients; None means one per value.
         rng: Random number generator.
-        smallest: Smallest number of samples of a client.
+        smallest: Minimum number of samples per client.
         column: Name of the column, for errors.
     """
     names, value, sizes = np.unique(values, return_inverse=True, return_counts=True)
     large = np.flatnonzero(sizes >= smallest)
     if not len(large) or (clients is not None and clients > len(large)):
         least = f" with at least {smallest} samples" if smallest > 1 else ""
-        request = "" if clients is None else f", but {clients} clients are asked for"
-        remedy = "lower min or choose another column" if clients is None else "ask for fewer clients or lower min"
-        raise DataError(f"Column {column!r} has {len(large)} values{least} (of {len(names)}){request}; {remedy}.")
+        request = "" if clients is None else f", but clients={clients}"
+        remedy = "Lower min or choose another column" if clients is None else "Use fewer clients or lower min"
+        raise DataError(f"Column {column!r} has {len(large)} values{least} (of {len(names)}){request}. {remedy}.")
     if clients is not None and clients < len(large):
         large = np.sort(rng.choice(large, clients, replace=False))
     client_of = np.full(len(names), -1, np.int64)
@@ -149,27 +152,28 @@ def dirichlet(
     block: int,
     draws: int = DRAWS,
 ) -> np.ndarray:
-    """Label skew: each class is cut by a Dirichlet draw over the clients, until every client has enough samples.
+    """Split each class by a Dirichlet draw over the clients, repeated until each client has enough samples.
 
     Args:
-        labels: Class of each sample.
+        labels: Class of each sample, ``[n]``.
         clients: Number of clients.
-        rng: Source of every draw.
-        alpha: Concentration; small is skewed.
+        rng: Random number generator.
+        alpha: Concentration of the Dirichlet distribution; smaller means more skew.
         classes: Number of classes.
-        smallest: Samples that each client must have.
-        balanced: Give nothing more to a client that already holds its even share.
-        block: Clients in a block; each class is first dealt evenly over the blocks, which are then cut separately.
-        draws: How often a block is drawn at most.
+        smallest: Minimum number of samples per client.
+        balanced: Whether clients with ``n / clients`` samples receive no more.
+        block: Number of clients per block; each class is first distributed evenly over the blocks, which are then split
+            separately.
+        draws: Maximum number of draws per block.
     """
     n = len(labels)
     check_enough_samples(n, clients, smallest)
     if not 1 <= block <= clients or clients % block:
-        raise ConfigError(f"blocks={block} does not divide {clients} clients into equal blocks; use a divisor.")
+        raise ConfigError(f"blocks={block} does not divide {clients} clients into equal blocks. Use a divisor.")
     blocks = clients // block
     order = shuffled_by_class(labels, rng)
     client_of = np.empty(n, np.int64)
-    client_of[order] = np.arange(n) % blocks  # each class, and the whole, is spread over the blocks within one sample
+    client_of[order] = np.arange(n) % blocks  # block of each sample; class and total counts differ by at most one
     order = order[np.argsort(client_of[order], kind="stable")]
     sizes = np.bincount(client_of * classes + labels, minlength=blocks * classes).reshape(blocks, classes)
     counts, drawn = rejection_sample_counts(sizes, block, rng, alpha, smallest, balanced, draws)
@@ -184,24 +188,27 @@ def dirichlet(
 def rejection_sample_counts(
     sizes: np.ndarray, clients: int, rng: Generator, alpha: float, smallest: int, balanced: bool, draws: int = DRAWS
 ) -> tuple[np.ndarray | None, int]:
-    """For each row of class sizes ``[M, C]`` the first draw ``[C, clients]`` that leaves no client short.
+    """Draw counts for each block until every client has at least ``smallest`` samples.
 
     Args:
         sizes: Samples per class of each block, ``[M, C]``.
-        clients: Number of clients of a block.
+        clients: Number of clients per block.
         rng: Random number generator.
         alpha: Concentration of the Dirichlet distribution.
-        smallest: Smallest number of samples of a client.
-        balanced: Whether full clients receive no more samples.
-        draws: Largest number of draws.
+        smallest: Minimum number of samples per client.
+        balanced: Whether clients with an equal share receive no more samples.
+        draws: Maximum number of draws.
 
     Returns:
-        Counts ``[M, C, clients]``, or None when a row found no acceptable draw; and how often each row was drawn.
+        Counts ``[M, C, clients]``, or None if no draw was accepted for some block; and the number of draws per block.
     """
     rows, classes = sizes.shape
     cells = classes * clients
     counts = np.empty((rows, classes, clients), np.int64)
-    pending, drawn, wanted, work = np.arange(rows), 0, 1, 0
+    pending = np.arange(rows)
+    drawn = 0
+    wanted = 1
+    work = 0
     while len(pending) and drawn < draws and (drawn < LEAST or work < WORK):
         times = max(1, min(wanted, draws - drawn, CELLS // (len(pending) * cells)))
         tried = draw_class_counts(np.repeat(sizes[pending], times, axis=0), clients, rng, alpha, balanced)
@@ -209,20 +216,22 @@ def rejection_sample_counts(
         good = tried.sum(2).min(2) >= smallest
         first, settled = good.argmax(1), good.any(1)
         counts[pending[settled]] = tried[settled, first[settled]]
-        drawn, wanted, work = drawn + times, 2 * wanted, work + len(pending) * times * cells
+        drawn += times
+        wanted *= 2
+        work += len(pending) * times * cells
         pending = pending[~settled]
     return (None if len(pending) else counts), drawn
 
 
 def draw_class_counts(sizes: np.ndarray, clients: int, rng: Generator, alpha: float, balanced: bool) -> np.ndarray:
-    """One Dirichlet draw per row and class: how many samples each client gets, ``[M, C, clients]``.
+    """Draw once per block and class how many samples each client gets, ``[M, C, clients]``.
 
     Args:
         sizes: Samples per class of each block, ``[M, C]``.
-        clients: Number of clients of a block.
+        clients: Number of clients per block.
         rng: Random number generator.
         alpha: Concentration of the Dirichlet distribution.
-        balanced: Whether full clients receive no more samples.
+        balanced: Whether clients with an equal share receive no more samples.
     """
     weights = log_gamma(rng, alpha, (*sizes.shape, clients))
     if not balanced:
@@ -231,16 +240,16 @@ def draw_class_counts(sizes: np.ndarray, clients: int, rng: Generator, alpha: fl
     counts = np.empty(weights.shape, np.int64)
     drawn = np.zeros((len(sizes), clients), np.int64)
     for c in range(sizes.shape[1]):
-        # Some client is below its share while samples are left, so the open weights are never all empty.
+        # While samples remain, some client is below its share, so at least one weight is finite.
         counts[:, c] = proportional_counts(np.where(drawn >= share, -np.inf, weights[:, c]), sizes[:, c])
         drawn += counts[:, c]
     return counts
 
 
 def log_gamma(rng: Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Logarithms of Gamma(alpha) variates, which normalize to a Dirichlet draw; finite also where the variate is not.
+    """Draw logarithms of Gamma(alpha) variates, whose normalized exponentials are a Dirichlet draw.
 
-    Uses ``Gamma(a) = Gamma(a + 1) * U**(1/a)``, so the largest share survives at any concentration.
+    Uses ``Gamma(a) = Gamma(a + 1) * U**(1/a)``, so that nothing underflows even if alpha is very small.
 
     Args:
         rng: Random number generator.
@@ -252,22 +261,22 @@ def log_gamma(rng: Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarra
 
 
 def proportional_counts(log_weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Cut ``totals [...]`` in proportion to ``exp(log_weights) [..., K]``; integers that add up exactly.
+    """Split ``totals`` in proportion to ``exp(log_weights)``, as integers ``[..., K]`` that add up exactly.
 
     Args:
         log_weights: Logarithms of the weights, ``[..., K]``.
-        totals: Numbers to divide, ``[...]``.
+        totals: Numbers to split, ``[...]``.
     """
     top = log_weights.max(-1, keepdims=True)
     edges = np.cumsum(np.exp(log_weights - np.where(np.isfinite(top), top, 0)), -1)
     last = edges[..., -1:]
-    # Dividing by the last edge makes it exactly one: the final client with a share closes the cut.
+    # Division by the last edge makes it exactly one, so the counts add up to the total.
     edges = np.floor(edges / np.where(last > 0, last, 1) * totals[..., None]).astype(np.int64)
     return np.diff(edges, axis=-1, prepend=0)
 
 
 def shuffled_by_class(labels: np.ndarray, rng: Generator) -> np.ndarray:
-    """Sample ids ordered by class, shuffled inside each class.
+    """Return sample ids sorted by class and shuffled within each class.
 
     Args:
         labels: Labels, ``[n]``.
@@ -278,32 +287,35 @@ def shuffled_by_class(labels: np.ndarray, rng: Generator) -> np.ndarray:
 
 
 def check_enough_samples(n: int, clients: int, smallest: int) -> None:
-    """Raise at once when the samples cannot give every client its minimum.
+    """Validate that there are enough samples for the minimum of every client.
 
     Args:
         n: Number of samples.
         clients: Number of clients.
-        smallest: Smallest number of samples of a client.
+        smallest: Minimum number of samples per client.
+
+    Raises:
+        DataError: If there are fewer samples.
     """
     if n < clients * smallest:
         raise DataError(
             f"{clients} clients with at least {smallest} samples each need {clients * smallest} samples, but there are "
-            f"{n}; use fewer clients or a smaller min."
+            f"{n}. Use fewer clients or a smaller min."
         )
 
 
 def dirichlet_failure_message(
     n: int, clients: int, alpha: float, smallest: int, balanced: bool, block: int, drawn: int
 ) -> str:
-    """The sentence for a Dirichlet split that was not found, with what would help.
+    """Return the error message for a Dirichlet partition that was not found, with remedies.
 
     Args:
         n: Number of samples.
         clients: Number of clients.
         alpha: Concentration of the Dirichlet distribution.
-        smallest: Smallest number of samples of a client.
-        balanced: Whether full clients receive no more samples.
-        block: Number of clients of a block.
+        smallest: Minimum number of samples per client.
+        balanced: Whether clients with an equal share receive no more samples.
+        block: Number of clients per block.
         drawn: Number of draws that were tried.
     """
     remedies = ["a larger ALPHA", "fewer clients"]

@@ -1,1 +1,1 @@
-"""From files to tensors."""
+"""Readers that load files as tensors."""

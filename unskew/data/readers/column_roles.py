@@ -1,4 +1,4 @@
-"""Roles of table columns: which are inputs, and what happens to the others."""
+"""Roles of table columns: inputs, labels, and the reasons why other columns are not used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"
 CATEGORY, DATE = f"{INPUT}, a category", f"{INPUT}, days since 1970"
 AUTO = ("auto",)
-FEWEST = 20  # in fewer rows all values of a measurement may well differ
+FEWEST = 20  # with fewer rows, all values of a measurement may be distinct by chance
 COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 SHOWN = 40
 
@@ -21,15 +21,17 @@ class ColumnSelection(NamedTuple):
     """User's selection of table columns.
 
     Attributes:
-        features: Only these are inputs, in this order; if empty, every numeric column.
-        exclude: These are no inputs.
-        divides: Decides the partition; it is an input only where ``features`` names it.
-        categories: These hold categories; ``auto`` stands for every column of text.
-        dates: These hold dates.
-        missing: What is done to missing numbers: ``error``, ``mean``, or ``indicator``, which also says where they were.
-        regression: Whether the label is a number.
-        agreed: Whether columns are those that others have, too: then one may be empty here, and one that is excluded absent.
-        split: Columns that decide which rows are held out; inputs only where ``features`` or ``dates`` names them.
+        features: Input columns, in this order; if empty, every numeric column is an input.
+        exclude: Columns that are not inputs.
+        divides: Column that decides the partition; it is an input only if ``features`` contains it.
+        categories: Categorical columns; ``auto`` means every string column.
+        dates: Date columns.
+        missing: Treatment of missing numbers: ``error``, ``mean``, or ``indicator``, which also adds an input that
+            marks them.
+        regression: Whether the label is a number to predict.
+        agreed: Whether the selection is shared with other sites. A selected column may then be empty and an excluded
+            column absent in this table.
+        split: Columns that decide which rows are held out; inputs only if ``features`` or ``dates`` contains them.
     """
 
     features: tuple[str, ...] = ()
@@ -44,11 +46,11 @@ class ColumnSelection(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Return whether columns are encoded one by one with global statistics."""
+        """Return whether each column has a separate encoder that is fitted with global statistics."""
         return bool(self.categories or self.dates) or self.missing != "error" or self.regression
 
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
-        """The columns that are predicted: several only where they are numbers.
+        """Return the label columns; more than one is possible only for regression.
 
         Args:
             label: Name of the label column.
@@ -61,17 +63,18 @@ class ColumnSelection(NamedTuple):
 def select_inputs(
     table: Any, label: tuple[str, ...], choice: ColumnSelection, name: str
 ) -> tuple[list[str], dict[str, str]]:
-    """The columns that are inputs, in order, and what is done to every column of the table.
+    """Return the input columns, in order, and the role of every column of the table.
 
     Args:
-        table: The training rows, a pyarrow table.
-        label: Names of the columns that are predicted.
-        choice: What the user says.
-        name: What the table is called, for errors.
+        table: Training rows, a pyarrow table.
+        label: Names of the label columns.
+        choice: Column selection of the user.
+        name: Name of the data, for errors.
 
     Raises:
-        ConfigError: A column is both chosen and excluded, or chosen twice.
-        DataError: There is no such column, a chosen one holds no numbers, one looks like an identifier, or no input is left.
+        ConfigError: If a column is both selected and excluded, or selected twice.
+        DataError: If a column does not exist, a selected column is not numeric, a column looks like an identifier, or
+            no input column remains.
     """
     check_named(table, label, choice, name)
     done = {field.name: column_role(table.column(field.name), field.name, label, choice) for field in table.schema}
@@ -83,36 +86,35 @@ def select_inputs(
             and not is_numeric(table.column(column).type)
         ):
             reason = exclusion_reason(table.column(column)).removeprefix("left out: ")
-            raise DataError(f"{name}: the column {column!r} of features holds no numbers ({reason}); take it out.")
+            raise DataError(f"{name}: the column {column!r} in features is not numeric ({reason}). Remove it.")
     gaps = [c for c, what in done.items() if what == INPUT and table.column(c).null_count] * (choice.missing == "error")
     problems = [] if not (choice.mixed or gaps) else undeclared_dates(table, done)
     numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
         problems.append(
-            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: integers, "
-            f"another one in nearly every of the {table.num_rows} rows. Leave it out with exclude "
-            f"(--exclude {','.join(suspects)}); "
-            "if it is a measurement, name it and the other inputs in features (--features)."
+            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: integers that are "
+            f"distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {','.join(suspects)}), or "
+            "if it is a measurement, list it and the other inputs in features (--features)."
         )
     if gaps and (problems or len(gaps) > 1):
         problems.append(
-            f"values are missing in {', '.join(f'{c} ({table.column(c).null_count})' for c in gaps)}: fill them, leave the "
-            "columns out with exclude, or set missing to mean or indicator (--missing)."
+            f"values are missing in {', '.join(f'{c} ({table.column(c).null_count})' for c in gaps)}. Fill them, "
+            "exclude the columns (--exclude), or set missing to mean or indicator (--missing)."
         )
     if problems:
-        more = " unskew init proposes a whole configuration." if len(problems) > 1 else ""
+        more = " unskew init proposes a complete configuration." if len(problems) > 1 else ""
         raise DataError(
             f"{name}: {' '.join(p[0].upper() * (k > 0) + p[k > 0 :] for k, p in enumerate(problems))}{more}"
         )
-    if "" in numbered and "" not in choice.features:  # it has no name that could be excluded
+    if "" in numbered and "" not in choice.features:  # a column without a name cannot be excluded by the user
         done[""] = "left out: numbers of rows"
     inputs = list(choice.features) or [column for column, what in done.items() if what in (INPUT, CATEGORY, DATE)]
     if not inputs:
         listed = ", ".join(f"{column} ({what})" for column, what in describe_roles(done))
         raise DataError(
-            f"{name} has no numeric columns besides the label {', '.join(map(repr, label))} that could be inputs: {listed}. "
-            "For images, name their column with image (--image), for texts with text.columns (--text)."
+            f"{name} has no numeric input columns besides the label {', '.join(map(repr, label))}: {listed}. "
+            "For images, set image (--image) to their column; for texts, set text.columns (--text)."
         )
     return inputs, done
 
@@ -130,12 +132,12 @@ def roles_next_to_images(
         name: Name of the data, for errors.
 
     Raises:
-        ConfigError: Features are chosen or excluded.
+        ConfigError: If the selection has options for numeric inputs, such as features.
     """
     if choice.features or choice.exclude or choice.categories or choice.dates or choice.missing != "error":
         raise ConfigError(
-            f"The inputs of {name} are the images of its column {image!r}; it takes no features, exclude, categories, dates "
-            "or missing."
+            f"The inputs of {name} are the images in its column {image!r}, so features, exclude, categories, dates and "
+            "missing are not supported."
         )
     known: dict[str | None, str] = {
         choice.divides: DIVIDES,
@@ -147,13 +149,17 @@ def roles_next_to_images(
 
 
 def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, name: str) -> None:
-    """Refuse names in ``features`` and ``exclude`` that are no columns, or contradict each other or the label.
+    """Validate that the selected columns exist and do not contradict each other or the label.
 
     Args:
         table: Rows of the data.
         label: Names of the label columns.
         choice: Column selection of the user.
         name: Name of the data, for errors.
+
+    Raises:
+        ConfigError: If a column is selected twice, both selected and excluded, or is a label.
+        DataError: If a column does not exist.
     """
     there = set(table.column_names)
     for field in ("features", *(() if choice.agreed else ("exclude",)), "categories", "dates"):
@@ -162,12 +168,12 @@ def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, nam
                 raise DataError(f"{name}, {field}: {unknown_name('column', column, table.column_names)}")
     if len(set(choice.features)) < len(choice.features):
         twice = next(column for column in choice.features if choice.features.count(column) > 1)
-        raise ConfigError(f"features names the column {twice!r} twice.")
+        raise ConfigError(f"features contains the column {twice!r} twice.")
     both = [column for column in choice.features if column in choice.exclude]
     if both:
-        raise ConfigError(f"The column {both[0]!r} is both in features and in exclude; name it in one of them.")
+        raise ConfigError(f"The column {both[0]!r} is both in features and in exclude. Remove it from one of them.")
     for column in (column for column in label if column in choice.features):
-        raise ConfigError(f"The column {column!r} is the label, which is predicted; take it out of features.")
+        raise ConfigError(f"The column {column!r} is the label, which is predicted. Remove it from features.")
 
 
 def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSelection) -> str:
@@ -199,7 +205,7 @@ def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSe
 
 
 def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None:
-    """Return whether a column was declared categorical or a date, or None.
+    """Return the role of a column declared as categorical or as a date; None if it is not declared.
 
     Args:
         column: Values of the column.
@@ -207,16 +213,17 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
         choice: Column selection of the user.
 
     Raises:
-        DataError: The values contradict the declaration.
+        DataError: If the values contradict the declaration.
     """
     if name in choice.dates:
         if not is_date(column.type) and not (choice.agreed and is_empty(column.type)):
-            raise DataError(f"The column {name!r} of dates holds {column.type}; write dates as 2024-01-31.")
+            raise DataError(f"The column {name!r} in dates contains {column.type}. Write dates as 2024-01-31.")
         return DATE
     if name in choice.categories and choice.categories != AUTO:
         if not is_category(column.type) and not (choice.agreed and is_empty(column.type)):
             raise DataError(
-                f"The column {name!r} of categories holds {column.type}; categories are text, integers, true or false."
+                f"The column {name!r} in categories contains {column.type}. Categories must be strings, integers or "
+                "booleans."
             )
         return CATEGORY
     if choice.categories != AUTO or not is_string(column.type) or has_decimal_commas(column):
@@ -227,15 +234,15 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
 
 
 def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each column of dates of which nothing is said.
+    """Return a message for each date column that is neither declared nor excluded.
 
     Args:
         table: Rows of the data.
         done: Role of each column.
     """
     return [
-        f"the column {column!r} holds dates. Name it in dates (--dates), and the days since 1970 are an input, or leave it "
-        "out with exclude (--exclude)."
+        f"the column {column!r} contains dates. List it in dates (--dates) to use the days since 1970 as an input, or "
+        "exclude it (--exclude)."
         for column, what in done.items()
         if what.startswith("left out")
         and is_date(table.column(column).type)
@@ -244,7 +251,7 @@ def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:
 
 
 def exclusion_reason(column: Any) -> str:
-    """Why a column that holds no numbers is not an input, and what would help."""
+    """Return the reason why a column that is not numeric is not an input."""
     import pyarrow as pa
 
     if pa.types.is_null(column.type):
@@ -255,7 +262,7 @@ def exclusion_reason(column: Any) -> str:
 
 
 def is_empty(kind: Any) -> bool:
-    """Return whether a pyarrow type is that of a column without values."""
+    """Return whether a pyarrow type is the null type of a column without values."""
     import pyarrow as pa
 
     return bool(pa.types.is_null(kind))
@@ -284,7 +291,7 @@ def is_category(kind: Any) -> bool:
 
 
 def is_string(kind: Any) -> bool:
-    """Return whether a pyarrow type is text, or categories of text."""
+    """Return whether a pyarrow type is a string type, or a dictionary of strings."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -293,9 +300,9 @@ def is_string(kind: Any) -> bool:
 
 
 def is_identifier(column: Any, name: str) -> bool:
-    """Return whether a column has unique integers in enough rows to be an identifier.
+    """Return whether a column looks like an identifier: integers that are all distinct.
 
-    Half as many rows suffice if it is named like one.
+    If its name looks like that of an identifier, half as many distinct values suffice.
 
     Args:
         column: Values of the column.
@@ -310,7 +317,7 @@ def is_identifier(column: Any, name: str) -> bool:
 
 
 def has_decimal_commas(column: Any) -> bool:
-    """Return whether a text column has numbers with decimal commas such as 1,5."""
+    """Return whether a string column contains numbers with decimal commas such as 1,5."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -321,7 +328,7 @@ def has_decimal_commas(column: Any) -> bool:
 
 
 def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Each column and what is done to it; of a wide table, a line for all columns to which the same is done.
+    """Return each column and its role; for wide tables, one entry per role with the first columns that have it.
 
     >>> describe_roles({"age": "input", "name": "left out: text"})
     [('age', 'input'), ('name', 'left out: text')]
@@ -336,11 +343,11 @@ def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def abbreviate(names: list[str], most: int = 5) -> str:
-    """The first few names, and how many more there are.
+    """Return the first few names and the number of further names, as one string.
 
     Args:
         names: Names to list.
-        most: Largest number of names.
+        most: Maximum number of names to list.
 
     >>> abbreviate(["a", "b", "c"], most=2)
     'a, b and 1 more'

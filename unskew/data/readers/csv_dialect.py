@@ -1,4 +1,4 @@
-"""Separator, decimal mark and encoding of CSV files: as given, or else detected."""
+"""Detection of the separator, decimal mark and encoding of CSV files."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from unskew.errors import DataError
 
 LOG = logging.getLogger("unskew")
 BLOCK = 1 << 20
-"""Bytes read at a time; the first block is the sample that separator and decimal mark are detected in."""
+"""Bytes read at a time; separator and decimal mark are detected in the first block."""
 RECORDS = 500
 CONTROL = {*range(32)} - {*b"\t\n\r\f"}
 UNDEFINED = {0x81, 0x8D, 0x8F, 0x90, 0x9D}
-"""Bytes without a meaning in cp1252."""
+"""Bytes that are undefined in cp1252."""
 POINT_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
 NAMES = {"\t": "tab", " ": "space", "|": "pipe"}
 
 
 def csv_format(path: Path, asked: CsvSpec) -> CsvSpec:
-    """Return the format of a CSV file, and log it if it is not the usual one.
+    """Return the format of a CSV file, and log it if it is not comma-separated UTF-8 with decimal points.
 
     Args:
-        path: The file.
-        asked: Options as given; None stands for what is to be detected.
+        path: Path of the file.
+        asked: Format options of the user; fields that are None are detected.
 
     Raises:
-        DataError: The format is ambiguous.
+        DataError: If the format is ambiguous.
     """
     encoding = asked.encoding or detect_encoding(path)
     with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, errors="replace", newline="") as file:
@@ -50,10 +50,10 @@ def csv_format(path: Path, asked: CsvSpec) -> CsvSpec:
 
 
 def detect_encoding(path: Path) -> str:
-    """Return ``utf-8``, ``utf-16``, ``latin-1`` or ``cp1252``: the first that all bytes of a file allow.
+    """Return the first encoding of ``utf-8``, ``utf-16``, ``latin-1`` and ``cp1252`` that fits all bytes of a file.
 
     Raises:
-        DataError: The bytes are not text, or are of another encoding.
+        DataError: If the bytes are not text, or have another encoding.
     """
     strict, lenient = (codecs.getincrementaldecoder("utf-8")(errors) for errors in ("strict", "replace"))
     used: set[int] = set()
@@ -73,20 +73,20 @@ def detect_encoding(path: Path) -> str:
             valid += len(text) - len(text.encode("ascii", "ignore"))
     if unicode:
         return "utf-8"
-    remedy = f"Name its encoding with csv.encoding (--set csv.encoding=...), or save {path.name} as UTF-8."
+    remedy = f"Set csv.encoding (--set csv.encoding=...), or save {path.name} as UTF-8."
     if used & CONTROL or used & UNDEFINED or valid > 2 * damaged:
-        what = "has bytes that are not UTF-8" if valid > 2 * damaged else "is neither UTF-8 nor latin-1 text"
+        what = "contains bytes that are not UTF-8" if valid > 2 * damaged else "is neither UTF-8 nor latin-1 text"
         raise DataError(f"{path} {what}. {remedy}")
     return "cp1252" if used & {*range(0x80, 0xA0)} else "latin-1"
 
 
 def read_records(sample: str, separator: str, cut: bool) -> list[list[str]]:
-    """Return the first records of a sample; none if it cannot be read with this separator.
+    """Return the first records of a sample; an empty list if it cannot be read with this separator.
 
     Args:
         sample: Start of the file.
         separator: Character between fields.
-        cut: Whether the sample ends within the file.
+        cut: Whether the file continues after the sample.
     """
     reader = csv.reader(io.StringIO(sample, newline=""), delimiter=separator)
     try:
@@ -100,35 +100,35 @@ def detect_separator(path: Path, sample: str, cut: bool) -> str:
     """Return the separator that gives every record the same number of fields, or else the most frequent in the header.
 
     Args:
-        path: The file, for errors.
+        path: Path of the file, for errors.
         sample: Start of the file.
-        cut: Whether the sample ends within the file.
+        cut: Whether the file continues after the sample.
 
     Raises:
-        DataError: Several separators fit equally well.
+        DataError: If several separators give every record the same number of fields.
     """
     lengths = {mark: {len(record) for record in read_records(sample, mark, cut)} for mark in ",;\t|"}
     regular = [mark for mark, sizes in lengths.items() if len(sizes) == 1 and sizes != {1}]
     if len(regular) > 1:
         names = " and ".join(NAMES.get(mark, mark) for mark in regular)
         raise DataError(
-            f"{path} can be read with several separators: {names}. Name one with csv.separator "
-            f"(--set csv.separator=semicolon; others are {', '.join(MARKS)})."
+            f"{path} can be read with several separators: {names}. Set csv.separator to one of {', '.join(MARKS)} "
+            "(--set csv.separator=semicolon)."
         )
     header = sample.split("\n", 1)[0]
     return regular[0] if regular else max(",;\t|", key=header.count)
 
 
 def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> str:
-    """Return the decimal mark of the numbers in a file; where columns are separated by commas, it is the point.
+    """Return the decimal mark of the numbers in a file; if the separator is a comma, it is the point.
 
     Args:
-        path: The file, for errors.
+        path: Path of the file, for errors.
         rows: First records of the file.
         separator: Character between fields.
 
     Raises:
-        DataError: Columns disagree, or commas may separate thousands.
+        DataError: If columns disagree, or commas may separate thousands.
     """
     if separator == "," or not rows:
         return "."
@@ -143,12 +143,12 @@ def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> st
             numbers += [value for value in there if "," in value]
         elif any("." in value for value in there) and all(re.match(POINT_NUMBER, value) for value in there):
             with_point.append(name)
-    remedy = "Name the decimal mark with csv.decimal (--set csv.decimal=comma or point)."
+    remedy = "Set csv.decimal to comma or point (--set csv.decimal=comma)."
     if with_comma and with_point:
         raise DataError(f"{path} has decimal commas in {with_comma[0]!r}, but points in {with_point[0]!r}. {remedy}")
     if with_comma and all(re.match(THOUSANDS, value) for value in numbers):
         raise DataError(
-            f"{path} has numbers such as {numbers[0]} in {with_comma[0]!r}, whose comma may mark decimals or thousands. "
-            f"{remedy}"
+            f"{path} has numbers such as {numbers[0]} in {with_comma[0]!r}, whose comma may be a decimal or a "
+            f"thousands mark. {remedy}"
         )
     return "," if with_comma else "."

@@ -1,4 +1,4 @@
-"""Columns of numbers, categories and dates as a model's inputs, fitted by sums of the clients."""
+"""Encoders of numeric, categorical and date columns as model inputs, fitted with client sums."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Kind = Literal["number", "category", "date"]
 
 @dataclass(frozen=True)
 class Encoder:
-    """One column.
+    """Encoder of one table column.
 
     Attributes:
-        name: Of the column.
-        kind: A ``number``; a ``category``, whose input is the place of its value among ``values``, from 1 on, and 0 where it
-            is missing or none of them; or a ``date``, of which the days since 1970 are the input.
-        values: The categories.
-        mean: Of a number, over all clients' rows to train on; missing values are replaced by it.
-        std: Likewise.
-        fills: Whether a number may be missing.
-        marks: Whether a further input says that it is.
+        name: Name of the column.
+        kind: ``number``; ``category``, encoded as the position of its value in ``values``, starting at 1, and as 0 if
+            the value is missing or unknown; or ``date``, encoded as days since 1970.
+        values: Known categories.
+        mean: Mean over the training rows of all clients, for numbers and dates; it replaces missing values.
+        std: Standard deviation over the same rows.
+        fills: Whether missing values are allowed and replaced.
+        marks: Whether an additional input marks missing values.
     """
 
     name: str
@@ -43,58 +43,58 @@ class Encoder:
 
 
 REMEDY = (
-    "; fill them, or leave it out with exclude (--exclude), or set missing to mean or indicator (infinite ones are never "
-    "filled)."
+    ". Fill them, exclude the column (--exclude), or set missing to mean or indicator (infinite values are never "
+    "replaced)."
 )
-"""For data to train on."""
+"""Advice in error messages about training data."""
 
 
 def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: str = REMEDY) -> np.ndarray:
-    """The encoders' columns as float32 ``[n, f]``, NaN where a number is missing.
+    """Read the columns of some encoders as float32 ``[n, f]``; missing numbers and dates are NaN.
 
     Args:
-        table: A table of pyarrow.
-        encoders: Of its columns.
-        where: The file, as an error names it.
-        remedy: What can be done where values are missing that must be there: the end of a sentence.
+        table: pyarrow table.
+        encoders: Encoders of the columns to read.
+        where: Name of the data, for errors.
+        remedy: Advice at the end of the error for missing or infinite values.
 
     Raises:
-        DataError: A column is missing, of another kind, or lacks values that must be there.
+        DataError: If a column does not exist, has another type, or lacks required values.
     """
     out, there = np.empty((table.num_rows, len(encoders)), np.float32), set(table.column_names)
     for j, encoder in enumerate(encoders):
         if encoder.name not in there:
-            raise DataError(f"{where}: column {encoder.name!r} of the training rows is missing.")
+            raise DataError(f"{where}: the column {encoder.name!r} is missing; the training rows have it.")
         out[:, j] = read_column(table.column(encoder.name), encoder, f"{where}: column {encoder.name!r}", remedy)
     return out
 
 
 def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
-    """One column as numbers.
+    """Read one column as float32 ``[n]``.
 
     Args:
         column: Values of the column.
-        one: Its encoder.
-        what: Name of the column, for errors.
-        remedy: Advice at the end of an error.
+        one: Encoder of the column.
+        what: Description of the column, for errors.
+        remedy: Advice at the end of the error for missing or infinite values.
     """
     import pyarrow as pa
 
     empty = pa.types.is_null(column.type)
     if one.kind == "category":
         if not empty and not is_category(column.type):
-            raise DataError(f"{what} holds {column.type}, not categories as in the training rows.")
+            raise DataError(f"{what} contains {column.type}, not categories as in the training rows.")
         return to_codes(to_texts(column), one.values)
     if one.kind == "date":
         if not empty and not is_date(column.type):
             mismatch = first_mismatch(column, pa.timestamp("us"))
-            raise DataError(f"{what} holds {mismatch}, not dates; write them as 2024-01-31, or 2024-01-31 12:00:00.")
+            raise DataError(f"{what} contains {mismatch}, not dates. Write them as 2024-01-31, or 2024-01-31 12:00:00.")
         days = column.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy().astype(np.float64)
         values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
     else:
         if not empty and not is_numeric(column.type):
             raise DataError(
-                f"{what} holds {first_mismatch(column, pa.float64())}, not numbers as in the training rows."
+                f"{what} contains {first_mismatch(column, pa.float64())}, not numbers as in the training rows."
             )
         with np.errstate(over="ignore"):
             values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
@@ -105,10 +105,10 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
 
 
 def first_mismatch(column: Any, kind: Any) -> str:
-    """Find the first text that cannot be converted to a type, and its row, from 0.
+    """Describe the first string that cannot be converted to a type and its row (from 0), or else the column's type.
 
     Args:
-        column: Column of text.
+        column: Values of the column.
         kind: Arrow type to convert to.
 
     >>> import pyarrow as pa
@@ -119,7 +119,7 @@ def first_mismatch(column: Any, kind: Any) -> str:
 
     if is_string(column.type):
         for row, value in enumerate(to_texts(column)):
-            truth = pa.types.is_floating(kind) and value in ("true", "false")  # which count as numbers
+            truth = pa.types.is_floating(kind) and value in ("true", "false")  # booleans count as numbers
             try:
                 pa.scalar(None if truth else value, pa.string()).cast(kind)
             except pa.ArrowInvalid:
@@ -128,18 +128,18 @@ def first_mismatch(column: Any, kind: Any) -> str:
 
 
 def to_texts(column: Any) -> np.ndarray:
-    """Values as text; None where they are missing."""
+    """Return the values as strings; missing values are None."""
     import pyarrow as pa
 
     return np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
 
 
 def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
-    """Places among the known values from 1 on; 0 of all others.
+    """Encode values as their positions among the known values, starting at 1; other values are 0.
 
     Args:
         values: Values, ``[n]``.
-        known: Known values in order.
+        known: Known values, in order.
 
     >>> to_codes(np.array(["b", None, "z"], object), ["a", "b"])
     array([2., 0., 0.], dtype=float32)
@@ -149,17 +149,17 @@ def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
 
 
 def distinct_values(columns: Sequence[Any]) -> tuple[str, ...]:
-    """All values of a column in several tables, sorted."""
+    """Return the distinct values of several columns together, sorted, without missing values."""
     return tuple(sorted({value for column in columns for value in to_texts(column).tolist() if value is not None}))
 
 
 @dataclass(frozen=True)
 class FittedEncoders:
-    """Encoders as the clients' sums make them.
+    """Encoders fitted with client sums.
 
     Attributes:
-        encoders: What becomes of each column.
-        known: The encoders as the columns were read with.
+        encoders: Fitted encoder of each column.
+        known: Initial encoders, with which the columns were read.
         told: Bytes that each client sent and received, ``[K, 2]``.
     """
 
@@ -168,7 +168,7 @@ class FittedEncoders:
     told: np.ndarray
 
     def apply(self, x: Tensor) -> Tensor:
-        """Columns as they were read as inputs of a model, before they are standardized."""
+        """Convert columns read with the initial encoders to model inputs, before standardization."""
         values = x.numpy().copy()
         for j, (encoder, before) in enumerate(zip(self.encoders, self.known, strict=True)):
             if encoder.kind == "category":
@@ -178,12 +178,12 @@ class FittedEncoders:
 
     @property
     def normalization(self) -> Normalization:
-        """Return the normalization of the inputs; see ``column_scaling``."""
+        """Normalization of the inputs, as ``column_scaling`` returns it."""
         return column_scaling(self.encoders)
 
 
 def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
-    """Columns ``[n, f]`` with means where numbers are missing, and behind them the inputs that say so.
+    """Replace missing values by means, and append the columns that mark missing values.
 
     Args:
         values: Columns, ``[n, f]``; NaN where a value is missing.
@@ -199,7 +199,7 @@ def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
 def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
     """Return the normalization of encoded columns.
 
-    Numbers are standardized, category codes and missing-value marks are not.
+    Numbers and dates are standardized; category codes and missing-value marks are not.
     """
     marks = sum(encoder.marks for encoder in encoders)
     return Normalization(
@@ -215,13 +215,13 @@ def category_counts(encoders: Sequence[Encoder]) -> tuple[int, ...]:
 
 
 class ClientStats(NamedTuple):
-    """First statistics that a client reports on its training rows.
+    """First-pass statistics that a client reports on its training rows.
 
     Attributes:
-        rows: How many.
-        counts: Values of each column that is not a category.
-        sums: Their sums.
-        values: The values of each category.
+        rows: Number of rows.
+        counts: Number of values in each column that is not categorical.
+        sums: Sum of the values in each of these columns.
+        values: Values of each categorical column.
     """
 
     rows: int
@@ -231,16 +231,16 @@ class ClientStats(NamedTuple):
 
 
 def numeric_columns(known: Sequence[Encoder]) -> list[int]:
-    """Columns that are not categories."""
+    """Return the indices of the columns that are not categorical."""
     return [j for j, encoder in enumerate(known) if encoder.kind != "category"]
 
 
 def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
-    """Compute the statistics that a client reports on columns ``x [n_k, f]``, read with the encoders ``known``.
+    """Compute the first-pass statistics that a client reports.
 
     Args:
-        x: Columns of the client, ``[n_k, f]``.
-        known: Encoder of each column.
+        x: Columns of the client, ``[n_k, f]``, read with the encoders ``known``.
+        known: Initial encoder of each column.
     """
     coded = [(x[:, j], encoder) for j, encoder in enumerate(known) if encoder.kind == "category"]
     there = [[encoder.values[int(code) - 1] for code in np.unique(codes_of) if code] for codes_of, encoder in coded]
@@ -250,12 +250,12 @@ def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
 
 
 def squared_deviations(x: np.ndarray, known: Sequence[Encoder], mean: np.ndarray) -> np.ndarray:
-    """Compute the second report of a client: squared deviations from the global mean.
+    """Compute the second-pass statistics that a client reports: sums of squared deviations from the global mean.
 
     Args:
         x: Columns of the client, ``[n_k, f]``.
-        known: Encoder of each column.
-        mean: Mean of each column over all clients, ``[f]``.
+        known: Initial encoder of each column.
+        mean: Global mean of each column that is not categorical.
     """
     return sums_of_squares(x[:, numeric_columns(known)].astype(np.float64), mean)
 
@@ -266,16 +266,16 @@ def fit_encoders(
     first: Sequence[ClientStats],
     second: Callable[[np.ndarray], Iterable[np.ndarray]],
 ) -> FittedEncoders:
-    """Fit the encoders by what each client has to train on.
+    """Fit the encoders on the training rows of all clients.
 
     Args:
-        known: The encoders that the columns were read with.
-        indicate: Whether missing numbers get a further input.
-        first: What each client ``client_stats``.
-        second: From the mean to what each ``squared_deviations``.
+        known: Initial encoders, with which the columns were read.
+        indicate: Whether missing numbers are marked by an additional input.
+        first: ``client_stats`` of each client.
+        second: Function from the global mean to the ``squared_deviations`` of each client.
 
     Raises:
-        DataError: No client has any value of a column.
+        DataError: If no client has a value in some column.
     """
     numbers, encoders = numeric_columns(known), list(known)
     sent = np.full((len(first), 2), MOMENTS * len(numbers), np.int64)

@@ -1,4 +1,4 @@
-"""The Hugging Face hub asked once whether it can be reached: its packages alone try for a minute, in a dozen lines."""
+"""Availability check of the Hugging Face Hub, whose packages otherwise retry for about a minute."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ PATIENCE = 5.0
 
 
 def reachable() -> bool:
-    """Return whether the hub answers within five seconds, with proxies and ``HF_ENDPOINT`` as set in the environment."""
+    """Return whether the Hub replies within five seconds, with ``HF_ENDPOINT`` and proxies of the environment."""
     hub: Any = import_module("huggingface_hub")
     if hub.constants.HF_HUB_OFFLINE:
         return False
     try:
         hub.get_session().head(hub.constants.ENDPOINT, timeout=PATIENCE)
-    except Exception:  # whatever the network stack raises
+    except Exception:  # the network stack raises many types
         return False
     return True
 
 
 @contextmanager
 def hub_or_cache() -> Iterator[bool]:
-    """Context manager that uses only downloaded files if the hub cannot be reached; yields whether it can."""
+    """Context manager that uses only downloaded files if the Hub cannot be reached; yields whether it can."""
     reached = reachable()
     with from_cache(not reached):
         yield reached
@@ -32,10 +32,10 @@ def hub_or_cache() -> Iterator[bool]:
 
 @contextmanager
 def from_cache(only: bool = True) -> Iterator[None]:
-    """Context manager that reads downloaded files, and asks the hub as well unless ``only`` is true."""
+    """Context manager that reads only downloaded files if ``only`` is true; otherwise the Hub may be used, too."""
     try:
         constants: Any = import_module("huggingface_hub.constants")
-    except ImportError:  # then nothing can be taken from it
+    except ImportError:  # nothing can be loaded from the Hub anyway
         yield
         return
     before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, only
@@ -46,5 +46,5 @@ def from_cache(only: bool = True) -> Iterator[None]:
 
 
 def unreachable(what: str) -> str:
-    """The sentence for something that is neither here nor to be had."""
-    return f"{what} is not on this machine, and the Hugging Face hub cannot be reached. Check the network, or"
+    """Return the start of an error message for something that is neither downloaded nor reachable."""
+    return f"{what} is not on this machine, and the Hugging Face Hub cannot be reached. Check the network, or"

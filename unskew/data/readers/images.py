@@ -1,4 +1,4 @@
-"""Encoded images become one uint8 tensor: JPEG through simplejpeg where it is installed, the rest through pillow."""
+"""Decoding of images to one uint8 tensor, with simplejpeg for JPEG if installed, otherwise with pillow."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from unskew.progress import report_progress
 
 JPEG = b"\xff\xd8"
 MOST_PIXELS = 2**27
+"""Larger JPEGs are decoded with pillow, which rejects images that would exhaust the memory."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Image formats that pillow may read; for others, such as EPS, it would run another program on the file."""
-"""Larger JPEGs are left to pillow, which refuses what would fill the memory."""
 
 
 def decode_column(column: Any, who: str, folder: Path | None = None, size: int | None = None) -> Tensor:
-    """Decode a column of images to uint8 ``[n, C, H, W]`` over channels-last memory.
+    """Decode a column of images to uint8 ``[n, C, H, W]`` in channels-last memory format.
 
     The result has one channel if every image is gray, otherwise three.
 
     Args:
-        column: A pyarrow column of encoded images: binary, the hub's struct of ``bytes`` and ``path``, or text that names
-            image files.
-        who: Whose images these are, for errors.
-        folder: Where relative paths start; the current folder if None.
-        size: Side to which each image is brought, whatever its own; None: all have one size already.
+        column: pyarrow column of encoded images: binary, the Hub's struct of ``bytes`` and ``path``, or strings with
+            paths of image files.
+        who: Name of the data, for errors.
+        folder: Folder of relative paths; None means the current folder.
+        size: Side length to which each image is resized; None requires that all images have the same size.
 
     Raises:
-        DataError: An image is missing, damaged, of more than 8 bits, or (without ``size``) of another size than the first.
+        DataError: If an image is missing, corrupted, has more than 8 bits per channel, or (without ``size``) differs in
+            size from the first.
     """
     simplejpeg = optional_simplejpeg()
     out = np.empty((0, 0, 0, 0), np.uint8)
@@ -47,10 +48,10 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
             report_progress("images read", i, len(column))
         try:
             image = decode(data, color, simplejpeg)
-        except (OSError, ValueError, SyntaxError, EOFError) as error:  # pillow raises all of them on damaged files
+        except (OSError, ValueError, SyntaxError, EOFError) as error:  # pillow raises all of them on corrupted files
             reason = "its format is not known" if "cannot identify" in str(error) else error
-            raise DataError(f"Image {i} of {who} cannot be decoded ({reason}); repair or remove it.") from error
-        if size is not None:  # one by one: all of them as they are may not fit into memory
+            raise DataError(f"Image {i} of {who} cannot be decoded ({reason}). Repair or remove it.") from error
+        if size is not None:  # resize one by one: all images in original size may not fit into memory
             image = (
                 resize_images(torch.from_numpy(image.copy()).permute(2, 0, 1)[None], size, size)[0]
                 .permute(1, 2, 0)
@@ -61,10 +62,10 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
         if image.shape != out.shape[1:]:
             if image.shape[:2] != out.shape[1:3]:
                 raise DataError(
-                    f"The images of {who} differ in size: image 0 is {out.shape[1]} x {out.shape[2]} pixels, image {i} is "
-                    f"{image.shape[0]} x {image.shape[1]} (height x width). Bring them to one size: image_size=."
+                    f"The images of {who} differ in size: image 0 is {out.shape[1]} x {out.shape[2]} pixels, image "
+                    f"{i} is {image.shape[0]} x {image.shape[1]} (height x width). Set image_size to resize them."
                 )
-            out = np.repeat(out, 3, axis=-1)  # gray so far, and here is the first image in color
+            out = np.repeat(out, 3, axis=-1)  # the first color image after gray ones
         out[i] = image
     if not len(out):
         raise DataError(f"There are no images in {who}.")
@@ -72,12 +73,12 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
 
 
 def decode(data: bytes, color: bool, simplejpeg: Any | None) -> np.ndarray:
-    """One image ``[H, W, C]``: three channels if ``color`` is asked for or found, otherwise one.
+    """Decode one image to ``[H, W, C]``, with three channels if it is in color or ``color`` is true, otherwise one.
 
     Args:
         data: Content of an image file.
-        color: Whether three channels are wanted for every image.
-        simplejpeg: The package, or None.
+        color: Whether to decode gray images with three channels, too.
+        simplejpeg: The simplejpeg module, or None.
     """
     if simplejpeg is not None and data[:2] == JPEG:
         try:
@@ -86,27 +87,27 @@ def decode(data: bytes, color: bool, simplejpeg: Any | None) -> np.ndarray:
                 wanted = "GRAY" if space == "Gray" and not color else "RGB"
                 return np.asarray(simplejpeg.decode_jpeg(data, colorspace=wanted))
         except ValueError:
-            pass  # pillow reads more kinds, and says what is wrong with the others
+            pass  # pillow reads more variants and describes errors in the others
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError("Decoding images needs the package pillow: pip install 'unskew[hub]'.") from error
+        raise DataError("Decoding images requires the package pillow: pip install 'unskew[hub]'.") from error
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.mode.startswith(("I", "F")):
-                raise ValueError(f"it has more than 8 bits a channel, pillow mode {image.mode}")
+                raise ValueError(f"it has more than 8 bits per channel, pillow mode {image.mode}")
             if image.mode in ("1", "L", "LA") and not color:
                 return np.asarray(image.convert("L"))[..., None]
             return np.asarray(image.convert("RGB"))
-    except Image.DecompressionBombError as error:  # a small file that would fill the memory
+    except Image.DecompressionBombError as error:  # a small file whose image would exhaust the memory
         raise ValueError(f"it has too many pixels: {error}") from error
 
 
 def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes]:
-    """The bytes of each image, from the column itself or from the file that it names.
+    """Iterate over the encoded bytes of each image, from the column itself or from the files that it names.
 
     Args:
-        column: Images, or names of files.
+        column: pyarrow column of encoded images or of file names.
         who: Name of the data, for errors.
         folder: Folder of the files, or None.
     """
@@ -118,7 +119,8 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[b
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
     if not (struct and "bytes" in fields) and not is_binary(column.type) and not text:
         raise DataError(
-            f"The image column of {who} has type {column.type}; it must hold encoded images (PNG or JPEG) or name files."
+            f"The image column of {who} has type {column.type}. It must contain encoded images (PNG or JPEG) or file "
+            "names."
         )
     for chunk in column.chunks:
         nothing = [None] * len(chunk)
@@ -136,7 +138,7 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[b
 
 
 def is_image(kind: Any) -> bool:
-    """Return whether a pyarrow type is that of encoded images: bytes, or the hub's struct of bytes and path."""
+    """Return whether a pyarrow type is that of encoded images: bytes, or the Hub's struct of bytes and path."""
     import pyarrow as pa
 
     return is_binary(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
@@ -150,7 +152,7 @@ def is_binary(kind: Any) -> bool:
 
 
 def optional_simplejpeg() -> Any | None:
-    """The simplejpeg module, or None where it is not installed."""
+    """Return the simplejpeg module, or None if it is not installed."""
     try:
         import simplejpeg
     except ImportError:
@@ -159,7 +161,7 @@ def optional_simplejpeg() -> Any | None:
 
 
 def convert_channels(x: Tensor, channels: int) -> Tensor:
-    """Images with the given number of channels: gray is repeated, color becomes its luminance.
+    """Convert images to a number of channels: gray is repeated, color becomes luminance.
 
     Args:
         x: Images, ``[n, C, H, W]``.
@@ -179,17 +181,17 @@ def convert_channels(x: Tensor, channels: int) -> Tensor:
 
 
 def sample_chunks(x: Tensor, size: int = 2048) -> Iterator[Tensor]:
-    """Runs of samples, so that a float copy of a large uint8 array never exists as a whole.
+    """Iterate over samples in chunks, so that a large uint8 array is never converted to float all at once.
 
     Args:
         x: Samples, ``[n, ...]``.
-        size: Largest number of samples in a chunk.
+        size: Maximum number of samples in a chunk.
     """
     return (x[i : i + size] for i in range(0, len(x), size))
 
 
 def resize_images(x: Tensor, height: int, width: int) -> Tensor:
-    """Images resized bilinearly, with antialiasing; uint8 stays uint8.
+    """Resize images bilinearly, with antialiasing; uint8 stays uint8.
 
     Args:
         x: Images, ``[n, C, H, W]``.

@@ -1,4 +1,4 @@
-"""Label columns of tables: one class per row, or a list of labels per row."""
+"""Label columns of tables: one class per row, a list of labels per row, or regression targets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class EncodedLabels(NamedTuple):
 
     Attributes:
         names: Names of the classes or labels, in order.
-        ys: For each part, class indices ``[n]``; or, with several labels a row, ``[n, L]`` of 0 and 1 as uint8.
+        ys: Targets of each part: class indices ``[n]``; multi-label, ``[n, L]`` of 0 and 1 as uint8; or numbers ``[n,
+            T]``.
         task: ``"classification"``, ``"multilabel"`` or ``"regression"``.
     """
 
@@ -30,26 +31,26 @@ class EncodedLabels(NamedTuple):
 def read_labels(
     parts: Mapping[str, Any], label: str, class_names: tuple[str, ...], separator: str | None = None
 ) -> EncodedLabels:
-    """The labels of several tables, encoded alike.
+    """Encode the labels of several tables with the same classes.
 
-    A column of lists, or of text that ``separator`` cuts into labels, makes the task multi-label. The classes are
-    ``class_names``, or else the sorted values found in any part.
+    The task is multi-label if the column contains lists, or strings that ``separator`` splits into labels. The classes
+    are ``class_names``, or else the sorted values of all parts.
 
     Args:
-        parts: pyarrow columns by where they are from, for errors.
-        label: Name of the column.
-        class_names: Of the classes, for a column of integers; empty if there are none.
-        separator: What stands between the labels of a row, in a column of text.
+        parts: pyarrow label column of each part, by the part's name in errors.
+        label: Name of the label column.
+        class_names: Class names for a column of integers; empty if there are none.
+        separator: Separator between the labels of a row in a string column, or None.
 
     Raises:
-        ConfigError: A separator for a column that holds lists already.
-        DataError: A label is missing, fractional or unknown, or the parts differ in kind.
+        ConfigError: If a separator is set although the column contains lists.
+        DataError: If a label is missing, fractional or unknown, or only some parts have lists.
     """
     lists = [is_list_type(column.type) for column in parts.values()]
     if any(lists) and separator is not None:
-        raise ConfigError(f"The label column {label!r} holds lists; label_separator is for a column of text.")
+        raise ConfigError(f"The label column {label!r} contains lists, but label_separator requires a string column.")
     if any(lists) and not all(lists):
-        raise DataError(f"The label column {label!r} holds lists in {' but not in '.join(split_lists(parts, lists))}.")
+        raise DataError(f"The label column {label!r} has lists in {' but not in '.join(split_lists(parts, lists))}.")
     if separator is None and not any(lists):
         names, ys = encode_labels([label_values(column, label, where) for where, column in parts.items()], class_names)
         return EncodedLabels(names, ys, "classification")
@@ -61,9 +62,7 @@ def read_labels(
     ys = []
     for (where, column), (rows, _), index in zip(parts.items(), raw, indices, strict=True):
         if len(index) and (index.min() < 0 or index.max() >= len(names)):
-            raise DataError(
-                f"The label column {label!r} of {where} holds a number that is none of {len(names)} labels."
-            )
+            raise DataError(f"The label column {label!r} of {where} contains a number outside its {len(names)} labels.")
         y = np.zeros((len(column), len(names)), np.uint8)
         y[rows, index] = 1
         ys.append(y)
@@ -71,14 +70,14 @@ def read_labels(
 
 
 def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLabels:
-    """Columns of numbers that are predicted, ``[n, T]`` in float64.
+    """Read regression targets as float64 ``[n, T]``.
 
     Args:
-        parts: pyarrow tables by where they are from, for errors.
-        columns: Their names.
+        parts: pyarrow table of each part, by the part's name in errors.
+        columns: Names of the target columns.
 
     Raises:
-        DataError: A value is missing, infinite or no number.
+        DataError: If a value is missing, infinite or not a number.
     """
     import pyarrow as pa
 
@@ -88,15 +87,14 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
             kind = part.column(column).type
             if not is_numeric(kind):
                 raise DataError(
-                    f"{where}: the column {column!r}, which is predicted, holds {kind}; regression needs numbers."
+                    f"{where}: the target column {column!r} contains {kind}, but regression requires numbers."
                 )
         targets = [part.column(column).cast(pa.float64(), safe=False).to_numpy() for column in columns]
         for column, values in zip(columns, targets, strict=True):
             bad = int((~np.isfinite(values)).sum())
             if bad:
                 raise DataError(
-                    f"{where}: the column {column!r}, which is predicted, has {bad} missing or infinite values; leave out "
-                    "those rows."
+                    f"{where}: the target column {column!r} has {bad} missing or infinite values. Remove those rows."
                 )
         ys.append(np.column_stack(targets))
     return EncodedLabels(tuple(columns), ys, "regression")
@@ -110,17 +108,17 @@ def is_list_type(kind: Any) -> bool:
 
 
 def split_lists(parts: Mapping[str, Any], lists: Sequence[bool]) -> list[str]:
-    """Split parts into those whose labels are lists and the others.
+    """Sort the names of parts: first the parts whose labels are lists.
 
     Args:
-        parts: Table of each part by name.
+        parts: Label column of each part by name.
         lists: Whether the labels of each part are lists.
     """
     return sorted(parts, key=lambda where: not lists[list(parts).index(where)])
 
 
 def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
-    """Class names that the hub's metadata gives to a column or to the entries of its lists; empty if it gives none.
+    """Return the class names of a label column from the Hub's metadata; empty if there are none.
 
     Args:
         table: Rows of the data.
@@ -142,7 +140,7 @@ def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
 
 
 def label_values(column: Any, label: str, where: str) -> np.ndarray:
-    """A label column with one class per row, as an array of integers or strings.
+    """Return a label column with one class per row as an array of integers or strings.
 
     Args:
         column: Values of the column.
@@ -153,19 +151,20 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
 
     if column.null_count:
         raise DataError(
-            f"The label column {label!r} of {where} has {column.null_count} missing values. If a row may have several labels "
-            "or none in this text, say what separates them: label_separator."
+            f"The label column {label!r} of {where} has {column.null_count} missing values. If each string may contain "
+            "several labels or none, set label_separator."
         )
     kind = column.type
     if pa.types.is_nested(kind) or is_binary(kind):
         raise DataError(
-            f"The label column {label!r} of {where} has type {kind}; it must hold one class or a list of labels per row."
+            f"The label column {label!r} of {where} has type {kind}. It must contain one class or a list of labels "
+            "per row."
         )
     values = column.to_numpy()
     if values.dtype.kind == "f":
         if not (np.isfinite(values) & (values == np.round(values))).all():
             raise DataError(
-                f"The label column {label!r} of {where} holds fractions or NaN; labels must be classes. "
+                f"The label column {label!r} of {where} contains fractions or NaN, but labels must be classes. "
                 "To predict the number, use --task regression (task: regression)."
             )
         return np.asarray(values.astype(np.int64))
@@ -173,27 +172,32 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
 
 
 def label_lists(column: Any, label: str, where: str, separator: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """All labels of a column of lists, one after the other: the row of each, and its value (an integer or text).
+    """Flatten the labels of a column of lists, or of strings with a separator.
 
-    With a separator the column is text; an empty or missing cell is a row without labels.
+    In a string column, an empty or missing cell is a row without labels.
 
     Args:
         column: Values of the column.
         label: Name of the label column.
         where: Name of the data, for errors.
-        separator: Text between labels; None: the column contains lists.
+        separator: Separator between labels; None means that the column contains lists.
+
+    Returns:
+        The row of each label, and its value (an integer or a string).
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if separator is not None:
         if pa.types.is_nested(column.type) or is_binary(column.type):
-            raise DataError(f"The label column {label!r} of {where} has type {column.type}; a separator needs text.")
+            raise DataError(
+                f"The label column {label!r} of {where} has type {column.type}, but a separator requires strings."
+            )
         column = pc.split_pattern(column.cast(pa.string()).fill_null(""), separator)
     elif column.null_count:
         raise DataError(
-            f"The label column {label!r} of {where} has {column.null_count} missing values; a row without labels needs an "
-            "empty list."
+            f"The label column {label!r} of {where} has {column.null_count} missing values. Use an empty list for a "
+            "row without labels."
         )
     array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     rows, values = pc.list_parent_indices(array).to_numpy(), pc.list_flatten(array)
@@ -204,7 +208,7 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
     t = pa.types
     if len(values) and not (t.is_integer(values.type) or t.is_string(values.type) or t.is_large_string(values.type)):
         raise DataError(
-            f"The label column {label!r} of {where} has lists of {values.type}; labels are text or numbers."
+            f"The label column {label!r} of {where} has lists of {values.type}, but labels must be strings or integers."
         )
     if values.null_count:
         raise DataError(f"The label column {label!r} of {where} has {values.null_count} missing values in its lists.")
@@ -212,14 +216,14 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
 
 
 def encode_labels(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Class names and class indices; without ``class_names``, the sorted values found in any part are the classes.
+    """Return class names and the class indices of each part.
 
     Args:
         raw: Labels of each part.
-        class_names: Names of the classes; empty: those that occur.
+        class_names: Names of the classes; if empty, the sorted values of all parts are the classes.
 
     Raises:
-        DataError: Two of them differ only by spaces around them.
+        DataError: If two labels differ only by surrounding spaces.
     """
     if class_names and all(values.dtype.kind in "iu" for values in raw):
         return class_names, [values.astype(np.int64) for values in raw]
@@ -230,7 +234,7 @@ def encode_labels(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tu
         other = known.setdefault(name.strip(), name)
         if other != name:
             raise DataError(
-                f"The labels {other!r} and {name!r} differ only by spaces and would be two classes; "
-                "write them in the same way."
+                f"The labels {other!r} and {name!r} differ only by spaces and would be two classes. "
+                "Write them in the same way."
             )
     return tuple(names), np.split(index.reshape(-1), np.cumsum([len(v) for v in raw])[:-1])

@@ -1,4 +1,4 @@
-"""Tables: what every source turns into, and how columns become inputs, labels and the rest."""
+"""Sample tables and data sources, and their construction from pyarrow tables."""
 
 from __future__ import annotations
 
@@ -33,20 +33,25 @@ from unskew.data.validation import as_targets, check_classes, check_targets
 from unskew.errors import ConfigError, DataError, unknown_name
 
 FEW_CLASSES, MANY = 10, 100
-"""Numbers as a label: with more than the first, a notice asks for regression; with more than the second, a value for nearly
-every fourth row is an error."""
+"""Limits for numbers as class labels.
+
+With more distinct numbers than the first, a warning suggests regression. With more than the second, and more than one
+distinct number per four rows, the label is rejected.
+"""
 LOG = logging.getLogger("unskew")
 SPLIT_SEED = 0  # the split into training and test rows is part of the data set, not of an experiment
 
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Samples, their labels and whatever else is known about them.
+    """Samples with their targets and metadata columns.
 
     Attributes:
-        x: uint8 images ``[n, C, H, W]`` over channels-last memory, float32 features ``[n, f]``, or token ids ``[n, L]``.
-        y: Class of each sample, ``[n]``; with several labels a sample, ``[n, L]`` of 0 and 1; or the next tokens ``[n, L]``.
-        columns: Further columns by name, each ``[n]``: users, writers, domains.
+        x: uint8 images ``[n, C, H, W]`` in channels-last memory format, float32 features ``[n, f]``, or token ids ``[n,
+            L]``.
+        y: Class of each sample, ``[n]``; for multi-label tasks, ``[n, L]`` of 0 and 1; regression targets ``[n, T]``;
+            or next tokens ``[n, L]``.
+        columns: Other columns by name, each ``[n]``: users, writers, domains.
     """
 
     x: Tensor
@@ -57,7 +62,7 @@ class SampleTable:
         return len(self.y)
 
     def rows(self, index: np.ndarray) -> SampleTable:
-        """The table of the rows ``index``."""
+        """Return the table with only the rows ``index``, in this order."""
         ids = torch.from_numpy(index)
         return SampleTable(
             take_rows(self.x, ids), self.y[ids], {name: values[index] for name, values in self.columns.items()}
@@ -66,10 +71,10 @@ class SampleTable:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set with a training and a test part. Its arrays are shared: do not change them in place.
+    """Data set with a training and a test part. Its arrays are shared, so do not change them in place.
 
-    ``columns`` says of a table what is done to each of its columns, and ``encoders`` how those that are inputs were read,
-    where the clients' sums are yet to say what becomes of them; ``indicate`` marks missing numbers.
+    For a table, ``columns`` has the role of each column. ``encoders`` are the initial encoders of the input columns if
+    they must still be fitted with client sums; with ``indicate``, additional inputs mark missing numbers.
     """
 
     name: str
@@ -83,39 +88,43 @@ class Source:
     indicate: bool = False
 
     def sized(self, size: int | None) -> Source:
-        """The same with images of this side; inputs that are not images stay as they are."""
+        """Return the source with square images of this side length; inputs that are not images stay unchanged."""
         if size is None or self.train.x.dim() != 4 or tuple(self.train.x.shape[2:]) == (size, size):
             return self
         train, test = (replace(part, x=resize_images(part.x, size, size)) for part in (self.train, self.test))
         return replace(self, train=train, test=test)
 
     def first(self, classes: int | None) -> Source:
-        """The same with the samples of the first so many classes only.
+        """Return the source with only the samples of the first ``classes`` classes.
 
         Raises:
-            ConfigError: There are fewer classes, or a sample may have several.
-            DataError: No sample is left.
+            ConfigError: If there are fewer classes, or the task is not classification.
+            DataError: If no training or no test samples remain.
         """
         if classes is None or classes == self.classes:
             return self
         if self.task != "classification":
-            raise ConfigError(f"max_classes={classes} needs one class per sample; {self.name} has others.")
+            raise ConfigError(
+                f"max_classes={classes} requires one class per sample, but {self.name} has other targets."
+            )
         if not 2 <= classes < self.classes:
-            raise ConfigError(f"max_classes={classes} must be from 2 to the {self.classes} classes of {self.name}.")
+            raise ConfigError(
+                f"max_classes={classes} must be from 2 to {self.classes}, the number of classes of {self.name}."
+            )
         train, test = (p.rows(torch.nonzero(p.y < classes)[:, 0].numpy()) for p in (self.train, self.test))
         if not len(train) or not len(test):
-            raise DataError(f"{self.name} has no samples to train or to test on in its first {classes} classes.")
+            raise DataError(f"{self.name} has no training or no test samples in its first {classes} classes.")
         names = self.class_names[:classes]
         return replace(self, train=train, test=test, class_names=names, classes=classes)
 
     @cached_property
     def normalization(self) -> Normalization | None:
-        """Statistics of the training inputs; computed once. None for token ids."""
+        """Normalization fitted on the training inputs, cached; None for token ids."""
         return fit_normalization(self.train.x)
 
 
 def fit_normalization(x: Tensor) -> Normalization | None:
-    """Statistics of inputs, unless they are token ids."""
+    """Fit a normalization to inputs; None for token ids."""
     return None if x.dtype == torch.int64 else Normalization.fit(x)
 
 
@@ -132,23 +141,25 @@ def source_from_tables(
     size: int | None = None,
     test_share: float = 0.2,
 ) -> Source:
-    """Turn pyarrow tables into a source.
+    """Build a source from pyarrow tables.
 
     Args:
         name: Name of the source.
         train: Training rows.
-        test: Test rows; None splits ``test_share`` off the training rows, stratified by class where there is one each.
-        label: Name of the label column; where it holds lists, the task is multi-label. Of numbers, also several names.
-        image: Name of the column of encoded images; None takes numeric columns as features.
-        label_separator: What stands between the labels of a row, in a column of text; then the task is multi-label.
-        choice: Which columns are features; None where the columns are known and nothing is to be told of them.
-        folder: Where relative paths in the image column start.
-        size: Side to which images are brought.
-        test_share: Share of the rows to test on when there is no test part.
+        test: Test rows; None splits ``test_share`` off the training rows, stratified by class if each row has one
+            class.
+        label: Name of the label column; if it contains lists, the task is multi-label. For regression, one or more
+            comma-separated names.
+        image: Name of the column of encoded images; None means that the inputs are columns of the table.
+        label_separator: Separator between the labels of a row in a string column; the task is then multi-label.
+        choice: Column selection of the user; None for built-in data sets, whose columns are not reported.
+        folder: Folder of relative paths in the image column.
+        size: Side length to which images are resized.
+        test_share: Share of test rows if there is no test part.
 
     Raises:
-        ConfigError: What is said of the columns does not fit together.
-        DataError: A column is missing, empty, not numeric or holds missing values, or the rows have one class only.
+        ConfigError: If options of the columns contradict each other.
+        DataError: If a column does not exist, is empty, not numeric or has missing values, or there is only one class.
     """
     choice, was_chosen = choice or ColumnSelection(), choice is not None
     labels = () if label is None else choice.labels(label, train.column_names)
@@ -160,7 +171,7 @@ def source_from_tables(
         if part.num_rows == 0:
             raise DataError(f"{name}: {where} are empty.")
     if label is None:
-        raise DataError(f"Say which column of {name} holds the labels (label=): {', '.join(train.column_names)}.")
+        raise DataError(f"Set label to the label column of {name}: one of {', '.join(train.column_names)}.")
     if choice.regression:
         names, ys, task = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels)
     else:
@@ -181,7 +192,8 @@ def source_from_tables(
         xs = [convert_channels(x, channels) for x in xs]
     if xs[0].shape[1:] != xs[-1].shape[1:]:
         raise DataError(
-            f"The training images of {name} have shape {tuple(xs[0].shape[1:])}, its test images {tuple(xs[-1].shape[1:])}."
+            f"The training images of {name} have shape {tuple(xs[0].shape[1:])}, but its test images have shape "
+            f"{tuple(xs[-1].shape[1:])}."
         )
     tables = []
     for (where, part), x, values in zip(parts.items(), xs, ys, strict=True):
@@ -195,17 +207,17 @@ def source_from_tables(
 
 
 def check_not_continuous(name: str, label: str, train: Any, classes: int, task: str) -> None:
-    """Refuse numbers that nearly every row has another one of: whoever names them as the label means to predict the number.
+    """Validate that a numeric class label has few distinct values; otherwise regression is probably intended.
 
     Args:
         name: Name of the data, for the error.
         label: Name of the label column.
-        train: Rows of the training part.
+        train: Training rows.
         classes: Number of classes.
         task: Name of the task.
 
     Raises:
-        DataError: Nearly every row has another number as its label.
+        DataError: If there are many distinct numbers, more than one per four rows.
     """
     if (
         task == "classification"
@@ -214,13 +226,14 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
         and is_numeric(train.column(label).type)
     ):
         raise DataError(
-            f"{name}: the label {label!r} holds {classes} different numbers in {train.num_rows} rows, and each would be a "
-            "class. --task regression (task: regression) predicts the number; names of classes are better "
-            "written as text."
+            f"{name}: the label {label!r} has {classes} different numbers in {train.num_rows} rows, and each would "
+            "be a "
+            "class. To predict the number, use --task regression (task: regression). If the numbers are classes, "
+            "write them as strings."
         )
     numbers = is_numeric(train.column(label).type) and not metadata_class_names(train, label)
     if task == "classification" and classes > FEW_CLASSES and numbers:
-        sentence = "the label %r has %d different numbers, and each is a class; --task regression predicts the number"
+        sentence = "the label %r has %d different numbers, each a class; to predict the number, use --task regression"
         LOG.warning(sentence, label, classes)
 
 
@@ -228,9 +241,9 @@ def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection)
     """Return the encoder of a column before any global statistics are known.
 
     Args:
-        train: Rows of the training part.
+        train: Training rows.
         column: Name of the column.
-        done: Its role.
+        done: Role of the column.
         choice: Column selection of the user.
     """
     kind = done.removesuffix(f", and {DIVIDES}")
@@ -242,12 +255,12 @@ def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection)
 def train_test_tables(
     tables: Sequence[SampleTable], share: float, split: Split | None = None
 ) -> tuple[SampleTable, SampleTable]:
-    """A training and a test table: those of ``tables``, or the one there is without ``share`` of its rows, and these.
+    """Return a training and a test table; a single table is split into both.
 
     Args:
         tables: One table, or a training and a test table.
-        share: Share of test rows.
-        split: Groups and times of the split, or None.
+        share: Share of test rows if a single table is split.
+        split: Columns of the split, or None.
     """
     train, *test = tables
     if test:
@@ -263,7 +276,7 @@ def train_test_tables(
 
 
 def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test rows, stratified by class and always the same; every class keeps a training row.
+    """Split rows into training and test rows, stratified by class with a fixed seed; every class keeps a training row.
 
     Args:
         labels: Labels, ``[n]``.
@@ -274,7 +287,7 @@ def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray
     (12, 3)
     """
     if not 0 < share < 1:
-        raise DataError(f"test_share must be a share between 0 and 1, not {share}.")
+        raise DataError(f"test_share must be between 0 and 1, not {share}.")
     rng = np.random.default_rng(SPLIT_SEED)
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
@@ -282,19 +295,19 @@ def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray
     spare = order[1:][sorted_labels[1:] == sorted_labels[:-1]]  # all but the first row of each class
     count = min(max(1, round(len(labels) * share)), len(spare))
     if count == 0:
-        raise DataError("No test rows can be split off: every class has a single row. Provide test data.")
-    # Every (1/share)-th row of the rows sorted by class.
+        raise DataError("No test rows can be split off, because every class has a single row. Provide test data.")
+    # Take every (1/share)-th of the rows sorted by class.
     taken = np.diff(np.arange(len(spare) + 1) * count // len(spare)) == 1
     test_rows = np.sort(spare[taken])
     return np.setdiff1d(np.arange(len(labels)), test_rows), test_rows
 
 
 def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]:
-    """Every column with one plain value per row, by name; the rest (lists, structs, bytes) is left out.
+    """Return every column with one plain value per row, by name; columns of lists, structs or bytes are skipped.
 
     Args:
         table: Rows of the data.
-        skip: Columns that are left out.
+        skip: Further columns to skip.
     """
     import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""Texts as data: rows with one text or a pair become token ids, with a label or with the next tokens to predict."""
+"""Text data sets: each row's text or pair of texts is tokenized, for classification or for next-token prediction."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHUNK = 10_000
 
 
 def is_text(name: str) -> bool:
-    """Return whether a data source has texts."""
+    """Return whether a data source contains texts."""
     return name in (*TEXTS, "nyu-mll/multi_nli") or name.startswith("text:")
 
 
@@ -54,45 +54,45 @@ def load_texts(
     csv: CsvSpec = DETECTED,
     split: Split | None = None,
 ) -> Source:
-    """Load and tokenize a data set of texts; the last few are kept in memory until their files change.
+    """Load and tokenize a text data set. The two most recent data sets are cached until their files change.
 
-    Without a label the task is ``language``: ``x [n, L]`` are token ids and ``y [n, L]`` those that follow them, both
-    views of one array. A text longer than ``block`` tokens is cut into several rows. With a label it is classification of
-    ``x [n, L]``, and longer texts are cut off. Rows are padded with -1 at the end, to the longest of all.
+    Without a label the task is ``language``: ``x [n, L]`` are token ids and ``y [n, L]`` the next tokens, both views of
+    one array; a text longer than ``block`` tokens is split into several rows. With a label the task is classification
+    of ``x [n, L]``, and longer texts are truncated. Rows are padded at the end with -1 to the length of the longest.
 
     Args:
         name: ``text:PATH``, ``multi_nli`` or ``sentences``.
         path: Local files; for ``text``, a .csv, .jsonl or .parquet file, or a folder with train and test files.
-        label: The label column; None for language modelling.
-        columns: One text column, or two for a pair; the source's own if empty.
-        tokenizer: See ``unskew.data.readers.tokenization.make_tokenizer``.
-        block: At most so many tokens a row.
-        test_share: Share of the rows to test on where there is no test part.
+        label: Label column; None for language modeling.
+        columns: One text column, or two for a pair; if empty, the data source's default.
+        tokenizer: Tokenizer, as for ``unskew.data.readers.tokenization.make_tokenizer``.
+        block: Maximum number of tokens per row.
+        test_share: Share of test rows if there is no test part.
         csv: Format of CSV files.
-        split: Columns that decide which rows are for testing.
+        split: Columns of the split into training and test rows, or None.
 
     Raises:
-        ConfigError: Something is not said, or arguments do not fit together.
-        DataError: The files cannot be used as given.
+        ConfigError: If an argument is missing, or arguments contradict each other.
+        DataError: If the files are not valid.
     """
     if name.startswith("text:"):
         if path is not None:
-            raise ConfigError(f"{name!r} names a path already; leave out path={str(path)!r} or use the name 'text'.")
+            raise ConfigError(f"{name!r} already contains a path. Remove path={str(path)!r}, or use the name 'text'.")
         name, path = "text", name.removeprefix("text:")
     name = name.removeprefix("nyu-mll/")
     if name == "text" and not path:
         raise ConfigError(
-            "The data set 'text' needs a path: text:PATH with a .csv, .jsonl or .parquet file, or a folder."
+            "The data set 'text' requires a path: text:PATH with a .csv, .jsonl or .parquet file, or a folder."
         )
     if name == "sentences" and path is not None:
-        raise ConfigError("The data set 'sentences' needs no file; it takes no path.")
+        raise ConfigError("The data set 'sentences' is generated. Remove the path.")
     if tokenizer is None:
         raise ConfigError(
-            "Texts need a tokenizer: use the model text-mlp (texts with a label) or hf:NAME, which have their own, or set "
-            "text.tokenizer (--tokenizer) to words, bytes, a name at the hub, or a folder."
+            "Texts require a tokenizer. Use the model text-mlp (texts with a label) or hf:NAME, which include one, "
+            "or set text.tokenizer (--tokenizer) to words, bytes, a name on the Hugging Face Hub, or a folder."
         )
     if len(columns) > 2:
-        raise ConfigError(f"text.columns names one column or a pair, not {', '.join(columns)}.")
+        raise ConfigError(f"text.columns must be one column or a pair, not {', '.join(columns)}.")
     where, folder = absolute_path(path), Path(tokenizer).expanduser()
     tokenizer_stamp = files_stamp(folder) if folder.is_dir() else None
     return load_cached(
@@ -124,20 +124,20 @@ def load_cached(
     csv: CsvSpec,
     split: Split | None,
 ) -> Source:
-    """Load and tokenize; ``files_stamp`` and ``tokenizer_stamp`` are only part of the key.
+    """Load and tokenize a text data set, with a cache whose key includes the stamps, so that changes are detected.
 
     Args:
         kind: Name of the source.
         path: File or folder, or None.
-        stamp: Size and times of the files.
-        label: Name of the label column.
+        stamp: Stamp of the data files.
+        label: Name of the label column, or None.
         columns: Names of the text columns.
         tokenizer: Name of the tokenizer.
-        tokenizer_stamp: Size and times of the tokenizer's files.
-        block: Largest number of tokens of a sample.
+        tokenizer_stamp: Stamp of the tokenizer's folder, or None.
+        block: Maximum number of tokens per row.
         test_share: Share of test rows.
         csv: Format of CSV files.
-        split: Groups and times of the split, or None.
+        split: Columns of the split, or None.
     """
     parts, name = text_tables(kind, path, csv)
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
@@ -146,11 +146,11 @@ def load_cached(
             raise DataError(f"{name}: {where} are empty.")
         for column in (*own, *([] if label is None else [label])):
             if column not in part.column_names:
-                hint = "" if columns or column == label else " Name the text's column with text.columns."
+                hint = "" if columns or column == label else " Set text.columns to the text column."
                 raise DataError(f"{name}, {where}: {unknown_name('column', column, part.column_names)}{hint}")
     texts = {where: row_texts(part, own, f"{name}, {where}") for where, part in parts.items()}
     if tokenizer_stamp is not None:
-        make_tokenizer.cache_clear()  # the folder may hold another one by now
+        make_tokenizer.cache_clear()  # the tokenizer in the folder may have changed
     tokens = make_tokenizer(tokenizer)
     beside = [metadata_columns(part, {*own, label}) for part in parts.values()]
     if label is None:
@@ -173,14 +173,16 @@ def load_cached(
             SampleTable(x, torch.from_numpy(np.asarray(y)), further)
             for x, y, further in zip(filled, labels.ys, beside, strict=True)
         ]
-        names, classes, task = labels.names, len(labels.names), labels.task
+        names = labels.names
+        classes = len(labels.names)
+        task = labels.task
         check_classes(names, name, task)
         check_class_indices(tables, classes, label, name)
     return Source(name, *train_test_tables(tables, test_share, split), names, classes, task)
 
 
 def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, Any], str]:
-    """The rows of each part, training part first, and the name of the data set.
+    """Return the rows of each part, training part first, and the name of the data set.
 
     Args:
         kind: Name of the source.
@@ -190,7 +192,7 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, A
     try:
         import pyarrow as pa
     except ImportError as error:
-        raise DataError("Texts need the package pyarrow: pip install 'unskew[transformers]'.") from error
+        raise DataError("Reading texts requires the package pyarrow: pip install 'unskew[transformers]'.") from error
     if kind == "sentences":
         parts = [pa.Table.from_pylist(sentences(seed, each)) for seed, each in ((0, 800), (1, 200))]
         return dict(zip(("the training rows", "the test rows"), parts, strict=True)), kind
@@ -207,7 +209,7 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, A
 
 
 def row_texts(table: Any, columns: Sequence[str], where: str) -> list[Text]:
-    """The texts of each row.
+    """Return the texts of each row.
 
     Args:
         table: Rows of the data.
@@ -215,31 +217,36 @@ def row_texts(table: Any, columns: Sequence[str], where: str) -> list[Text]:
         where: Name of the data, for errors.
 
     Raises:
-        DataError: A column holds no text, or a text is missing or empty.
+        DataError: If a column does not contain strings, or a text is missing or empty.
     """
     import pyarrow as pa
 
     for column in columns:
         kind = table.column(column).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"{where}: the column {column!r} holds {kind}, not text.")
+            raise DataError(f"{where}: the column {column!r} contains {kind}, not text.")
         if table.column(column).null_count:
             raise DataError(f"{where}: the column {column!r} has {table.column(column).null_count} missing texts.")
     texts = list(zip(*(table.column(column).to_pylist() for column in columns), strict=True))
     empty = next((row for row, text in enumerate(texts) if not any(part.strip() for part in text)), None)
     if empty is not None:
-        raise DataError(f"{where}: row {empty} has no text in {', '.join(columns)}; fill it or remove the row.")
+        raise DataError(f"{where}: row {empty} has no text in {', '.join(columns)}. Add a text or remove the row.")
     return texts
 
 
 def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) -> tuple[list[list[int]], np.ndarray]:
-    """Token ids in rows of at most ``block``, and the text that each row is of. A lone last token has nothing to predict.
+    """Tokenize texts and split them into rows of at most ``block`` token ids.
+
+    Rows with a single token are dropped, because they have no next token to predict.
 
     Args:
         texts: Texts to tokenize.
-        tokenizer: The tokenizer.
-        block: Largest number of tokens of a sample.
+        tokenizer: Tokenizer.
+        block: Maximum number of tokens per row.
         where: Name of the data, for errors.
+
+    Returns:
+        The rows, and the index of each row's text.
     """
     rows: list[list[int]] = []
     origin: list[int] = []
@@ -250,17 +257,17 @@ def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) 
             rows += full_blocks
             origin += [number] * len(full_blocks)
     if not rows:
-        raise DataError(f"{where}: no text has two tokens, so there is no next token to predict.")
+        raise DataError(f"{where}: no text has two or more tokens, so there is no next token to predict.")
     return rows, np.array(origin)
 
 
 def encode_for_classification(texts: list[Text], tokenizer: Tokenizer, block: int) -> list[list[int]]:
-    """Token ids for classification, at most ``block`` a text.
+    """Tokenize texts for classification, with at most ``block`` token ids per text.
 
     Args:
         texts: Texts to tokenize.
-        tokenizer: The tokenizer.
-        block: Largest number of tokens of a text.
+        tokenizer: Tokenizer.
+        block: Maximum number of tokens per text.
     """
     encoded: list[list[int]] = []
     for first in range(0, len(texts), CHUNK):
@@ -270,7 +277,7 @@ def encode_for_classification(texts: list[Text], tokenizer: Tokenizer, block: in
 
 
 def pad_rows(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
-    """Rows of each part as one int64 array ``[n, L]``, filled up with -1 to the longest row of all parts."""
+    """Return the rows of each part as an int64 tensor ``[n, L]``, padded with -1 to the longest row of all parts."""
     longest = max(len(row) for rows in parts for row in rows)
     arrays = []
     for rows in parts:
@@ -282,14 +289,17 @@ def pad_rows(parts: Sequence[Sequence[list[int]]]) -> list[Tensor]:
 
 
 def check_class_indices(tables: Sequence[SampleTable], classes: int, label: str, name: str) -> None:
-    """Refuse class indices without a class, such as the -1 that some data sets have for rows nobody labeled.
+    """Validate that class indices are in range; some data sets have -1 for unlabeled rows.
 
     Args:
         tables: Samples of each part.
         classes: Number of classes.
         label: Name of the label column.
         name: Name of the data, for the error.
+
+    Raises:
+        DataError: If a class index is out of range.
     """
     for table in tables:
         if table.y.dim() == 1 and (int(table.y.min()) < 0 or int(table.y.max()) >= classes):
-            raise DataError(f"{name}: the label column {label!r} holds numbers that are none of its {classes} classes.")
+            raise DataError(f"{name}: the label column {label!r} contains numbers outside its {classes} classes.")

@@ -1,4 +1,4 @@
-"""Tokenizers: texts, or pairs of texts, to lists of token ids."""
+"""Tokenizers, which convert texts or pairs of texts to lists of token ids."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.errors import DataError
 
 Text = tuple[str, ...]
-MOST = 1 << 30  # tokens, where texts are not to be cut
+MOST = 1 << 30  # number of tokens that is never reached, so that texts are not truncated
 
 
 class Tokenizer(Protocol):
-    """Turns texts into ids from 0 to ``size - 1``."""
+    """Interface of tokenizers, which convert texts to ids from 0 to ``size - 1``."""
 
     size: int
 
     def join(self, texts: Sequence[Text]) -> list[list[int]]:
-        """The ids of each text; the two of a pair with a line break between them."""
+        """Return the ids of each text; the two texts of a pair are joined by a line break."""
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """The ids of each text or pair as a classifier is used to it, at most so many.
+        """Return the ids of each text or pair for classification, truncated to ``most``.
 
         Args:
             texts: Texts, or pairs of texts.
-            most: Largest number of tokens.
+            most: Maximum number of tokens.
         """
 
 
 class ByteTokenizer:
-    """The bytes of a text's UTF-8; 256 stands before a text and between the two of a pair. Needs no download."""
+    """Tokenizer of UTF-8 bytes, without download; the id 256 marks the start of a text and separates pairs."""
 
     size = 257
 
     def join(self, texts: Sequence[Text]) -> list[list[int]]:
-        """Return the ids of a text and its separators."""
+        """Return the ids of each text, preceded by 256; the two texts of a pair are joined by a line break."""
         return [[256, *"\n".join(text).encode()] for text in texts]
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return ids of text pairs, truncated at the end to ``most``.
+        """Return the ids of each text or pair, truncated at the end to ``most``.
 
         Args:
             texts: Texts, or pairs of texts.
-            most: Largest number of tokens.
+            most: Maximum number of tokens.
         """
         return [[i for part in text for i in (256, *part.encode())][:most] for text in texts]
 
 
 class WordTokenizer:
-    """Words, marks and pairs of neighboring words, hashed to 16,384 ids. Needs no download and no vocabulary.
+    """Tokenizer of words, punctuation and word bigrams, hashed to 16,384 ids, without download or vocabulary.
 
-    The pairs follow the words, so a long text loses its pairs first.
+    Bigrams follow the words, so truncation removes bigrams first.
     """
 
     size = 1 << 14
 
     def join(self, texts: Sequence[Text]) -> list[list[int]]:
-        """Raise an error: ids of pairs of words do not follow one another."""
-        raise DataError("The tokenizer words is for texts with labels; to predict the next token, use bytes.")
+        """Raise ``DataError``, because hashed bigrams have no next token."""
+        raise DataError("The tokenizer words requires texts with labels. To predict the next token, use bytes.")
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return ids of text pairs; the two texts have ids of their own.
+        """Return the ids of each text or pair, truncated to ``most``; the same word has different ids in the two texts.
 
         Args:
             texts: Texts, or pairs of texts.
-            most: Largest number of tokens.
+            most: Maximum number of tokens.
         """
         return [self._ids(text)[:most] for text in texts]
 
@@ -83,13 +83,13 @@ class WordTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the package ``transformers``.
+    """Tokenizer of the package ``transformers``.
 
     Args:
-        name: At the hub, or a folder.
+        name: Name on the Hugging Face Hub, or a folder.
 
     Raises:
-        DataError: The tokenizer cannot be loaded.
+        DataError: If the tokenizer cannot be loaded.
     """
 
     def __init__(self, name: str):
@@ -97,40 +97,38 @@ class HuggingFaceTokenizer:
             transformers: Any = import_module("transformers")
         except ImportError as error:
             raise DataError(
-                "A tokenizer needs the package transformers: pip install 'unskew[transformers]'."
+                "A tokenizer requires the package transformers: pip install 'unskew[transformers]'."
             ) from error
         folder = Path(name).expanduser()
         where = str(folder) if folder.is_dir() else name
         with nullcontext(True) if folder.is_dir() else hub_or_cache() as reached:
             try:
                 self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-            except Exception as error:  # the hub and the files may fail in any way
+            except Exception as error:  # the network and corrupted files raise many types
                 reason = str(error).strip().splitlines()[0].rstrip(".") + ". Or" if reached else unreachable("it")
                 raise DataError(
-                    f"The tokenizer {name!r} cannot be loaded: {reason} name another with text.tokenizer: a name at the "
-                    "hub, a folder, or bytes."
+                    f"The tokenizer {name!r} cannot be loaded: {reason} set text.tokenizer to another name on the "
+                    "Hub, a folder, or bytes."
                 ) from error
         self.size = len(self.tokenizer)
         if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):
-            raise DataError(
-                f"{name} has no tokenizer; name another with text.tokenizer: a name at the hub, a folder, or bytes."
-            )
+            raise DataError(f"{name} has no tokenizer. Set text.tokenizer to a name on the Hub, a folder, or bytes.")
 
     def join(self, texts: Sequence[Text]) -> list[list[int]]:
-        """Return the ids of a text and its separators."""
+        """Return the ids of each text; the two texts of a pair are joined by a line break."""
         return self._ids(["\n".join(text) for text in texts])
 
     def pairs(self, texts: Sequence[Text], most: int) -> list[list[int]]:
-        """Return ids of text pairs, truncating the longer text first.
+        """Return the ids of each text or pair, truncated to ``most``, the longer text of a pair first.
 
         Args:
             texts: Texts, or pairs of texts.
-            most: Largest number of tokens.
+            most: Maximum number of tokens.
         """
         return self._ids(*map(list, zip(*texts, strict=True)), truncation=True, max_length=most)
 
     def _ids(self, *columns: list[str], **options: Any) -> list[list[int]]:
-        # The length that a model was trained with is no bound here; the model says when its input is too long.
+        # Do not warn about the model's length limit here; the model itself reports inputs that are too long.
         self.tokenizer.model_max_length = MOST
         ids: list[list[int]] = self.tokenizer(*columns, padding=False, **options)["input_ids"]
         return ids
@@ -138,7 +136,7 @@ class HuggingFaceTokenizer:
 
 @lru_cache(maxsize=4)
 def make_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a name: ``bytes``, ``words``, or one of ``transformers``.
+    """Return the tokenizer with a name: ``bytes``, ``words``, or a tokenizer of ``transformers``.
 
     >>> make_tokenizer("bytes").join([("ab", "c")])
     [[256, 97, 98, 10, 99]]

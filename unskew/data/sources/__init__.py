@@ -1,1 +1,1 @@
-"""Data sources by name."""
+"""Data sources and their registry."""

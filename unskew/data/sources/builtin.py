@@ -1,4 +1,4 @@
-"""Data sets that need no file: scikit-learn's digits, and draws from Gaussian classes."""
+"""Built-in data sets: scikit-learn's digits and Gaussian classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unskew.data.validation import as_inputs
 
 
 def _digits() -> np.ndarray:
-    """Pixels from 0 to 16 and the class, ``[1797, 65]``; from scikit-learn's file, without importing the package."""
+    """Read pixels (0 to 16) and classes, ``[1797, 65]``, from scikit-learn's file without importing the package."""
     package = find_spec("sklearn")
     file = (
         None
@@ -22,17 +22,17 @@ def _digits() -> np.ndarray:
     )
     if file is not None and file.is_file():
         return np.loadtxt(file, delimiter=",")
-    from sklearn.datasets import load_digits  # a version that keeps them elsewhere
+    from sklearn.datasets import load_digits  # for versions of scikit-learn with another file layout
 
     data = load_digits()
     return np.column_stack([data.data, data.target])
 
 
 def digits() -> Source:
-    """Scikit-learn's digits as uint8 images, with a stratified test part of 20 %.
+    """Load scikit-learn's digits as uint8 images, with a stratified test part of 20 %.
 
-    The rows of both parts are those of ``train_test_split(..., test_size=0.2, stratify=labels, random_state=0)``, written
-    down: to import scikit-learn takes as long as a short run.
+    The rows of both parts are those of ``train_test_split(..., test_size=0.2, stratify=labels, random_state=0)``. They
+    are stored in a file, because importing scikit-learn takes as long as a short run.
     """
     values = _digits()
     images, labels = (values[:, :-1].reshape(-1, 8, 8) * 15).astype(np.uint8), values[:, -1].astype(np.int64)
@@ -43,9 +43,10 @@ def digits() -> Source:
 
 
 def gaussians() -> Source:
-    """Ten classes with identity covariance and means ``c (1, ..., 1)`` for ``c = -5 ... 4``, in 10 dimensions.
+    """Generate ten Gaussian classes in 10 dimensions.
 
-    The synthetic data of Gholami and Seferoglu 2024, arXiv:2404.11754; always the same draw.
+    The covariance is the identity, the means are ``c (1, ..., 1)`` for ``c = -5 ... 4``. This is the synthetic data of
+    Gholami and Seferoglu 2024, arXiv:2404.11754, with a fixed seed.
     """
     draws = np.random.default_rng(0)
 

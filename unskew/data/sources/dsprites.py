@@ -1,13 +1,13 @@
-"""dSprites: 737,280 images of one white shape on black, drawn here from the data set's factors, or read from its file.
+"""dSprites: 737,280 images of one white shape on black, generated from the data set's factors or read from its file.
 
-Matthey, Higgins, Hassabis, Lerchner, "dSprites: Disentanglement testing Sprites dataset", 2017. Every combination of 3 shapes
-(square, ellipse, heart), 6 scales from 0.5 to 1, 40 orientations from 0 to 2 pi, and 32 x 32 positions once, 64 x 64 pixels.
-The drawing follows these factors, but not pixel by pixel the original's program: a position is a shift by one pixel, and a
-pixel is white if its center lies inside the shape.
+Matthey, Higgins, Hassabis, Lerchner, "dSprites: Disentanglement testing Sprites dataset", 2017. It contains each
+combination of 3 shapes (square, ellipse, heart), 6 scales from 0.5 to 1, 40 orientations from 0 to 2 pi, and 32 x 32
+positions once, as 64 x 64 pixels. The generated images use the same factors, but are not pixel-identical to the
+original: a position is a shift by one pixel, and a pixel is white if its center is inside the shape.
 
-The task is that of Fedssyn's appendix A.4 (Li et al. 2023, arXiv:2306.13263): tell the shape. The column ``client`` divides
-the images into 12, a shape in a quadrant of the positions each; a tenth of every one of these is the test part, so that each
-has exactly 55,296 images to train on.
+The task, to classify the shape, is that of Fedssyn's appendix A.4 (Li et al. 2023, arXiv:2306.13263). The column
+``client`` divides the images into 12 groups, one shape in one quadrant of the positions each. A tenth of each group is
+the test part, so each group has exactly 55,296 training images.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SIZES = (3, 6, 40, 32, 32)
 """Values of shape, scale, orientation, horizontal and vertical position; the last changes fastest."""
 TOTAL = 737_280
 SIDE, REACH = 64, 16
-RADIUS = 15.5  # of the circle around the largest shape, in pixels
+RADIUS = 15.5  # radius of the circle around the largest shape, in pixels
 GROUPS = 12
 COLUMNS = ("shape", "scale", "orientation", "x", "y")
 
 
 def stencils() -> np.ndarray:
-    """Every shape, scale and orientation around the middle of 33 x 33 pixels: booleans ``[720, 33, 33]``."""
+    """Return masks of all shapes, scales and orientations, centered in 33 x 33 pixels: booleans ``[720, 33, 33]``."""
     axis = np.arange(-REACH, REACH + 1)
     y, x = (grid.astype(float)[None] for grid in np.meshgrid(axis, axis, indexing="ij"))
     angle = np.linspace(0, 2 * np.pi, SIZES[2])[:, None, None]
@@ -46,19 +46,19 @@ def stencils() -> np.ndarray:
             elif shape == "ellipse":
                 inside = a**2 + 4 * b**2 <= 1
             else:
-                p, q = 1.42 * a, -1.42 * b  # the curve lies within 1.42 of its middle
+                p, q = 1.42 * a, -1.42 * b  # the curve is within 1.42 of its center
                 inside = (p**2 + q**2 - 1) ** 3 <= p**2 * q**3
             masks.append(inside)
     return np.concatenate(masks)
 
 
 def factors(rows: np.ndarray) -> np.ndarray:
-    """Shape, scale, orientation, horizontal and vertical position of images by their number: ``[n, 5]``."""
+    """Return shape, scale, orientation, horizontal and vertical position of images by their index: ``[n, 5]``."""
     return np.stack(np.unravel_index(rows, SIZES), 1)
 
 
 def draw_images(values: np.ndarray) -> np.ndarray:
-    """Images ``[n, 64, 64]``, uint8 of 0 and 255, from their factors ``[n, 5]``."""
+    """Generate images ``[n, 64, 64]``, uint8 with values 0 and 255, from their factors ``[n, 5]``."""
     shapes = stencils().astype(np.uint8) * 255
     which = np.ravel_multi_index(tuple(values[:, :3].T), SIZES[:3])
     images = np.zeros((len(values), SIDE, SIDE), np.uint8)
@@ -73,22 +73,22 @@ def draw_images(values: np.ndarray) -> np.ndarray:
 
 
 def client_groups(values: np.ndarray) -> np.ndarray:
-    """The client of each image: ``4 shape + 2 (lower half) + (right half)``, 0 to 11."""
+    """Return the client of each image: ``4 shape + 2 (lower half) + (right half)``, 0 to 11."""
     return np.asarray(4 * values[:, 0] + 2 * (values[:, 4] >= SIZES[4] // 2) + (values[:, 3] >= SIZES[3] // 2))
 
 
 def dsprites(path: Path | None = None, count: int | None = None) -> Source:
-    """The data set, with a tenth of each client's images to test on; always the same draw.
+    """Load the data set, with a tenth of each client's images as the test part and a fixed seed.
 
     Args:
-        path: The original's ``.npz`` file, or a folder that holds it; without it the images are drawn.
-        count: So many images, the clients' in equal parts (rounded down); all if None.
+        path: The original ``.npz`` file, or a folder that contains it; None generates the images.
+        count: Number of images, divided equally among the clients (rounded down); None means all.
 
     Raises:
-        DataError: The file is not dSprites, or there are not so many images.
+        DataError: If the file is not dSprites, or the number of images is not valid.
     """
     if count is not None and not 2 * GROUPS <= count <= TOTAL:
-        raise DataError(f"dsprites:{count} is not possible; take from {2 * GROUPS} to {TOTAL:,} images.")
+        raise DataError(f"dsprites:{count} is not valid. Use a number from {2 * GROUPS} to {TOTAL:,}.")
     draws = np.random.default_rng(0)
     group = client_groups(factors(np.arange(TOTAL)))
     parts = [draws.permutation(np.flatnonzero(group == k))[: (count or TOTAL) // GROUPS] for k in range(GROUPS)]
@@ -106,19 +106,19 @@ def dsprites(path: Path | None = None, count: int | None = None) -> Source:
 
 
 def read_original(path: Path) -> np.ndarray:
-    """The images ``[737280, 64, 64]`` of 0 and 1 from the original's file.
+    """Read the images ``[737280, 64, 64]`` with values 0 and 1 from the original file.
 
     Raises:
-        DataError: The file is not the original dSprites file.
+        DataError: If the file is not the original dSprites file.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.npz"))
     if not files:
-        raise DataError(f"{path} holds no .npz file of dSprites.")
+        raise DataError(f"{path} contains no .npz file of dSprites.")
     try:
-        # The file also holds pickled metadata, which nothing here reads.
+        # The file also contains pickled metadata, which are not read.
         with np.load(files[0], allow_pickle=False) as file:
             images, classes = file["imgs"], file["latents_classes"]
-    except Exception as error:  # damaged bytes lead to errors of any kind, deep in zipfile, zlib and NumPy
+    except Exception as error:  # corrupted bytes raise many types in zipfile, zlib and NumPy
         raise DataError(f"{files[0]} cannot be read as dSprites: {error}.") from error
     expected = factors(np.arange(TOTAL))
     if (
@@ -126,5 +126,5 @@ def read_original(path: Path) -> np.ndarray:
         or classes.shape != (TOTAL, 6)
         or not np.array_equal(classes[:, 1:], expected)
     ):
-        raise DataError(f"{files[0]} is not dSprites: it has images of shape {images.shape}, or other factors.")
+        raise DataError(f"{files[0]} is not dSprites: its images have shape {images.shape}, or its factors differ.")
     return np.asarray(images, np.uint8)

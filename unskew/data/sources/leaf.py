@@ -1,8 +1,8 @@
-"""The layout of LEAF: folders ``train`` and ``test`` of JSON files with the samples of each user.
+"""Data in LEAF's layout: folders ``train`` and ``test`` of JSON files with the samples of each user.
 
 Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018, arXiv:1812.01097. Each file is an object with ``users``
-(their names), ``num_samples`` and ``user_data``: for each user the inputs ``x`` and labels ``y``. Inputs are lists of numbers
-(FEMNIST: the pixels of an image from 0 to 1, row by row) or names of image files (CelebA).
+(their names), ``num_samples`` and ``user_data``, which has inputs ``x`` and labels ``y`` for each user. Inputs are
+lists of numbers (FEMNIST: the pixels of an image from 0 to 1, row by row) or names of image files (CelebA).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unskew.errors import DataError
 from unskew.filesystem import read_file
 
 SMALLEST = 8
-"""Lists of at least so many numbers squared, if they are a square, are gray images."""
+"""Minimum side length of gray images: lists of a square number of at least ``SMALLEST**2`` values are images."""
 
 
 class Samples(NamedTuple):
@@ -37,16 +37,17 @@ class Samples(NamedTuple):
 
 
 def leaf_source(path: Path, images: Path | None = None, size: int | None = None, test_share: float = 0.2) -> Source:
-    """Read a folder in LEAF's layout; its column ``user`` says whose a sample is.
+    """Read a folder in LEAF's layout; the column ``user`` has the user of each sample.
 
     Args:
-        path: Holds ``train`` and ``test``, or ``data`` with these.
-        images: Where the files lie that inputs name; by default in ``raw/img_align_celeba`` or in ``path``.
-        size: Side to which images are brought.
-        test_share: Share of the rows to test on where there is no folder ``test``.
+        path: Folder with ``train`` and ``test``, or with a subfolder ``data`` that contains them.
+        images: Folder of the image files that inputs name; by default ``raw/img_align_celeba``, ``raw``, or the folder
+            of ``train``, whichever exists first.
+        size: Side length to which images are resized.
+        test_share: Share of test rows if there is no folder ``test``.
 
     Raises:
-        DataError: A file is missing or not of this layout, or inputs differ in kind or length.
+        DataError: If a file is missing or not in this layout, or inputs differ in type or length.
     """
     root = leaf_root(path)
     splits = {split: read_split(root / split) for split in ("train", "test") if (root / split).is_dir()}
@@ -55,7 +56,7 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
         raise DataError(f"The inputs of {path} are numbers in one split and file names in the other.")
     if kinds == {"f"}:
         xs = [numbers_to_inputs(samples.x, path, splits["train"].x.shape[1]) for samples in splits.values()]
-        if len({x.dtype for x in xs}) > 1:  # one split happens to hold whole pixels only
+        if len({x.dtype for x in xs}) > 1:  # only one split consists of 8-bit pixel values
             xs = [x.float() / 255 if x.dtype == torch.uint8 else x for x in xs]
     else:
         folder = images or next((f for f in (root / "raw" / "img_align_celeba", root / "raw") if f.is_dir()), root)
@@ -69,38 +70,38 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
         for x, y, s in zip(xs, ys, splits.values(), strict=True)
     ]
     if tables[0].x.shape[1:] != tables[-1].x.shape[1:]:
-        raise DataError(f"The training inputs of {path} have another shape than its test inputs.")
+        raise DataError(f"The training inputs and the test inputs of {path} have different shapes.")
     return Source(path.name, *train_test_tables(tables, test_share), names, len(names))
 
 
 def leaf_root(path: Path) -> Path:
-    """The folder that holds ``train``: ``path`` or its ``data``.
+    """Return the folder that contains ``train``: ``path`` or its subfolder ``data``.
 
     Raises:
-        DataError: Neither does, or there is no .json file in it.
+        DataError: If neither contains it, or ``train`` has no .json file.
     """
     root = path if (path / "train").is_dir() else path / "data"
     if not (root / "train").is_dir():
-        raise DataError(f"{path} is not in LEAF's layout: it has no folder 'train' of .json files, nor has its 'data'.")
+        raise DataError(f"{path} is not in LEAF's layout: neither it nor its folder 'data' has a folder 'train'.")
     if not any((root / "train").glob("*.json")):
-        raise DataError(f"{root / 'train'} holds no .json file.")
+        raise DataError(f"{root / 'train'} contains no .json file.")
     return root
 
 
 def read_split(folder: Path) -> Samples:
-    """All users of all files of a folder, in order of the files."""
+    """Read the samples of all users in all files of a folder, in order of the files."""
     users = [user for file in sorted(folder.glob("*.json")) for user in users_of(file)]
     if not users:
-        raise DataError(f"{folder} holds no .json file with samples.")
+        raise DataError(f"{folder} contains no .json file with samples.")
     xs = [x for _, x, _ in users]
     if len({x.dtype.kind for x in xs}) > 1 or len({x.shape[1:] for x in xs}) > 1:
-        raise DataError(f"The inputs of {folder} differ in kind or length from user to user.")
+        raise DataError(f"The inputs of {folder} differ in type or length between users.")
     y = [label for _, _, labels in users for label in labels]
     return Samples(np.concatenate(xs), y, [name for name, x, _ in users for _ in range(len(x))])
 
 
 def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
-    """Name, inputs and labels of each user of a file; users without samples are left out."""
+    """Iterate over name, inputs and labels of each user in a file; users without samples are skipped."""
     try:
         content = json.loads(read_file(file))
     except OSError as error:
@@ -108,12 +109,12 @@ def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not a JSON file: {error}.") from error
     if not isinstance(content, dict) or not {"users", "user_data"} <= set(content):
-        raise DataError(f"{file} is not of LEAF's layout: an object with 'users', 'num_samples' and 'user_data'.")
+        raise DataError(f"{file} is not in LEAF's layout: an object with 'users', 'num_samples' and 'user_data'.")
     users, data = content["users"], content["user_data"]
     sizes = content.get("num_samples", [None] * len(users))
     lists = isinstance(users, list) and isinstance(sizes, list) and len(sizes) == len(users)
     if not lists or not isinstance(data, dict):
-        raise DataError(f"{file}: 'users' and 'num_samples' are lists of the same length, 'user_data' is an object.")
+        raise DataError(f"{file}: 'users' and 'num_samples' must be lists of equal length, and 'user_data' an object.")
     for user, size in zip(users, sizes, strict=True):
         user_data = data.get(str(user))
         if not isinstance(user_data, dict) or not all(isinstance(user_data.get(name), list) for name in "xy"):
@@ -126,11 +127,11 @@ def users_of(file: Path) -> Iterator[tuple[str, np.ndarray, list[Any]]]:
 
 
 def read_inputs(x: list[Any], who: str) -> np.ndarray:
-    """Lists of numbers as ``[n, f]``, or file names as ``[n]``.
+    """Convert inputs to an array: lists of numbers to ``[n, f]``, file names to ``[n]``.
 
     Args:
-        x: Inputs of a user in the file.
-        who: Name of the user, for errors.
+        x: Inputs of one user.
+        who: File and user, for errors.
     """
     if all(isinstance(row, str) for row in x):
         return np.array(x)
@@ -139,36 +140,38 @@ def read_inputs(x: list[Any], who: str) -> np.ndarray:
     except (ValueError, TypeError):
         values = np.zeros(0, np.float32)
     if values.ndim != 2 or not values.shape[1]:
-        raise DataError(f"{who}: inputs must be lists of as many numbers each, or names of image files.")
+        raise DataError(f"{who}: inputs must be lists of numbers with equal lengths, or names of image files.")
     return values
 
 
 def read_labels(y: list[Any], who: str) -> np.ndarray:
-    """One class per sample.
+    """Convert labels to an array with one class per sample.
 
     Args:
-        y: Labels of a user in the file.
-        who: Name of the user, for errors.
+        y: Labels of one split.
+        who: Folder and split, for errors.
     """
     import pyarrow as pa
 
     try:
         column = pa.chunked_array([pa.array(y)])
     except pa.ArrowException as error:
-        raise DataError(f"{who}: the labels are neither all numbers nor all text ({error}).") from error
+        raise DataError(f"{who}: the labels must be all numbers or all strings ({error}).") from error
     return label_values(column, "y", who)
 
 
 def numbers_to_inputs(x: np.ndarray, path: Path, width: int) -> Tensor:
-    """Gray images where the lists are squares of pixels (8-bit, if they are 255ths from 0 to 1), else features.
+    """Convert lists of numbers to gray images if their length is a square number, otherwise to features.
+
+    Images become uint8 if all values are multiples of 1/255 in [0, 1].
 
     Args:
         x: Numbers of all samples, ``[n, f]``.
         path: Folder of the data, for errors.
-        width: Number of values of a sample.
+        width: Number of values per sample in the training split.
     """
     if x.shape[1] != width:
-        raise DataError(f"The inputs of {path} have {width} numbers in training and {x.shape[1]} in test.")
+        raise DataError(f"The inputs of {path} have {width} numbers in train, but {x.shape[1]} in test.")
     side = math.isqrt(width)
     if side * side != width or side < SMALLEST:
         return as_inputs(x, str(path))
@@ -179,13 +182,13 @@ def numbers_to_inputs(x: np.ndarray, path: Path, width: int) -> Tensor:
 
 
 def open_images(names: np.ndarray, who: str, folder: Path, size: int | None) -> Tensor:
-    """The images of these names.
+    """Load images from files.
 
     Args:
-        names: Names of the files, ``[n]``.
+        names: File names, ``[n]``.
         who: Name of the data, for errors.
         folder: Folder of the images.
-        size: Side of the result in pixels; None: as they are.
+        size: Side length to which images are resized, in pixels; None means unchanged.
     """
     import pyarrow as pa
 

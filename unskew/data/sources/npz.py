@@ -1,7 +1,7 @@
-"""Arrays with ``x`` and ``y``, perhaps ``x_test`` and ``y_test``, and columns such as a client.
+"""Data in NumPy files: ``x`` and ``y``, optionally ``x_test`` and ``y_test``, and columns such as a client.
 
-``npz:PATH`` is one file that holds all of them. ``npy:PATH`` is a folder with a file for each, ``x.npy`` and so on: these are
-mapped, and only what is used of them is read.
+``npz:PATH`` is one file with all arrays. ``npy:PATH`` is a folder with one file per array, such as ``x.npy``; these
+files are memory-mapped, so that only the parts that are used are read.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from unskew.filesystem import check_regular
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file, or those of a folder as they lie in their files; nothing executable is loaded.
+    """Load the arrays of a file, or map those of a folder, without unpickling.
 
     Raises:
-        DataError: The file cannot be read, or has no ``x`` and ``y`` of the same length.
+        DataError: If a file cannot be read, or there are no ``x`` and ``y`` of the same length.
     """
     folder = path.is_dir()
     try:
@@ -36,24 +36,24 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         strange = next((name for name, value in arrays.items() if not isinstance(value, np.ndarray)), None)
         if strange is not None:
             raise ValueError(f"{strange} is not an array")
-    except Exception as error:  # damaged bytes lead to errors of any kind, deep in zipfile, zlib and NumPy
+    except Exception as error:  # corrupted bytes raise many types in zipfile, zlib and NumPy
         what = "a folder of arrays (.npy)" if folder else "a file of arrays (.npz)"
         raise DataError(f"{path} cannot be read as {what}: {error}.") from error
     for key, other in (("x", "y"), ("x_test", "y_test")):
         if (key in arrays) != (other in arrays) or (key == "x" and key not in arrays):
             raise DataError(
-                f"{path} must hold the arrays {key} and {other}; it has: {', '.join(sorted(arrays)) or 'none'}."
+                f"{path} must contain the arrays {key} and {other}. It has: {', '.join(sorted(arrays)) or 'none'}."
             )
         if key in arrays and (not arrays[key].ndim or arrays[key].shape[:1] != arrays[other].shape[:1]):
-            raise DataError(f"{path}: {key} and {other} must have as many rows as each other.")
+            raise DataError(f"{path}: {key} and {other} must have the same number of rows.")
     return arrays
 
 
 def is_array_folder(path: Path) -> Path:
-    """A folder that holds ``x.npy`` and ``y.npy``.
+    """Validate that a folder contains ``x.npy`` and ``y.npy``, and return it.
 
     Raises:
-        DataError: The folder contains arrays, but not all that are needed.
+        DataError: If one of the files is missing.
     """
     if not all((path / f"{name}.npy").is_file() for name in "xy"):
         raise DataError(f"{path} must be a folder with the files x.npy and y.npy.")
@@ -61,14 +61,14 @@ def is_array_folder(path: Path) -> Path:
 
 
 def npz_source(path: Path, test_share: float) -> Source:
-    """The data set; arrays of one dimension and as many rows as ``y`` are columns, such as who holds a sample.
+    """Load the data set; one-dimensional arrays with the length of ``y`` become columns, such as the client.
 
     Args:
-        path: The file.
-        test_share: Share of test samples, if the file has no test set.
+        path: Path of the ``.npz`` file, or of the folder of ``.npy`` files.
+        test_share: Share of test samples if the data have no test part.
 
     Raises:
-        DataError: The arrays cannot be used.
+        DataError: If the arrays are not valid.
     """
     arrays = load_arrays(path)
     for values in arrays.values():
@@ -88,7 +88,7 @@ def npz_source(path: Path, test_share: float) -> Source:
         order = np.random.default_rng(SPLIT_SEED).permutation(n)
         cut = max(1, round(n * test_share))
         if n - cut < 1:
-            raise DataError(f"{path} has {n} rows, too few to train and to test on.")
+            raise DataError(f"{path} has {n} rows, too few for a training and a test part.")
         test, train = samples.rows(np.sort(order[:cut])), samples.rows(np.sort(order[cut:]))
     classes = 1 + max(int(part.y.max()) for part in (train, test))
     for part in (train, test):

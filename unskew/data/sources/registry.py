@@ -1,4 +1,4 @@
-"""Data sources: built-in digits, the Hugging Face hub, folders of images, and tables in files.
+"""Registry of data sources: built-in data sets, the Hugging Face Hub, folders of images, tables and arrays.
 
 >>> source = load_source("digits")
 >>> source.train.x.shape, source.classes
@@ -47,23 +47,26 @@ SOURCES: dict[str, str] = {
     "svhn": "Street View House Numbers, 32 x 32 color, 10 classes (ufldl-stanford/svhn, cropped_digits)",
     "femnist": "FEMNIST, 28 x 28 gray, 62 classes by writer (flwrlabs/femnist)",
     "celeba": "CelebA, 178 x 218 color, faces with 40 attributes by person (flwrlabs/celeba)",
-    "gaussians": "ten overlapping Gaussian classes in 10 dimensions, 20,000 samples and 50,000 to test on; no download",
-    "shapes": "textured shapes on cloudy backgrounds, 32 x 32 color, 20 classes, 12,000 images; drawn, no download",
+    "gaussians": "ten overlapping Gaussian classes in 10 dimensions, 20,000 training and 50,000 test samples; no "
+    "download",
+    "shapes": "textured shapes on cloudy backgrounds, 32 x 32 color, 20 classes, 12,000 images; generated, no download",
     "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
-    "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; drawn, no download",
-    "npz": "npz:PATH, arrays x and y of one class a sample, x_test and y_test if there are any, and columns such as client",
-    "npy": "npy:PATH, a folder with arrays such as those of npz, each in a file: x.npy, y.npy; they stay in their files",
+    "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; generated, no "
+    "download",
+    "npz": "npz:PATH, arrays x and y with one class per sample, optionally x_test and y_test, and columns such as "
+    "client",
+    "npy": "npy:PATH, a folder with the arrays of npz as one file each (x.npy, y.npy, ...), which are memory-mapped",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
     "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
-    "sentences": "made-up pairs of sentences in five genres, 4,000 and 1,000 to test on, three classes; no download",
+    "sentences": "generated sentence pairs in five genres, 4,000 training and 1,000 test pairs, three classes; no "
+    "download",
     "text": "text:PATH, texts in a .csv, .jsonl or .parquet file, or a folder with train and test files",
-    "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; needs the label column",
+    "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; requires label",
 }
 DRAWN = {"digits": digits, "gaussians": gaussians, "shapes": shapes}
-"""Sources that need no file."""
+"""Sources that are built in or generated."""
 PATHS = ("folder", "table", "leaf", "npz", "npy")
-"""Sources that are written with their path."""
-
+"""Sources that are written with a path."""
 
 LAYOUTS: dict[str, Callable[[Path], object]] = {
     "leaf": leaf_root,
@@ -71,10 +74,10 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "folder": class_folders,
     "table": table_files,
 }
-"""Checks that reject a path of another kind before all files under it are read."""
+"""Checks of the folder layout that run before any file is read."""
 
 ALL = ColumnSelection()
-"""Nothing is said of a table's columns."""
+"""Default selection of table columns."""
 
 HUB: dict[str, HubDataset] = {
     "cifar10": HubDataset("uoft-cs/cifar10", None, "img", "label"),
@@ -100,27 +103,26 @@ def load_source(
     test_share: float = 0.2,
     csv: CsvSpec = DETECTED,
 ) -> Source:
-    """Load a data set; the last few are kept in memory until their files change.
+    """Load a data set. The four most recent data sets are cached until their files change.
 
     Args:
-        name: One of :data:`SOURCES`, a full hub name such as ``uoft-cs/cifar10``, ``folder:PATH``, ``table:PATH``, or a
-            file that ends in .csv, .jsonl or .parquet.
-        path: For a hub data set, a folder that holds its parquet files (no network is then used); for ``folder`` and
-            ``table``, the folder or file.
-        label: The label column; needed for tables, known for the rest. Where it holds lists, the task is multi-label.
-        image: The column of encoded images or of their files; without it, a table's numeric columns are its features. For
-            ``leaf``, the folder of the files that inputs name.
-        label_separator: What stands between the labels of a row, in a table's label column of text.
-        size: Side to which images are brought.
-        classes: Keep the samples of the first so many classes only.
-        choice: Which columns of a table are its features.
-        test_share: Share of the rows to test on where the data brings no test part (stratified by class, always the same
-            rows).
+        name: One of :data:`SOURCES`, a full Hub name such as ``uoft-cs/cifar10``, ``folder:PATH``, ``table:PATH``, or a
+            file name that ends in .csv, .jsonl or .parquet.
+        path: For a Hub data set, a local folder with its parquet files (the network is then not used). For ``folder``,
+            ``table`` and other sources with a path, the folder or file.
+        label: Label column; required for tables. If it contains lists, the task is multi-label.
+        image: Column of encoded images or image file names; without it, a table's numeric columns are the inputs. For
+            ``leaf``, the folder of the image files.
+        label_separator: Separator between the labels of a row, in a string label column of a table.
+        size: Side length to which images are resized.
+        classes: Keep only the samples of this many first classes.
+        choice: Selection of a table's columns.
+        test_share: Share of test rows if the data have no test part (stratified by class, with a fixed seed).
         csv: Format of a table's CSV files.
 
     Raises:
-        ConfigError: There is no such data set, or arguments do not fit together.
-        DataError: There is no such file, or the data cannot be used as given.
+        ConfigError: If the data set is unknown, or arguments contradict each other.
+        DataError: If the files do not exist or are not valid.
     """
     alias = {hub.name: short for short, hub in HUB.items()}
     kind = alias.get(name, name)
@@ -128,7 +130,7 @@ def load_source(
         if name.startswith(prefix + ":"):
             if path is not None:
                 raise ConfigError(
-                    f"{name!r} names a path already; leave out path={str(path)!r} or use the name {prefix!r}."
+                    f"{name!r} already contains a path. Remove path={str(path)!r}, or use the name {prefix!r}."
                 )
             kind, path = prefix, name.removeprefix(prefix + ":")
     if name.lower().endswith(TABLES) and kind == name:
@@ -142,59 +144,63 @@ def load_source(
             kind, path, {k: v for k, v in said.items() if v is not None} or choice != ALL, size, classes
         )
     if kind in PATHS and not path:
-        raise ConfigError(f"The data set {kind!r} needs a path: {SOURCES[kind].split(',')[0]}.")
+        raise ConfigError(f"The data set {kind!r} requires a path: {SOURCES[kind].split(',')[0]}.")
     if kind in DRAWN and (path is not None or label is not None or image is not None):
-        raise ConfigError(f"The data set {kind!r} needs no file; it takes no path, label or image column.")
+        raise ConfigError(f"The data set {kind!r} is built in. Remove path, label and image.")
     if kind.startswith("dsprites") and (label is not None or image is not None):
-        raise ConfigError("dSprites takes no label or image column; its label is the shape.")
+        raise ConfigError("The label of dSprites is the shape. Remove label and image.")
     if kind == "folder" and (label is not None or image is not None):
-        raise ConfigError("A folder of images takes no label or image column; its folders are the classes.")
+        raise ConfigError("The classes of a folder of images are its subfolders. Remove label and image.")
     if kind in ("npz", "npy") and (label is not None or image is not None):
-        raise ConfigError("Data of arrays take no label or image column; its inputs are x and its labels are y.")
+        raise ConfigError("The inputs of npz and npy data are x and the labels are y. Remove label and image.")
     if kind == "leaf" and label is not None:
-        raise ConfigError("Data in LEAF's layout take no label column; their labels are y.")
+        raise ConfigError("The labels of data in LEAF's layout are y. Remove label.")
     if label_separator is not None and kind != "table":
-        raise ConfigError(f"label_separator belongs to tables; the labels of {kind!r} are known.")
+        raise ConfigError(f"label_separator requires a table, but {name!r} is not a table.")
     if kind != "table":
         if choice.features or choice.exclude:
-            raise ConfigError(f"features and exclude choose among the columns of a table; {name!r} is none.")
+            raise ConfigError(f"features and exclude require a table, but {name!r} is not a table.")
         if choice.split:
-            raise ConfigError(f"split_by needs the columns of a table or of texts; {name!r} has none.")
+            raise ConfigError(f"split_by requires a table or texts, but {name!r} is neither.")
         if choice.mixed:
-            raise ConfigError(f"task=regression, categories, dates and missing are for tables; {name!r} is none.")
+            raise ConfigError(
+                f"task=regression, categories, dates and missing require a table, but {name!r} is not a table."
+            )
         choice = ALL
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
     if csv != DETECTED and kind != "table":
-        raise ConfigError(f"csv describes the files of a table; {name!r} is none.")
+        raise ConfigError(f"csv requires a table, but {name!r} is not a table.")
     request = SourceRequest(kind, where, label, image, label_separator, size, classes, choice, test_share, csv)
     return load_cached(request, files_stamp(where))
 
 
 def _not_data(path: Path) -> str:
-    """Write a sentence for a file that is not there, or is not data, with those next to it that have a similar name."""
+    """Return the error message for a path that does not exist, with similar names, or is not a supported file."""
     if path.exists():
-        return f"{path} is neither a table ({', '.join(TABLES)}) nor arrays (.npz); images are written folder:{path}."
+        kinds = f"neither a table ({', '.join(TABLES)}) nor arrays (.npz)"
+        return f"{path} is {kinds}. For a folder of images, use folder:{path}."
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=2)
     hint = f" Did you mean {' or '.join(str(path.with_name(name)) for name in near)}?" if near else ""
-    return f"There is no file or folder {path}.{hint}"
+    return f"There is no file or folder at {path}.{hint}"
 
 
 def load_plugin_source(
     name: str, path: str | Path | None, more: object, size: int | None, classes: int | None
 ) -> Source:
-    """A data set of another package: a function that returns a ``Source``, or ``(x, y), (x_test, y_test)`` as arrays.
+    """Load a data set of another package.
 
-    It is called with ``path=`` where files of it are named, and without anything where none are.
+    The plugin is a function that returns a ``Source``, or ``(x, y), (x_test, y_test)`` as arrays. It is called with
+    ``path=`` if a path was set, otherwise without arguments.
 
     Args:
         name: Name of the data set.
-        path: Its files, or None.
-        more: Options of tables, which plugins do not support.
-        size: Side of images in pixels; None: as they are.
-        classes: Number of classes to keep; None: all.
+        path: Path of its files, or None.
+        more: Table options; plugins do not support them, so the value must be false.
+        size: Side length of images in pixels; None means unchanged.
+        classes: Number of classes to keep; None keeps all.
     """
     try:
         plugin = plugins.find_plugin(plugins.DATA, "data set", name, SOURCES)
@@ -203,14 +209,14 @@ def load_plugin_source(
             raise ConfigError(_not_data(Path(name))) from None
         raise
     if more:
-        raise ConfigError(f"The data set {name!r} of the package {plugin.package} takes no options of tables.")
+        raise ConfigError(f"The data set {name!r} of the package {plugin.package} does not support table options.")
     function = plugin.load_callable()
     try:
         result = function() if path is None else function(path=path)
         source = result if isinstance(result, Source) else source_from_arrays(name, *result)
     except UnskewError:
         raise
-    except Exception as error:  # somebody else's function may fail in any way
+    except Exception as error:  # a plugin may raise anything
         raise DataError(
             f"The data set {name!r} of the package {plugin.package} cannot be loaded ({type(error).__name__}: {error})."
         ) from error
@@ -218,12 +224,12 @@ def load_plugin_source(
 
 
 def source_from_arrays(name: str, train: tuple[object, object], test: tuple[object, object]) -> Source:
-    """A source of arrays: inputs as ``Federation.from_arrays`` takes them, and one class a sample.
+    """Build a source from arrays, with inputs as for ``Federation.from_arrays`` and one class per sample.
 
     Args:
         name: Name of the data set.
-        train: Inputs and labels for training.
-        test: Inputs and labels for testing.
+        train: Training inputs and labels.
+        test: Test inputs and labels.
     """
     first, last = (SampleTable(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
     classes = 1 + int(max(first.y.max(), last.y.max()))
@@ -247,17 +253,17 @@ class SourceRequest(NamedTuple):
 
 @lru_cache(maxsize=4)
 def load_cached(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
-    """Load and decode; ``files_stamp`` is only part of the key.
+    """Load and decode a source, with a cache.
 
     Args:
         request: Arguments of ``load_source``.
-        stamp: Size and times of the files.
+        stamp: Stamp of the files, part of the cache key so that changes are detected.
     """
     return load_uncached(request).sized(request.size).first(request.classes)
 
 
 def load_uncached(request: SourceRequest) -> Source:
-    """The source as it is; images that are decoded here have the side asked for already."""
+    """Load a source without cache; only encoded images are already resized to the requested size."""
     kind, path, label, image = request[:4]
     how: dict[str, Any] = {"size": request.size, "test_share": request.test_share}
     if kind in DRAWN:

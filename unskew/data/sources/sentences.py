@@ -1,7 +1,7 @@
-"""Made-up pairs of sentences in five genres, each with words of its own: a text data set that needs no download.
+"""Generated pairs of sentences in five genres with different vocabularies: a text data set without download.
 
-A pair is built like those of MultiNLI (Williams, Nangia, Bowman 2017, arXiv:1704.05426): a premise, and a hypothesis that
-follows from it, says something else, or contradicts it.
+As in MultiNLI (Williams, Nangia, Bowman 2017, arXiv:1704.05426), a pair is a premise and a hypothesis that follows from
+it, is neutral, or contradicts it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ GENRES: dict[str, tuple[str, str, str]] = {
 
 
 def sentences(seed: int, each: int) -> list[Row]:
-    """``each`` pairs of every genre, with the columns ``premise``, ``hypothesis``, ``genre`` and ``label``.
+    """Generate pairs of sentences as rows with the columns ``premise``, ``hypothesis``, ``genre`` and ``label``.
 
     Args:
-        seed: Seed of the data set.
-        each: Number of pairs of each genre.
+        seed: Random seed of the data set.
+        each: Number of pairs per genre.
 
     >>> sentences(0, 1)[0]["genre"]
     'fiction'
@@ -50,7 +50,7 @@ def sentences(seed: int, each: int) -> list[Row]:
 
 
 def make_pair(genre: str, draws: np.random.Generator) -> Row:
-    """One pair.
+    """Generate one pair.
 
     Args:
         genre: Name of the genre.

@@ -1,8 +1,8 @@
-"""Color images of textured shapes on cloudy backgrounds: a task unlike photographs that needs no file.
+"""Generated color images of textured shapes on cloudy backgrounds.
 
-Made for servers that have no data of their clients' task (Feddle out of domain): like photographs, the images have color,
-edges, textures and backgrounds whose spectrum falls with the frequency, but they are drawn. 20 classes: one of five shapes,
-in one of four textures. Size, place, angle and all colors are random and tell nothing of the class.
+They serve as server data for servers without data of the clients' task (Feddle out of domain). Like photographs, the
+images have color, edges, textures, and backgrounds whose amplitudes fall with frequency. Each of the 20 classes is one
+of five shapes in one of four textures. Size, position, angle and colors are random and independent of the class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK = 1_000  # images drawn at a time
 
 
 def shapes() -> Source:
-    """10,000 images ``[3, 32, 32]`` and 2,000 to test on, as many of each class; always the same draw."""
+    """Generate 10,000 training and 2,000 test images ``[3, 32, 32]`` with balanced classes and a fixed seed."""
     draws = np.random.default_rng(0)
 
     def table(n: int) -> SampleTable:
@@ -33,7 +33,7 @@ def shapes() -> Source:
 
 
 def draw_shapes(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """One image per class number ``4 shape + texture``: uint8 ``[n, 3, 32, 32]``.
+    """Generate one image per class index ``4 shape + texture``: uint8 ``[n, 3, 32, 32]``.
 
     Args:
         labels: Class of each image, ``[n]``.
@@ -45,7 +45,7 @@ def draw_shapes(labels: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     def between(low: float, high: float, *each: int) -> np.ndarray:
         return draws.uniform(low, high, (n, *each))
 
-    # Coordinates u, v of the pixels as the shape sees them: it is turned and lies in the unit circle around 0.
+    # Pixel coordinates u, v relative to the rotated shape, which fills the unit circle around 0.
     axis = np.arange(SIDE) - (SIDE - 1) / 2
     x, y = axis[None, None, :] - between(-6, 6, 1, 1), axis[None, :, None] - between(-6, 6, 1, 1)
     angle, radius = between(0, 2 * np.pi, 1, 1), between(7, 13, 1, 1)
@@ -84,7 +84,7 @@ def points_inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     of = {
         "disc": away <= 1,
         "square": wide <= 0.8,
-        "triangle": np.maximum(-v, side * abs(u) + 0.5 * v) <= 0.5,  # its corners lie on the unit circle
+        "triangle": np.maximum(-v, side * abs(u) + 0.5 * v) <= 0.5,  # its corners are on the unit circle
         "ring": (away >= 0.55) & (away <= 1),
         "cross": (np.minimum(abs(u), abs(v)) <= 0.3) & (wide <= 1),
     }
@@ -92,7 +92,7 @@ def points_inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def random_fields(n: int, channels: int, fall: float, draws: np.random.Generator) -> np.ndarray:
-    """Random fields ``[n, channels, 32, 32]``, mean 0 and deviation 1, with amplitudes ``frequency^-fall``.
+    """Generate random fields ``[n, channels, 32, 32]`` with unit variance and amplitudes ``frequency^-fall``.
 
     Args:
         n: Number of fields.

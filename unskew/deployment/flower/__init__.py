@@ -1,1 +1,1 @@
-"""Flower's programs and the bridge to its grid."""
+"""Flower integration: its programs, and the bridge to its grid."""

@@ -1,4 +1,4 @@
-"""Flower's programs: where they are, how they are started, and what they are asked for."""
+"""Flower's programs: find them, start them, and run commands of Flower's command line."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ QUIET = {
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
     "OMP_NUM_THREADS": "1",
 }
-"""Nothing is sent home, and a message is taken up within a tenth of a second."""
+"""Environment that turns off telemetry and update checks and makes Flower poll for messages ten times per second."""
 
 
 def program_path(name: str) -> str:
-    """The path of one of Flower's programs.
+    """Return the path of one of Flower's programs.
 
     Raises:
-        ConfigError: Flower is not installed.
+        ConfigError: If Flower is not installed.
     """
     beside = Path(sys.executable).parent / name
     executable = str(beside) if beside.is_file() else shutil.which(name)
     if executable is None:
         raise ConfigError(
-            f"{name} is not installed here: a deployment needs Flower {VERSION}. Install it into an environment of its own "
+            f"{name} is not installed here: a deployment needs Flower {VERSION}. Install it into a separate environment "
             "with pip install --constraint constraints-deploy.txt 'unskew[flower,hub]', and run unskew from there."
         )
     return executable
@@ -48,8 +48,8 @@ class SuperLink:
 
     Attributes:
         address: Host and port.
-        ca: The certificate of the CA that signed its own.
-        home: Where Flower's command line keeps its configuration for it.
+        ca: Certificate of the CA that signed the SuperLink's certificate.
+        home: Folder of the configuration of Flower's command line.
     """
 
     address: str
@@ -58,7 +58,7 @@ class SuperLink:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment of Flower's command line."""
+        """Environment variables for Flower's command line."""
         return {**QUIET, "FLWR_HOME": str(self.home)}
 
     def configure(self) -> None:
@@ -71,23 +71,26 @@ class SuperLink:
         (self.home / "config.toml").write_text(text)
 
     def control(self, *commands: Sequence[str]) -> str:
-        """Carry out commands of Flower's command line in one process, as it takes seconds to start.
+        """Run commands of Flower's command line in one process, because it takes seconds to start.
+
+        Returns:
+            The standard output.
 
         Raises:
-            EngineError: The command fails.
+            EngineError: If a command fails.
         """
         if not commands:
             return ""
-        python = Path(program_path("flwr")).parent / "python"  # that of the environment that Flower is in
+        python = Path(program_path("flwr")).parent / "python"  # of the environment in which Flower is installed
         command = [str(python), "-m", "unskew.deployment.flower.app.flwr_batch", json.dumps(commands)]
         return run_to_completion(command, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
 
     def registering(self, public_key: Path) -> list[str]:
-        """The command that lets a site in."""
+        """Return the command that registers a site's public key."""
         return ["supernode", "register", str(public_key), CONNECTION]
 
     def running(self, app: Path, socket: Path, token: str) -> list[str]:
-        """The command that starts the app.
+        """Return the command that starts the app.
 
         Args:
             app: Folder of the Flower app.
@@ -97,16 +100,16 @@ class SuperLink:
         return ["run", str(app), CONNECTION, "--run-config", f'socket="{socket}" token="{token}"', "--format", "json"]
 
     def submit(self, app: Path, socket: Path, token: str, patience: float) -> None:
-        """Start the app, again and again while the SuperLink is starting.
+        """Start the app; retry while the SuperLink is starting.
 
         Args:
             app: Folder of the Flower app.
             socket: Socket of the run's process.
             token: Secret that the app must present.
-            patience: Seconds to try.
+            patience: Seconds for which to retry.
 
         Raises:
-            EngineError: The app cannot be started in time.
+            EngineError: If the app cannot be started in time.
         """
         end = time.monotonic() + patience
         while True:
@@ -119,14 +122,14 @@ class SuperLink:
                 time.sleep(1.0)
 
     def wait(self, seconds: float, alive: Callable[[], bool] = lambda: True) -> None:
-        """Wait until it listens.
+        """Wait until the SuperLink is listening.
 
         Args:
             seconds: Time limit.
-            alive: Whether the process of the SuperLink still runs.
+            alive: Returns whether the process of the SuperLink is running.
 
         Raises:
-            EngineError: The SuperLink does not listen in time.
+            EngineError: If the SuperLink does not listen in time.
         """
         host, _, port = self.address.rpartition(":")
         end = time.monotonic() + seconds
@@ -136,15 +139,15 @@ class SuperLink:
                 return
             except OSError as error:
                 if time.monotonic() > end or not alive():
-                    raise EngineError(f"The SuperLink does not listen at {self.address}: {error}.") from error
+                    raise EngineError(f"The SuperLink is not listening at {self.address}: {error}.") from error
                 time.sleep(0.1)
 
 
 def start_superlink(folder: Path, port: int, logs: Path, home: Path) -> ManagedProcess:
-    """A SuperLink on loopback, with the certificates of ``folder``.
+    """Create the process of a SuperLink on loopback, with the certificates of ``folder``.
 
     Args:
-        folder: Folder of the certificates.
+        folder: Folder of the deployment.
         port: Port to listen on.
         logs: Folder of the logs.
         home: Home folder of the process.
@@ -162,7 +165,7 @@ def start_superlink(folder: Path, port: int, logs: Path, home: Path) -> ManagedP
 def start_supernode(
     name: str, superlink: SuperLink, key: Path, port: int, to: Path, logs: Path, home: Path
 ) -> ManagedProcess:
-    """A SuperNode whose messages go to the site's process at the socket ``to``.
+    """Create the process of a SuperNode that forwards messages to a site's process at the socket ``to``.
 
     Args:
         name: Name of the site.

@@ -1,4 +1,4 @@
-"""The run's end of the bridge to Flower's grid: which sites are there, what is sent to them, and what comes back."""
+"""The run's end of the bridge to Flower's grid: list connected sites, send messages, and receive replies."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.errors import EngineError
 
 AT_ONCE = 64 << 20
-"""Bytes of answers that are taken at once."""
+"""Number of bytes of replies requested at once."""
 
 
 class LinkClosedError(EngineError):
-    """Flower's app has gone, as when the SuperLink was stopped."""
+    """Flower's app has ended, for example because the SuperLink was stopped."""
 
 
 class GridBridge:
-    """A Unix socket in a folder of its own that only this user can enter; Flower's app at the server connects to it.
+    """Unix socket in a private folder, to which Flower's app at the server connects.
 
     Args:
-        largest: Bytes of a message that are taken at most.
+        largest: Largest accepted message, in bytes.
     """
 
     def __init__(self, largest: int):
         self.largest = largest
-        self.folder = Path(tempfile.mkdtemp(prefix="unskew-"))  # a path in it is short enough for a socket
+        self.folder = Path(tempfile.mkdtemp(prefix="unskew-"))  # the path of a socket must be short
         self.path = self.folder / "run.sock"
         self.token = secrets.token_hex(16)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -42,10 +42,10 @@ class GridBridge:
         self._sizes: dict[str, int] = {}
 
     def connect(self, seconds: float) -> None:
-        """Wait for Flower's app.
+        """Wait until Flower's app connects.
 
         Raises:
-            LinkClosedError: The app does not connect in time.
+            LinkClosedError: If the app does not connect in time.
         """
         self.disconnect()
         end = time.monotonic() + seconds
@@ -58,8 +58,8 @@ class GridBridge:
             except (TimeoutError, FrameError, OSError) as error:
                 if time.monotonic() > end:
                     raise LinkClosedError(
-                        f"Flower's app has not begun on the SuperLink within {seconds:g} s; flwr list shows its runs, and "
-                        "the SuperLink's log tells why. It must run on this machine as the same user."
+                        f"Flower's app has not started on the SuperLink within {seconds:g} s. Check its runs with flwr list, "
+                        "and the SuperLink's log. It must run on this machine as the same user."
                     ) from error
                 continue
             if secrets.compare_digest(str(hello.config.get("token", "")), self.token):
@@ -81,18 +81,18 @@ class GridBridge:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def nodes(self) -> list[int]:
-        """The SuperNodes that are connected."""
+        """Return the connected SuperNodes."""
         (answer,) = self._ask(Frame("nodes"))
         return [int(node) for node in answer.config["ids"]]
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
-        """Send a message to a site; gives its identity, by which its answer is known.
+        """Send a message to a site and return the message's identifier.
 
         Args:
-            node: Whom.
-            frame: What.
-            round: What Flower's logs call it.
-            seconds: After which Flower forgets it.
+            node: Flower's identifier of the node.
+            frame: Message to send.
+            round: Label of the round in Flower's logs.
+            seconds: Time to live of the message.
         """
         about = {"to.kind": frame.kind, "to.node": str(node), "to.round": round, "to.seconds": seconds}
         (answer,) = self._ask(Frame("push", {**frame.config, **about}, frame.figures, frame.arrays))
@@ -101,10 +101,10 @@ class GridBridge:
         return identity
 
     def pull(self, identities: Sequence[str]) -> list[tuple[str, Frame]]:
-        """Answers that have come, each with the identity of what it answers; the rest of many large ones another time.
+        """Return replies that have arrived, with the identifiers of their requests.
 
-        An answer is about as large as what it answers. So of large ones few are asked for at once: neither Flower's app nor
-        this process holds more of them than ``AT_ONCE`` bytes, or one.
+        A reply is about as large as its request. Large replies are requested in groups, so that Flower's app and this
+        process store at most ``AT_ONCE`` bytes of them, or a single reply; later calls return the remaining ones.
         """
         replies: list[tuple[str, Frame]] = []
         group: list[str] = []

@@ -1,4 +1,4 @@
-"""The folder of a deployment: scripts, the app, and what a site and the SuperLink need."""
+"""Folder of a deployment: scripts, the Flower app, and the files for sites and SuperLink."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ UNITS = ("unskew-site.service", "flower-supernode.service", "flower-superlink.se
 
 
 def render_template(name: str, **values: str) -> str:
-    """A file that comes with the package, filled in."""
+    """Return a template of the package with its values filled in."""
     return Template((files("unskew.deployment") / "templates" / name).read_text(encoding="utf-8")).substitute(values)
 
 
 def write_file(path: Path, text: str, executable: bool = False) -> None:
-    """Write a file.
+    """Write a file that everyone can read.
 
     Args:
         path: File to write.
         text: Content of the file.
-        executable: Whether it may be executed.
+        executable: Whether to make the file executable.
     """
     make_folder(path.parent)
     write_atomic(path, text.encode())
@@ -39,7 +39,7 @@ def write_file(path: Path, text: str, executable: bool = False) -> None:
 
 
 def write_scripts(folder: Path) -> None:
-    """The app and the scripts that make certificates and keys."""
+    """Write the Flower app and the scripts that create certificates and keys."""
     for name in SCRIPTS:
         text = (files("unskew.deployment") / "templates" / name).read_text(encoding="utf-8")
         write_file(folder / name, text, executable=True)
@@ -47,7 +47,7 @@ def write_scripts(folder: Path) -> None:
 
 
 def make_certificates(folder: Path, hosts: list[str]) -> None:
-    """Run the script that makes a CA and the SuperLink's certificate.
+    """Run the script that creates a CA and the SuperLink's certificate.
 
     Args:
         folder: Folder of the deployment.
@@ -57,7 +57,7 @@ def make_certificates(folder: Path, hosts: list[str]) -> None:
 
 
 def make_node_key(folder: Path, place: Path) -> None:
-    """Run the script that makes a site's key.
+    """Run the script that creates a site's keys.
 
     Args:
         folder: Folder of the deployment.
@@ -72,7 +72,7 @@ def is_private(path: Path) -> bool:
 
 
 def site_yaml_values(name: str, client: int, **others: object) -> str:
-    """A ``site.yaml``.
+    """Return the text of a ``site.yaml``.
 
     Args:
         name: Name of the site.
@@ -83,17 +83,20 @@ def site_yaml_values(name: str, client: int, **others: object) -> str:
 
 
 def init_project(folder: Path, config: Experiment) -> list[Path]:
-    """Write the folder of a deployment; gives the files, from the first to be read.
+    """Write the folder of a deployment.
 
     Args:
         folder: Folder to write.
         config: Experiment of the deployment.
 
+    Returns:
+        The files that the user should read, in order.
+
     Raises:
-        ConfigError: The folder exists and is not empty.
+        ConfigError: If the folder exists and is not empty.
     """
     if is_occupied(folder):
-        raise ConfigError(f"The folder {folder} is already there; choose another.")
+        raise ConfigError(f"The folder {folder} already exists and is not empty; choose another.")
     make_folder(folder)
     write_scripts(folder)
     clients = "the number of sites" if config.clients is None else str(config.clients)

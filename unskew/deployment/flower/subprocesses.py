@@ -1,4 +1,4 @@
-"""Processes that are ours: started with a log of their own, watched, and stopped by their own ids."""
+"""Managed child processes: started with their own logs, monitored, and stopped by process id."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from pathlib import Path
 
 from unskew.errors import EngineError
 
-PR_SET_PDEATHSIG = 1  # its number in linux/prctl.h
+PR_SET_PDEATHSIG = 1  # constant of linux/prctl.h
 GRACE = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 
 
 def _end_with_parent() -> None:
-    """In a fresh child: Linux sends it SIGTERM when its parent dies, however that dies."""
+    """Make Linux send SIGTERM to this new child process when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass
 class ManagedProcess:
-    """A process that must run.
+    """Child process that should keep running.
 
     Attributes:
-        name: What messages call it.
-        command: Its program and arguments.
-        log: Where its output goes.
-        environment: What is added to ours.
-        process: The process, once it is started.
-        restarts: How often it was started again.
+        name: Name of the process in messages.
+        command: Program and arguments.
+        log: File for its output.
+        environment: Additional environment variables.
+        process: The process, once started.
+        restarts: Number of restarts.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ManagedProcess:
     restarts: int = 0
 
     def start(self) -> None:
-        """Start it, in a process group of its own."""
+        """Start the process in a separate process group."""
         with self.log.open("ab") as log:
             os.chmod(self.log, 0o600)
             self.process = subprocess.Popen(
@@ -57,13 +57,13 @@ class ManagedProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.environment},
                 start_new_session=True,
-                umask=0o077,  # databases, logs and sockets are their owner's alone
+                umask=0o077,  # only the owner can access databases, logs and sockets
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 
     @property
     def pid(self) -> int:
-        """Its id."""
+        """Process id."""
         assert self.process is not None, "it was never started"
         return self.process.pid
 
@@ -72,13 +72,13 @@ class ManagedProcess:
         return self.process is not None and self.process.poll() is None
 
     def signal(self, number: int) -> None:
-        """Send a signal to it and to what it started."""
+        """Send a signal to the process group."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, number)
 
     def last_words(self) -> str:
-        """The end of its log."""
+        """Return the last lines of the log."""
         try:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
@@ -87,7 +87,7 @@ class ManagedProcess:
 
 
 class ProcessGroup:
-    """Several children, those that die started again after a second."""
+    """Group of child processes; each one that dies is restarted within about a second."""
 
     def __init__(self) -> None:
         self.children: list[ManagedProcess] = []
@@ -96,7 +96,7 @@ class ProcessGroup:
         self._watch = threading.Thread(target=self._restart, daemon=True)
 
     def add(self, child: ManagedProcess) -> ManagedProcess:
-        """Start one more."""
+        """Start a process and add it to the group."""
         with self._lock:
             child.start()
             self.children.append(child)
@@ -109,12 +109,12 @@ class ProcessGroup:
             with self._lock:
                 for child in self.children:
                     if not self._ended.is_set() and not child.running():
-                        child.signal(signal.SIGKILL)  # what it has left behind
+                        child.signal(signal.SIGKILL)  # ends remaining processes of its group
                         child.restarts += 1
                         child.start()
 
     def close(self) -> None:
-        """Stop all of them."""
+        """Stop all processes."""
         self._ended.set()
         with self._lock:
             for child in self.children:
@@ -131,16 +131,16 @@ class ProcessGroup:
 
 
 def run_to_completion(command: Sequence[str], environment: Mapping[str, str], seconds: float, what: str) -> str:
-    """The output of a command that ends by itself.
+    """Run a command until it ends and return its output.
 
     Args:
         command: Command line.
         environment: Environment variables.
         seconds: Time limit.
-        what: Name of the command, for errors.
+        what: Name of the command, for error messages.
 
     Raises:
-        EngineError: The command fails, or does not end in time.
+        EngineError: If the command fails, or does not end in time.
     """
     try:
         done = subprocess.run(
@@ -153,7 +153,7 @@ def run_to_completion(command: Sequence[str], environment: Mapping[str, str], se
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise EngineError(f"{what} has not ended within {seconds:g} s.") from error
+        raise EngineError(f"{what} did not finish within {seconds:g} s.") from error
     except OSError as error:
         raise EngineError(f"{what} cannot be started: {command[0]}: {error.strerror}.") from error
     if done.returncode:

@@ -20,23 +20,23 @@ from unskew.errors import EngineError
 from unskew.filesystem import user_cache
 
 STARTING = 120.0
-"""Seconds in which the SuperLink must listen."""
+"""Seconds within which the SuperLink must be listening."""
 
 
 def deployment_cache() -> Path:
-    """Return the folder with keys and states of deployments on this machine, which is never a run folder."""
+    """Return the folder with keys and states of deployments on this machine, which is outside of run folders."""
     return user_cache() / "local"
 
 
 def free_port() -> int:
-    """A port that nobody uses now."""
+    """Return a port that is currently unused."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class RemoteSuperLink:
-    """A SuperLink that runs already, on this machine.
+    """SuperLink that is already running on this machine.
 
     Args:
         place: Folder of the deployment, as ``unskew deploy init`` wrote it.
@@ -49,14 +49,14 @@ class RemoteSuperLink:
         self.link: GridBridge | None = None
 
     def open(self, largest: int, seconds: float) -> GridBridge:
-        """Start the app there, which connects to the link that is given back.
+        """Start the app on the SuperLink and wait until it connects to the returned bridge.
 
         Args:
-            largest: Bytes of a message that are taken at most.
-            seconds: In which it must.
+            largest: Largest accepted message, in bytes.
+            seconds: Seconds within which the app must connect.
 
         Raises:
-            EngineError: The SuperLink cannot be reached.
+            EngineError: If the SuperLink cannot be reached.
         """
         self.link = GridBridge(largest)
         self.begin()
@@ -64,15 +64,15 @@ class RemoteSuperLink:
         return self.link
 
     def begin(self) -> None:
-        """Look whether everything is there, and start the app."""
+        """Check the requirements and start the app."""
         self.start()
         self.submit(60.0)
 
     def reopen(self, seconds: float) -> None:
-        """Bring the app back to a SuperLink that was gone.
+        """Start the app again after a failure of the SuperLink.
 
         Raises:
-            EngineError: The SuperLink does not come back.
+            EngineError: If the SuperLink does not come back in time.
         """
         assert self.link is not None, "it was never opened"
         self.link.disconnect()
@@ -86,14 +86,14 @@ class RemoteSuperLink:
         return read_roster(path) if path.is_file() else {}
 
     def start(self) -> None:
-        """Look whether everything is there.
+        """Check that all required files exist and the SuperLink is listening.
 
         Raises:
-            EngineError: Something is not.
+            EngineError: If a file is missing, or the SuperLink is not listening.
         """
         for needed in (self.app / "pyproject.toml", self.superlink.ca):
             if not needed.is_file():
-                raise EngineError(f"{needed} is missing; unskew deploy init and certificates.sh make it.")
+                raise EngineError(f"{needed} is missing; create it with unskew deploy init and certificates.sh.")
         self.superlink.configure()
         self.superlink.wait(30.0)
 
@@ -103,37 +103,37 @@ class RemoteSuperLink:
         self.superlink.submit(self.app, self.link.path, self.link.token, patience)
 
     def why(self) -> str:
-        """Return the log excerpts of our processes that are not running."""
+        """Return log excerpts of local processes that failed; none here."""
         return ""
 
     def close(self) -> None:
-        """End the app; the SuperLink and the sites go on."""
+        """End the app; the SuperLink and the sites continue to run."""
         if self.link is not None:
             self.link.close()
 
     def forget(self) -> None:
-        """The run has ended: remove what was only for it."""
+        """Remove files that only this run needed; call this after the run has finished."""
 
 
 class LocalSuperLink(RemoteSuperLink):
-    """A SuperLink and sites on loopback, with TLS and node keys; each process is stopped by its own id.
+    """SuperLink and sites on loopback, with TLS and node keys; each process is stopped by its id.
 
     Args:
-        run: What its folder is called.
-        sites: How many sites.
-        experiments: What the sites agree to.
+        run: Identifier of the run, which names its folder.
+        sites: Number of sites.
+        experiments: Experiments that the sites agree to.
     """
 
     def __init__(self, run: str, sites: int, experiments: Sequence[Experiment]):
         super().__init__(deployment_cache() / run, "")
         self.sites, self.experiments = sites, experiments
         self.family = ProcessGroup()
-        self.sockets = Path(tempfile.mkdtemp(prefix="unskew-"))  # a path in it is short enough for a socket
+        self.sockets = Path(tempfile.mkdtemp(prefix="unskew-"))  # the path of a socket must be short
         self.logs = self.folder / "logs"
         self.main: ManagedProcess | None = None
 
     def begin(self) -> None:
-        """Start what does not run yet, and the app; Flower's command line takes seconds to start, so that is done once."""
+        """Start missing processes and the app, with one call of Flower's command line, which takes seconds to start."""
         assert self.link is not None, "it was never opened"
         if self.main is not None:
             self.submit(60.0)
@@ -141,13 +141,13 @@ class LocalSuperLink(RemoteSuperLink):
             self.start(self.superlink.running(self.app, self.link.path, self.link.token))
 
     def start(self, *further: Sequence[str]) -> None:
-        """Start the SuperLink and the sites, and let them in.
+        """Start the SuperLink and the sites, and register the sites.
 
         Args:
-            further: What Flower's command line is asked for when they are let in.
+            further: Further commands of Flower's command line to run after the registration.
 
         Raises:
-            EngineError: The SuperLink does not start.
+            EngineError: If the SuperLink does not start.
         """
         if self.main is not None:
             return
@@ -178,7 +178,7 @@ class LocalSuperLink(RemoteSuperLink):
         return self.folder / "sites" / str(client)
 
     def _make_keys(self, client: int) -> Path | None:
-        """Make a site's keys if there are none; returns the public key of its node then."""
+        """Create a site's keys if they are missing, and return the public node key then."""
         folder = self._site(client)
         if (folder / "node.key").exists():
             return None
@@ -186,7 +186,7 @@ class LocalSuperLink(RemoteSuperLink):
         return folder / "node.pub"
 
     def _start_site(self, client: int) -> None:
-        """Start a site's own process."""
+        """Start a site's process."""
         name, folder = f"site-{client}", self._site(client)
         shutil.rmtree(folder / "experiments", ignore_errors=True)
         for number, config in enumerate(self.experiments):
@@ -211,12 +211,10 @@ class LocalSuperLink(RemoteSuperLink):
     def why(self) -> str:
         """Return the log excerpts of processes that were restarted."""
         dead = [child for child in self.family.children if child.restarts]
-        return "\n".join(
-            f"{child.name} was started again {child.restarts} times:\n{child.last_words()}" for child in dead
-        )
+        return "\n".join(f"{child.name} was restarted {child.restarts} times:\n{child.last_words()}" for child in dead)
 
     def close(self) -> None:
-        """Stop everything."""
+        """End the app and stop all processes."""
         super().close()
         self.family.close()
         shutil.rmtree(self.sockets, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Secure aggregation (SecAgg+): keys, masks, shares and the opened sum."""
+"""Secure aggregation (SecAgg+): keys, masks, shares and the unmasked sum."""

@@ -1,18 +1,18 @@
-"""The site's half of secure aggregation: it sends its update under masks that cancel in the sum of all sites.
+"""Site side of secure aggregation: sends its update under masks that cancel in the sum over all sites.
 
-Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, in the variant of section
-4 for a server that may lie. Five messages make one sum:
+Protocol: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, in the variant
+of section 4 for a malicious server. Each sum needs five messages:
 
-train   the site trains, makes two pairs of keys, and sends the public ones, signed, and how large its largest entries are
-share   it gets the keys of all sites, checks their signatures, and sends each site, sealed, a share of a secret key and one
-        of the seed of its own mask, with signed commitments to these shares
-mask    it gets the others' shares, checks them, and sends the update under its own mask and one in common with each site;
-        or, where a share is wrong, whose it is
-agree   it gets the list of sites whose masked updates arrived, and signs it
-unmask  it gets the others' signatures of the same list, and if more than two thirds of the sites have signed it sends its
-        shares: of the seeds of the sites on the list, and of the secret keys of the others
+train   The site trains, generates two key pairs, and sends the signed public keys and the magnitude of its largest entries.
+share   The site receives the keys of all sites and checks their signatures. It sends each site one encrypted share of its
+        secret key and one of the seed of its own mask, with signed commitments to these shares.
+mask    The site receives the others' shares and checks them. It sends the update under its own mask and one mask shared
+        with each other site. If shares are wrong, it reports their senders instead.
+agree   The site receives the list of sites whose masked updates arrived, and signs it.
+unmask  The site receives the others' signatures of the same list. If more than two thirds of the sites have signed, it sends
+        its shares: of the seeds of the sites on the list, and of the secret keys of the others.
 
-All of it is in memory only, but for the sum that was opened: a site that is restarted in between has dropped out of the sum.
+All state except the record of the opened sum is in memory: a site that is restarted in between has dropped out of the sum.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from unskew.protocol.messages import Update, flatten_records
 from unskew.simulation.update_buffer import FIGURES
 
 LEAST = 3
-"""Sites that a masked sum needs at the start: of two, each would know the other's update."""
+"""Minimum number of sites of a masked sum: with two, each could compute the other's update."""
 PHASES = ("share", "mask", "agree", "unmask")
 KEPT = 4
-"""Runs of which a site keeps an open sum."""
+"""Number of runs whose current sum a site keeps in memory."""
 
 
 def threshold(sites: int) -> int:
-    """Return how many of ``sites`` must be left for a sum to be opened.
+    """Return the number of sites that must remain for a sum to be opened.
 
-    Two groups of this size share more than a third of the sites: so while fewer than a third help the server, no mask and
-    key of one site can both be opened (Bonawitz et al. 2017, section 4).
+    Two groups of this size share more than a third of the sites. So if fewer than a third help the server, it cannot obtain
+    both the mask and the secret key of one site (Bonawitz et al. 2017, section 4).
     """
     return 2 * sites // 3 + 1
 
@@ -57,8 +57,8 @@ def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, fl
     """Return the summands of an update: name, tensor, and weight in the sum.
 
     Args:
-        update: Of a client.
-        delta: What travels of the change of its model, None if nothing does.
+        update: Update of a client.
+        delta: Slices of the model update that are sent, or None.
     """
     figures = torch.tensor([update.metrics.get(name, 0.0) for name in FIGURES], dtype=torch.float64)
     model = [] if delta is None else [("delta", delta, update.weight)]
@@ -72,30 +72,30 @@ def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, fl
 
 
 def parts_as_text(parts: Sequence[SumPart]) -> str:
-    """Parts as text."""
+    """Encode the layout of a sum as JSON."""
     return json.dumps([[part.name, NAMES[part.dtype], list(part.shape), part.exponent] for part in parts])
 
 
 def view_digest(run: str, round: int, session: str, ready: dict[str, Any], parts: str) -> str:
-    """Return the digest of all that the sites of a sum must have seen alike: who takes part, with which keys and model.
+    """Return a digest of the data that must be equal for all sites of a sum: participants, keys and model.
 
     Args:
-        run: Name of the run.
+        run: Identifier of the run.
         round: Number of the round, from 0.
-        session: Name of the sum.
-        ready: Public keys and model digest of each site.
+        session: Identifier of the sum.
+        ready: Public keys and signature of each site.
         parts: Layout of the sum.
     """
     return hashlib.sha256(json.dumps([run, round, session, sorted(ready.items()), parts]).encode()).hexdigest()
 
 
 def ready_message(run: str, round: int, session: str, client: int, keys: list[str], model: str) -> list[Any]:
-    """Return what a site signs before it shares secrets: its public keys and the digest of the model that it got.
+    """Return the message that a site signs before it shares secrets: its public keys and the digest of the received model.
 
     Args:
-        run: Name of the run.
+        run: Identifier of the run.
         round: Number of the round, from 0.
-        session: Name of the sum.
+        session: Identifier of the sum.
         client: Number of the client.
         keys: Public keys of the site.
         model: Digest of the model.
@@ -105,23 +105,23 @@ def ready_message(run: str, round: int, session: str, client: int, keys: list[st
 
 @dataclass
 class OpenSum:
-    """One sum that a site takes part in.
+    """Masked sum in progress, as a participating site sees it.
 
     Attributes:
-        identity: The site's signing key, and the keys of all sites.
-        ledger: Record of the sums that were opened.
-        session: Identity of the sum; ``round``: its round.
-        model: Digest of the broadcast that was trained from; all sites must have got the same.
-        held: Tensors to add up, each with name and weight.
-        parts: Their layout.
-        secret, seal_secret, seed: Secrets of the common masks, of sealed messages, and of the site's own mask.
+        identity: The site's signing key, and the public keys of all sites.
+        ledger: Record of the sums that the site has opened.
+        session: Identifier of the sum; ``round``: its round.
+        model: Digest of the broadcast that the site trained from; all sites must have received the same.
+        held: Summands: name, tensor and weight.
+        parts: Layout of the summands.
+        secret, seal_secret, seed: Secrets of the pairwise masks, of encrypted messages, and of the site's own mask.
         ready: Reply that started the sum.
-        view: Digest of what all sites must have seen alike.
-        keys: Public keys of each site, for masks and for sealed messages.
-        common: By client: the key that messages between it and this site are sealed with.
-        shares: By client: the shares that it sent, of its seed and of its secret key.
-        alive: Sites whose masked updates arrived, as this site signed it.
-        answers: Replies, so that a message that is sent again gets the same one.
+        view: Digest of the data that must be equal for all sites.
+        keys: Public keys of each site, for masks and for encrypted messages.
+        common: Key of encrypted messages between each client and this site.
+        shares: Shares of seed and secret key that each client sent.
+        alive: Clients whose masked updates arrived, according to the list that this site signed.
+        answers: Replies sent so far, so that a repeated message gets the same reply.
     """
 
     identity: SigningIdentity
@@ -144,19 +144,19 @@ class OpenSum:
 
     @property
     def client(self) -> int:
-        """The site's number."""
+        """Client number of the site."""
         return self.identity.client
 
     @property
     def needed(self) -> int:
-        """Shares that determine a secret, and signatures that a list of sites needs."""
+        """Number of shares that determine a secret, and of signatures that a list of sites needs."""
         return max(LEAST, threshold(len(self.keys)))
 
     def carried_out(self, asked: Frame) -> Frame:
-        """The answer to the next message, or to the last one once more.
+        """Reply to the next message, or repeat the reply to an earlier one.
 
         Raises:
-            InvalidMessageError: The message is invalid, out of order, or contradicts an earlier one.
+            InvalidMessageError: If the message is invalid, out of order, or contradicts an earlier one.
         """
         names = ("ready", "parts", "sealed", "commitments", "alive", "signatures")
         own = {k: v for k, v in asked.config.items() if k in names}
@@ -164,34 +164,36 @@ class OpenSum:
         if asked.kind in self.answers:
             before, answer = self.answers[asked.kind]
             if before != digest:
-                raise InvalidMessageError(f"{asked.kind} was answered in this sum already, to another message")
+                raise InvalidMessageError(f"this sum already has a reply to a different {asked.kind!r} message")
             return answer
         if len(self.answers) != PHASES.index(asked.kind):
-            raise InvalidMessageError(f"{asked.kind} comes out of turn")
+            raise InvalidMessageError(f"{asked.kind!r} is out of order")
         steps = {"share": self.share, "mask": self.mask, "agree": self.agree, "unmask": self.unmask}
         answer = steps[asked.kind](asked.config)
         self.answers[asked.kind] = digest, answer
         return answer
 
     def share(self, config: dict[str, Any]) -> Frame:
-        """Return shares of this site's seed and secret key, sealed for each site, and commitments to them.
+        """Return encrypted shares of this site's seed and secret key for each site, and commitments to them.
 
         Raises:
-            InvalidMessageError: If the keys are not signed by at least three different sites that got the same model.
+            InvalidMessageError: If the keys are not signed by at least three different sites that received the same model.
         """
-        ready, parts, run = parse_json_field(config, "ready"), read_text(config, "parts"), self.ledger.run
+        ready = parse_json_field(config, "ready")
+        parts = read_text(config, "parts")
+        run = self.ledger.run
         shares = {}
         for name, (keys, signature) in ready.items():
             message = ready_message(run, self.round, self.session, int(name), keys, self.model)
             if not is_signed(self.identity.roster, int(name), message, signature):
                 raise InvalidMessageError(
-                    f"client {name} of the roster has not signed these keys and the model that this site got"
+                    f"client {name} of the roster has not signed these keys and the model that this site received"
                 )
             shares[int(name)] = bytes.fromhex(keys[0]), bytes.fromhex(keys[1])
         every = [key for both in shares.values() for key in both]
         own = crypto.public_key(self.secret), crypto.public_key(self.seal_secret)
         if len(shares) < LEAST or len(set(every)) != len(every) or shares.get(self.client) != own:
-            raise InvalidMessageError(f"a sum needs different keys of at least {LEAST} sites, this one's among them")
+            raise InvalidMessageError(f"a sum needs different keys of at least {LEAST} sites, including this one")
         self._lay_out(json.loads(parts))
         self.keys = shares
         self.view = view_digest(run, self.round, self.session, ready, parts)
@@ -216,17 +218,17 @@ class OpenSum:
         if not isinstance(told, list) or [entry[:3] for entry in told] != [
             entry[:3] for entry in json.loads(parts_as_text(self.parts))
         ]:
-            raise InvalidMessageError("what is to be added up is not what this site has")
+            raise InvalidMessageError("the layout of the sum differs from this site's update")
         larger = [int(entry[3]) for entry in told]
         if any(e < part.exponent for e, part in zip(larger, self.parts, strict=True)):
-            raise InvalidMessageError("this site's numbers are larger than those of the sum")
+            raise InvalidMessageError("this site's values exceed the range of the sum")
         self.parts = [replace(part, exponent=e) for e, part in zip(larger, self.parts, strict=True)]
 
     def mask(self, config: dict[str, Any]) -> Frame:
-        """Return the update under its masks; or, if shares are wrong, whose.
+        """Return the masked update, or, if shares are wrong, the clients that sent them.
 
         Raises:
-            InvalidMessageError: If shares of too few sites are there, or commitments are not signed by their site.
+            InvalidMessageError: If shares of too few sites arrived, or commitments are not signed by their site.
         """
         sealed, commitments = parse_json_field(config, "sealed"), parse_json_field(config, "commitments")
         wrong, shares = [], {self.client: self.shares[self.client]}
@@ -234,7 +236,7 @@ class OpenSum:
             k, (seed_points, key_points, signature) = int(name), commitments[name]
             message = ["shares", self.view, k, [seed_points, key_points]]
             if k not in self.common or not is_signed(self.identity.roster, k, message, signature):
-                raise InvalidMessageError(f"client {k} has not signed these commitments, or has no part in the sum")
+                raise InvalidMessageError(f"client {k} has not signed these commitments, or does not belong to the sum")
             points = [[bytes.fromhex(point) for point in some] for some in (seed_points, key_points)]
             opened = self._unsealed(k, str(sealed[name]), points)
             if opened is None:
@@ -244,7 +246,7 @@ class OpenSum:
         if wrong:
             return Frame("accused", {"client": self.client, "wrong": json.dumps(wrong)})
         if len(shares) < self.needed:
-            raise InvalidMessageError(f"there are shares of {len(shares)} of at least {self.needed} sites")
+            raise InvalidMessageError(f"it has shares of {len(shares)} sites; at least {self.needed} are required")
         self.shares = shares
         tensors = [
             (tensor, weight, step_size(part.exponent, len(self.keys)))
@@ -262,7 +264,7 @@ class OpenSum:
         return Frame("masked", {"client": self.client}, {"error": largest}, {"masked/x": array})
 
     def _unsealed(self, k: int, sealed: str, points: list[list[bytes]]) -> tuple[int, int] | None:
-        """Return the shares that another site sent; None if they are not those of this sum that it committed to."""
+        """Decrypt the shares of another site; None if they do not match this sum or the site's commitments."""
         index = sorted(self.keys).index(self.client) + 1
         try:
             view, sender, to, *both = json.loads(crypto.unseal(self.common[k], bytes.fromhex(sealed)))
@@ -278,12 +280,12 @@ class OpenSum:
         """Return this site's signature of the list of sites whose masked updates arrived.
 
         Raises:
-            InvalidMessageError: If it lists sites without a part in the sum, or too few, or not this one.
+            InvalidMessageError: If the list contains sites outside the sum, too few sites, or not this site.
             SumAlreadyOpenedError: If another sum of this round was opened.
         """
         alive = {int(k) for k in parse_json_field(config, "alive")}
         if not alive <= {*self.shares} or self.client not in alive or len(alive) < self.needed:
-            raise InvalidMessageError("the sites whose masked updates arrived are not sites of this sum, or too few")
+            raise InvalidMessageError("the list of arrived updates contains sites outside the sum, or too few sites")
         self.ledger.check(self.round, tuple(sorted(alive)))
         self.alive = tuple(sorted(alive))
         return Frame("agreed", {"client": self.client, "signature": self.identity.sign(self._survivors())})
@@ -292,11 +294,11 @@ class OpenSum:
         return survivors_message(self.view, sorted(self.shares), self.alive)
 
     def unmask(self, config: dict[str, Any]) -> Frame:
-        """Return shares of the seeds of the sites on the signed list and of the secret keys of the others; never of both.
+        """Return shares of the seeds of sites on the signed list and of the secret keys of the others; never of both.
 
         Raises:
             InvalidMessageError: If too few sites of the list have signed it.
-            SumAlreadyOpenedError: If another sum of this round was opened meanwhile.
+            SumAlreadyOpenedError: If another sum of this round was opened in the meantime.
         """
         signatures = parse_json_field(config, "signatures")
         signers = {
@@ -304,7 +306,7 @@ class OpenSum:
         }
         if len(signers) < self.needed:
             raise InvalidMessageError(
-                f"{len(signers)} of at least {self.needed} sites have signed the list of sites that this one signed"
+                f"{len(signers)} sites have signed the same list as this one; at least {self.needed} are required"
             )
         self.ledger.record(self.round, self.alive)
         opened = {k: f"{self.shares[k][0 if k in self.alive else 1]:x}" for k in sorted(self.shares)}
@@ -313,7 +315,7 @@ class OpenSum:
 
 
 def survivors_message(view: str, shared: Sequence[int], alive: Sequence[int]) -> list[Any]:
-    """Return what a site signs before a sum is opened: who shared secrets in it, and whose masked updates arrived.
+    """Return the message that a site signs before a sum is opened: who shared secrets, and whose updates arrived.
 
     Args:
         view: Digest from ``view_digest``.
@@ -324,14 +326,14 @@ def survivors_message(view: str, shared: Sequence[int], alive: Sequence[int]) ->
 
 
 def parse_json_field(config: dict[str, Any], name: str) -> Any:
-    """A structure that a message carries as JSON.
+    """Parse a JSON field of a message.
 
     Args:
         config: Fields of a message.
         name: Name of the field.
 
     Raises:
-        InvalidMessageError: The field is missing or is not JSON.
+        InvalidMessageError: If the field is missing or is not JSON.
     """
     try:
         return json.loads(read_text(config, name))
@@ -340,10 +342,10 @@ def parse_json_field(config: dict[str, Any], name: str) -> Any:
 
 
 class SecAggClient:
-    """The open sums of a site, one a run.
+    """Sums in progress at a site, at most one per run.
 
     Args:
-        identity: The site's signing key and the roster; None if it has none, and then it takes part in no masked sum.
+        identity: The site's signing key and the roster; None if it has none and cannot take part in masked sums.
     """
 
     def __init__(self, identity: SigningIdentity | None):
@@ -351,24 +353,24 @@ class SecAggClient:
         self._open: dict[str, OpenSum] = {}
 
     def again(self, run: str, session: str) -> Frame | None:
-        """Return the reply that was sent when this sum began, if it has.
+        """Return the reply that started this sum, or None if it has not started.
 
         Args:
-            run: Name of the run.
-            session: Name of the sum.
+            run: Identifier of the run.
+            session: Identifier of the sum.
         """
         open_sum = self._open.get(run)
         return open_sum.ready if open_sum is not None and open_sum.session == session else None
 
     def begin(self, session: str, update: Update, delta: Tensor | None, model: str, ledger: OpenedSumLedger) -> Frame:
-        """Take part in a sum with an update.
+        """Start to take part in a sum with an update.
 
         Args:
-            session: Identity of the sum.
-            update: Of this site.
-            delta: What of the change of its model is sent, None if nothing is.
-            model: Digest of the broadcast that was trained from.
-            ledger: Record of the sums that were opened.
+            session: Identifier of the sum.
+            update: Update of this site.
+            delta: Slices of the model update that are sent, or None.
+            model: Digest of the broadcast that the site trained from.
+            ledger: Record of the sums that the site has opened.
         """
         if not update.is_finite():
             return Frame("unusable", {"client": update.client})
@@ -400,19 +402,19 @@ class SecAggClient:
         return open_sum.ready
 
     def carried_out(self, run: str, asked: Frame) -> Frame:
-        """The answer to a message after the first.
+        """Reply to a message after the first one.
 
         Args:
-            run: Name of the run.
+            run: Identifier of the run.
             asked: Message of the server.
 
         Raises:
-            SiteStateLostError: This site has no part in that sum, or not any more.
-            InvalidMessageError: The message is invalid, out of order, or contradicts an earlier one.
+            SiteStateLostError: If this site does not take part in that sum, or no longer does.
+            InvalidMessageError: If the message is invalid, out of order, or contradicts an earlier one.
         """
         open_sum = self._open.get(run)
         if open_sum is None or open_sum.session != read_text(asked.config, "session"):
-            raise SiteStateLostError("this site was restarted since the sum began, or never took part in it")
+            raise SiteStateLostError("this site was restarted since the sum started, or never took part in it")
         try:
             return open_sum.carried_out(asked)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:

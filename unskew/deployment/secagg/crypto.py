@@ -1,10 +1,10 @@
-"""Cryptography of secure aggregation: keys on the curve P-384, verifiable secret sharing, sealed messages, and masks.
+"""Cryptography of secure aggregation: P-384 keys, verifiable secret sharing, authenticated encryption, and masks.
 
-Key agreement, sealing (Fernet) and mask streams (AES-256-CTR) are those of the ``cryptography`` package, which comes with
-Flower. No library has verifiable secret sharing, so Feldman's (1987) is here: next to the shares of a secret the dealer
-publishes its polynomial's coefficients times the curve's base point, by which anyone can check a share.
+Key agreement, encryption (Fernet) and mask streams (AES-256-CTR) come from the ``cryptography`` package, which Flower
+depends on. No library offers verifiable secret sharing, so Feldman's scheme (1987) is implemented here: in addition to the
+shares, the dealer publishes its polynomial's coefficients times the curve's base point, with which anyone can check a share.
 
-Flower's own masks are not used: they come from a generator whose seed has 32 bits, and a server can try all of these.
+Flower's own masks are not used, because their generator has a 32-bit seed: a server can try all of them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from unskew.errors import ConfigError
 
 CHUNK = 1 << 22
-"""Numbers of a mask that are generated at once."""
+"""Number of mask integers generated at once."""
 FIELD = 2**384 - 2**128 - 2**96 + 2**32 - 1
 """Prime field of P-384."""
 ORDER = 0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFC7634D81F4372DDF581A0DB248B0A77AECEC196ACCC52973
-"""Number of points of P-384, a prime: secrets and shares are integers below it."""
+"""Number of points of P-384, a prime; secrets and shares are integers below it."""
 Point = tuple[int, int] | None
 """Affine coordinates of a point; None is the neutral element."""
 
@@ -31,7 +31,7 @@ def check_installed() -> None:
     """Validate that the ``cryptography`` package is installed.
 
     Raises:
-        ConfigError: The package ``cryptography`` is not installed.
+        ConfigError: If it is not installed.
     """
     try:
         import cryptography  # noqa: F401
@@ -82,11 +82,11 @@ def share_secret(secret: int, needed: int, count: int) -> tuple[list[int], list[
 
     Args:
         secret: Integer below ``ORDER``.
-        needed: Shares that determine the secret; fewer say nothing about it.
+        needed: Number of shares that determine the secret; fewer reveal nothing.
         count: Number of shares.
 
     Returns:
-        The shares of places 1 to ``count``, and the commitments, of which the first is the secret's public key.
+        The shares at positions 1 to ``count``, and the commitments, of which the first is the secret's public key.
     """
     terms = [secret, *(random_secret() for _ in range(needed - 1))]
     shares = [sum(term * pow(x, i, ORDER) for i, term in enumerate(terms)) % ORDER for x in range(1, count + 1)]
@@ -94,11 +94,11 @@ def share_secret(secret: int, needed: int, count: int) -> tuple[list[int], list[
 
 
 def verify_share(share: int, place: int, commitments: Sequence[bytes]) -> bool:
-    """Return whether a share of this place is the one that the dealer committed to.
+    """Return whether the share at a position is the one that the dealer committed to.
 
     Args:
         share: The share.
-        place: Position at which the polynomial was evaluated.
+        place: Position at which the polynomial was evaluated, from 1.
         commitments: Commitments of the dealer.
     """
     total: Point = None
@@ -108,7 +108,7 @@ def verify_share(share: int, place: int, commitments: Sequence[bytes]) -> bool:
 
 
 def combine_shares(shares: Mapping[int, int]) -> int:
-    """Return the secret from at least ``needed`` of its shares, by place."""
+    """Recover the secret from at least ``needed`` of its shares, by position."""
     total = 0
     for x, share in shares.items():
         for other in shares:
@@ -122,7 +122,7 @@ def decode_point(encoded: bytes) -> Point:
     """Decode a public key or commitment, an uncompressed point.
 
     Raises:
-        ValueError: The point is not on the curve.
+        ValueError: If the point is not on the curve.
     """
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -131,7 +131,7 @@ def decode_point(encoded: bytes) -> Point:
 
 
 def _add(one: Point, other: Point) -> Point:
-    """Add two points of P-384; these are public, so the time that it takes reveals nothing."""
+    """Add two points of P-384. The points are public, so the running time does not need to be constant."""
     if one is None or other is None:
         return other if one is None else one
     (x, y), (u, w) = one, other
@@ -153,10 +153,10 @@ def _times(factor: int, point: Point) -> Point:
 
 
 def seal(key: bytes, plain: bytes) -> bytes:
-    """Encrypt a message so that only who has the key can read or change it.
+    """Encrypt and authenticate a message.
 
     Args:
-        key: Key of 32 bytes.
+        key: Key, 32 bytes.
         plain: Message.
     """
     from cryptography.fernet import Fernet
@@ -165,28 +165,28 @@ def seal(key: bytes, plain: bytes) -> bytes:
 
 
 def unseal(key: bytes, sealed: bytes) -> bytes:
-    """Decrypt what ``seal`` encrypted.
+    """Decrypt and verify a message of ``seal``.
 
     Args:
-        key: Key of 32 bytes.
+        key: Key, 32 bytes.
         sealed: Encrypted message.
 
     Raises:
-        ValueError: If it was sealed with another key, or changed.
+        ValueError: If the message was encrypted with another key, or modified.
     """
     from cryptography.fernet import Fernet, InvalidToken
 
     try:
         return Fernet(base64.urlsafe_b64encode(key)).decrypt(sealed)
     except InvalidToken as error:
-        raise ValueError("this was sealed with another key, or changed") from error
+        raise ValueError("the message was encrypted with another key, or modified") from error
 
 
 def mask_stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
-    """Yield ``size`` pseudorandom 32-bit integers of a key, in arrays of at most ``CHUNK``; a key is used for one mask.
+    """Yield ``size`` pseudorandom 32-bit integers in arrays of at most ``CHUNK``; use a key for one mask only.
 
     Args:
-        key: Key of 32 bytes, or a secret integer.
+        key: Key, 32 bytes, or a secret integer.
         size: Number of integers.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -198,10 +198,10 @@ def mask_stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
 
 
 def apply_mask(into: np.ndarray, stream: Iterator[np.ndarray], add: bool) -> None:
-    """Add a mask to numbers of 32 bits, or subtract it; sums wrap around.
+    """Add a mask to 32-bit integers, or subtract it, modulo 2**32.
 
     Args:
-        into: Numbers to change, uint32.
+        into: Integers to change in place, uint32.
         stream: Arrays of the mask.
         add: Whether to add the mask instead of subtracting it.
     """

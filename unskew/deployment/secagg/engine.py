@@ -1,4 +1,4 @@
-"""Rounds under secure aggregation: the sites train, and the server gets the sum of their updates and no single one."""
+"""Rounds under secure aggregation: the sites train, and the server sees only the sum of their updates."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from unskew.protocol.rules import Method
 from unskew.simulation.update_buffer import FIGURES
 
 TRIES = 3
-"""Times that a round is begun again because too few sites were left to open its sum."""
+"""Number of attempts of a round if too few sites remain to open its sum."""
 
 
 class MaskedEngine(FlowerEngine):
     """``FlowerEngine`` under secure aggregation.
 
     Attributes:
-        error: By how much rounding moved an entry of the mean update at most, in the last round and at most so far.
+        error: Largest rounding error of an entry of the mean update in the last round; ``worst``: in all rounds so far.
     """
 
     error = 0.0
@@ -54,7 +54,7 @@ class MaskedEngine(FlowerEngine):
     told = False
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train a masked round. The returned updates represent the sum; none of them is the update of a site."""
+        """Train a masked round; the yielded updates add up to the sum, and none is the update of a site."""
         opened = self._summed(broadcasts) if broadcasts else OpenedSum()
         for broadcast in broadcasts:
             if broadcast.client in opened.unusable:
@@ -69,19 +69,19 @@ class MaskedEngine(FlowerEngine):
         for broadcast in broadcasts:
             if broadcast.client in opened.clients:
                 yield self._update(broadcast, means)
-                # The first stands for the sums of what rules send.
+                # The first update carries the sums of rule uploads.
                 upload = means["upload"].items()
                 means["upload"] = {r: {n: torch.zeros_like(t) for n, t in ts.items()} for r, ts in upload}
             elif broadcast.client not in opened.unusable:
                 self.server.lost(broadcast.client)
 
     def _summed(self, broadcasts: Sequence[Broadcast]) -> OpenedSum:
-        """Return the sum of a round; if too few sites are left, it is started again if the run is to wait."""
+        """Return the sum of a round; if too few sites remain, try again if ``on_timeout`` is ``wait``."""
         if any(broadcast.up != broadcasts[0].up for broadcast in broadcasts):
             sync = self.terms.method.sync
             raise EngineError(
-                f"{'' if sync is None else sync.name}.exchanged_slices gives sites different slices to send, but "
-                "secure aggregation adds up what all sites send. Give all clients of a round the same slices, or turn it off."
+                f"{'' if sync is None else sync.name}.exchanged_slices returns different slices for different sites, which "
+                "secure aggregation cannot add up. Return the same slices for all clients of a round, or turn it off."
             )
         text, barred = "", set[int]()
         round, patience = str(broadcasts[0].round + 1), self.sites.round_policy
@@ -99,18 +99,18 @@ class MaskedEngine(FlowerEngine):
                 if len({*left} - {*self.sites.excluded}) < LEAST:
                     raise UnmaskingError
                 return summation.of(left, self._taking(broadcasts, left))
-            except WrongSharesError as error:  # each time fewer are left
+            except WrongSharesError as error:  # not counted as an attempt, because fewer sites remain each time
                 barred |= {*error.guilty}
                 self._tell_guilty(error.guilty)
                 continue
             except SumReopenedError as error:
                 text = (
                     f"Round {round}: its sum over {error} was opened before the server was interrupted, and some of these "
-                    "sites are missing. The sum of others stays masked, as the difference could be a single update"
+                    "sites are missing. No other sum is opened, because the difference could reveal a single update"
                 )
             except UnmaskingError:
-                text = f"Round {round}: fewer than {summation.min_sites} of {len(broadcasts)} sites are left, "
-                text += "so the sum stays masked"
+                text = f"Round {round}: fewer than {summation.min_sites} of {len(broadcasts)} sites remain, "
+                text += "so the sum cannot be opened"
             tries += 1
             if patience.on_timeout == "continue":
                 self.sites.warn(f"{text}; the round continues without any update.")
@@ -118,14 +118,14 @@ class MaskedEngine(FlowerEngine):
             if patience.on_timeout == "abort":
                 break
             self.sites.warn(f"{text}; the round is restarted.")
-        raise EngineError(f"{text}, and the run stops. Resume it when the sites are back.")
+        raise EngineError(f"{text}, so the run stops. Resume it when the sites are back.")
 
     def _tell_guilty(self, guilty: dict[int, tuple[str, bool]]) -> None:
         for client, (reason, certain) in guilty.items():
             if certain:
-                self.sites.fault(client, f"{reason}, so it is left out of this sum")
+                self.sites.fault(client, f"{reason}, so it is excluded from this sum")
             else:
-                self.sites.warn(f"{self.sites.name(client)} is left out of this sum: {reason}.")
+                self.sites.warn(f"{self.sites.name(client)} is excluded from this sum: {reason}.")
 
     def _taking(self, broadcasts: Sequence[Broadcast], requests: dict[int, Frame]) -> Any:
         by_client = {sent.client: sent for sent in broadcasts}
@@ -138,7 +138,7 @@ class MaskedEngine(FlowerEngine):
             if frame.kind == "unusable":
                 return ReadySite(usable=False)
             if frame.kind != "ready":
-                raise InvalidMessageError(f"it is called {frame.kind[:40]!r}, but what it sends must be masked")
+                raise InvalidMessageError(f"its kind is {frame.kind[:40]!r}, but its update must be masked")
             check_reply_matches(frame.config, broadcast, self._examples(client))
             parts = parse_parts(frame.config, self.terms.norm * max(1.0, broadcast.weight))
             self._check_parts(parts, broadcast)
@@ -149,17 +149,17 @@ class MaskedEngine(FlowerEngine):
                     decode_point(bytes.fromhex(key))
                 before = tuple(sorted(int(k) for k in opened))
             except (ValueError, TypeError, OverflowError) as error:
-                raise InvalidMessageError("its keys, or the sums that it opened, cannot be read") from error
+                raise InvalidMessageError("its keys or opened sums cannot be read") from error
             session, signature = read_text(frame.config, "session"), read_text(frame.config, "signature")
             message = ready_message(self.sites.run, broadcast.round, session, client, keys, models[client])
             if not is_signed(self.roster, client, message, signature):
-                raise InvalidMessageError("its keys and its model are not signed by the key that the roster names")
+                raise InvalidMessageError("its keys and model are not signed by the key in the roster")
             return ReadySite(parts, (public, seal_public), signature, before)
 
         return take
 
     def _check_parts(self, parts: Sequence[SumPart], cast: Broadcast) -> None:
-        """Refuse what could not be added up with what the others send."""
+        """Validate that the tensors match the request and those of the other sites."""
         model = NAMES[cast.v.dtype]
         fixed = {"buffers": (NAMES[cast.b.dtype], (len(cast.b),)), "figures": ("float64", (len(FIGURES),))}
         if self.terms.sends_model:
@@ -172,20 +172,23 @@ class MaskedEngine(FlowerEngine):
         wrong |= {name for name in uploads if name.split("/")[1] not in self.terms.names}
         size = sum(part.size * SIZES[NAMES[part.dtype]] for part in parts if part.name in uploads)
         if wrong or size > self.terms.largest or len(layout) != len(parts):
-            raise InvalidMessageError(f"what it adds up is not what was asked for: {sorted(wrong)[:3]}")
+            raise InvalidMessageError(f"the layout of its update does not match the request: {sorted(wrong)[:3]}")
         if self.shapes is None:
             self.shapes = layout
         elif layout != self.shapes:
-            raise InvalidMessageError("what it sends beside the model differs from what other sites send")
+            raise InvalidMessageError("its rule uploads differ in name, dtype or shape from other sites' uploads")
 
     def _means(self, broadcasts: Sequence[Broadcast], found: OpenedSum, weight: float) -> dict[str, Any]:
-        """Return what each update of the round stands for: the weighted means; and the sums of what rules send."""
-        sums, taken, count = found.tensors, [c for c in broadcasts if c.client in found.clients], len(found.clients)
-        v, b, delta = taken[0].v, taken[0].b, torch.zeros_like(taken[0].v)
+        """Return the fields of the round's updates: weighted means, and the sums of rule uploads."""
+        sums = found.tensors
+        taken = [c for c in broadcasts if c.client in found.clients]
+        count = len(found.clients)
+        v, b = taken[0].v, taken[0].b
+        delta = torch.zeros_like(v)
         if "delta" in sums:
             delta = scatter_slices(delta, taken[0].up, (sums["delta"] / weight).to(v.dtype).to(v.device))
             for broadcast in () if self.terms.needs_base else taken:
-                for span in self.terms.base(broadcast.down, broadcast.up):  # there a site sent its values
+                for span in self.terms.base(broadcast.down, broadcast.up):  # sites send values instead of changes there
                     delta[span] -= broadcast.weight / weight * v[span]
         figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
         report = {n.removeprefix("report/"): (t / weight).to(v) for n, t in sums.items() if n.startswith("report/")}
@@ -196,7 +199,7 @@ class MaskedEngine(FlowerEngine):
         return {"delta": delta, "buffers": b, "report": report, "upload": upload, "metrics": figures}
 
     def _update(self, cast: Broadcast, fields: dict[str, Any]) -> Update:
-        """Return an update that answers ``cast``, with these other fields."""
+        """Create an update for a broadcast, with the given remaining fields."""
         examples, none = self._examples(cast.client), ClientState()
         return Update(cast.client, born=cast.round, examples=examples, weight=cast.weight, state=none, **fields)
 
@@ -205,28 +208,28 @@ class MaskedEngine(FlowerEngine):
         if not self.told:
             self.told = True
             self.sites.warn(
-                f"Secure aggregation: the server has opened the sum of {sites} sites. Rounding to integers has moved no "
-                f"entry of the mean update by more than {error:.2g}."
+                f"Secure aggregation: the server has opened the sum of {sites} sites. The largest rounding error of an "
+                f"entry of the mean update is {error:.2g}."
             )
 
     def figures(self) -> dict[str, Any]:
-        """Return the round metrics on rounding."""
+        """Return the round metric of the rounding error."""
         return {"masking_error": self.error}
 
 
 def to_dtype(tensor: Tensor, dtype: str) -> Tensor:
-    """A sum with the type that its tensors have; integers stay whole.
+    """Convert a sum to a dtype; integers are rounded.
 
     Args:
         tensor: Sum in double precision.
-        dtype: Name of the data type.
+        dtype: Name of the dtype.
     """
     wanted = DTYPES[dtype]
     return (tensor if wanted.is_floating_point else tensor.round()).to(wanted)
 
 
 def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:
-    """Refuse what masked sums cannot do, before anything is sent.
+    """Validate that a run supports masked sums, before anything is sent.
 
     Args:
         method: Method of the run.
@@ -234,20 +237,20 @@ def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:
         asynchronous: Whether updates are accepted in later rounds.
 
     Raises:
-        ConfigError: There are too few sites, or the method takes updates in the middle of a round.
+        ConfigError: If there are too few sites, or updates are needed one by one.
     """
     if cohort < LEAST:
         raise ConfigError(
-            f"secure_aggregation=required needs {LEAST} sites in a round at least, but there are {cohort}: of two, each "
-            "would know the other's update. Let more sites take part, or turn it off if the server may see updates."
+            f"secure_aggregation=required needs at least {LEAST} sites in a round, but there are {cohort}: with two, each "
+            "could compute the other's update. Let more sites take part, or turn it off if the server may see updates."
         )
     if asynchronous:
         raise ConfigError(
-            "--asynchronous takes each update by itself as it comes, but secure_aggregation=required gives sums only. Leave "
-            "out one of the two."
+            "--asynchronous processes each update separately, but secure_aggregation=required reveals only sums. Remove "
+            "one of the two."
         )
     if method.server is not None and method.server.buffer() is not None:
         raise ConfigError(
-            f"{method.server.name} empties its buffer in the middle of a round's updates, but over sites "
-            "secure_aggregation=required gives the sum of a whole round. Use another method, or turn it off."
+            f"{method.server.name} empties its buffer in the middle of a round's updates, but in a deployment "
+            "secure_aggregation=required reveals only the sum of a whole round. Use another method, or turn it off."
         )

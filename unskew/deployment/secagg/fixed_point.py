@@ -1,7 +1,7 @@
-"""Numbers of a sum that is masked: integers of 32 bits, as masks are only perfect where sums wrap around.
+"""Fixed-point encoding of masked sums: 32-bit integers, because masks are perfectly hiding only in modular arithmetic.
 
-Each tensor has a step of its own, a power of two that follows from the largest entry of all sites and from how many they
-are, so that their sum just fits. Rounding is to the nearest: the same update always gives the same numbers.
+The step size of each tensor is a power of two that follows from the largest entry of all sites and the number of sites, so
+that the sum just fits. Rounding is to nearest, so the same update always gives the same integers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 LOWEST = -200
-"""The exponent of zero."""
+"""Exponent of a zero tensor."""
 PIECE = 1 << 22
 
 
 @dataclass(frozen=True)
 class SumPart:
-    """One tensor of a sum, as all sites have it.
+    """Layout of one tensor of a sum, equal for all sites.
 
     Attributes:
-        name: What it is called.
-        dtype: Its type.
-        shape: Its shape.
-        exponent: No entry is larger than two to this.
+        name: Name of the tensor.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        exponent: Upper bound of the entries' magnitude, as a power of two.
     """
 
     name: str
@@ -37,16 +37,16 @@ class SumPart:
 
     @property
     def size(self) -> int:
-        """Its entries."""
+        """Number of entries."""
         return math.prod(self.shape)
 
 
 def required_exponent(tensor: Tensor, weight: float) -> int:
-    """The smallest integer so that no entry, times ``weight``, is larger than two to it.
+    """Return the smallest exponent such that no entry times ``weight`` exceeds two to this power.
 
     Args:
         tensor: Values to encode.
-        weight: Factor of the values.
+        weight: Factor of the values, positive.
 
     >>> required_exponent(torch.tensor([3.0, -1.0]), 1.0), required_exponent(torch.zeros(2), 1.0)
     (2, -200)
@@ -58,20 +58,23 @@ def required_exponent(tensor: Tensor, weight: float) -> int:
 
 
 def step_size(exponent: int, sites: int) -> float:
-    """The step in which so many sites round entries up to ``2 ** exponent``: their sum stays below ``2 ** 31``.
+    """Return the step size for entries up to ``2 ** exponent`` such that the sum over the sites stays below ``2 ** 31``.
 
     Args:
-        exponent: Exponent of the largest value.
+        exponent: Exponent of the largest entry.
         sites: Number of summands.
     """
     return math.ldexp(1.0, exponent - (30 - math.ceil(math.log2(max(2, sites)))))
 
 
 def quantize(tensors: Sequence[tuple[Tensor, float, float]]) -> tuple[np.ndarray, list[float]]:
-    """Tensors times their weights, in their steps, one after another; and by how much rounding has moved an entry at most.
+    """Encode weighted tensors as integers.
 
     Args:
-        tensors: Each with its weight and its step.
+        tensors: Tensors with weight and step size.
+
+    Returns:
+        The concatenated integers, uint32, and the largest rounding error of each tensor.
     """
     integers = np.empty(sum(t.numel() for t, _, _ in tensors), np.int32)
     errors, at = [], 0
@@ -94,10 +97,10 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def dequantize(whole: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[str, Tensor]:
-    """The sums in double precision, by name.
+    """Decode a sum to tensors in double precision, by name.
 
     Args:
-        whole: Sum of the encoded values, uint32.
+        whole: Sum of the integers, uint32.
         parts: Layout of the sum.
         sites: Number of summands.
     """

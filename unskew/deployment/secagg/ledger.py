@@ -1,4 +1,4 @@
-"""Record of the masked sums that a site has opened, kept on its disk so that no second sum can be compared with one."""
+"""Record on a site's disk of the masked sums that it has opened, which prevents a second sum that could be compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unskew.filesystem import make_folder, write_atomic
 
 
 class SumAlreadyOpenedError(SiteStateLostError):
-    """Another sum of this round was opened, so this site takes no part in the one that is asked for."""
+    """Another sum of this round was opened, so this site does not take part in the requested one."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class OpenedSumLedger:
     deterministic, so a second run of the same experiment would give the same updates: its sums are not opened either.
 
     Attributes:
-        path: File that holds it.
-        run: Identity of the run that asks.
+        path: File of the record.
+        run: Identifier of the current run.
     """
 
     path: Path
@@ -37,19 +37,21 @@ class OpenedSumLedger:
         Args:
             state: Folder of the site's states.
             digest: Digest of the experiment.
-            run: Name of the run.
+            run: Identifier of the run.
         """
         return OpenedSumLedger(state / "sums" / f"{digest[:32]}.json", run)
 
     def opened(self, round: int) -> tuple[int, ...]:
-        """Return the clients whose sum was opened in this round of the run, none if no sum was.
+        """Return the clients whose sum was opened in this round of the run, or an empty tuple.
 
         Raises:
             ConfigError: If sums of another run of the experiment were opened, or the file is corrupted.
         """
         try:
             values = json.loads(self.path.read_bytes())
-            run, newest, clients = str(values["run"]), int(values["round"]), tuple(int(k) for k in values["clients"])
+            run = str(values["run"])
+            newest = int(values["round"])
+            clients = tuple(int(k) for k in values["clients"])
         except FileNotFoundError:
             return ()
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -64,7 +66,7 @@ class OpenedSumLedger:
         return clients if newest == round else ()
 
     def check(self, round: int, clients: tuple[int, ...]) -> None:
-        """Validate that opening this sum would not be the second, different one of its round.
+        """Validate that no different sum of the round was opened before.
 
         Args:
             round: Number of the round, from 0.

@@ -1,7 +1,7 @@
-"""Roster of a deployment: the public signing key of each client, exchanged among the operators and not by the server.
+"""Roster of a deployment: public signing key of each client, exchanged by the operators and not through the server.
 
-A site signs its keys and survivor sets with a signing key of its own. That is not its node key: the SuperNode, which has the
-node key, runs whatever app the server sends, so a lying server could read that key and forge signatures.
+A site signs its keys and survivor lists with a separate signing key. The node key is not used, because the SuperNode can read
+it and runs any app that the server sends: a malicious server could forge signatures.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KEY = "ecdsa-sha2-nistp384"
 def read_roster(path: Path) -> dict[int, Any]:
     """Read the public keys of all clients.
 
-    Each line holds a client's number and its public key as ``ssh-keygen`` writes it: ``0 ecdsa-sha2-nistp384 AAAA...``.
-    Empty lines and those that start with ``#`` are skipped.
+    Each line contains a client number and its public key as ``ssh-keygen`` writes it: ``0 ecdsa-sha2-nistp384 AAAA...``.
+    Empty lines and lines that start with ``#`` are skipped.
 
     Raises:
-        ConfigError: If a line is not valid, or a number or key occurs twice.
+        ConfigError: If the file cannot be read, a line is not valid, or a number or key occurs twice.
     """
     check_installed()
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -45,14 +45,18 @@ def read_roster(path: Path) -> dict[int, Any]:
         if not words or words[0].startswith("#"):
             continue
         try:
-            client, kind, encoded = int(words[0]), words[1], words[2]
+            client = int(words[0])
+            kind = words[1]
+            encoded = words[2]
             key = load_ssh_public_key(f"{kind} {encoded}".encode())
         except (ValueError, IndexError, UnsupportedAlgorithm) as error:
             raise ConfigError(
-                f"{path}, line {number}: write a client's number and its public key, {KEY} AAAA..."
+                f"{path}, line {number}: expected a client number and its public key, {KEY} AAAA..."
             ) from error
         if client < 0 or kind != KEY or client in keys or encoded in seen:
-            raise ConfigError(f"{path}, line {number}: each client has one key of its own, {KEY}, and a number from 0.")
+            raise ConfigError(
+                f"{path}, line {number}: each client needs its own number, from 0, and its own {KEY} key."
+            )
         keys[client] = key
         seen.add(encoded)
     return keys
@@ -65,7 +69,7 @@ def is_signed(keys: Mapping[int, Any], client: int, message: list[Any], signatur
         keys: Public signing key of each client.
         client: Number of the client.
         message: Message that was signed.
-        signature: Signature as it was received.
+        signature: Received signature.
     """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -82,12 +86,12 @@ def is_signed(keys: Mapping[int, Any], client: int, message: list[Any], signatur
 
 @dataclass(frozen=True)
 class SigningIdentity:
-    """A site's own signing key, and the roster.
+    """A site's signing key and the roster.
 
     Attributes:
-        client: The site's number.
-        key: Its signing key.
-        roster: Public keys, by client.
+        client: Client number of the site.
+        key: Private signing key of the site.
+        roster: Public signing keys, by client.
     """
 
     client: int
@@ -104,7 +108,7 @@ class SigningIdentity:
             roster: File of the roster.
 
         Raises:
-            ConfigError: If one of them cannot be read, or the roster has another key for this client.
+            ConfigError: If a file cannot be read, or the roster has another key for this client.
         """
         keys = read_roster(roster)
         from cryptography.exceptions import UnsupportedAlgorithm
@@ -113,15 +117,17 @@ class SigningIdentity:
         try:
             own = load_ssh_private_key(key.read_bytes(), None)
         except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
-            raise ConfigError(f"The signing key {key} cannot be read ({error}); sh node-key.sh makes it.") from error
+            raise ConfigError(
+                f"The signing key {key} cannot be read ({error}); create it with sh node-key.sh."
+            ) from error
         if client not in keys or own.public_key() != keys[client]:
             raise ConfigError(
-                f"The roster {roster} does not name {key.with_suffix('.pub')} as the key of client {client}."
+                f"The roster {roster} does not contain {key.with_suffix('.pub')} as the key of client {client}."
             )
         return SigningIdentity(client, own, keys)
 
     def sign(self, message: list[Any]) -> str:
-        """Sign a message as this site; the first entry names its purpose, so that it cannot stand for another one."""
+        """Sign a message as this site; its first entry names the purpose, so that it cannot be used for another one."""
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.hazmat.primitives.hashes import SHA384
 
@@ -129,7 +135,7 @@ class SigningIdentity:
 
 
 def load_identity(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> SigningIdentity | None:
-    """Return a site's identity; None if it has no roster and takes part in no masked experiment.
+    """Load a site's identity; None if it has no roster and no experiment needs one.
 
     Args:
         site: Configuration of the site.
@@ -137,14 +143,14 @@ def load_identity(site: SiteConfig, folder: Path, experiments: Iterable[Experime
         experiments: Experiments that the site agreed to.
 
     Raises:
-        ConfigError: If it needs a roster and has none, or key and roster are not valid.
+        ConfigError: If an experiment needs a missing roster, or key and roster are not valid.
     """
     roster = site.path("roster", folder)
     if roster.is_file():
         return SigningIdentity.load(site.client, site.path("signing_key", folder), roster)
     if any(experiment.secure_aggregation == "required" for experiment in experiments):
         raise ConfigError(
-            f"Secure aggregation needs {roster}: a line for each client with its number and the content of its signing.pub, "
-            "which the operators of the sites exchange without the server."
+            f"Secure aggregation needs {roster}: one line per client with its number and the content of its signing.pub, "
+            "which the sites' operators exchange without the server."
         )
     return None

@@ -1,4 +1,4 @@
-"""The server's half of secure aggregation: it passes on the sites' keys, shares and signatures, and opens the sum alone."""
+"""Server side of secure aggregation: relays the sites' keys, shares and signatures, and opens only the sum."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from unskew.errors import UnskewError
 
 @dataclass(frozen=True)
 class ReadySite:
-    """A site that has trained.
+    """Reply of a site that has trained.
 
     Attributes:
-        parts: What it adds up.
-        keys: Its public keys, for masks and for sealed messages, in hexadecimal digits.
-        signature: Its signature of them.
-        opened: Clients whose sum of this round it opened before, as when the server was killed since; empty if none.
-        usable: Whether its numbers are finite.
+        parts: Layout of its summands.
+        keys: Its public keys, for masks and for encrypted messages, in hexadecimal digits.
+        signature: Its signature of the keys.
+        opened: Clients whose sum of this round it has opened before, for example before the server was killed; or empty.
+        usable: Whether its update is finite.
     """
 
     parts: tuple[SumPart, ...] = ()
@@ -51,11 +51,11 @@ class ReadySite:
 
 @dataclass(frozen=True)
 class DealtShares:
-    """Shares that a site dealt.
+    """Shares that a site distributed.
 
     Attributes:
-        sealed: By receiver.
-        commitments: To the shares of its seed and of its secret key, and its signature of them.
+        sealed: Encrypted shares, by receiver.
+        commitments: Commitments to the shares of its seed and of its secret key, and its signature of them.
     """
 
     sealed: dict[str, str]
@@ -68,13 +68,13 @@ class DealtShares:
 
 @dataclass(frozen=True)
 class OpenedSum:
-    """A sum that was opened.
+    """An unmasked sum.
 
     Attributes:
-        clients: Whose updates are in it.
-        unusable: Whose numbers were not finite.
+        clients: Clients whose updates are in the sum.
+        unusable: Clients whose updates were not finite.
         tensors: The sums, by name.
-        error: By how much rounding may have moved an entry of the sum of updates, as the sites measured it.
+        error: Bound of the rounding error of an entry of the sum, from the errors that the sites report.
     """
 
     clients: tuple[int, ...] = ()
@@ -84,18 +84,18 @@ class OpenedSum:
 
 
 class UnmaskingError(UnskewError):
-    """Too few sites are left to open the sum."""
+    """Too few sites remain to open the sum."""
 
 
 class SumReopenedError(UnskewError):
-    """The sum of this round was opened before, over other sites than those that are here now."""
+    """The sum of this round was opened before, over sites of which some are missing now."""
 
 
 class WrongSharesError(UnskewError):
-    """Sites have received wrong shares, so the sum is to be started again without those who sent them.
+    """Sites have received wrong shares, so the sum must be restarted without their senders.
 
     Attributes:
-        guilty: Sites that are left out, with the reason, and whether it is their fault for certain.
+        guilty: Excluded sites, with the reason, and whether it is certainly their fault.
     """
 
     def __init__(self, guilty: dict[int, tuple[str, bool]]):
@@ -106,15 +106,15 @@ class WrongSharesError(UnskewError):
 def find_wrong_dealers(
     accusations: Mapping[int, Collection[int]], sites: int, name: Callable[[int], str]
 ) -> WrongSharesError:
-    """Decide who sent wrong shares, if fewer than a third of the sites lie.
+    """Decide who sent wrong shares, assuming that fewer than a third of the sites lie.
 
-    A site that more others accuse than can lie has sent wrong shares; one that accuses more others than can lie is itself
-    lying. Between two that remain nobody can decide: the accused one is left out of this sum, and both are named.
+    A site accused by more others than can lie has sent wrong shares. A site that accuses more others than can lie is itself
+    lying. Otherwise the fault is undecidable: the accused site is excluded from this sum, and the message names both.
 
     Args:
-        accusations: By site: who sent it wrong shares, as it reports.
-        sites: Sites of the sum.
-        name: Returns how messages call a site.
+        accusations: Senders of wrong shares that each site reports, by site.
+        sites: Number of sites of the sum.
+        name: Returns the name of a site for messages.
     """
     spare = max(1, sites - threshold(sites))
     by = Counter(k for wrong in accusations.values() for k in wrong)
@@ -122,7 +122,7 @@ def find_wrong_dealers(
     left = {k: {*wrong} - {*guilty} for k, wrong in accusations.items() if k not in guilty}
     for k, wrong in left.items():
         if len(wrong) > spare:
-            guilty[k] = f"it reports wrong shares of {len(wrong)} other sites, which these cannot all have sent", True
+            guilty[k] = f"it reports wrong shares of {len(wrong)} other sites, more than can be at fault", True
     for k, wrong in left.items():
         for accused in () if k in guilty else wrong - {*guilty}:
             guilty[accused] = f"{name(k)} reports that its shares are wrong; one of the two sites is at fault", False
@@ -130,14 +130,14 @@ def find_wrong_dealers(
 
 
 def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
-    """Parse the parts that a site adds to the sum.
+    """Parse the layout of a site's summands.
 
     Args:
         config: Fields of the site's message.
-        largest: Largest accepted norm.
+        largest: Largest accepted magnitude.
 
     Raises:
-        InvalidMessageError: The layout is missing or invalid.
+        InvalidMessageError: If the layout is missing or invalid.
     """
     parts, listed = [], parse_json_field(config, "parts")
     for entry in listed if isinstance(listed, list) else [listed]:
@@ -146,9 +146,9 @@ def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
             exponent = int(exponent)
             parts.append(SumPart(str(name), DTYPES[dtype], tuple(int(n) for n in shape), exponent))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
-            raise InvalidMessageError("what it adds up cannot be read") from error
+            raise InvalidMessageError("the layout of its update cannot be read") from error
         if min(parts[-1].shape, default=0) < 0 or exponent < LOWEST or 2.0 ** min(exponent, 1000) > 2 * largest:
-            raise InvalidMessageError(f"what it adds up under {str(name)[:60]!r} is none, or larger than {largest:.3g}")
+            raise InvalidMessageError(f"{str(name)[:60]!r} has an invalid shape or values larger than {largest:.3g}")
     return tuple(parts)
 
 
@@ -156,14 +156,17 @@ class MaskedSum:
     """One masked sum.
 
     Args:
-        sites: The sites.
-        round: Round of the sum.
-        least: Sites whose updates must be in it.
+        sites: Connected sites.
+        round: Number of the round, from 0.
+        least: Required number of sites in the sum.
         roster: Public signing keys, by client.
     """
 
     def __init__(self, sites: SiteManager, round: int, least: int, roster: Mapping[int, Any]):
-        self.sites, self.round, self.min_sites, self.roster = sites, round, least, roster
+        self.sites = sites
+        self.round = round
+        self.min_sites = least
+        self.roster = roster
         self.session = secrets.token_hex(16)
         self.ready: dict[int, ReadySite] = {}
         self.shares: dict[int, DealtShares] = {}
@@ -172,10 +175,10 @@ class MaskedSum:
     def _ask(
         self, kind: str, answer: str, configs: Mapping[int, dict[str, Any]], take: Callable[[int, Frame], Any]
     ) -> dict[int, Any]:
-        """One exchange; who does not answer has dropped out.
+        """Exchange one message with each site; sites that do not reply have dropped out.
 
         Raises:
-            UnmaskingError: Too many sites have failed.
+            UnmaskingError: If too few sites reply.
         """
 
         def expected(client: int, frame: Frame) -> Any:
@@ -183,11 +186,11 @@ class MaskedSum:
                 self.sites.warn(f"{self.sites.name(client)} has dropped out of the sum: {frame.config.get('reason')}.")
                 return None
             if answer and frame.kind != answer:
-                raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and not {answer!r}")
+                raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of {answer!r}")
             try:
                 return take(client, frame)
             except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
-                raise InvalidMessageError(f"what it sends cannot be read ({type(error).__name__})") from error
+                raise InvalidMessageError(f"its fields cannot be read ({type(error).__name__})") from error
 
         frames = {k: Frame(kind, {**config, "session": self.session}) for k, config in configs.items()}
         what = {"unmask": "its update is in the sum, which the other sites open"}.get(
@@ -202,14 +205,14 @@ class MaskedSum:
         return dict(sorted(found.items()))
 
     def of(self, requests: Mapping[int, Frame], take: Callable[[int, Frame], ReadySite | None]) -> OpenedSum:
-        """Return the sum of what the sites make of these requests.
+        """Request a masked sum of the sites' updates and open it.
 
         Args:
-            requests: By client: the broadcasts.
-            take: Checks that a site is ready.
+            requests: Broadcasts, by client.
+            take: Validates the reply of a site that has trained.
 
         Raises:
-            UnmaskingError: If too few sites are left.
+            UnmaskingError: If too few sites remain.
             SumReopenedError: If the sum of other sites was opened in this round before.
             WrongSharesError: If a site sent wrong shares.
         """
@@ -227,7 +230,7 @@ class MaskedSum:
         return OpenedSum(tuple(alive), unusable, dequantize(total, parts, len(self.ready)), error)
 
     def _as_before(self, ready: dict[int, ReadySite]) -> dict[int, ReadySite]:
-        """Return the sites whose sum was opened in this round before, if more sites report that than can lie; else all.
+        """Return the sites whose sum of this round was opened before, if more sites report this than can lie; else all.
 
         Raises:
             SumReopenedError: If one of them is missing.
@@ -242,7 +245,7 @@ class MaskedSum:
         return {k: ready[k] for k in before}
 
     def _share(self, parts: Sequence[SumPart]) -> None:
-        """Let each site share its secrets."""
+        """Let each site share its secrets with the others."""
         ready = {str(k): [[*reply.keys], reply.signature] for k, reply in self.ready.items()}
         text_of_parts = parts_as_text(parts)
         self.view = view_digest(self.sites.run, self.round, self.session, ready, text_of_parts)
@@ -266,16 +269,19 @@ class MaskedSum:
                 raise InvalidMessageError("its commitments cannot be read") from error
             good = len(seed) == len(key) == max(LEAST, threshold(len(self.ready)))
             if not good or key[0] != self.ready[client].keys[0]:
-                raise InvalidMessageError("its commitments are not to shares of its keys")
+                raise InvalidMessageError("its commitments do not match its keys")
             if not is_signed(self.roster, client, ["shares", self.view, client, [seed, key]], signature):
-                raise InvalidMessageError("its commitments are not signed by the key that the roster names")
+                raise InvalidMessageError("its commitments are not signed by the key in the roster")
             return dealt
 
         config = {"ready": json.dumps(ready), "parts": text_of_parts}
         self.shares = self._ask("share", "shares", dict.fromkeys(self.ready, config), take)
 
     def _masked(self, size: int) -> tuple[list[int], np.ndarray, float]:
-        """Return who has sent a masked update, the sum of these, and what rounding costs. One is held at a time.
+        """Add up the masked updates; only one is in memory at a time.
+
+        Returns:
+            The clients whose updates arrived, the masked sum, and a bound of the rounding error.
 
         Raises:
             WrongSharesError: If a site reports wrong shares.
@@ -294,15 +300,15 @@ class MaskedSum:
             if frame.kind == "accused":
                 wrong = parse_json_field(frame.config, "wrong")
                 if not isinstance(wrong, list) or not wrong or not {*wrong} <= {*self.shares} - {client}:
-                    raise InvalidMessageError("it accuses sites that have no part in the sum")
+                    raise InvalidMessageError("it accuses sites that do not belong to the sum")
                 accusations[client] = wrong
                 return 0.0
             if frame.kind != "masked":
-                raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and not 'masked'")
+                raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'masked'")
             check_records(frame, ("masked",))
             tensor = decode_record(frame, "masked").get("x")
             if tensor is None or tensor.dtype != DTYPES["int32"] or tuple(tensor.shape) != (size,):
-                raise InvalidMessageError("its masked update has not the length of the others")
+                raise InvalidMessageError("its masked update has another length than the others'")
             error = abs(read_number({"error": frame.figures.get("error", 0.0)}, "error"))
             np.add(total, tensor.numpy().view(np.uint32), out=total)
             return error
@@ -313,13 +319,13 @@ class MaskedSum:
         return list(replies), total, sum(replies.values())
 
     def _signed(self, alive: Sequence[int]) -> dict[int, str]:
-        """Return the sites' signatures of the list of sites whose masked updates arrived."""
+        """Collect the sites' signatures of the list of sites whose masked updates arrived."""
         message = survivors_message(self.view, [*self.shares], alive)
 
         def take(client: int, frame: Frame) -> str:
             signature = read_text(frame.config, "signature")
             if not is_signed(self.roster, client, message, signature):
-                raise InvalidMessageError("it has signed another list of sites than the one that it was sent")
+                raise InvalidMessageError("it has signed another list of sites than it received")
             return signature
 
         least, self.min_sites = self.min_sites, min(self.min_sites, threshold(len(self.ready)))
@@ -328,7 +334,7 @@ class MaskedSum:
         return replies
 
     def _opened(self, alive: Sequence[int], signatures: Mapping[int, str]) -> dict[int, int]:
-        """Return the seed of each site that sent a masked update, and the secret key of each that did not.
+        """Recover the seed of each site that sent a masked update, and the secret key of each other site.
 
         Raises:
             UnmaskingError: If there are too few shares.
@@ -341,7 +347,7 @@ class MaskedSum:
         def take(client: int, frame: Frame) -> bool:
             opened = parse_json_field(frame.config, "shares")
             if not isinstance(opened, dict) or {*opened} != {str(k) for k in self.shares}:
-                raise InvalidMessageError("its shares are not those that it was asked for")
+                raise InvalidMessageError("its shares are not the requested ones")
             for owner, text_of_share in opened.items():
                 try:
                     k, share = int(owner), int(str(text_of_share), 16)
@@ -349,7 +355,7 @@ class MaskedSum:
                     raise InvalidMessageError("its shares cannot be read") from error
                 if not crypto.verify_share(share, index_of[client], points[k]):
                     raise InvalidMessageError(
-                        f"its share of a secret of {self.sites.name(k)} does not fit the commitments of that site"
+                        f"its share of a secret of {self.sites.name(k)} does not match that site's commitments"
                     )
                 shares[k][index_of[client]] = share
             return True
@@ -362,7 +368,7 @@ class MaskedSum:
         return {k: crypto.combine_shares(dict([*some.items()][:needed])) for k, some in shares.items()}
 
     def _take_off(self, total: np.ndarray, client: int, secret: int, alive: Collection[int]) -> None:
-        """Subtract a site's own mask from the sum; if it has dropped out, those that others have in common with it."""
+        """Subtract a site's own mask from the sum; if it has dropped out, the pairwise masks of the other sites with it."""
         if client in alive:
             crypto.apply_mask(total, crypto.mask_stream(secret, len(total)), add=False)
             return
@@ -372,5 +378,5 @@ class MaskedSum:
 
 
 def agree_on_parts(several: Sequence[tuple[SumPart, ...]]) -> list[SumPart]:
-    """The parts of a sum, with the largest exponents of all sites."""
+    """Return the layout of a sum, with the largest exponents of all sites."""
     return [replace(same[0], exponent=max(part.exponent for part in same)) for same in zip(*several, strict=True)]

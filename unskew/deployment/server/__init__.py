@@ -1,1 +1,1 @@
-"""One session of a deployed run at the server."""
+"""Server side of a deployed run."""

@@ -1,4 +1,4 @@
-"""Asynchronous rounds: updates are taken in as they come, and who is slow goes on training meanwhile."""
+"""Asynchronous rounds: the server applies updates as they arrive, while slower sites continue to train."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from unskew.protocol.messages import Broadcast, Update
 
 
 class AsyncFlowerEngine(FlowerEngine):
-    """``FlowerEngine`` whose rounds end with the first updates that come, whatever round they were sent out in."""
+    """``FlowerEngine`` whose rounds end after the first arriving updates, regardless of the round they were trained in."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.flying: dict[int, Broadcast] = {}
         self.talk = PendingRequests(self.sites, "", self._take)
-        self.norms: dict[int, dict[str, float]] = {}  # of each client's last update
+        self.norms: dict[int, dict[str, float]] = {}  # tensor norms of each client's last update
 
     @property
     def in_flight(self) -> set[int]:
-        """Clients whose update is on its way."""
+        """Clients whose update has been requested and has not arrived."""
         return {*self.flying}
 
     def _take(self, client: int, frame: Frame) -> Update | None:
         return self.taken(self.flying[client], frame)
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train, and return the updates in order of arrival."""
+        """Send broadcasts to their sites and yield updates in order of arrival."""
         sites, patience = self.sites, self.sites.round_policy
         for broadcast in broadcasts:
             self.flying[broadcast.client] = broadcast

@@ -36,7 +36,9 @@ class AuditLog:
     """
 
     def __init__(self, folder: Path):
-        self.path, self._lock, self._last = folder / FILE, threading.Lock(), FIRST
+        self.path = folder / FILE
+        self._lock = threading.Lock()
+        self._last = FIRST
         with disk_errors(self.path):
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             complete_lines = self.path.read_bytes().rpartition(b"\n")[0]
@@ -45,7 +47,7 @@ class AuditLog:
             self._last = hashlib.sha256(complete_lines.splitlines()[-1]).hexdigest()
 
     def add(self, event: str, round: int, **fields: Any) -> None:
-        """Append one event; fields that are empty or None are left out.
+        """Append one event; omit fields that are empty or None.
 
         Args:
             event: Name of the event.
@@ -66,7 +68,7 @@ class AuditLog:
 
 
 def read_events(path: Path, verify: bool = False) -> tuple[list[dict[str, Any]], str]:
-    """Read an audit log; with ``verify`` check that each line carries the SHA-256 of the previous one.
+    """Read an audit log; with ``verify``, check that each line contains the SHA-256 of the previous one.
 
     Args:
         path: The log.
@@ -83,7 +85,9 @@ def read_events(path: Path, verify: bool = False) -> tuple[list[dict[str, Any]],
         for number, line in enumerate(read_file(path).splitlines(), 1):
             event = json.loads(line)
             if not isinstance(event, dict) or (verify and event.get("previous") != previous):
-                raise CheckpointError(f"{path} has been altered: line {number} does not continue the line before it.")
+                raise CheckpointError(
+                    f"{path} was modified: line {number} does not contain the hash of the line before it."
+                )
             previous = hashlib.sha256(line).hexdigest()
             events.append(event)
     except (OSError, ValueError, RecursionError) as error:

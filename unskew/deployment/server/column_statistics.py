@@ -1,7 +1,7 @@
-"""Statistics from sums over all sites before the first round: scales of columns and targets, and categories.
+"""Global column statistics, computed before the first round: mean and scale of columns and targets, and categories.
 
-A site answers the first question with its counts and sums, and with its categories; then the server asks for squared
-distances from the mean of all. With these it knows what a simulation knows, to the bit.
+Each site first reports counts, sums and categories. The server then requests the squared deviations from the global mean.
+The resulting statistics are bit-identical to those of a simulation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from unskew.protocol.messages import Tensors
 from unskew.tasks.regression import Regression
 
 LONGEST = 1000
-"""Characters of a category's value."""
+"""Maximum number of characters of a category value."""
 
 
 def site_sums(holding: SiteData) -> tuple[dict[str, Blob], str]:
@@ -62,7 +62,7 @@ def site_squares(holding: SiteData, mean: Tensor) -> dict[str, Blob]:
         mean: Mean of each column over all sites.
 
     Raises:
-        InvalidMessageError: There is not one mean for each column and target.
+        InvalidMessageError: If ``mean`` does not contain one finite float64 value per column and target.
     """
     columns, targets = columns_and_targets(holding)
     width = len(numeric_columns(holding.source.encoders))
@@ -77,26 +77,26 @@ def site_squares(holding: SiteData, mean: Tensor) -> dict[str, Blob]:
 
 
 def columns_and_targets(holding: SiteData) -> tuple[np.ndarray, np.ndarray]:
-    """The columns and the targets that a site trains on; without any of them an array of no width."""
+    """Return the training columns and targets of a site; each is an array of width 0 if the site has none."""
     rows, nothing = holding.train, np.zeros((len(holding.train), 0))
     regression = holding.source.task == Regression.name
     return rows.x.numpy() if holding.source.encoders else nothing, rows.y.numpy() if regression else nothing
 
 
 def as_tensors(arrays: Mapping[str, np.ndarray]) -> Tensors:
-    """Arrays as tensors; counts are integers."""
+    """Convert NumPy arrays to tensors; dtypes stay the same."""
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
 
 
 def describe_sums(holding: SiteData) -> list[str]:
-    """For the administrator of a site: what leaves it for these sums."""
+    """Describe, for the administrator of a site, the statistics that the site will send."""
     encoders, lines = holding.source.encoders, []
     names = [encoders[j].name for j in numeric_columns(encoders)]
     names += list(holding.source.class_names) if holding.source.task == Regression.name else []
     if names:
         lines.append(
-            f"of each of {', '.join(names)}: how many values, their sum, and the sum of squared distances from the mean of "
-            f"all sites; {MOMENTS * len(names)} bytes"
+            f"for each of {', '.join(names)}: number of values, their sum, and the sum of squared deviations from the mean "
+            f"of all sites; {MOMENTS * len(names)} bytes"
         )
     coded = [encoder.name for encoder in encoders if encoder.kind == "category"]
     for name, values in zip(coded, client_stats(columns_and_targets(holding)[0], encoders).values, strict=True):
@@ -108,16 +108,19 @@ def describe_sums(holding: SiteData) -> list[str]:
 def parse_sums(
     frame: Frame, examples: int, known: Sequence[Encoder], targets: int
 ) -> tuple[ClientStats, np.ndarray, np.ndarray]:
-    """Parse a site's first report: its columns, and counts and sums of its targets.
+    """Parse a site's first report.
 
     Args:
         frame: Report of the site.
-        examples: Number of its samples.
+        examples: Number of training samples of the site.
         known: Encoders of the columns.
         targets: Number of regression targets.
 
+    Returns:
+        The statistics of the columns, and the counts and the sums of the targets.
+
     Raises:
-        InvalidMessageError: The report is invalid.
+        InvalidMessageError: If the report is invalid.
     """
     arrays, width = decode_record(frame, "sums"), len(numeric_columns(known))
     counts, sums = (parse_vector(arrays, name, width + targets) for name in ("counts", "sums"))
@@ -137,7 +140,7 @@ def parse_sums(
 
 
 def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
-    """So many finite numbers of a message: whole ones for ``counts``.
+    """Return a vector of ``size`` finite numbers from a message: int64 for ``counts``, float64 otherwise.
 
     Args:
         arrays: Tensors of the message by name.
@@ -145,7 +148,7 @@ def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
         size: Expected length.
 
     Raises:
-        InvalidMessageError: The vector has another length, or values that are not allowed.
+        InvalidMessageError: If the vector is missing, has another length or dtype, or contains invalid values.
     """
     vector = arrays.get(name)
     wanted = torch.int64 if name == "counts" else torch.float64
@@ -160,13 +163,13 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
     """Collect the global statistics of all sites, including the second report.
 
     Args:
-        drawn: The experiment's data at the server, whose columns the sites have, too.
-        frames: What each site has said first, in order.
-        sites: The sites.
+        drawn: The experiment's data as loaded at the server; the sites have the same columns.
+        frames: First report of each client, in order.
+        sites: Connected sites.
 
     Raises:
-        ConfigError: A site has told what cannot be, or no site has any value of a column.
-        EngineError: A site does not answer.
+        ConfigError: If no site has a value in one of the columns.
+        EngineError: If a site sends an invalid report or does not reply.
     """
     known, regression = drawn.source.encoders, drawn.source.task == Regression.name
     targets = drawn.source.classes if regression else 0
@@ -177,7 +180,7 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
         try:
             first[client] = parse_sums(frame, int(frame.config["examples"]), known, targets)
         except (InvalidMessageError, KeyError, ValueError, TypeError) as error:
-            raise EngineError(f"{sites.name(client)}: its sums were rejected because {error}.") from error
+            raise EngineError(f"{sites.name(client)}: its column statistics were rejected because {error}.") from error
     both = [
         (np.concatenate([columns.counts, counts]), np.concatenate([columns.sums, sums]))
         for columns, counts, sums in first.values()
@@ -191,7 +194,9 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
         sites, dict.fromkeys(first, request), "sums", lambda client, frame: parse_squares(frame, len(names))
     )
     second = list(replies.values())
-    columns, scale, sent = None, None, None
+    columns = None
+    scale = None
+    sent = None
     if known:
         rest = [columns for columns, _, _ in first.values()]
         columns = fit_encoders(known, drawn.source.indicate, rest, lambda _: (sums[:width] for sums in second))
@@ -211,11 +216,11 @@ def parse_squares(frame: Frame, size: int) -> np.ndarray:
 
     Args:
         frame: Report of the site.
-        size: Number of columns.
+        size: Number of columns and targets.
 
     Raises:
-        InvalidMessageError: The report is invalid.
+        InvalidMessageError: If the report is invalid.
     """
     if frame.kind != "squares":
-        raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no squares")
+        raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'squares'")
     return parse_vector(decode_record(frame, "sums"), "squares", size)

@@ -16,26 +16,26 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import read_json, write_atomic
 
 FILE = "deployment.json"
-"""In a run folder: how it was deployed, so that it can be resumed."""
+"""File in the run folder that stores the deployment configuration."""
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Configuration of a run over sites.
+    """Configuration of a deployed run.
 
     Attributes:
-        run: Its identity, which ties what sites keep to it.
-        local: Sites on this machine; None: there is a SuperLink already.
-        folder: Of the deployment, where there is one.
-        address: Of its SuperLink.
-        own_data: Whether the sites have data of their own.
-        startup_timeout: Seconds until which all sites must have connected.
+        run: Identifier of the run; sites store their state under it.
+        local: Number of sites to start on this machine; None uses an existing SuperLink.
+        folder: Folder of the deployment, or None.
+        address: Address of the SuperLink, or None.
+        own_data: Whether the sites have their own data.
+        startup_timeout: Seconds within which all sites must have connected.
         round_policy: Waiting time and required updates of a round.
-        asynchronous: Whether updates are taken in as they come, in later rounds, too.
-        quorum: Sites that must be there for the run, and for each round, to begin; None: all, and who leaves is waited for.
+        asynchronous: Whether updates are applied as they arrive, also in later rounds.
+        quorum: Sites that must be connected to start the run and each round; None requires all and waits for lost ones.
         max_message_mb: Largest accepted message, in MB.
         max_norm: Largest accepted norm of a tensor.
-        exact: Whether sites with other versions or CPU instructions than the server's are rejected.
+        exact: Whether to reject sites with other software versions or CPU instructions than the server's.
         excluded: Clients that the operator has excluded (``unskew deploy exclude``).
     """
 
@@ -57,12 +57,12 @@ class Deployment:
         """Return the SuperLink and sites of the run.
 
         Raises:
-            ConfigError: The deployment does not state the address of a SuperLink.
+            ConfigError: If the deployment does not state the folder and address of a SuperLink.
         """
         if self.local is not None:
             return LocalSuperLink(self.run, self.local, [config])
         if self.folder is None or self.address is None:
-            raise ConfigError("No sites given: --local N starts them here, --folder and --superlink name others.")
+            raise ConfigError("No sites given: use --local N to start sites here, or --folder and --superlink.")
         return RemoteSuperLink(Path(self.folder), self.address)
 
     def check(self) -> None:
@@ -88,19 +88,19 @@ class Deployment:
                 raise ConfigError(f"{name}={value} must be at least 1.")
         for name, seconds in (("round_timeout", policy.round_timeout), ("startup_timeout", self.startup_timeout)):
             if seconds is not None and not 0 < seconds < 1e9:
-                raise ConfigError(f"{name}={seconds} must be a number of seconds above 0.")
+                raise ConfigError(f"{name}={seconds} must be a positive number of seconds.")
         for name, most in (("max_message_mb", self.max_message_mb), ("max_norm", self.max_norm)):
             if not 0 < most < 1e12:
-                raise ConfigError(f"{name}={most} must be above 0.")
+                raise ConfigError(f"{name}={most} must be positive.")
         if policy.on_timeout not in ("wait", "continue", "abort"):
             raise ConfigError(f"on_timeout={policy.on_timeout!r} must be wait, continue or abort.")
 
     def write(self, folder: Path) -> None:
-        """Keep it in a run folder."""
+        """Write the configuration to a run folder."""
         write_atomic(folder / FILE, json.dumps(asdict(self), indent=2).encode())
 
     def write_excluded(self, folder: Path, clients: Iterable[int]) -> None:
-        """Store the excluded clients, so that a resumed run excludes them, too.
+        """Store the excluded clients, so that a resumed run also excludes them.
 
         Args:
             folder: Run folder.
@@ -110,10 +110,10 @@ class Deployment:
 
     @staticmethod
     def read(folder: Path) -> Deployment:
-        """Inverse of ``write``.
+        """Read a configuration that ``write`` stored.
 
         Raises:
-            CheckpointError: The file cannot be read.
+            CheckpointError: If the file cannot be read.
         """
         try:
             values = read_json(folder / FILE)
@@ -125,7 +125,7 @@ class Deployment:
             deployment.check()
             return deployment
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{folder / FILE} cannot be read ({error}), so the run cannot go on.") from error
+            raise CheckpointError(f"{folder / FILE} cannot be read ({error}), so the run cannot be resumed.") from error
 
 
 def is_deployed(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Operator's access to a running deployed run: a Unix socket, named in its folder, for status, stop and exclude."""
+"""Control socket of a running deployed run: a Unix socket for the commands ``status``, ``stop`` and ``exclude``."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from unskew.errors import ConfigError
 from unskew.filesystem import read_json, write_atomic
 
 FILE = "control.json"
-"""In a run folder, while the run is running: where its socket is."""
+"""File in the run folder that names the socket; it exists while the run is running."""
 LARGEST = 1 << 20
 SECONDS = 10.0
-"""Seconds that either end waits for the other."""
+"""Timeout in seconds for each end of the connection."""
 
 
 class ControlSocket:
-    """Answers the operator's commands in a thread while the run goes through its rounds.
+    """Executes the operator's commands in a thread while the run is training.
 
     Args:
         folder: The run folder.
         sites: The sites of the run.
-        save_excluded: Stores the excluded clients, so that a resumed run excludes them, too.
+        save_excluded: Stores the excluded clients, so that a resumed run also excludes them.
     """
 
     def __init__(self, folder: Path, sites: SiteManager, save_excluded: Callable[[set[int]], None]):
-        self.folder, self.sites, self.save_excluded = folder, sites, save_excluded
+        self.folder = folder
+        self.sites = sites
+        self.save_excluded = save_excluded
         self._private = tempfile.TemporaryDirectory(prefix="unskew-")  # mode 0700; the path of a socket must be short
         path = Path(self._private.name) / "control.sock"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -46,7 +48,7 @@ class ControlSocket:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Stop answering and remove the socket."""
+        """Stop the thread and remove the socket."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
@@ -64,7 +66,7 @@ class ControlSocket:
                 send(connection, self.answer(receive(connection, LARGEST, SECONDS)))
 
     def answer(self, asked: Frame) -> Frame:
-        """Carry out one command; one that cannot be carried out is answered by the reason."""
+        """Execute one command; if it fails, reply with the reason."""
         try:
             if asked.kind == "status":
                 return Frame("status", {"json": json.dumps(self.sites.status())})
@@ -74,13 +76,13 @@ class ControlSocket:
             if asked.kind == "exclude":
                 name = self.sites.exclude(str(asked.config.get("site")), self.save_excluded)
                 return Frame("done", {"name": name})
-            raise ConfigError(f"This run does not know the command {asked.kind[:40]!r}; use the same unskew for both.")
+            raise ConfigError(f"Unknown command {asked.kind[:40]!r}; use the unskew version that the run uses.")
         except ConfigError as error:
             return Frame("failed", {"reason": str(error)})
 
 
 def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
-    """Send a command to the deployed run that works in ``folder``.
+    """Send a command to the deployed run in ``folder``.
 
     Args:
         folder: Run folder.
@@ -88,10 +90,10 @@ def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
         **config: Fields of the command.
 
     Returns:
-        The configuration of its answer.
+        Fields of the reply.
 
     Raises:
-        ConfigError: If no run listens there, or it rejects the command.
+        ConfigError: If no run is listening in the folder, or the run rejects the command.
     """
     try:
         path = str(read_json(folder / FILE)["socket"])
@@ -101,7 +103,7 @@ def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
             or {file_stat.st_uid, within.st_uid} != {os.getuid()}
             or within.st_mode & 0o077
         ):
-            raise ConfigError(f"{folder / FILE} does not name a socket that only this user can reach.")
+            raise ConfigError(f"The socket named in {folder / FILE} is not one that only this user can access.")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(SECONDS)
             connection.connect(path)
@@ -109,7 +111,7 @@ def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
             answer = receive(connection, LARGEST)
     except (OSError, ValueError, TypeError, KeyError, FrameError) as error:
         raise ConfigError(
-            f"No deployed run is working in {folder}, or it is still starting ({error}). Name the folder of a running one."
+            f"No deployed run is active in {folder}, or it is still starting ({error}). Use the folder of a running one."
         ) from error
     if answer.kind == "failed":
         raise ConfigError(str(answer.config.get("reason")))

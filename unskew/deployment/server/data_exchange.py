@@ -1,4 +1,4 @@
-"""Before the first round: what the server is told of the sites' data, and what data rules send both ways."""
+"""Exchange before the first round: the sites' data statistics, and the payloads of data rules in both directions."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from unskew.protocol.rules import DataRule, Method
 from unskew.simulation.update_buffer import TAKEN
 
 LONGEST = 2000
-"""Characters of what a site says of what it has sent."""
+"""Maximum number of characters of a text that describes what a site contributed."""
 MOST = 1 << 27
-"""Samples of a site: for each of them the server keeps its class."""
+"""Maximum number of samples of a site; the server stores one label for each."""
 
 
 def remote_client(client: int, frame: Frame, federation: Federation, parameters: int | None = None) -> ClientData:
-    """A client as the server knows it: how many samples of which class, and none of them.
+    """Build the server's view of a client: placeholder labels with the reported class counts, without inputs.
 
     Args:
-        client: Its number.
-        frame: What its site reports.
-        federation: The data that the experiment names at the server.
-        parameters: Parameters of the server's model, which the site must have built, too; None checks no model.
+        client: Number of the client.
+        frame: Report of its site.
+        federation: The experiment's data as loaded at the server.
+        parameters: Number of parameters of the server's model, which the site's model must match; None skips this check.
 
     Raises:
-        InvalidMessageError: The site reports other data than the server expects.
+        InvalidMessageError: If the report is invalid or does not match what the server expects.
     """
     if frame.kind != "facts" or read_integer(frame.config, "client") != client:
-        raise InvalidMessageError("it does not say what it holds")
+        raise InvalidMessageError("it is not a report of this client's data")
     built = frame.config.get("parameters")
     if parameters is not None and built != parameters:
         raise InvalidMessageError(
@@ -69,28 +69,30 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
 
 
 def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
-    """Targets ``[n]`` with so many of each class, or ``[n, L]`` with so many of each label.
+    """Create placeholder targets with the given counts: ``[n]`` for classes, or ``[n, L]`` for labels.
 
     Args:
         counts: Samples per class or label, ``[C]``.
         examples: Number of samples.
-        like: Tensor with the data type of the targets.
+        like: Tensor with the dtype of the targets.
 
     Raises:
-        InvalidMessageError: The counts do not add up to the number of samples.
+        InvalidMessageError: If the counts do not match the number of samples.
 
     >>> placeholder_labels(torch.tensor([2, 0, 1]), 3, torch.zeros(0, dtype=torch.int64)).tolist()
     [0, 0, 2]
     """
     if not 0 < examples <= MOST:
-        raise InvalidMessageError(f"it says that it has {examples} samples; a site has from 1 to {MOST}")
+        raise InvalidMessageError(f"it reports {examples} samples; a site must have 1 to {MOST}")
     if len(counts) and int(counts.max()) > examples:
-        raise InvalidMessageError(f"it counts {int(counts.max())} samples of a class, but has {examples}")
+        raise InvalidMessageError(f"it reports {int(counts.max())} samples of one class, but {examples} samples in all")
     if not len(counts):
-        return like[:1].expand(examples, *like.shape[1:])  # nothing can be counted: only how many there are
+        return like[:1].expand(examples, *like.shape[1:])  # without labels only the number of samples is known
     if like.dim() == 1:
         if int(counts.sum()) != examples:
-            raise InvalidMessageError(f"it counts {int(counts.sum())} samples by class, but {examples} in all")
+            raise InvalidMessageError(
+                f"its class counts add up to {int(counts.sum())}, but it reports {examples} samples"
+            )
         return torch.repeat_interleave(torch.arange(len(counts)), counts).to(like.dtype)
     return (torch.arange(examples)[:, None] < counts[None, :]).to(like.dtype)
 
@@ -98,18 +100,18 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
 def federation_of_sites(
     reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool, total: int, parameters: int
 ) -> Federation:
-    """The federation as the server knows it.
+    """Build the federation as the server sees it.
 
     Args:
-        reference: The data that the experiment names at the server.
-        frames: What each client's site said.
-        names: Of the sites.
-        rehearsal: Whether the sites hold what the experiment's partition gives them.
-        total: Clients of the experiment; those whose site has not come hold nothing yet.
-        parameters: Parameters of the model, which all sites must have built.
+        reference: The experiment's data as loaded at the server.
+        frames: Report of each client's site.
+        names: Name of each client's site.
+        rehearsal: Whether the sites train on the experiment's partition instead of their own data.
+        total: Number of clients of the experiment; clients whose site has not joined have no samples yet.
+        parameters: Number of parameters of the model, which every site's model must match.
 
     Raises:
-        EngineError: A site sends an invalid report.
+        EngineError: If a site sends an invalid report.
     """
     x, y = reference.test
     clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(total)]
@@ -133,12 +135,12 @@ def federation_of_sites(
 
 
 def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: SiteManager, norm: float) -> PreparedData:
-    """The three steps of each data rule, with a message between them.
+    """Run the three steps of each data rule, exchanging messages with the sites between them.
 
     Args:
         method: Method of the run.
-        prepared: Data as the server knows them.
-        seed: Seed of the run.
+        prepared: Data as the server sees them.
+        seed: Random seed of the run.
         sites: Connected sites.
         norm: Largest accepted norm of a tensor.
     """
@@ -150,7 +152,7 @@ def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: Sit
 def _one(
     place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, norm: float
 ) -> PreparedData:
-    """One data rule; its own ``run_data_rules`` runs, with messages instead of what happens at clients."""
+    """Run one data rule: its ``prepare`` method, with the client-side steps replaced by messages to the sites."""
     after: dict[int, ClientData] = {}
 
     def client_payload(prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
@@ -183,32 +185,32 @@ def _one(
 
     over_sites = copy.copy(rule)
     for step in (client_payload, server_payload, apply_payload):
-        object.__setattr__(over_sites, step.__name__, step)  # rules are frozen: this one is a copy
+        object.__setattr__(over_sites, step.__name__, step)  # rules are frozen dataclasses, and this is a copy
     return over_sites.prepare(prepared, seed)
 
 
 def request_all(sites: SiteManager, asked: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
-    """The answers of all that are asked.
+    """Send requests and return the replies of all clients, in client order.
 
     Args:
         sites: Connected sites.
-        asked: Request to each client.
+        asked: Request for each client.
         what: Name of the request, for the status.
         take: Validates and converts a reply.
 
     Raises:
-        EngineError: A site does not reply.
+        EngineError: If a site does not reply.
     """
     replies = dict(sites.ask(asked, what, take, strict=True))
     missing = [sites.name(k) for k in asked if k not in replies]
     if missing:
-        raise EngineError(f"Before the first round every site must answer; {', '.join(missing[:10])} did not.")
+        raise EngineError(f"All sites must reply before the first round; no reply from {', '.join(missing[:10])}.")
     return dict(sorted(replies.items()))
 
 
 def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict[str, Any], str]:
     if frame.kind != "contribution":
-        raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no contribution")
+        raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'contribution'")
     check_records(frame, ("sent",))
     tensors = decode_record(frame, "sent")
     for name, tensor in tensors.items():
@@ -218,14 +220,14 @@ def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict
     }
     figures = {name: read_number(frame.figures, name) for name in frame.figures}
     if taken := TAKEN & {*said, *figures} or len(said) + len(figures) > FIGURES:
-        raise InvalidMessageError(f"what it says of it has too many names, or such as the run's own: {taken}")
+        raise InvalidMessageError(f"its description has too many fields, or names reserved for the run: {taken}")
     return tensors, {**figures, **said}, read_text(frame.config, "made")
 
 
 def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the sites' reports: numbers are added, except that the largest epsilon counts.
+    """Merge the sites' descriptions: numbers are added, except that the largest epsilon is used.
 
-    Texts are those of the first site.
+    Text is taken from the first site.
     """
     about: dict[str, Any] = {}
     for part in parts:

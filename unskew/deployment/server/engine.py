@@ -1,4 +1,4 @@
-"""Flower as one more engine: each client trains at its site, and its update comes back as a message."""
+"""Flower engine: each client trains at its site and returns its update as a message."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
 
 HELD = 256 << 20
-"""Bytes of updates that wait in memory for those that are added up before them."""
+"""Maximum number of bytes of updates kept in memory while earlier clients' updates are missing."""
 
 
 FACTOR = 30.0
-"""An update is left out if a tensor's norm exceeds this many times the median of the other sites' norms."""
+"""An update is discarded if a tensor's norm exceeds this many times the median of the other sites' norms."""
 
 
 def tensor_norms(update: Update) -> dict[str, float]:
-    """Return the Euclidean norms of an update's tensors by name, of those that are finite."""
+    """Return the Euclidean norms of an update's tensors by name, omitting norms that are not finite."""
     tensors = {"delta": update.delta, **flatten_records("upload", update.upload)}
     floats = {name: t for name, t in tensors.items() if t.is_floating_point()}
     norms = {name: float(torch.linalg.vector_norm(t, dtype=torch.float64)) for name, t in floats.items()}
@@ -38,10 +38,10 @@ def tensor_norms(update: Update) -> dict[str, float]:
 
 
 def norm_outliers(norms: Mapping[int, float], floor: float) -> dict[int, float]:
-    """Return the clients whose norm is far above those of the others, each with the limit that it exceeds.
+    """Return the clients whose norm is far above those of the others, with the limit that each exceeds.
 
-    The limit is ``FACTOR`` times the median of the others' norms, and at least ``floor``. At least two others are needed:
-    a single one could push out an honest client by sending zeros.
+    The limit is ``FACTOR`` times the median of the others' norms, and at least ``floor``. At least two others are required,
+    because a single site could exclude an honest one by sending zeros.
 
     Args:
         norms: Norm of each client's tensor.
@@ -59,11 +59,11 @@ def norm_outliers(norms: Mapping[int, float], floor: float) -> dict[int, float]:
 
 
 class ArrivedUpdates:
-    """Updates that wait for others, in memory up to ``HELD`` bytes: the server's memory does not grow with the sites.
+    """Updates waiting for earlier ones, in memory up to ``HELD`` bytes, so that memory does not grow with the sites.
 
     Args:
-        device: Where they are wanted.
-        folder: Where those wait that are too much; None keeps all in memory.
+        device: Device of the returned updates.
+        folder: Folder for the updates beyond ``HELD`` bytes; None keeps all in memory.
     """
 
     def __init__(self, device: torch.device, folder: Path | None):
@@ -76,7 +76,7 @@ class ArrivedUpdates:
         return client in self.held or client in self.fields
 
     def put(self, update: Update) -> None:
-        """One more."""
+        """Store an update."""
         size = num_bytes(update.tensors().values())
         if self.store is None or self.bytes + size <= HELD:
             self.held[update.client], self.bytes = update, self.bytes + size
@@ -85,7 +85,7 @@ class ArrivedUpdates:
             self.store.put(update.client, update.tensors())
 
     def take(self, client: int) -> Update:
-        """Return and forget the update of a client."""
+        """Remove and return the update of a client."""
         update = self.held.pop(client, None)
         if update is not None:
             self.bytes -= num_bytes(update.tensors().values())
@@ -104,13 +104,13 @@ class FlowerEngine:
     """Trains the clients of a cohort at their sites.
 
     Args:
-        setup: The run as the server knows it.
-        sites: The sites.
-        server: Of the run; a client that has lost what it kept becomes a newcomer there.
-        terms: What is checked of messages.
-        budget: What the method changed of the clients' budget before the first round.
+        setup: Engine configuration as the server sees it.
+        sites: Connected sites.
+        server: Server of the run; it treats a client that has lost its state as a new one.
+        terms: Wire context, for encoding and validating messages.
+        budget: Fields of the clients' local budget that data rules have changed.
         roster: Public signing keys, by client.
-        folder: Run folder, in which early updates are stored until those before them have arrived; None: in memory.
+        folder: Run folder, for updates that wait for earlier ones; None keeps them in memory.
     """
 
     name = "flower"
@@ -137,7 +137,7 @@ class FlowerEngine:
         self.outdated: set[int] = set()
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train a cohort at its sites. Late or invalid updates are missing from the result."""
+        """Train a cohort at its sites and yield the updates in broadcast order, without late or invalid ones."""
         by_client = {broadcast.client: broadcast for broadcast in broadcasts}
         requests = {
             k: encode_broadcast(broadcast, self.terms, "train", self._budget(k)) for k, broadcast in by_client.items()
@@ -151,7 +151,7 @@ class FlowerEngine:
             norms[client] = tensor_norms(update)
             arrived.put(update)
         too_large = self.too_large(norms, norms, broadcasts)
-        for broadcast in broadcasts:  # added up in the order of broadcasts, whoever was first
+        for broadcast in broadcasts:  # aggregated in broadcast order, regardless of the order of arrival
             update = arrived.take(broadcast.client) if broadcast.client in arrived else None
             if update is None or broadcast.client in too_large:
                 self.server.lost(broadcast.client)
@@ -162,12 +162,12 @@ class FlowerEngine:
     def too_large(
         self, norms: Mapping[int, Mapping[str, float]], clients: Iterable[int], broadcasts: Sequence[Broadcast]
     ) -> set[int]:
-        """Return the clients whose update is far larger than the others', and count that as a fault of each.
+        """Return the clients whose update is far larger than the others', and count a fault for each.
 
         Args:
             norms: Norms of the updates' tensors, by client.
-            clients: The clients to look at.
-            broadcasts: What was sent out; up to the norm of the model no update is too large.
+            clients: Clients to check.
+            broadcasts: Broadcasts of the round; an update within the norm of the model is never too large.
         """
         floor = float(torch.linalg.vector_norm(broadcasts[0].v)) if broadcasts else 0.0
         outliers: set[int] = set()
@@ -177,20 +177,20 @@ class FlowerEngine:
                 outliers.add(client)
                 self.sites.fault(
                     client,
-                    f"its update is left out, because {name} has the norm {norms[client][name]:.3g}, above the limit "
+                    f"its update is discarded because {name} has the norm {norms[client][name]:.3g}, above the limit "
                     f"{exceeded[client]:.3g} ({FACTOR:g} times the median of the other sites, or the norm of the model)",
                 )
         return outliers
 
     def taken(self, broadcast: Broadcast, frame: Frame) -> Update | None:
-        """The update that answers ``broadcast``; None if the site has lost what it goes on from.
+        """Decode a site's reply to ``broadcast``; None if the site cannot take part in this round.
 
         Args:
-            broadcast: Message that was sent to the client.
-            frame: Message that was received.
+            broadcast: Broadcast that was sent to the client.
+            frame: Reply of the client's site.
 
         Raises:
-            InvalidMessageError: The reply is not a valid update.
+            InvalidMessageError: If the reply is not a valid update.
         """
         if self._left_out(broadcast.client, frame):
             return None
@@ -201,7 +201,7 @@ class FlowerEngine:
 
     @property
     def in_flight(self) -> set[int]:
-        """Clients whose update is on its way."""
+        """Clients whose update has been requested and has not arrived; always empty in synchronous rounds."""
         return set()
 
     def _examples(self, client: int) -> int:
@@ -214,13 +214,13 @@ class FlowerEngine:
         return budget
 
     def _left_out(self, client: int, frame: Frame) -> bool:
-        """Return whether a site has no update in this round, without being at fault, and report why."""
+        """Return whether a site has no update in this round without being at fault, and report the reason."""
         reason = printable(frame.config.get("reason"))
         if frame.kind == "forgotten":
             self.server.last.pop(client, None)
             self.sites.warn(
-                f"{self.sites.name(client)} has lost what it kept between rounds ({reason}); it continues as one that takes "
-                "part for the first time."
+                f"{self.sites.name(client)} has lost its state of earlier rounds ({reason}); it continues as a new "
+                "participant."
             )
             return True
         if frame.kind != "outdated":
@@ -229,27 +229,32 @@ class FlowerEngine:
         self.outdated.add(client)
         if 2 * len(self.outdated) > len(self.sites.nodes):
             raise EngineError(
-                f"Most sites have trained later rounds of this run ({self.sites.name(client)}: {reason}). The run folder is "
-                "an older copy: resume the newest one, or start a new run."
+                f"Most sites have already trained later rounds of this run ({self.sites.name(client)}: {reason}). The run "
+                "folder is probably an old copy: resume the newest one, or start a new run."
             )
-        self.sites.warn(f"{self.sites.name(client)} is left out of this round: {reason}.")
+        self.sites.warn(f"{self.sites.name(client)} is skipped in this round: {reason}.")
         return True
 
     def _check_alike(self, update: Update) -> None:
-        """Refuse uploads that could not be added to those of the others."""
+        """Validate that rule uploads can be added to those of the other sites."""
         shapes = upload_shapes(update)
         if self.alike and self.shapes is None:
             self.shapes = shapes
         elif self.alike and shapes != self.shapes:
             odd = sorted({*shapes.items()} ^ {*(self.shapes or {}).items()})[:2]
-            raise InvalidMessageError(f"what it sends beside the model differs from what other sites send: {odd}")
+            raise InvalidMessageError(
+                f"its rule uploads differ in name, dtype or shape from other sites' uploads: {odd}"
+            )
 
     def measure(self, broadcasts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
-        """Evaluate models at the clients' sites: accuracy and loss, also of personal models if there are any.
+        """Evaluate models at the clients' sites.
 
         Args:
-            broadcasts: Messages from the server.
+            broadcasts: Broadcasts with the model to evaluate.
             own: Whether to evaluate personal models, too.
+
+        Returns:
+            Accuracy and loss, by client; with ``own``, also those of the personal model.
         """
         requests = {
             broadcast.client: encode_broadcast(
@@ -262,15 +267,15 @@ class FlowerEngine:
             if self._left_out(client, frame):
                 return None
             if frame.kind != "scores":
-                raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no scores")
+                raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'scores'")
             names = ("accuracy", "loss", *(("own_accuracy", "own_loss") if own else ()))
             return {name: read_number(frame.figures, name) for name in names}
 
         return dict(sorted(self.sites.ask(requests, "scores", take)))
 
     def figures(self) -> dict[str, Any]:
-        """Figures of the round beside those of its updates."""
+        """Return the engine's round metrics; none for this engine."""
         return {}
 
     def close(self) -> None:
-        """The sites stay; their link is closed by who opened it."""
+        """Do nothing: the connection to the sites is closed where it was opened."""

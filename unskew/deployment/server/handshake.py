@@ -1,4 +1,4 @@
-"""Handshake before the first round: agree on method, model and data of all sites."""
+"""Handshake before the first round: validate the method, and agree with all sites on model and data."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ from unskew.simulation.sampler import Sampler
 def check_method_over_sites(
     config: Experiment, deployment: Deployment, reference: Federation, method: Method, total: int
 ) -> tuple[ModelSpec, list[str]]:
-    """Validate a method as ``check_method`` does, and reject what the deployment does not support.
+    """Validate a method as ``check_method`` does, and validate that the deployment supports it.
 
     Args:
         config: Configuration of the run.
-        deployment: Options of the deployment.
-        reference: Data as the server knows them.
+        deployment: Configuration of the deployment.
+        reference: Data as the server sees them.
         method: Method of the run.
         total: Number of clients.
 
+    Returns:
+        The layout of the model, and warnings.
+
     Raises:
-        ConfigError: The method or the configuration cannot be deployed.
+        ConfigError: If the method or the configuration cannot be deployed.
     """
     reference = apply_task_options(reference, config.loss, config.class_weights)
     spec, warnings = check_method(config, reference, None, method)
@@ -59,14 +62,14 @@ def check_method_over_sites(
     if deployment.quorum is not None:
         if deployment.quorum > total:
             raise ConfigError(
-                f"quorum={deployment.quorum} sites can never be there: the experiment has {total} clients."
+                f"quorum={deployment.quorum} is larger than the number of clients of the experiment, {total}."
             )
         if sums or config.class_weights == "balanced":
-            what = "the scale of columns and targets" if sums else "class_weights: balanced"
-            remedy = "" if sums else ", or give class_weights as a list"
+            what = "Standardizing columns or targets" if sums else "class_weights: balanced"
+            remedy = "" if sums else ", or set class_weights to a list"
             raise ConfigError(
-                f"{what} needs sums over all sites before the first round, so none can come later. Leave --quorum "
-                f"out{remedy}."
+                f"{what} requires statistics of all sites before the first round, so no site can join later. Remove "
+                f"--quorum{remedy}."
             )
         cohort = min(cohort, deployment.quorum)
         check_late_joining(
@@ -75,30 +78,30 @@ def check_method_over_sites(
     if config.secure_aggregation == "required":
         if sums:
             raise ConfigError(
-                "Means and deviations of columns and targets come from each site's own sums, which are not masked, but "
-                "secure_aggregation=required lets the server see sums of all sites only. Let the sites bring numbers to one "
-                "scale themselves and leave task, missing, categories and dates out, or turn it off."
+                "The mean and standard deviation of columns and targets are computed from unmasked sums of each site, but "
+                "secure_aggregation=required allows the server to see only sums over all sites. Standardize the data at the "
+                "sites and remove task, missing, categories and dates, or turn secure aggregation off."
             )
         check_maskable(method, cohort, deployment.asynchronous)
     return spec, warnings
 
 
 def run_header(config: Experiment, reference: DataSchema) -> dict[str, Any]:
-    """Return the header of every message: the experiment and the data schema.
+    """Return the header of every message: the digest of the experiment and the data schema.
 
     Args:
         config: Configuration of the run.
-        reference: Schema of the data.
+        reference: Data schema of the run.
     """
     return {"digest": experiment_digest(config), **reference.config()}
 
 
 def initial_header(config: Experiment, federation: Federation) -> dict[str, Any]:
-    """The same before the sites have told their sums, where these matter.
+    """Return the header of the messages sent before column statistics are known.
 
     Args:
         config: Configuration of the run.
-        federation: Data of all clients.
+        federation: The experiment's data as loaded at the server.
     """
     reference = DataSchema.of(federation)
     return run_header(config, reference.open if reference.needs_sums else reference)
@@ -115,22 +118,22 @@ def agree_on_data_and_model(
     sites: SiteManager,
     total: int,
 ) -> tuple[Federation, ModelSpec]:
-    """Build the global data schema from the sites' sums, and the model for it.
+    """Build the global data schema from the sites' statistics, and the model for it.
 
     Args:
-        config: The experiment.
-        deployment: How it is deployed.
-        method: Its method.
-        drawn: The experiment's data at the server, before anything is known of them.
-        reference: The same data afterwards.
-        spec: The model for these.
-        frames: What each site said first.
-        sites: The sites; from here on every message tells them what is known.
-        total: Clients of the experiment.
+        config: Configuration of the run.
+        deployment: Configuration of the deployment.
+        method: Method of the run.
+        drawn: The experiment's data as loaded at the server, before any column statistics are applied.
+        reference: The same data as a federation.
+        spec: Layout of the model for ``reference``.
+        frames: First report of each client.
+        sites: Connected sites; the header of their messages is updated to the agreed schema.
+        total: Number of clients of the experiment.
 
     Raises:
-        ConfigError: The data of a site do not fit the experiment.
-        EngineError: A site does not reply, or sends an invalid report.
+        ConfigError: If the data of a site do not fit the experiment.
+        EngineError: If a site does not reply, or sends an invalid report.
     """
     sums, own = DataSchema.of(reference).needs_sums, deployment.own_data
     if sums:
@@ -143,7 +146,7 @@ def agree_on_data_and_model(
     federation = apply_task_options(federation, config.loss, config.class_weights)
     known = DataSchema.of(federation)
     sites.about = run_header(config, known)
-    if sums and own:  # a run is not resumed where the sums have changed
+    if sums and own:  # the fingerprint prevents resuming the run after the statistics have changed
         text = json.dumps(known.config(), sort_keys=True)
         federation = replace(federation, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
     return federation, spec
@@ -154,18 +157,18 @@ def changed_budget(config: Experiment, prepared: PreparedData) -> dict[str, int]
 
     Args:
         config: Configuration of the run.
-        prepared: Data after the method prepared them.
+        prepared: Data and local budget after the data rules were applied.
     """
     before, after = config.training.local_epochs, prepared.training.local_epochs
     return {"local_epochs": after} if after is not None and after != before else {}
 
 
 def report_validator(reference: Federation, spec: ModelSpec) -> Callable[[int, Frame], object]:
-    """Return a function that validates a site's first report of its data.
+    """Return a function that validates a site's first report.
 
     Args:
-        reference: The data that the experiment names at the server.
-        spec: The model for them.
+        reference: The experiment's data as loaded at the server.
+        spec: Layout of the model.
     """
     if DataSchema.of(reference).needs_sums:
         return lambda client, frame: None  # columns and model are known once all sites have reported

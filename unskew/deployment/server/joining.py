@@ -1,4 +1,4 @@
-"""Sites that come: before the first round, and later where a run began without some of them."""
+"""Admission of sites: before the first round, and later if a run started without all of them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from unskew.deployment.server.sites import SiteManager
 
 POLL = 0.2
-"""Seconds between two looks at who has come."""
+"""Seconds between two checks for new sites."""
 REPORT = 30.0
-"""Seconds between two reports on who is missing."""
+"""Seconds between two reports on missing sites."""
 SKEW = 300.0
-"""Seconds by which a site's clock may differ before that is said."""
+"""Clock difference in seconds above which a warning is shown."""
 AGAIN = 30.0
-"""Seconds after which a node that was not admitted is asked again: its site may have been corrected."""
+"""Seconds after which a rejected node is asked again, because its site may have been corrected."""
 
 
 def software_versions() -> dict[str, str]:
-    """Return what the bits of a result depend on: the versions of unskew and PyTorch, and the CPU's vector instructions."""
+    """Return the versions of unskew and PyTorch and the CPU's vector instructions, which determine a result bit for bit."""
     return {
         "unskew": __version__,
         "torch": torch.__version__,
@@ -46,18 +46,18 @@ def software_versions() -> dict[str, str]:
 
 @dataclass
 class SiteRegistry:
-    """Asks each node that connects which client it is.
+    """Registers sites: asks each connected node which client it is and validates its report.
 
     Attributes:
-        sites: Those that are known.
-        clients: How many the experiment has.
-        seconds: After which Flower forgets the question.
-        check: Validates what a site reports of its data; raises ``InvalidMessageError`` or ``ConfigError``.
-        roster: Public signing keys, by client: with them each site must prove its number. Empty: no proof is asked for.
-        exact: Whether sites with other versions or CPU instructions are rejected, instead of reported.
-        rejected: By node: why its site was not admitted.
-        report: Prints who is waited for.
-        failures: By node: why the last message to it failed.
+        sites: Sites of the run; admitted ones are added.
+        clients: Number of clients of the experiment.
+        seconds: Time to live of a message, and timeout of ``wait_for_sites``.
+        check: Validates a site's data report; raises ``InvalidMessageError`` or ``ConfigError``.
+        exact: Whether to reject sites with other versions or CPU instructions, instead of warning.
+        report: Called with progress messages.
+        roster: Public signing keys, by client; each site must prove its client number with its key. Empty skips this.
+        rejected: Reason why a site was rejected, by node.
+        failures: Reason why the last message failed, by node.
     """
 
     sites: SiteManager
@@ -76,11 +76,15 @@ class SiteRegistry:
     _again: dict[int, float] = field(default_factory=dict)
 
     def step(self) -> dict[int, Frame]:
-        """Return what each site reports that was admitted since the last call; other sites are reported and asked again."""
+        """Ask new nodes, and retry failed or rejected ones.
+
+        Returns:
+            The reports of the sites that were admitted in this call, by client.
+        """
         sites = self.sites
         try:
             here = sites.connected()
-            for node in self._again.keys() - here:  # when it comes back it is asked at once
+            for node in self._again.keys() - here:  # a node that reconnects is asked immediately
                 del self._again[node]
                 self._tries.pop(node, None)
                 self._known.discard(node)
@@ -106,15 +110,17 @@ class SiteRegistry:
             try:
                 client = self._greeted(frame)
             except (ConfigError, InvalidMessageError) as error:
-                reason = str(error) if isinstance(error, ConfigError) else f"A site's report is not valid: {error}."
+                reason = str(error) if isinstance(error, ConfigError) else f"The report of a site is invalid: {error}."
                 if self.rejected.get(node) != reason:
-                    sites.warn(f"A site is not admitted. {reason}")
+                    sites.warn(f"A site was rejected. {reason}")
                     sites.log("rejected", node=str(node), reason=reason)
                 self.rejected[node], self._again[node] = reason, time.monotonic() + AGAIN
                 self._known.discard(node)
                 continue
             self.rejected.pop(node, None)
-            sites.nodes[client], sites.names[client], joined[client] = node, str(frame.config["name"]), frame
+            sites.nodes[client] = node
+            sites.names[client] = str(frame.config["name"])
+            joined[client] = frame
             self.failures.pop(node, None)
             contact = sites.contact(client)
             contact.connected, contact.since = True, time.time()
@@ -125,67 +131,69 @@ class SiteRegistry:
         return joined
 
     def _failed(self, node: int, reason: str) -> None:
-        """Ask a node again after a pause, a limited number of times until it connects anew."""
+        """Schedule another request to a node after a pause; after too many failures, only when it reconnects."""
         tries = self._tries[node] = self._tries.get(node, 0) + 1
         self._again[node] = time.monotonic() + retry_delay(tries)
-        again = f"It is asked again after {retry_delay(tries):g} s"
+        again = f"Retrying after {retry_delay(tries):g} s"
         if tries > FAILURES:
-            again = "It is not asked again until its SuperNode reconnects"
+            again = "Retrying only after its SuperNode reconnects"
         else:
             self._known.discard(node)
         if self.failures.get(node) != reason or tries > FAILURES:
-            self.report(f"A SuperNode is connected, but its site does not answer: {reason.rstrip('.')}. {again}.")
+            self.report(f"A SuperNode is connected, but its site does not reply: {reason.rstrip('.')}. {again}.")
         self.failures[node] = reason
 
     def missing(self, found: Collection[int]) -> str:
-        """Return who is connected and who is missing, and why, in sentences."""
+        """Describe which sites are connected, which are missing, and why."""
         names = ", ".join(self.sites.name(k) for k in sorted(found)) or "none"
         absent = ", ".join([str(k) for k in range(self.clients) if k not in found][:20])
         silent = self.sites.connected(REPORT) - {self.sites.nodes[k] for k in found}
-        texts = [f"Connected: {names}. Missing are the clients {absent}."]
+        texts = [f"Connected: {names}. Missing clients: {absent}."]
         if silent - self.rejected.keys():
             texts.append(
-                f"{len(silent - self.rejected.keys())} SuperNodes are connected, but their sites have not answered."
+                f"{len(silent - self.rejected.keys())} SuperNodes are connected, but their sites have not replied."
             )
-        for what, reasons in (("Last failure", self.failures), ("Not admitted", self.rejected)):
+        for what, reasons in (("Last failure", self.failures), ("Rejected", self.rejected)):
             texts += [f"{what}: {reason}" for reason in sorted({reasons[node] for node in silent & reasons.keys()})[:3]]
         return " ".join(text.rstrip(".") + "." for text in texts)
 
     def _greeted(self, frame: Frame) -> int:
-        """Return the number of the client that a site reports to be."""
+        """Validate a site's first reply and return its client number."""
         sites = self.sites
         if frame.kind != "facts":
-            raise ConfigError(f"A site rejects the run: {printable(frame.config.get('reason', frame.kind))}")
+            raise ConfigError(f"A site rejected the run: {printable(frame.config.get('reason', frame.kind))}")
         client, name = read_integer(frame.config, "client"), read_text(frame.config, "name")
         clock, examples = read_number(frame.config, "clock"), read_integer(frame.config, "examples")
         if not re.fullmatch(NAME, name):
             raise InvalidMessageError(
-                "its name has other characters than letters, digits, '-', '_' and '.', or more than 64"
+                "its name contains characters other than letters, digits, '-', '_' and '.', or is longer than 64"
             )
         if not 0 < examples <= MOST:
-            raise InvalidMessageError(f"{name} reports {examples} samples; a site has from 1 to {MOST}")
+            raise InvalidMessageError(f"{name} reports {examples} samples; a site must have 1 to {MOST}")
         if client >= self.clients:
-            raise ConfigError(f"A site says that it is client {client}, but the experiment has {self.clients}, from 0.")
+            raise ConfigError(f"A site reports to be client {client}, but the experiment has {self.clients}, from 0.")
         proof = ["hello", sites.run, self.challenge, client]
         if self.roster and not is_signed(self.roster, client, proof, frame.config.get("signature")):
             raise ConfigError(
-                f"{name} reports to be client {client}, but has not signed that with the key that the roster names for this "
-                "client. Compare signing.pub and roster.txt at the site with the server's roster.txt."
+                f"{name} reports to be client {client}, but its signature does not match the roster's key of this client. "
+                "Compare signing.pub and roster.txt at the site with the server's roster.txt."
             )
         if client in sites.names:
             raise ConfigError(
-                f"Two sites say that they are client {client}: {sites.names[client]} and {name}. Give each a number of its "
-                "own in its site.yaml."
+                f"Two sites report to be client {client}: {sites.names[client]} and {name}. Set a different client number "
+                "in each site.yaml."
             )
         self.check(client, frame)
         self._compare(name, frame)
         apart = abs(clock - time.time())
         if apart > SKEW:
-            sites.warn(f"{name}: its clock differs by {apart:.0f} s from the one here; certificates may seem expired.")
+            sites.warn(
+                f"{name}: its clock differs by {apart:.0f} s from the server's; certificates may appear expired."
+            )
         return client
 
     def _compare(self, name: str, frame: Frame) -> None:
-        """Report or reject other versions than the server's."""
+        """Warn about, or with ``exact`` reject, software versions that differ from the server's."""
         other = {
             k: printable(frame.config.get(k))[:40] for k, v in software_versions().items() if frame.config.get(k) != v
         }
@@ -195,20 +203,23 @@ class SiteRegistry:
             f"{k} {other_version} (here {software_versions()[k]})" for k, other_version in other.items()
         )
         if self.exact:
-            raise ConfigError(f"{name} has {differences}; install the same versions, or leave out --exact.")
+            raise ConfigError(f"{name} has {differences}; install the same versions, or remove --exact.")
         self.sites.warn(f"{name} has {differences}, so results may differ from a simulation here in the last bits.")
 
 
 def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
-    """Wait until so many clients of the experiment have a site; gives what each says it holds.
+    """Wait until enough clients of the experiment have a connected site.
 
     Args:
         door: Registry of the sites.
         quorum: Number of clients to wait for.
 
+    Returns:
+        The report of each site, by client.
+
     Raises:
-        EngineError: Too few sites connect in time.
-        ConfigError: No site that connected can take part.
+        EngineError: If too few sites connect in time.
+        ConfigError: If at least as many sites were rejected as the experiment has clients.
     """
     began = reported = time.monotonic()
     present: dict[int, Frame] = {}
@@ -222,8 +233,8 @@ def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
         now = time.monotonic()
         if now > began + door.seconds:
             raise EngineError(
-                f"After {door.seconds:g} s {len(present)} of {quorum} sites are there. {door.missing(present)} unskew deploy "
-                "check tells at a site what is wrong."
+                f"{len(present)} of {quorum} sites are connected after {door.seconds:g} s. {door.missing(present)} Run "
+                "unskew deploy check at a site to find the cause."
             )
         if now > reported + REPORT:
             reported = now

@@ -1,4 +1,4 @@
-"""Runs that begin before all sites are there: who is, who has joined, who has left."""
+"""Membership of sites in runs with a quorum: which sites are present, have joined or have left."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from unskew.protocol.rules import Method
 
 @dataclass
 class Membership:
-    """Sites that are present between rounds.
+    """Presence of sites between rounds.
 
     A new site reports its data statistics and takes part from the next round.
 
     Attributes:
-        sites: The sites.
-        door: Where they come in.
-        federation: What the server knows of their data; the newcomers' are put in.
-        quorum: Sites that a round needs.
-        count: Sites that were there when the last round began.
+        sites: Connected sites.
+        door: Registry that admits new sites.
+        federation: Data as the server sees them; updated when a site joins.
+        quorum: Number of sites that a round requires.
+        count: Number of sites present when the last round started.
     """
 
     sites: SiteManager
@@ -39,19 +39,19 @@ class Membership:
     count: int = 0
 
     def there(self) -> set[int]:
-        """Clients whose site is connected and not excluded."""
+        """Return the clients whose site is connected and not excluded."""
         nodes = self.sites.connected()
         return {k for k, node in self.sites.nodes.items() if node in nodes} - {*self.sites.excluded}
 
     def away(self) -> set[int]:
-        """The others."""
+        """Return the clients whose site is missing or excluded."""
         return {*range(self.door.clients)} - self.there()
 
     def wait(self) -> None:
-        """Take in newcomers, and wait until enough sites are there.
+        """Admit new sites, and wait until enough are present.
 
         Raises:
-            EngineError: Too many sites are excluded to reach the quorum.
+            EngineError: If too many sites are excluded to reach the quorum.
         """
         heard = time.monotonic()
         while True:
@@ -61,31 +61,31 @@ class Membership:
             if self.count >= self.quorum:
                 return
             if self.door.clients - len(self.sites.excluded) < self.quorum:
-                raise EngineError(f"So many sites are excluded that {self.quorum} can never be there (--quorum).")
+                raise EngineError(f"Too many sites are excluded to reach the quorum of {self.quorum} (--quorum).")
             if time.monotonic() - heard > waiting.SILENCE:
                 heard = time.monotonic()
                 self.sites.warn(
-                    f"{self.count} of at least {self.quorum} sites are there. {self.door.missing(self.there())}"
+                    f"{self.count} of at least {self.quorum} sites are connected. {self.door.missing(self.there())}"
                 )
             time.sleep(waiting.POLL)
 
     def _welcome(self) -> None:
         clients: Any = self.federation.clients
         for client, frame in self.door.step().items():
-            clients[client] = remote_client(client, frame, self.federation)  # the door has checked it
+            clients[client] = remote_client(client, frame, self.federation)  # validated by the registry
             self.sites.warn(f"{self.sites.name(client)} has joined the run.")
 
 
 def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -> None:
-    """Refuse methods that must know of all sites before the first round.
+    """Validate that a method needs no information on all sites before the first round.
 
     Args:
         method: Method of the run.
         spec: Layout of the model.
-        facts: Information on the data that the server has.
+        facts: Information on the federation.
 
     Raises:
-        ConfigError: The method needs information on all sites before the first round.
+        ConfigError: If the method needs such information.
     """
 
     class Asked(Exception):
@@ -105,6 +105,6 @@ def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -
             early.append(name)
     if early:
         raise ConfigError(
-            f"{early[0]} must know of all sites' data before the first round, so none can come later. Leave --quorum out, "
-            "or, if only sizes matter, set client_weighting: uniform."
+            f"{early[0]} requires information on all sites' data before the first round, so no site can join later. Remove "
+            "--quorum, or, if the method needs only the numbers of samples, set client_weighting: uniform."
         )

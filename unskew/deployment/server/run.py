@@ -1,4 +1,4 @@
-"""``unskew deploy run``: the experiment that was simulated, over sites; the run folder is that of any run."""
+"""``unskew deploy run``: run a simulated experiment on real sites, with the same kind of run folder."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ def run(
     tell: Callable[[str], None] = print,
     place: RemoteSuperLink | None = None,
 ) -> Result:
-    """Carry out an experiment over sites.
+    """Run an experiment over sites.
 
     Args:
-        config: The experiment.
-        deployment: How.
-        out: The run folder to write.
-        callbacks: Followers of the run.
-        tell: Told what is waited for before the first round.
-        place: Where the sites are, if not where ``deployment`` says.
+        config: Configuration of the run.
+        deployment: Configuration of the deployment.
+        out: Run folder to create.
+        callbacks: Objects that are notified during the run.
+        tell: Called with progress messages before the first round.
+        place: SuperLink to use; None uses the one that ``deployment`` states.
 
     Raises:
-        ConfigError: The experiment cannot be deployed.
-        EngineError: The SuperLink or sites are missing.
+        ConfigError: If the experiment cannot be deployed.
+        EngineError: If the SuperLink or sites cannot be reached.
     """
     deployment.check()
     with owner_only_files(), output_folder(out, False, partial(keep_on_error, out)):
@@ -82,18 +82,18 @@ def resume(
     place: RemoteSuperLink | None = None,
     **changes: Any,
 ) -> Result:
-    """Go on with a deployed run that was interrupted; sites go on from what the server took in last.
+    """Resume a deployed run; sites continue from the last updates that the server accepted.
 
     Args:
         folder: Run folder.
         callbacks: Objects that are notified during the run.
         trust_code: Whether code that the configuration names may be imported.
-        tell: Receives progress before the first round.
-        place: Where the sites are; None: as the deployment states.
+        tell: Called with progress messages before the first round.
+        place: SuperLink to use; None uses the one that the stored deployment states.
         **changes: Fields of the configuration to change.
 
     Raises:
-        CheckpointError: There is nothing to resume.
+        CheckpointError: If there is nothing to resume.
     """
     with owner_only_files(), resumed_folder(folder):
         stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
@@ -104,7 +104,7 @@ def resume(
 
 @contextmanager
 def owner_only_files() -> Iterator[None]:
-    """Context manager within which this process makes files and folders that only their owner can read."""
+    """Context manager that makes this process create files and folders that only their owner can access."""
     before = os.umask(0o077)
     try:
         yield
@@ -130,22 +130,22 @@ def _carried_out(
     notify_loaded(callbacks, reference)
     total = config.clients if deployment.own_data else len(reference.clients)
     if total is None:
-        raise ConfigError("Sites with data of their own are counted by the experiment: set clients.")
+        raise ConfigError("If the sites have their own data, the experiment must set clients, the number of sites.")
     if deployment.local not in (None, total):
-        raise ConfigError(f"--local {deployment.local} starts as many sites, but the experiment has {total} clients.")
+        raise ConfigError(f"--local {deployment.local} does not match the {total} clients of the experiment.")
     spec, warnings = check_method_over_sites(config, deployment, reference, method, total)
     for rule in method.data:
         rule.for_client(0, total, 1)
     reference = match_model_input_range(reference, spec)
     followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
-    # After every round: so a resumed run never asks a site for a state that it has forgotten.
+    # Checkpoint every round, so that a resumed run never needs a state that the sites have already deleted.
     config = config.model_copy(update={"checkpoint_every": 1})
     about = initial_header(config, reference)
     superlink = place or deployment.place(config)
-    folder.chmod(0o700)  # figures of single sites are in it
+    folder.chmod(0o700)  # the folder contains metrics of single sites
     within = ExitStack()
     try:
-        tell(f"Waiting for {total} sites; unskew deploy status {folder} shows who is there.")
+        tell(f"Waiting for {total} sites; to see which are connected, run unskew deploy status {folder}.")
         link = superlink.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
         reopen = partial(superlink.reopen, deployment.startup_timeout)
         sites = SiteManager(
@@ -157,8 +157,8 @@ def _carried_out(
         roster = superlink.roster()
         if config.secure_aggregation == "required" and not {*range(total)} <= {*roster}:
             raise ConfigError(
-                f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing key of each of the "
-                f"{total} clients: the file that the sites' operators have exchanged (docs/deployment.md)."
+                f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing keys of all {total} "
+                "clients: the file that the sites' operators have exchanged (docs/deployment.md)."
             )
         door = SiteRegistry(
             sites, total, deployment.startup_timeout, report_validator(reference, spec), deployment.exact, tell, roster

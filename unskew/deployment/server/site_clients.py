@@ -1,4 +1,4 @@
-"""Clients of a deployed run: real sites in the place of simulated clients."""
+"""Clients of a deployed run: real sites replace simulated clients."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from unskew.tasks.primary_metric import WORST
 
 
 class SitesNetwork(Network):
-    """Network of real sites: updates arrive when they arrive, and each round's metrics count failures.
+    """Network of real sites: updates arrive in real time, and round metrics count failures.
 
     Args:
         network: Simulated network of the same run.
         engine: Engine that trains at the sites.
         asynchronous: Whether updates are accepted in later rounds, too.
-        present: Sites that are present between rounds; None: all take part in the whole run.
+        present: Presence of sites between rounds; None if all take part in the whole run.
     """
 
     def __init__(self, network: Network, engine: FlowerEngine, asynchronous: bool, present: Membership | None):
@@ -49,14 +49,14 @@ class SitesNetwork(Network):
 
     @property
     def in_flight(self) -> frozenset[int]:
-        """Clients that are not drawn: those whose update is on its way, and those that are not there."""
+        """Clients that cannot be drawn: those with a pending update, and those whose site is missing or excluded."""
         if self.present is not None:
             self.present.wait()
             return frozenset(self.engine.in_flight | self.present.away())
         return frozenset(self.engine.in_flight | {*self.sites.excluded} if self.asynchronous else ())
 
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
-        """Return all updates that have arrived."""
+        """Yield all updates that have arrived."""
         if not self.asynchronous:
             return super().deliver(round, results)
         arrivals = [replace_fields(update, arrived=round) for update in results]
@@ -64,7 +64,7 @@ class SitesNetwork(Network):
         return iter(arrivals)
 
     def figures(self) -> dict[str, Any]:
-        """Return the round metrics on failures so far, sites present and delays of updates, where they vary."""
+        """Return the round metrics: failures so far, sites present, and delays of updates."""
         counts = {f"sites_{name}": count for name, count in self.sites.counts.items() if count}
         excluded = {"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {}
         there = {} if self.present is None else {"sites_present": self.present.count}
@@ -78,14 +78,14 @@ class SiteClients(SimulatedClients):
     Args:
         parts: Parts of the run; its network is replaced by that of the sites.
         sites: Connected sites.
-        terms: Checks of messages.
-        budget: What data rules changed of the clients' budget.
+        terms: Wire context, for encoding and validating messages.
+        budget: Fields of the clients' local budget that data rules have changed.
         roster: Public signing keys, by client.
         asynchronous: Whether updates are accepted in later rounds, too.
-        present: Sites that are present between rounds; None: all take part in the whole run.
+        present: Presence of sites between rounds; None if all take part in the whole run.
 
     Attributes:
-        parts: Parts of the run over these sites.
+        parts: Parts of the run, with the network of these sites.
     """
 
     parts: RunParts
@@ -118,7 +118,7 @@ class SiteClients(SimulatedClients):
         """Return the engine that trains at the sites."""
         server = self.parts.server
         for client in [*server.sent]:
-            server.lost(client)  # what was on its way when the run was interrupted
+            server.lost(client)  # these updates were pending when the run was interrupted
         return self.engine, EngineChoice("flower", 0)
 
     def sends_model(self, t: int) -> bool:
@@ -131,7 +131,7 @@ class SiteClients(SimulatedClients):
     def evaluates(self, t: int) -> bool:
         """Return whether the model is evaluated after round ``t``.
 
-        Not while parts of the evaluated model are only at the sites.
+        It is not while parts of the evaluated model exist only at the sites.
         """
         last = t + 1 == self.parts.config.rounds
         return last or (super().evaluates(t) and (not self.parts.server.wants_models or self.complete))
@@ -139,13 +139,13 @@ class SiteClients(SimulatedClients):
     def begin(self, start: int) -> None:
         """Log the start of the run, or its resumption after ``start`` rounds."""
         if start < self.parts.config.rounds:
-            self.parts.server.mean = None  # that of a run that was made longer is out of date
+            self.parts.server.mean = None  # it is outdated if the run was extended
         self.sites.round = start
         self.sites.log("resumed" if start else "started")
         self.sites.round = start + 1
 
     def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
-        """Log the updates left out in round ``t``, and the digest of its model."""
+        """Log the updates skipped in round ``t``, and the digest of its model."""
         server = self.parts.server
         for client in server.skipped_clients:
             self.sites.log("left out", client, reason="not finite")
@@ -153,7 +153,7 @@ class SiteClients(SimulatedClients):
         self.sites.log("round finished", updates=figures.get("updates"), digest=model)
 
     def finished_round(self, t: int, last: bool) -> None:
-        """Stop between two rounds if the operator requested it."""
+        """Log the end of the run, or stop between two rounds if the operator requested it."""
         if last:
             self.sites.log("finished")
             return
@@ -166,20 +166,22 @@ class SiteClients(SimulatedClients):
 
     def score(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Evaluate the final model and the personal models at each site on its held-out samples."""
-        parts, config, server = self.parts, self.parts.config, self.parts.server
+        parts = self.parts
+        config = parts.config
+        server = parts.server
         federation, most = parts.evaluator.federation, config.eval_clients
         ids = evaluated_clients(len(federation.clients), most, config.seed)
         away = self.network.present.away() if self.network.present is not None else ()
         who = [k for k in ids if len(federation.clients[k].y_test) and k not in away]
         tunes = personal_models.has_fine_tuning(parts.method)
         with_own = personal_models.has_personal_models(parts.method, parts.spec)
-        # The whole model is sent to be measured; a simulation hands it over, too.
-        b = server.evaluated_b  # with ``buffers: reset`` nobody trains from these
+        # The whole model is sent for evaluation, as in a simulation.
+        b = server.evaluated_b  # with ``buffers: reset`` no client trains from these
         broadcasts = [replace(server.final_broadcast(config.rounds, k), b=b, down=None, report=False) for k in who]
         personal_scores = self.engine.measure(broadcasts, with_own) if who else {}
         scores, own = self._scores(personal_scores, ""), self._scores(personal_scores, "own_") if with_own else None
         if not who and most and not tunes:
-            # By class, which the server knows.
+            # Estimate from the accuracy per class, because the server knows each site's class counts.
             scores = parts.evaluator.evaluate_clients(server.evaluated, server.evaluated_b, most, config.seed)
         figures = client_metrics(scores, own, parts.metrics, federation.client_names)
         return figures, client_rows(federation, scores, own, server.last)
@@ -193,32 +195,34 @@ class SiteClients(SimulatedClients):
 
 
 def check_deployable(config: Experiment) -> None:
-    """Refuse what only a simulation can do.
+    """Validate that the configuration has no field that only a simulation supports.
 
     Raises:
-        ConfigError: The configuration has a field that only a simulation supports.
+        ConfigError: If it has such a field.
     """
     if config.network.delay != "none" or config.network.drop:
         raise ConfigError(
-            "network.delay and network.drop simulate what happens to messages; on real machines it happens by itself. "
-            "Leave them out of the experiment."
+            "network.delay and network.drop simulate delayed and lost messages, which occur on real machines anyway. "
+            "Remove them from the experiment."
         )
     at_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if at_clients:
         raise ConfigError(
-            f"diagnose={at_clients[0]} looks at the clients' data or at each of their models, which are at the sites; "
+            f"diagnose={at_clients[0]} needs the clients' data or their local models, which stay at the sites; "
             "measure it in a simulation."
         )
     if config.save_samples:
-        raise ConfigError("save_samples draws inputs that clients made; they stay at the sites. Leave it out.")
+        raise ConfigError("save_samples needs samples that clients generate, which stay at the sites. Remove it.")
     at_sites = {
         "early_stopping": config.early_stopping is not None,
         "keep=best": config.keep == "best",
         f"objective={WORST}": config.objective == WORST,
     }
     for name in (name for name, requirement in at_sites.items() if requirement):
-        raise ConfigError(f"{name} looks at what clients hold out, which is at the sites. Leave it out.")
+        raise ConfigError(f"{name} needs the clients' held-out samples, which stay at the sites. Remove it.")
     if config.start_from is not None or config.base_run:
-        raise ConfigError("start_from and base_run join simulated runs; a deployed run begins by itself.")
+        raise ConfigError("start_from and base_run are supported only in simulations. Remove them.")
     if config.synthetic is not None:
-        raise ConfigError("synthetic names images that were made before; sites make their own. Leave it out.")
+        raise ConfigError(
+            "synthetic names a pre-generated data set; in a deployment sites generate their own. Remove it."
+        )

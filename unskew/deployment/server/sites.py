@@ -1,4 +1,4 @@
-"""Sites of a run at the server: contact, requests with retries, and waiting for the replies of a round."""
+"""Connections to the sites of a run: requests with retries, and waiting for the replies of a round."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from unskew.simulation.round_loop import RunInterrupted
 
 POLL = 0.2
 NODES = 0.5
-"""Seconds between two looks at answers, and at which SuperNodes are connected."""
+"""Seconds between two polls for replies (``POLL``) and for connected SuperNodes (``NODES``)."""
 SILENCE = 300.0
-"""Seconds without an answer after which the user is told who is waited for."""
+"""Seconds without a reply after which the user is told which sites are missing."""
 OnTimeout = Literal["wait", "continue", "abort"]
-"""Actions after the deadline if fewer updates than needed have arrived."""
+"""Actions after the timeout if fewer updates than required have arrived."""
 
 
 FAILURES = 10
-"""Times that a message is sent again because Flower could not deliver it or its app ended, before that is a fault."""
+"""Number of times that a failed message (not delivered, or its app ended) is sent again before this counts as a fault."""
 SELDOM = 5.0
-"""Seconds between two looks at who is connected while every message is on its way."""
+"""Seconds between two polls for connected SuperNodes while all messages are sent."""
 PAUSE, LONGEST = 1.0, 60.0
-"""Seconds before a message is sent again: after the first failure, doubled after each further one, and at most."""
+"""Seconds before a failed message is sent again: after the first failure, doubled after each further one, and at most."""
 NO_REPLY = 120.0
-"""Seconds without a reply after which a message is sent again: its SuperNode may have pulled it and died, which Flower does
-not report if the SuperNode is back within a heartbeat. Doubled each time, so a site that computes for hours gets few."""
+"""Seconds without a reply after which a message is sent again, doubled each time, so that slow sites get few copies.
+A SuperNode may pull a message and die; Flower does not report this if the SuperNode is back within a heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class RoundPolicy:
 
     Attributes:
         round_timeout: Seconds to wait for updates; None waits until all sites have replied.
-        min_updates: Updates that a round needs.
-        on_timeout: What to do with fewer updates after the timeout: ``wait``, ``continue`` without them, or ``abort``.
-        max_invalid_replies: Invalid replies after which a site is excluded.
+        min_updates: Number of updates that a round requires.
+        on_timeout: Action if too few updates have arrived by then: ``wait``, ``continue`` without them, or ``abort``.
+        max_invalid_replies: Number of invalid replies after which a site is excluded.
     """
 
     round_timeout: float | None = None
@@ -55,13 +55,13 @@ class RoundPolicy:
 
 @dataclass
 class Contact:
-    """Contact with the site of one client. Times are in seconds since 1970.
+    """State of the connection to one client's site. Times are in seconds since 1970.
 
     Attributes:
         version: Version of unskew at the site; ``key``: fingerprint of its node key, as the site reports it.
-        connected: Whether its SuperNode is connected; ``since``: since when it is, or is not.
-        seen: Time of its last answer; ``answered``: number of rounds in which it trained.
-        error: Why the last message to it failed.
+        connected: Whether its SuperNode is connected; ``since``: time of the last change of this state.
+        seen: Time of its last reply; ``answered``: number of rounds in which it trained.
+        error: Reason why the last message to it failed.
     """
 
     version: str = ""
@@ -80,20 +80,20 @@ class Contact:
 
 @dataclass
 class SiteManager:
-    """Sends messages to sites and gathers the answers, each for its run, round, client and attempt.
+    """Sends requests to sites and collects replies, each tied to its run, round, client and attempt.
 
     Attributes:
-        link: The bridge to Flower's grid.
-        reconnect: Brings the bridge back after the SuperLink was gone.
-        run: The run's identity.
-        about: What every message says: the experiment's digest and what the data are.
-        patience: How long it waits.
-        tell: Tells the user something.
-        contacts: Contact with the site of each client.
-        audit: The audit log, if the run keeps one.
-        total: Number of clients; ``round``: current round, from 1 (0: before the first); ``phase``: what sites are asked for.
+        link: Bridge to Flower's grid.
+        reconnect: Restores the bridge after a failure of the SuperLink.
+        run: Identifier of the run.
+        about: Header of every message: digest of the experiment and data schema.
+        round_policy: Waiting time and required updates of a round.
+        warn: Called with warnings for the user.
+        contacts: State of the connection to each client's site.
+        audit: Audit log, or None.
+        total: Number of clients; ``round``: current round, from 1 (0 before the first); ``phase``: kind of the last request.
         barred: Clients that the operator has excluded.
-        pending: Clients whose answer is awaited.
+        pending: Clients whose reply is awaited.
     """
 
     link: GridBridge
@@ -121,34 +121,34 @@ class SiteManager:
     _looked: float = 0.0
 
     def name(self, client: int) -> str:
-        """Return the name of a site."""
+        """Return how messages name a client: its site, if known, and its number."""
         return f"{self.names[client]} (client {client})" if client in self.names else f"client {client}"
 
     @property
     def excluded(self) -> list[int]:
-        """Clients that the operator has excluded, or whose messages could not be used too often."""
+        """Clients that the operator has excluded, or that sent too many invalid replies."""
         return sorted(
             self.barred | {k for k, count in self.faults.items() if count >= self.round_policy.max_invalid_replies}
         )
 
     def fault(self, client: int, reason: str) -> None:
-        """Count a message of a site that cannot be used; too many exclude it.
+        """Count an invalid reply of a site and warn; too many exclude the site.
 
         Args:
             client: Number of the client.
-            reason: What is wrong with the message.
+            reason: Reason why the reply is invalid.
         """
         self.faults[client] = self.faults.get(client, 0) + 1
         self.counts["refused"] += 1
         count, most = self.faults[client], self.round_policy.max_invalid_replies
-        what = "it is excluded from the run" if count == most else f"{count} of {most}, then it is excluded"
+        what = "it is excluded from the run" if count == most else f"fault {count} of {most}, then it is excluded"
         self.warn(f"{self.name(client)}: {reason.rstrip('.')}; {what}.")
         self.log("rejected", client, reason=reason)
         if count == most:
-            self.log("excluded", client, reason=f"{most} messages that could not be used")
+            self.log("excluded", client, reason=f"{most} invalid replies")
 
     def log(self, event: str, client: int | None = None, **fields: Any) -> None:
-        """Append an event to the audit log, with the client's site and key.
+        """Append an event to the audit log, with the client's site and node key.
 
         Args:
             event: Name of the event.
@@ -161,11 +161,11 @@ class SiteManager:
             self.audit.add(event, self.round, client=client, site=site, key=contact.key, **fields)
 
     def contact(self, client: int) -> Contact:
-        """Return the contact with a client's site."""
+        """Return the state of the connection to a client's site."""
         return self.contacts.setdefault(client, Contact())
 
     def status(self) -> dict[str, Any]:
-        """Return what ``unskew deploy status`` and ``sites`` show, as JSON values."""
+        """Return the data that ``unskew deploy status`` and ``sites`` show, as JSON values."""
         excluded, sites = self.excluded, []
         for k in range(self.total):
             counts = {"faults": self.faults.get(k, 0), "excluded": k in excluded, "awaited": k in self.pending}
@@ -174,27 +174,32 @@ class SiteManager:
         return {**{name: getattr(self, name) for name in known}, "sites": sites}
 
     def stop(self, now: bool) -> None:
-        """End the run after the current round, or at once; called by another thread."""
+        """Request the end of the run, after the current round or immediately; called from another thread."""
         self.stopping = "now" if now else "after this round"
         self.log("stop requested", reason=self.stopping)
 
     def exclude(self, which: str, save: Callable[[set[int]], None]) -> str:
-        """Exclude a site by its name or client number; called by another thread.
+        """Exclude a site by its name or client number; called from another thread.
 
         Args:
-            which: The site.
+            which: Name or client number of the site.
             save: Stores the excluded clients.
 
+        Returns:
+            How messages name the site.
+
         Raises:
-            ConfigError: If there is no such site, or too few would remain.
+            ConfigError: If no site or several sites match, or too few sites would remain.
         """
         matches = [k for k in range(self.total) if which in (self.names.get(k), str(k))]
         if len(matches) != 1:
-            raise ConfigError(f"{which!r} names {len(matches)} sites of this run; unskew deploy sites lists them.")
+            raise ConfigError(
+                f"{which!r} matches {len(matches)} sites of this run; list them with unskew deploy sites."
+            )
         least = max(1, self.round_policy.min_updates)
         if self.total - len({*self.excluded, matches[0]}) < least:
             raise ConfigError(
-                f"A round needs {least} sites, so {self.name(matches[0])} cannot be excluded; stop the run."
+                f"A round requires {least} sites, so {self.name(matches[0])} cannot be excluded; stop the run instead."
             )
         self.barred.add(matches[0])
         save(self.barred)
@@ -202,17 +207,17 @@ class SiteManager:
         return self.name(matches[0])
 
     def check_stopped(self, between_rounds: bool = False) -> None:
-        """Interrupt the run if the operator has asked for it and nothing of a round would be lost.
+        """Interrupt the run if the operator requested it and no work of a round would be lost.
 
         Raises:
-            RunInterrupted: The operator requested that the run ends.
+            RunInterrupted: If the operator requested the end of the run.
         """
         if self.stopping == "now" or (self.stopping and (between_rounds or not self.round)):
             self.log("stopped")
             raise RunInterrupted(signal.SIGTERM)
 
     def connected(self, seconds: float | None = None) -> set[int]:
-        """The nodes that Flower sees, looked up when the last look was ``seconds`` ago, by default twice a second."""
+        """Return the connected nodes, polled again if the last poll is more than ``seconds`` ago (default: ``NODES``)."""
         if time.monotonic() - self._looked > (NODES if seconds is None else seconds):
             self._connected, self._looked = set(self.link.nodes()), time.monotonic()
             for client, node in self.nodes.items():
@@ -222,13 +227,13 @@ class SiteManager:
         return self._connected
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
-        """Send a message to a node; gives its identity.
+        """Send a message to a node and return the message's identifier.
 
         Args:
-            node: Flower's number of the node.
+            node: Flower's identifier of the node.
             frame: Message to send.
-            round: Name of the round.
-            seconds: Seconds until the message expires.
+            round: Label of the round in Flower's logs.
+            seconds: Time to live of the message.
         """
         self._attempts += 1
         config = {**frame.config, **self.about, "protocol": PROTOCOL, "run": self.run, "attempt": self._attempts}
@@ -245,18 +250,18 @@ class SiteManager:
         least: int = 1,
         without: str = "the round continues without it",
     ) -> Iterator[tuple[int, Any]]:
-        """Send each client its message, and give what ``take`` makes of the answers, as they come.
+        """Send each client its request and yield the results of ``take`` as replies arrive.
 
         Args:
-            requests: By client.
-            round: What logs call it.
-            take: Checks an answer.
-            strict: Whether all must answer, without a deadline.
-            least: Answers that are needed, if that is more than the patience says.
-            without: What a missing answer means, for the message about it.
+            requests: Request for each client.
+            round: Label of the round in messages and logs.
+            take: Validates and converts a reply.
+            strict: Whether all sites must reply, without a timeout.
+            least: Required number of replies, if larger than ``min_updates``.
+            without: Consequence of a missing reply, for the warning.
 
         Raises:
-            EngineError: Too few have answered, and the run is to stop then.
+            EngineError: If too few sites reply in time and ``on_timeout`` is ``abort``.
         """
         deadline = None if strict else self.round_policy.round_timeout
         wanted = {k: frame for k, frame in requests.items() if k not in self.excluded}
@@ -278,7 +283,7 @@ class SiteManager:
         if talk.requests:
             self.counts["late"] += len(talk.requests)
             names = ", ".join(self.name(client) for client in sorted(talk.requests)[:10])
-            self.warn(f"Round {round}: no answer from {names} within {deadline:g} s; {without}.")
+            self.warn(f"Round {round}: no reply from {names} within {deadline:g} s; {without}.")
         self.pending = set()
 
     def attempt(self, identity: str) -> int:
@@ -286,62 +291,69 @@ class SiteManager:
         return self._sent.pop(identity)
 
     def look_again(self) -> None:
-        """Look at once which nodes are connected, when that is asked for next."""
+        """Poll for connected nodes at the next call of ``connected``."""
         self._looked = 0.0
 
     def checked(self, frame: Frame, attempt: int) -> Frame:
-        """An answer that belongs to what was asked.
+        """Return a reply after validating that it belongs to its request.
 
         Args:
             frame: Reply of a site.
-            attempt: Number of the attempt.
+            attempt: Attempt number of the request.
 
         Raises:
-            InvalidMessageError: The reply belongs to another request, or the site rejected the request.
+            InvalidMessageError: If the reply belongs to another request, or the site rejected the request.
         """
         if frame.kind == "refused":
-            raise InvalidMessageError(f"it says: {printable(frame.config.get('reason', 'nothing'))}")
+            raise InvalidMessageError(
+                f"the site rejected the request: {printable(frame.config.get('reason', 'no reason'))}"
+            )
         if frame.kind not in ("forgotten", "outdated") and (frame.config.get("run"), frame.config.get("attempt")) != (
             self.run,
             attempt,
         ):
-            raise InvalidMessageError("it answers something else than what was asked")
+            raise InvalidMessageError("it belongs to another request")
         return frame
 
 
 class RoundWait:
-    """The waiting of one round: it reports who is silent, and ends at the deadline.
+    """Waiting of one round: reports silent sites and ends at the timeout.
 
     Args:
-        sites: The sites.
-        round: What logs call it.
-        least: Updates that the round needs.
-        deadline: Seconds; None waits until all have answered.
+        sites: Connected sites.
+        round: Label of the round in messages.
+        least: Number of updates that the round requires.
+        deadline: Timeout in seconds; None waits until all sites have replied.
     """
 
     def __init__(self, sites: SiteManager, round: str, least: int, deadline: float | None):
-        self.sites, self.round, self.min_updates, self.deadline = sites, round, least, deadline
+        self.sites = sites
+        self.round = round
+        self.min_updates = least
+        self.deadline = deadline
         self.began = self.heard = time.monotonic()
         self.told = False
 
     def is_over(self, waiting: Iterable[int], done: int, heard: bool) -> bool:
-        """Return whether the round does not wait any longer; otherwise sleep until the next look.
+        """Return whether the round has waited long enough; otherwise sleep until the next poll.
 
         Args:
-            waiting: Clients whose answer is awaited; without any there is nothing to wait for.
-            done: Updates that have come.
-            heard: Whether an answer has come since the last call.
+            waiting: Clients whose reply is awaited; if there are none, waiting ends.
+            done: Number of updates that have arrived.
+            heard: Whether a reply has arrived since the last call.
 
         Raises:
-            EngineError: If too few updates came by the deadline and the run is to stop then.
+            EngineError: If too few updates have arrived by the timeout and ``on_timeout`` is ``abort``.
         """
-        sites, now, left = self.sites, time.monotonic(), sorted(waiting)
+        sites = self.sites
+        now = time.monotonic()
+        left = sorted(waiting)
         if not left:
             return True
         if self.deadline is not None and now > self.began + self.deadline:
             if done >= self.min_updates or sites.round_policy.on_timeout == "continue":
                 return True
-            came = f"Round {self.round}: {done} of at least {self.min_updates} updates came"
+            came = f"Round {self.round}: {done} of at least {self.min_updates} updates arrived"
             if sites.round_policy.on_timeout == "abort":
                 raise EngineError(
                     f"{came} within {self.deadline:g} s, so the run stops (on_timeout: abort). "
@@ -349,20 +361,20 @@ class RoundWait:
                 )
             if not self.told:
                 self.told = True
-                sites.warn(f"{came} in time; waiting for more.")
+                sites.warn(f"{came} in time; still waiting.")
         if heard:
             self.heard = now
         if now - self.heard > SILENCE:
             self.heard = now
             names = "; ".join(f"{sites.name(client)}, {sites.contact(client).describe()}" for client in left[:10])
-            silent = f"Round {self.round}: no answer for {SILENCE:g} s"
+            silent = f"Round {self.round}: no reply for {SILENCE:g} s"
             sites.warn(f"{silent}. Waiting for {names}. Set --round-timeout to limit the wait.")
         time.sleep(POLL)
         return False
 
 
 def retry_delay(failures: int) -> float:
-    """Return the seconds to wait before a message is sent again, so that Flower's slow processes do not pile up.
+    """Return the seconds to wait before sending a message again; they grow so that Flower's slow processes do not pile up.
 
     >>> [retry_delay(n) for n in (1, 2, 3, 10)]
     [1.0, 2.0, 4.0, 60.0]
@@ -372,13 +384,13 @@ def retry_delay(failures: int) -> float:
 
 @dataclass
 class PendingRequest:
-    """A message that is not answered yet.
+    """A message without a reply so far.
 
     Attributes:
-        node: Flower's number of the SuperNode it was sent to.
-        due: Monotonic time in seconds at which it is sent again.
-        wait: Seconds from its sending to that time.
-        offline: Whether the SuperNode was seen disconnected since.
+        node: Flower's identifier of the receiving SuperNode.
+        due: Monotonic time in seconds at which the message is sent again.
+        wait: Seconds between sending and ``due``.
+        offline: Whether the SuperNode was seen disconnected since the message was sent.
     """
 
     node: int
@@ -389,18 +401,17 @@ class PendingRequest:
 
 @dataclass
 class PendingRequests:
-    """Messages to sites, each sent again until it is answered or its site has failed too often.
+    """Messages to sites; each is sent again until its site replies or has failed too often.
 
     Attributes:
-        sites: The sites.
-        round: What logs call it.
-        take: Checks an answer and makes something of it; None: nothing can be made of it, and that is no fault.
-        seconds: After which Flower forgets a message.
-        requests: By client: what is not answered yet.
-        failures: How often the message to a client has failed.
+        sites: Connected sites.
+        round: Label of the round in messages.
+        take: Validates and converts a reply; None means that the site has no result without being at fault.
+        seconds: Time to live of a message.
+        requests: Requests without a reply, by client.
+        failures: Number of failed messages, by client.
 
-    A message can be on its way more than once: sites answer a repeated one as they answered the first, and the first reply
-    that comes is used.
+    Several copies of a message can be in transit: sites reply to each copy identically, and the first reply is used.
     """
 
     sites: SiteManager
@@ -414,7 +425,11 @@ class PendingRequests:
     _again: dict[int, float] = field(default_factory=dict)
 
     def step(self) -> list[tuple[int, Any]]:
-        """Send what is to be sent, and take the answers that have come; with None from who will not answer."""
+        """Send due messages and collect replies.
+
+        Returns:
+            Clients and results; the result is None if the client will not send one.
+        """
         sites = self.sites
         try:
             waits = self._lost()
@@ -422,7 +437,7 @@ class PendingRequests:
             here = sites.connected() if unsent else sites.connected(SELDOM)
             for client in unsent:
                 if sites.nodes.get(client) not in here:
-                    self._again.pop(client, None)  # one that comes back is asked at once
+                    self._again.pop(client, None)  # a node that reconnects is asked immediately
                 elif time.monotonic() >= self._again.get(client, 0.0):
                     request = self.requests[client]
                     identity = sites.push(sites.nodes[client], request, self.round, self.seconds)
@@ -441,10 +456,10 @@ class PendingRequests:
             client, request = self._asked.pop(identity)
             attempt = sites.attempt(identity)
             if self.requests.get(client) is not request:
-                continue  # the client was dropped, or has answered another copy of the message
+                continue  # the client was dropped, or has replied to another copy of the message
             if frame.kind == "failed":
                 if any(other is request for _, other in self._asked.values()):
-                    continue  # another copy of the message is on its way
+                    continue  # another copy of the message is in transit
                 self._failed(client, frame)
                 if client in self.requests:
                     continue
@@ -458,17 +473,19 @@ class PendingRequests:
             try:
                 replies.append((client, self.take(client, sites.checked(frame, attempt))))
             except InvalidMessageError as error:
-                sites.fault(client, f"its answer was rejected because {error}")
+                sites.fault(client, f"its reply was rejected because {error}")
                 replies.append((client, None))
         return replies
 
     def _lost(self) -> dict[int, float]:
-        """Forget the sending of messages that may be lost, so that they are sent again.
+        """Mark messages that may be lost as unsent, so that they are sent again.
 
         Returns:
-            By client: seconds to wait for the reply to the message that is sent next.
+            Seconds to wait for a reply to the next copy, by client.
         """
-        here, now, waits = self.sites.connected(SELDOM), time.monotonic(), {}
+        here = self.sites.connected(SELDOM)
+        now = time.monotonic()
+        waits = {}
         for client, sent in [*self._waiting.items()]:
             node = self.sites.nodes.get(client)
             back = (sent.offline or node != sent.node) and node in here
@@ -483,7 +500,7 @@ class PendingRequests:
         return waits
 
     def _failed(self, client: int, frame: Frame) -> None:
-        """It is asked again when it is back, after growing pauses, but not for ever."""
+        """Schedule a failed message to be sent again after a growing pause; too many failures are a fault."""
         self._waiting.pop(client, None)
         reason = printable(frame.config.get("reason"))
         self.sites.counts["resent"] += 1
@@ -497,6 +514,6 @@ class PendingRequests:
             self.drop(client)
 
     def drop(self, client: int) -> None:
-        """Wait for a client no longer."""
+        """Stop waiting for a client's reply."""
         self._waiting.pop(client, None)
         del self.requests[client]

@@ -1,4 +1,4 @@
-"""``unskew deploy check``: at a site, before anything is sent, whether all is right and what will be sent."""
+"""``unskew deploy check``: validate a site's configuration and list what it will send, before anything is sent."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.wire.data_schema import experiment_digest
 from unskew.deployment.flower.project_files import is_private
-from unskew.deployment.site.data import load_site_data, schema_from_own_data, reference_schema, own_split
-from unskew.deployment.server.joining import SKEW
-from unskew.deployment.wire.messages import encode_broadcast, encode_update
-from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.secagg.roster import load_identity
 from unskew.deployment.server.column_statistics import describe_sums
+from unskew.deployment.server.joining import SKEW
 from unskew.deployment.site.config import SiteConfig, load_site_config, read_experiments
+from unskew.deployment.site.data import load_site_data, own_split, reference_schema, schema_from_own_data
+from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
-from unskew.deployment.wire.frames import Frame
 from unskew.deployment.site.trainer import SiteTrainer
+from unskew.deployment.wire.data_schema import experiment_digest
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.messages import encode_broadcast, encode_update
 from unskew.errors import UnskewError
 from unskew.methods.fedavg import server_rule
 from unskew.protocol.federation_info import FederationInfo
@@ -35,7 +35,7 @@ from unskew.simulation.server import Server
 from unskew.simulation.server_trainer import ServerTrainer
 
 SOON = 30
-"""Days before its end from which a certificate is reported."""
+"""Number of days before expiry from which a certificate is reported as a failure."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        what: What was looked at.
-        ok: Whether it is right; None: it is only told.
-        text: What was found.
+        what: Name of the check.
+        ok: Whether the check passed; None for information only.
+        text: Result of the check.
     """
 
     what: str
@@ -54,7 +54,7 @@ class Finding:
 
 
 def check_site(path: Path) -> Iterator[Finding]:
-    """Return the findings on a site line by line; a failed check does not end the list."""
+    """Yield the findings on a site; a failed check does not stop the others."""
     try:
         site = load_site_config(path)
         folder = path.parent.absolute()
@@ -69,7 +69,7 @@ def check_site(path: Path) -> Iterator[Finding]:
     for files in same.values():
         experiment = experiments[files[0]]
         if len(experiments) > 1:
-            alike = "" if len(files) == 1 else ", alike for sites"
+            alike = "" if len(files) == 1 else ", identical for sites"
             yield Finding("experiment", None, ", ".join(file.name for file in files) + alike)
         yield from _guarded("data", lambda named_experiment=experiment: _experiment(site, folder, named_experiment))  # type: ignore[misc]
     yield from _guarded("node key", lambda: _key(site, folder))
@@ -85,7 +85,7 @@ def _guarded(what: str, findings: Callable[[], Iterator[Finding]]) -> Iterator[F
 
 
 def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[Finding]:
-    """Return the findings on one experiment, and the messages of a round."""
+    """Yield the findings on one experiment, and the messages that it sends and receives."""
     if site.data == "split":
         holding, full_data = own_split(config, site.client, f"The site {site.name}")
         reference, which = reference_schema(full_data, config), "of the experiment's own data"
@@ -94,12 +94,10 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         source, reference = holding.source, schema_from_own_data(holding, config)
         shape = "x".join(map(str, reference.shape))
         which = f"inputs {shape}, {', '.join(source.class_names[:10]) or f'{source.classes} classes'}"
-    counts = f"{len(holding.train)} samples to train on and {len(holding.held)} held out"
+    counts = f"{len(holding.train)} training samples and {len(holding.held)} held-out samples"
     yield Finding("data", True, f"{counts}, {which}")
     if site.data != "split":
-        yield Finding(
-            "data", None, "whether inputs and classes are those of the server is compared when the run begins"
-        )
+        yield Finding("data", None, "inputs and classes are compared with the server's when the run starts")
     for line in describe_sums(holding):
         yield Finding("sent once", None, line)
     work = SiteTrainer(site, config, reference, holding)
@@ -114,23 +112,23 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         if reported and way.startswith("sent"):
             yield Finding(way, None, f"figures: {', '.join(sorted(reported))}")
     scored = work.original.objective.scored
-    yield Finding("sent at the end", None, f"{scored} and loss on what is held out")
+    yield Finding("sent at the end", None, f"{scored} and loss on the held-out samples")
     for rule in work.method.data:
-        yield Finding("sent once", None, f"before the first round, what {rule.name} makes of the samples")
+        yield Finding(
+            "sent once", None, f"before the first round, the data that {rule.name} generates from the samples"
+        )
     readers = [
         rule.name for rule in (*work.method.client, *filter(None, [work.method.server])) if "individual" in rule.needs
     ]
     if config.secure_aggregation == "required":
-        yield Finding(
-            "privacy", None, "what is sent each round leaves this site masked: the server sees the sum of the sites"
-        )
+        yield Finding("privacy", None, "updates leave this site masked: the server sees only the sum over sites")
         return
-    reads = f", and {', '.join(readers)} reads it" if readers else f"; {config.method} needs only the sum"
-    yield Finding("privacy", None, f"the server sees this site's update by itself{reads}")
+    reads = f", and {', '.join(readers)} requires it" if readers else f"; {config.method} requires only the sum"
+    yield Finding("privacy", None, f"the server sees this site's individual update{reads}")
 
 
 def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
-    """Return the messages of the first round in both directions. One step is trained to create them, and nothing is sent."""
+    """Create the messages of the first round in both directions, by training one step; nothing is sent."""
     small = work.config.model_copy(update={"local_steps": 1, "local_epochs": None, "lr_schedule": "constant"})
     client = work.site.client
     federation = work.with_data(work.data)
@@ -143,7 +141,7 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
     before, work.config = work.config, small
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            received = ReceivedData(Path(scratch), ())  # as if nothing had come before the first round
+            received = ReceivedData(Path(scratch), ())  # without the data that is received before the first round
             update, broadcast = work.trained(request, SiteState(Path(scratch), "0" * 16, client), received)
             answered = encode_update(update, broadcast, work.terms, {})
     finally:
@@ -154,10 +152,10 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
 def _key(site: SiteConfig, folder: Path) -> Iterator[Finding]:
     path = site.path("key", folder)
     if not path.is_file():
-        yield Finding("node key", False, f"{path} is missing; sh node-key.sh makes it")
+        yield Finding("node key", False, f"{path} is missing; create it with sh node-key.sh")
         return
     if not is_private(path):
-        yield Finding("node key", False, f"others may read {path}; chmod 600 it, and make a new one if somebody did")
+        yield Finding("node key", False, f"others can read {path}; run chmod 600, or replace the key if it was read")
         return
     done = subprocess.run(["ssh-keygen", "-y", "-P", "", "-f", str(path)], capture_output=True, text=True, check=False)
     good = done.returncode == 0 and done.stdout.startswith("ecdsa-sha2-nistp384")
@@ -168,20 +166,22 @@ def _roster(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -
     """Check the signing key and the roster, if there is one or an experiment needs it."""
     identity = load_identity(site, folder, experiments)
     if identity is None:
-        yield Finding("roster", None, "none; it is needed for secure aggregation only")
+        yield Finding("roster", None, "none; required only for secure aggregation")
         return
     key = site.path("signing_key", folder)
     if not is_private(key):
-        yield Finding("roster", False, f"others may read {key}; make a new one, and exchange the roster again")
+        yield Finding("roster", False, f"others can read {key}; create a new one, and exchange the roster again")
         return
-    yield Finding("roster", True, f"{len(identity.roster)} clients; that of {site.client} has the key {key}, mode 0600")
+    yield Finding(
+        "roster", True, f"{len(identity.roster)} clients; the key of client {site.client} is {key}, mode 0600"
+    )
 
 
 def _superlink(site: SiteConfig, folder: Path) -> Iterator[Finding]:
-    """Its certificate, whether it is reached, and whether the clocks agree."""
+    """Check the SuperLink's certificate, whether it can be reached, and its clock."""
     ca = site.path("ca", folder)
     if not ca.is_file():
-        yield Finding("certificate", False, f"{ca} is missing; the server's administrator has it")
+        yield Finding("certificate", False, f"{ca} is missing; get it from the server's administrator")
         return
     host, _, port = site.superlink.rpartition(":")
     context = ssl.create_default_context(cafile=str(ca))
@@ -191,19 +191,19 @@ def _superlink(site: SiteConfig, folder: Path) -> Iterator[Finding]:
         connection.connect()
         peer = connection.sock.getpeercert() if isinstance(connection.sock, ssl.SSLSocket) else None
         took = time.perf_counter() - began
-        yield Finding("SuperLink", True, f"{site.superlink} answers over TLS after {took * 1000:.0f} ms")
+        yield Finding("SuperLink", True, f"{site.superlink} replies over TLS after {took * 1000:.0f} ms")
         end = datetime.fromtimestamp(ssl.cert_time_to_seconds(str((peer or {}).get("notAfter"))), UTC)
         days = (end - datetime.now(UTC)).days
-        yield Finding("certificate", days >= SOON, f"signed by {ca.name}, good for {host} and for {days} days more")
+        yield Finding("certificate", days >= SOON, f"signed by {ca.name}, valid for {host} and for {days} more days")
         connection.request("GET", "/")
         date = connection.getresponse().getheader("Date")
         if date is None:
-            yield Finding("clock", None, "the SuperLink does not tell its time")
+            yield Finding("clock", None, "the SuperLink does not report its time")
         else:
             apart = abs((parsedate_to_datetime(date) - datetime.now(UTC)).total_seconds())
-            yield Finding("clock", apart < SKEW, f"{apart:.0f} s apart from the SuperLink's")
+            yield Finding("clock", apart < SKEW, f"differs by {apart:.0f} s from the SuperLink's")
     except ssl.SSLCertVerificationError as error:
-        yield Finding("certificate", False, f"the SuperLink's is refused: {error.verify_message}")
+        yield Finding("certificate", False, f"the SuperLink's certificate is invalid: {error.verify_message}")
     except (ssl.SSLError, OSError, http.client.HTTPException) as error:
         yield Finding("SuperLink", False, f"{site.superlink} cannot be reached over TLS: {error}")
     finally:

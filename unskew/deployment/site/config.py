@@ -1,4 +1,4 @@
-"""Configuration of a site by its administrator: ``site.yaml``."""
+"""Configuration of a site, written by its administrator: ``site.yaml``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pydantic
 from pydantic import AfterValidator, Field
 
 from unskew.config.experiment import Experiment
-from unskew.config.paths import with_absolute_paths
 from unskew.config.loader import check_keys, experiment, load_yaml
+from unskew.config.paths import with_absolute_paths
 from unskew.config.sections import Section
 from unskew.deployment.wire.data_schema import experiment_digest
 from unskew.errors import ConfigError, plain_message, short_repr
@@ -20,14 +20,14 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NAME = r"^[\w.-]{1,64}$"
 """Pattern of a site's name."""
 LONGEST_SOCKET = 100
-"""Characters of a socket's path; systems take about so many."""
+"""Maximum number of characters of a socket's path; operating systems allow about this many."""
 
 
 def parse_address(value: str) -> str:
-    """A host and a port.
+    """Validate an address of the form ``HOST:PORT`` and return it.
 
     Raises:
-        ValueError: The text is not an address.
+        ValueError: If the text is not an address.
 
     >>> parse_address("superlink.example.org:8000")
     'superlink.example.org:8000'
@@ -42,20 +42,20 @@ class SiteLimits(Section):
     """Limits on what a site accepts from a server and sends to it."""
 
     max_message_mb: Positive = 2048.0
-    """Size of one message."""
+    """Maximum size of one message, in MB."""
     max_norm: Positive = 1e6
-    """Euclidean norm of a tensor that is received."""
+    """Maximum Euclidean norm of a received tensor."""
     seconds: Positive = 3600.0
-    """Time of one local training."""
+    """Maximum time to reply to one message, in seconds."""
 
 
 class OwnData(Section):
-    """Data of a site; the fields are those of an experiment."""
+    """A site's own data; the fields are those of an experiment."""
 
     source: str
     """``table:PATH``, ``folder:PATH`` or another data source."""
     data_path: str | None = None
-    """Folder that holds the source's files."""
+    """Folder that contains the source's files."""
     label: str | None = None
     """Label column of a table."""
     label_separator: str | None = None
@@ -63,65 +63,65 @@ class OwnData(Section):
     image: str | None = None
     """Image column of a table."""
     image_size: int | None = None
-    """Side in pixels to which images are brought."""
+    """Side length in pixels to which images are resized."""
     features: tuple[str, ...] = ()
-    """Columns that are inputs, in this order."""
+    """Input columns, in this order."""
     exclude: tuple[str, ...] = ()
-    """Columns that are no inputs."""
+    """Columns that are not inputs."""
 
 
 def resolve_path(folder: Path, path: str) -> Path:
-    """A path from a folder.
+    """Return a path, resolved relative to ``folder`` unless it is absolute.
 
     Args:
-        folder: Folder of relative paths.
-        path: The path.
+        folder: Folder that relative paths start from.
+        path: Path to resolve; ``~`` is the home folder.
 
     Raises:
-        ConfigError: The path begins with the home folder of an unknown user.
+        ConfigError: If the path starts with the home folder of an unknown user.
     """
     try:
         return folder / Path(path).expanduser()
     except RuntimeError as error:
-        raise ConfigError(f"The path {path!r} begins with the home of a user who is not here.") from error
+        raise ConfigError(f"The path {path!r} starts with the home folder of an unknown user.") from error
 
 
 class SiteConfig(Section):
-    """A site. Paths are relative to the file."""
+    """Configuration of a site. Relative paths start from the folder of the file."""
 
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the site in messages."""
     client: Annotated[int, Field(ge=0)]
-    """Its number among the experiment's clients, from 0."""
+    """Client number of the site in the experiment, from 0."""
     experiments: str = "experiment.yaml"
-    """The experiment that the site has agreed to, or a folder of several. It trains nothing else."""
+    """Experiment file that the site has agreed to, or a folder of several. The site trains no other experiment."""
     data: OwnData | Literal["split"] = "split"
-    """The site's own samples; ``split`` takes the client's part of the experiment's data, for a rehearsal."""
+    """The site's own data; ``split`` uses the client's part of the experiment's data, for a rehearsal."""
     superlink: Annotated[str, AfterValidator(parse_address)] = "127.0.0.1:8000"
     """Host and port of the SuperLink."""
     ca: str = "ca.crt"
-    """Certificate of the CA that signed the SuperLink's."""
+    """Certificate of the CA that signed the SuperLink's certificate."""
     key: str = "node.key"
     """The site's node key."""
     signing_key: str = "signing.key"
-    """Key that the site signs its part in masked sums with; other than the node key, only the site's process reads it."""
+    """Key with which the site signs its messages of secure aggregation; unlike the node key, only its process reads it."""
     roster: str = "roster.txt"
-    """Public signing keys of all clients, as the operators have exchanged them; needed for secure aggregation."""
+    """Public signing keys of all clients, as exchanged by the operators; required for secure aggregation."""
     socket: str = "run/site.sock"
     """Unix socket between the SuperNode and the site's process."""
     state: str = "state"
-    """Folder of what stays at the site between rounds."""
+    """Folder of the site's state between rounds."""
     limits: SiteLimits = SiteLimits()
-    """Limits on what is accepted from a server."""
+    """Limits on what the site accepts from a server."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Threads of the training; the numbers are the simulator's, bit for bit, where it used as many."""
+    """Number of training threads; results are bit-identical to a simulation with the same number."""
     device: str = "cpu"
     """Device on which the site trains."""
     trust_code: bool = False
-    """Whether the experiment may name code of its own, which is then run."""
+    """Whether to run custom code that the experiment names."""
 
     def path(self, name: str, folder: Path) -> Path:
-        """A path of the configuration, from the folder that it lies in.
+        """Return the path in a field of the configuration, resolved relative to the configuration's folder.
 
         Args:
             name: Name of the field.
@@ -131,10 +131,10 @@ class SiteConfig(Section):
 
 
 def load_site_config(path: Path) -> SiteConfig:
-    """A checked ``site.yaml``.
+    """Read and validate a ``site.yaml``.
 
     Raises:
-        ConfigError: The configuration is not valid.
+        ConfigError: If the configuration is not valid.
     """
     values = load_yaml(path)
     check_keys(values, SiteConfig)
@@ -145,17 +145,19 @@ def load_site_config(path: Path) -> SiteConfig:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() and part != "OwnData")
-        raise ConfigError(f"{path}: {where}={short_repr(first['input'])} is not valid: {plain_message(first['msg'])}.") from error
+        raise ConfigError(
+            f"{path}: {where}={short_repr(first['input'])} is not valid: {plain_message(first['msg'])}."
+        ) from error
     socket = config.path("socket", path.parent).absolute()
     if len(str(socket)) > LONGEST_SOCKET:
         raise ConfigError(
-            f"{path}: the path of the socket, {socket}, is longer than {LONGEST_SOCKET} characters; give a shorter one."
+            f"{path}: the path of the socket, {socket}, is longer than {LONGEST_SOCKET} characters; use a shorter one."
         )
     return config
 
 
 def agreed_experiments(config: SiteConfig, folder: Path) -> dict[str, Experiment]:
-    """The experiments that a site has agreed to, by their digests.
+    """Return the experiments that a site has agreed to, by digest.
 
     Args:
         config: Configuration of the site.
@@ -165,26 +167,26 @@ def agreed_experiments(config: SiteConfig, folder: Path) -> dict[str, Experiment
 
 
 def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]:
-    """Read the experiments that a site has agreed to, by their files.
+    """Read the experiments that a site has agreed to, by file.
 
     Args:
         config: Configuration of the site.
         folder: Folder of the configuration.
 
     Raises:
-        ConfigError: There is none, or one is not valid, or has too few clients.
+        ConfigError: If there is no experiment, or one is not valid or has too few clients.
     """
     folder_path = config.path("experiments", folder)
     files = sorted(folder_path.glob("*.yaml")) if folder_path.is_dir() else [folder_path]
     if not files:
-        raise ConfigError(f"The folder {folder_path} holds no experiment that this site has agreed to.")
+        raise ConfigError(f"The folder {folder_path} contains no experiment (*.yaml) that this site has agreed to.")
     configs = {}
     remedy = None if config.trust_code else "read it, then set trust_code: true in site.yaml"
     for file in files:
         loaded = with_absolute_paths(experiment(load_yaml(file, remedy)))
         if loaded.clients is not None and config.client >= loaded.clients:
             raise ConfigError(
-                f"{file} has {loaded.clients} clients, numbered from 0; there is none with number {config.client}."
+                f"{file} has {loaded.clients} clients, numbered from 0, so client {config.client} does not exist."
             )
         configs[file] = loaded
     return configs

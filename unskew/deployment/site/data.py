@@ -1,4 +1,4 @@
-"""Data of a site: its own samples, or its part of the experiment's data."""
+"""Data of a site: its own samples, or its client's part of the experiment's data."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from unskew.config.experiment import Experiment
-from unskew.data.partitioned import PartitionedSource
 from unskew.data.federation import ClientData, Federation
 from unskew.data.load import load_partitioned, load_source_for
-from unskew.data.task_options import apply_task_options
-from unskew.data.partition.partitioner import Partition
 from unskew.data.partition.parsing import partition_column
+from unskew.data.partition.partitioner import Partition
+from unskew.data.partitioned import PartitionedSource
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.encoders import Encoder, FittedEncoders
-from unskew.data.readers.tables import Source, SampleTable
+from unskew.data.readers.tables import SampleTable, Source
 from unskew.data.sources.registry import load_source
 from unskew.data.spec import DataSpec, parse_split
-from unskew.deployment.wire.data_schema import DataSchema
+from unskew.data.task_options import apply_task_options
 from unskew.deployment.site.config import OwnData, SiteConfig, resolve_path
+from unskew.deployment.wire.data_schema import DataSchema
 from unskew.errors import ConfigError, DataError
 from unskew.tasks.regression import Regression
 
 
 @dataclass(frozen=True)
 class SingleClientView(Sequence[ClientData]):
-    """The clients of a federation as one of them sees them: it has its own samples, the others have none here."""
+    """Clients of a federation as one client sees them: only its own samples, and empty data for the others."""
 
     own: ClientData
     total: int
@@ -48,14 +48,14 @@ class SingleClientView(Sequence[ClientData]):
 
 @dataclass(frozen=True)
 class SiteData:
-    """A site's samples as they were read, before what sums over all sites say is done to them.
+    """A site's samples as read, before global column statistics are applied.
 
     Attributes:
-        client: Its number; ``total``: how many there are.
-        who: What errors call it.
-        train: What it trains on.
-        held: What it holds out.
-        source: What these are.
+        client: Client number of the site; ``total``: number of clients.
+        who: Name of the site in error messages.
+        train: Training samples.
+        held: Held-out samples.
+        source: Data source of the samples.
     """
 
     client: int
@@ -66,15 +66,15 @@ class SiteData:
     source: Source
 
     def federation(self, reference: DataSchema, loss: str) -> Federation:
-        """The federation of this site: its samples as ``reference`` wants them, and of the others only how many there are.
+        """Build the federation of this site: its samples encoded according to ``reference``, and empty other clients.
 
         Args:
             reference: Schema of the data.
             loss: Loss of regression, or ``auto``.
 
         Raises:
-            DataError: The data are not of the kind that the server expects.
-            ConfigError: They are not of the kind that the server has.
+            DataError: If there are no training samples, or a class is unknown to the server.
+            ConfigError: If the data do not match the schema.
         """
         source, parts = self.source, (self.train, self.held)
         self.check_kind(reference)
@@ -91,7 +91,7 @@ class SiteData:
         else:
             y, y_test = (relabel(part.y, source.class_names, reference.class_names, self.who) for part in parts)
         if x.dtype == torch.int64 and x.shape[1] < reference.shape[0]:
-            wide = reference.shape[0] - x.shape[1]  # texts are as wide as the longest
+            wide = reference.shape[0] - x.shape[1]  # text is padded to the longest one
             x, x_test = (pad(part, (0, wide), value=-1) for part in (x, x_test))
             y, y_test = (pad(part, (0, wide), value=-1) if part.dim() > 1 else part for part in (y, y_test))
         classes = len(reference.class_names) or source.classes
@@ -114,48 +114,56 @@ class SiteData:
         return apply_task_options(federation, loss, reference.weights or None)
 
     def check_kind(self, reference: DataSchema) -> None:
-        """Refuse samples of another task, and a table whose columns are not the server's.
+        """Validate that task, classes, targets and columns match the server's.
 
         Raises:
-            ConfigError: The data are of another kind than the experiment's.
-            DataError: There are none, or of a class that the server does not know.
+            ConfigError: If targets or columns differ from the server's.
+            DataError: If there are no training samples, or a class is unknown to the server.
         """
         source = self.source
         if not len(self.train):
-            raise DataError(f"{self.who} has no samples to train on.")
+            raise DataError(f"{self.who} has no training samples.")
         if reference.objective.labeled and source.task == reference.task:
             relabel(self.train.y[:0], source.class_names, reference.class_names, self.who)
         if source.task == Regression.name and source.class_names != reference.class_names:
             raise ConfigError(
-                f"{self.who} has {', '.join(source.class_names)} to predict, but the server has "
+                f"{self.who} has the targets {', '.join(source.class_names)}, but the server has "
                 f"{', '.join(reference.class_names)}."
             )
-        own_columns, other_columns = ([(encoder.name, encoder.kind) for encoder in some] for some in (source.encoders, reference.columns))
+        own_columns, other_columns = (
+            [(encoder.name, encoder.kind) for encoder in some] for some in (source.encoders, reference.columns)
+        )
         if own_columns != other_columns:
-            listings = (", ".join(f"{name} ({kind})" for name, kind in some[:20]) or "none" for some in (own_columns, other_columns))
+            listings = (
+                ", ".join(f"{name} ({kind})" for name, kind in some[:20]) or "none"
+                for some in (own_columns, other_columns)
+            )
             raise ConfigError("{} has the columns {}, but the server's are {}.".format(self.who, *listings))
 
 
 def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, PartitionedSource]:
-    """A client's part of the experiment's own data, and all of them.
+    """Load a client's part of the experiment's own data.
 
     Args:
         config: The experiment.
         client: Number of the client.
         who: Name of the site, for errors.
 
+    Returns:
+        The client's data, and the data of all clients.
+
     Raises:
-        DataError: There is no such client.
+        DataError: If the client number is too large.
     """
     partitioned = load_partitioned(config.data_spec, config.seed)
     total = partitioned.parts.clients
     if client >= total:
-        raise DataError(f"The experiment has {total} clients; there is none with number {client}.")
+        raise DataError(f"The experiment has {total} clients, so client {client} does not exist.")
     return SiteData(client, total, who, *partitioned.client(client), partitioned.source), partitioned
 
 
 def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema:
-    """Return the data schema on which all sites of a rehearsal agree, as all of them have all data.
+    """Return the data schema of a rehearsal, in which every site can read all data.
 
     Args:
         whole: Partitioned data.
@@ -165,7 +173,7 @@ def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema
 
 
 def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
-    """Return the data schema that a site would have alone, to inspect its data before the server has sent any statistics.
+    """Return the data schema of a site's data alone, for checks before the server has sent global statistics.
 
     Args:
         holding: Data of the site.
@@ -183,28 +191,30 @@ def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
 def load_site_data(
     config: SiteConfig, experiment: Experiment, folder: Path, columns: Sequence[Encoder] | None = None
 ) -> SiteData:
-    """The samples that a site's configuration names; the part that their source keeps for tests is held out.
+    """Load the samples that a site's configuration names; the test split of their source is held out.
 
     Args:
-        config: The site's.
-        experiment: What they are for.
-        folder: Where the site's configuration lies.
-        columns: Of a table of mixed columns, those of the server; None where it has not told them yet.
+        config: Configuration of the site.
+        experiment: Experiment that the samples are for.
+        folder: Folder of the site's configuration.
+        columns: Columns of the server, for a table of mixed columns; None if the server has not sent them yet.
 
     Raises:
-        ConfigError: The experiment does not say how many clients there are.
-        DataError: The data cannot be read.
+        ConfigError: If the experiment does not state the number of clients.
+        DataError: If the data cannot be read.
     """
     data = config.data
     assert isinstance(data, OwnData), "a rehearsal reads the experiment's data"
     if experiment.clients is None:
-        raise ConfigError("An experiment whose sites have data of their own must say how many: clients.")
+        raise ConfigError("If the sites have their own data, the experiment must set clients, the number of sites.")
     prefix, colon, path = data.source.partition(":")
     name = f"{prefix}:{resolve_path(folder, path)}" if colon else data.source
     data_path = None if data.data_path is None else str(resolve_path(folder, data.data_path))
     choice = column_selection(data, experiment, columns)
     if choice.mixed:
-        source = load_source(name, path=data_path, label=data.label, image=data.image, size=data.image_size, choice=choice)
+        source = load_source(
+            name, path=data_path, label=data.label, image=data.image, size=data.image_size, choice=choice
+        )
     else:
         spec = DataSpec(
             data=name,
@@ -225,10 +235,10 @@ def load_site_data(
 
 
 def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | None) -> ColumnSelection:
-    """Return the column selection: from the server if it has sent one, otherwise from site and experiment.
+    """Return the column selection: from the server if it has sent columns, otherwise from site and experiment.
 
     Args:
-        data: Description of the site's data.
+        data: Configuration of the site's data.
         experiment: The experiment.
         columns: Encoders that the server sent, or None.
     """
@@ -251,7 +261,7 @@ def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[En
 
 
 def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> Tensor:
-    """Labels by the numbers that the server gives them.
+    """Convert labels from the site's class indices to the server's.
 
     Args:
         y: Labels of the site, ``[n]``.
@@ -260,7 +270,7 @@ def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> 
         who: Name of the site, for errors.
 
     Raises:
-        DataError: There is a label that the server does not know.
+        DataError: If the server does not know a class.
 
     >>> relabel(torch.tensor([0, 1, 1]), ("no", "yes"), ("maybe", "no", "yes"), "a").tolist()
     [1, 2, 2]
@@ -270,7 +280,7 @@ def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> 
     unknown = [name for name in mine if name not in theirs]
     if unknown:
         raise DataError(
-            f"{who} has samples of the class {unknown[0]!r}, which the server does not know: {', '.join(theirs[:20])}."
+            f"{who} has samples of class {unknown[0]!r}, which the server does not know: {', '.join(theirs[:20])}."
         )
     index_of = torch.tensor([list(theirs).index(name) for name in mine])
     if y.dim() > 1:

@@ -1,4 +1,4 @@
-"""The long-lived process of a site: it keeps PyTorch, data and model loaded and answers the messages of its SuperNode."""
+"""Long-running process of a site: keeps PyTorch, data and model loaded and replies to the messages of its SuperNode."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from types import FrameType
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema
-from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record, check_records, decode_record
-from unskew.deployment.site.data import SiteData, load_site_data, reference_schema, own_split
-from unskew.deployment.server.joining import software_versions
-from unskew.deployment.secagg.ledger import OpenedSumLedger
 from unskew.deployment.secagg.client import PHASES, SecAggClient
-from unskew.deployment.wire.messages import read_text, read_integer
-from unskew.deployment.site.received import ReceivedData
+from unskew.deployment.secagg.ledger import OpenedSumLedger
 from unskew.deployment.secagg.roster import load_identity
 from unskew.deployment.server.column_statistics import site_squares, site_sums
+from unskew.deployment.server.joining import software_versions
 from unskew.deployment.site.config import SiteConfig, agreed_experiments, load_site_config
-from unskew.deployment.site.state import SiteStateLostError, OutdatedMessageError, SiteState
-from unskew.deployment.wire.frames import Frame, FrameError, receive, send
+from unskew.deployment.site.data import SiteData, load_site_data, own_split, reference_schema
+from unskew.deployment.site.received import ReceivedData
+from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
 from unskew.deployment.site.trainer import SiteTrainer, size_report
+from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema
+from unskew.deployment.wire.frames import Frame, FrameError, receive, send
+from unskew.deployment.wire.messages import read_integer, read_text
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.engines.cpu import keep_freed_memory
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import PreparedData, Workspace
 
 HEADER_SECONDS = 10.0
-"""Seconds within which a connection must have sent the header of its message."""
+"""Seconds within which a connection must send the header of its message."""
 IDLE_SECONDS = 60.0
-"""Seconds without a byte after which a connection is closed while a message is read or written."""
+"""Seconds without progress after which a connection is closed while a message is read or written."""
 
 
 class SiteTimeoutError(UnskewError):
-    """A training took longer than the site allows."""
+    """Replying to a message took longer than the site allows."""
 
 
 class SiteProcess:
-    """Answers messages; it trains what its administrator has agreed to and nothing else.
+    """Replies to messages; trains only the experiments that its administrator has agreed to.
 
     Args:
-        path: Of its ``site.yaml``.
+        path: Path of the ``site.yaml``.
     """
 
     def __init__(self, path: Path):
@@ -65,19 +65,19 @@ class SiteProcess:
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def answer(self, asked: Frame) -> Frame:
-        """Answer a message; a message that cannot be answered is rejected with a reason."""
+        """Reply to a message; if this is not possible, reply with the reason."""
         try:
             with time_limit(self.config.limits.seconds):
                 return self._answered(asked)
         except (SiteStateLostError, OutdatedMessageError) as error:
             return Frame("forgotten" if isinstance(error, SiteStateLostError) else "outdated", {"reason": str(error)})
         except InvalidMessageError as error:
-            return Frame("refused", {"reason": f"The message was refused: {error}."})
+            return Frame("refused", {"reason": f"The message was rejected: {error}."})
         except UnskewError as error:
             return Frame("refused", {"reason": str(error)})
-        except Exception as error:  # whatever a message has caused: the next one is answered
+        except Exception as error:  # whatever a message causes, the process must reply to the next one
             self.log(f"{type(error).__name__}: {error}")
-            return Frame("refused", {"reason": f"{type(error).__name__} at the site; its log tells more."})
+            return Frame("refused", {"reason": f"{type(error).__name__} at the site; see its log."})
 
     def _answered(self, asked: Frame) -> Frame:
         config = asked.config
@@ -85,8 +85,8 @@ class SiteProcess:
             raise InvalidMessageError(f"unknown request: {asked.kind[:40]!r}")
         if read_integer(config, "protocol") != PROTOCOL:
             raise ConfigError(
-                f"The server speaks version {config['protocol']} of unskew's protocol, this site version {PROTOCOL}; install "
-                "the same unskew at both."
+                f"The server uses version {config['protocol']} of unskew's protocol, but this site uses version {PROTOCOL}; "
+                "install the same unskew version on both."
             )
         run, attempt = read_text(config, "run"), read_integer(config, "attempt")
         digest, reference = read_text(config, "digest"), DataSchema.read(config)
@@ -107,7 +107,9 @@ class SiteProcess:
         return f" in round {asked.config['round'] + 1}" if "round" in asked.config else ""
 
     def _carried_out(self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData) -> Frame:
-        ledger = OpenedSumLedger.of(self.config.path("state", self.folder), read_text(asked.config, "digest"), state.run)
+        ledger = OpenedSumLedger.of(
+            self.config.path("state", self.folder), read_text(asked.config, "digest"), state.run
+        )
         if asked.kind == "hello":
             ledger.opened(0)  # raises for a second run of an experiment whose masked sums were opened
             answer = work.facts(work.data)
@@ -127,19 +129,23 @@ class SiteProcess:
             return work.facts(received.applied(work.data, index + 1))
         return self.contributed(asked, work, state, received, index)
 
-    def contributed(self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int) -> Frame:
-        """Return what this client sends to the server before the first round.
+    def contributed(
+        self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int
+    ) -> Frame:
+        """Create this client's contribution for a data rule, before the first round.
 
         Args:
-            asked: Message of the server.
+            asked: Request of the server.
             work: Trainer of the experiment.
             state: State of the run at this site.
             received: Data received before the first round.
-            place: Position of the data rule.
+            place: Position of the data rule in the method.
         """
         data = received.applied(work.data, place)
         federation = work.with_data(data)
-        rule = work.method.data[place].for_client(self.config.client, work.total, read_integer(asked.config, "mean_size"))
+        rule = work.method.data[place].for_client(
+            self.config.client, work.total, read_integer(asked.config, "mean_size")
+        )
         if rule is None:
             return Frame("contribution", {"client": self.config.client, "made": ""})
         workspace = Workspace(state.folder / f"made-{place}", False, work.device, warn=self.log)
@@ -150,20 +156,22 @@ class SiteProcess:
         return Frame("contribution", {"client": self.config.client, "made": payloads.digest, **texts}, figures, sent)
 
     def _summed(self, asked: Frame, digest: str, reference: DataSchema) -> Frame:
-        """Return the site's statistics before global statistics have fixed the encoding of columns and targets."""
+        """Reply with the site's statistics, before global statistics determine the encoding of columns and targets."""
         holding = self.holding(digest, reference)
         holding.check_kind(reference)
         if asked.kind == "squares":
             check_records(asked, ("sums",))
-            return Frame("squares", {}, {}, site_squares(holding, decode_record(asked, "sums").get("mean", torch.zeros(0))))
+            return Frame(
+                "squares", {}, {}, site_squares(holding, decode_record(asked, "sums").get("mean", torch.zeros(0)))
+            )
         if asked.kind != "hello":
-            raise InvalidMessageError("what the data are is not settled yet")
+            raise InvalidMessageError("the global column statistics are not known yet")
         sums, values = site_sums(holding)
         config = size_report(self.config, len(holding.train), len(holding.held))
         return self._introduced(asked, Frame("facts", {**config, "values": values}, {}, sums))
 
     def _introduced(self, asked: Frame, answer: Frame) -> Frame:
-        """Add to a report the versions, the time, and the signature by which the server knows whose report it is."""
+        """Add software versions, clock, node key, and a signature that proves the client number, to a report."""
         config = {**answer.config, **software_versions(), "clock": time.time(), "key": self.key}
         if self.identity is not None and "challenge" in asked.config:
             words = [read_text(asked.config, "run"), read_text(asked.config, "challenge")]
@@ -171,21 +179,21 @@ class SiteProcess:
         return Frame(answer.kind, config, {}, answer.arrays)
 
     def agreed(self, digest: str) -> Experiment:
-        """The experiment that a message belongs to.
+        """Return the experiment with a digest.
 
         Raises:
-            ConfigError: The site has not agreed to the experiment.
+            ConfigError: If the site has not agreed to the experiment.
         """
         config = self.experiments.get(digest)
         if config is None:
             raise ConfigError(
-                f"The site {self.config.name} has not agreed to this experiment: it differs from what is in "
+                f"The site {self.config.name} has not agreed to this experiment: it differs from "
                 f"{Path(self.config.experiments).name} there. Both sides must have the same file."
             )
         return config
 
     def holding(self, digest: str, reference: DataSchema) -> SiteData:
-        """The site's samples for an experiment, read once.
+        """Return the site's samples for an experiment; they are read once.
 
         Args:
             digest: Digest of the experiment.
@@ -195,7 +203,7 @@ class SiteProcess:
         if self.config.data == "split":
             if holding is None:
                 holding = own_split(config, self.config.client, f"The site {self.config.name}")[0]
-                self._holdings = {digest: holding}  # of one experiment at a time
+                self._holdings = {digest: holding}  # keeps one experiment at a time
             return holding
         columns = [(encoder.name, encoder.kind) for encoder in reference.columns]
         if holding is None or [(encoder.name, encoder.kind) for encoder in holding.source.encoders] != columns:
@@ -203,7 +211,7 @@ class SiteProcess:
         return holding
 
     def work(self, digest: str, reference: DataSchema) -> SiteTrainer:
-        """Return the trainer of an experiment, loaded once.
+        """Return the trainer of an experiment, built once.
 
         Args:
             digest: Digest of the experiment.
@@ -215,7 +223,7 @@ class SiteProcess:
         return self._work[1]
 
     def warm(self) -> None:
-        """Read the data before the first message: Flower gives up one that is not answered for half a minute."""
+        """Read the data before the first message, because Flower gives up on messages without a reply in half a minute."""
         for digest, config in self.experiments.items():
             if self.config.data == "split":
                 holding, full_data = own_split(config, self.config.client, f"The site {self.config.name}")
@@ -225,20 +233,20 @@ class SiteProcess:
                 self._holdings[digest] = load_site_data(self.config, config, self.folder)
 
     def serve(self) -> None:
-        """Answer at the socket, one message after another, until the process is stopped.
+        """Reply to messages at the socket, one at a time, until the process is stopped.
 
         Raises:
-            ConfigError: Another process of this site is running.
+            ConfigError: If another process of this site is running.
         """
         path = self.config.path("socket", self.folder)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if path.exists() and probe.connect_ex(str(path)) == 0:
-                raise ConfigError(f"Another process of this site answers at {path}; stop it first.")
+                raise ConfigError(f"Another process of this site is listening at {path}; stop it first.")
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        unready = path.with_suffix(".new")  # it gets its name once it listens, so nobody connects too early
+        unready = path.with_suffix(".new")  # renamed once it listens, so that no client connects too early
         unready.unlink(missing_ok=True)
-        before = os.umask(0o177)  # the socket is its owner's alone from the first moment
+        before = os.umask(0o177)  # only the owner can access the socket, from the start
         try:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(str(unready))
@@ -246,7 +254,7 @@ class SiteProcess:
             os.umask(before)
         listener.listen(4)
         unready.rename(path)
-        self.log(f"The site {self.config.name}, client {self.config.client}, answers at {path}.")
+        self.log(f"The site {self.config.name}, client {self.config.client}, is listening at {path}.")
         try:
             with listener:
                 while True:
@@ -263,12 +271,12 @@ class SiteProcess:
         except FrameError as error:
             answer = Frame("refused", {"reason": str(error)})
         except OSError as error:
-            self.log(f"A connection was closed because it sent no whole message in time ({error}).")
+            self.log(f"A connection was closed because it did not send a complete message in time ({error}).")
             return
         else:
             answer = self.answer(request)
         if answer.kind in ("refused", "forgotten", "outdated"):
-            self.log(f"refused: {answer.config['reason']}")
+            self.log(f"rejected: {answer.config['reason']}")
         with contextlib.suppress(OSError):
             send(connection, answer)
 
@@ -287,11 +295,11 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Context manager that interrupts the main thread after a number of seconds.
 
     Raises:
-        SiteTimeoutError: The time limit is exceeded.
+        SiteTimeoutError: If the time limit is exceeded.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        raise SiteTimeoutError(f"The site allows {seconds:g} s for a message (limits.seconds), and this one took longer.")
+        raise SiteTimeoutError(f"Replying to this message exceeded the site's limit of {seconds:g} s (limits.seconds).")
 
     try:
         before = signal.signal(signal.SIGALRM, interrupt)
@@ -307,7 +315,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def serve_site(path: Path) -> None:
-    """The site's process, until SIGTERM."""
+    """Run the site's process until SIGTERM."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""Data that a site received before the first round, stored in files so that a restart does not lose them."""
+"""Data that a site received before the first round, stored in files to survive a restart."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from unskew.data.federation import ClientData
-from unskew.deployment.wire.tensor_codec import channels_last_images
 from unskew.deployment.site.state import SiteStateLostError, make_private_folder
+from unskew.deployment.wire.tensor_codec import channels_last_images
 from unskew.filesystem import write_atomic
+from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule
-from unskew.protocol.client_state_files import encode_tensors
 
 
 @dataclass
@@ -23,10 +23,10 @@ class ReceivedData:
     """Received data for each data rule of the method, in order.
 
     Attributes:
-        folder: Where it is kept.
+        folder: Folder of the files.
         rules: The data rules.
-        shares: By the rule's place, what this client alone was sent.
-        common: By the rule's name, what all clients were sent alike.
+        shares: Tensors for this client only, by position of the rule.
+        common: Tensors for all clients, by name of the rule.
     """
 
     folder: Path
@@ -36,14 +36,18 @@ class ReceivedData:
 
     @property
     def identity(self) -> str:
-        """Changes when more comes."""
+        """Identifier of the received data, which changes when more data are received."""
         return json.dumps([str(self.folder), sorted(self.shares), sorted(self.common)])
 
     def _path(self, place: int) -> Path:
         return self.folder / f"received-{place}.safetensors"
 
     def load(self) -> ReceivedData:
-        """Read what was kept."""
+        """Load the stored data.
+
+        Raises:
+            SiteStateLostError: If a file is corrupted.
+        """
         for index, rule in enumerate(self.rules):
             try:
                 tensors = load(self._path(index).read_bytes())
@@ -63,7 +67,7 @@ class ReceivedData:
             self.common[rule.name] = parts["common/"]
 
     def take(self, place: int, share: Tensors, common: Tensors) -> None:
-        """Keep what came for the rule in this place; what came before for later ones is forgotten.
+        """Store the data for one rule and delete the data for later rules.
 
         Args:
             place: Position of the data rule.
@@ -79,18 +83,18 @@ class ReceivedData:
         self._take(place, self.rules[place], named)
 
     def applied(self, data: ClientData, before: int | None = None) -> ClientData:
-        """The client's data after what came, or after what came for the rules ``before`` one.
+        """Apply received data to the client's data.
 
         Args:
             data: Data of the client.
-            before: Position of a data rule; None: all rules.
+            before: Position of a data rule; only data of earlier rules are applied. None applies all.
 
         Raises:
-            SiteStateLostError: Data of an earlier message are missing or were lost.
+            SiteStateLostError: If data of an earlier message are missing.
         """
         for index in range(len(self.rules) if before is None else before):
             if index not in self.shares:
-                raise SiteStateLostError("what this site received before the first round is not here any more")
+                raise SiteStateLostError("the data that this site received before the first round are lost")
             if self.shares[index]:
                 data = self.rules[index].apply_payload(data, self.shares[index])
         return data

@@ -11,47 +11,47 @@ from safetensors.torch import load
 
 from unskew.errors import UnskewError
 from unskew.filesystem import make_folder, write_atomic
-from unskew.protocol.messages import ClientState, Tensors
 from unskew.protocol.client_state_files import encode_tensors
+from unskew.protocol.messages import ClientState, Tensors
 
 
 class SiteStateLostError(UnskewError):
-    """The state that the server goes on from is not here, as after the site's disk was lost."""
+    """The state that the server wants to continue from is missing, for example after the site's disk was lost."""
 
 
 class OutdatedMessageError(UnskewError):
-    """The message belongs to an older round than the newest one that this site has trained."""
+    """The message belongs to an older round than the newest one trained at this site."""
 
 
 class SiteState:
     """State of one client in one run: one file per round from which the server may resume.
 
-    There are two at most: that of the last update that the server took in, and that of the one which is on its way. So an
-    update that was trained but never arrived is forgotten.
+    There are at most two files: the state after the last update that the server accepted, and the state after the update in
+    transit. The state of an update that never arrived is deleted.
 
     Args:
-        folder: Of the site's states.
-        run: The run's identity.
-        client: The client's number.
+        folder: Folder of the site's states.
+        run: Identifier of the run.
+        client: Number of the client.
 
     Raises:
-        UnskewError: The name of the run is not valid.
+        UnskewError: If the identifier of the run is not valid.
     """
 
     def __init__(self, folder: Path, run: str, client: int):
         if not re.fullmatch(r"[0-9a-f]{8,64}", run):
-            raise UnskewError("A run's identity is made of hexadecimal digits.")
+            raise UnskewError("A run identifier must consist of hexadecimal digits.")
         self.run, self.folder = run, folder / run / f"client-{client}"
 
     def _path(self, round: int) -> Path:
         return self.folder / f"round-{round:07d}.safetensors"
 
     def check_round(self, round: int, new: bool) -> None:
-        """Validate that a message is not older than the newest round trained here, such as a replayed one.
+        """Validate that a message is not older than the newest round trained here, for example a replayed message.
 
         Args:
             round: Round of the message.
-            new: Whether the message starts a training; its round is stored then.
+            new: Whether the message starts training; its round is then stored as the newest.
 
         Raises:
             OutdatedMessageError: If the message is older.
@@ -70,14 +70,14 @@ class SiteState:
             write_atomic(path, str(round).encode())
 
     def after(self, accepted: int | None, forget: bool = True) -> ClientState:
-        """Return what was kept after the update of the round ``accepted``.
+        """Return the state after the update of round ``accepted``.
 
         Args:
             accepted: Round of the last update that the server accepted; None if there is none.
             forget: Whether to remove the states of other rounds.
 
         Raises:
-            SiteStateLostError: The state is missing or damaged.
+            SiteStateLostError: If the state is missing or corrupted.
         """
         state_file = None if accepted is None else self._path(accepted)
         tensors: Tensors = {}
@@ -85,14 +85,16 @@ class SiteState:
             try:
                 tensors = load(state_file.read_bytes())
             except (OSError, SafetensorError) as error:
-                raise SiteStateLostError(f"what this site kept after round {accepted} of the run is not in {state_file}") from error
+                raise SiteStateLostError(
+                    f"this site's state after round {accepted} of the run is not in {state_file}"
+                ) from error
         for path in self.folder.glob("round-*.safetensors") if forget else ():
             if path != state_file:
                 path.unlink()
         return ClientState.of(tensors)
 
     def keep(self, round: int, state: ClientState) -> None:
-        """Keep what a training left, until it is known whether its update was taken in.
+        """Store the state after training, until the server reports whether it accepted the update.
 
         Args:
             round: Number of the round, from 0.
@@ -102,22 +104,22 @@ class SiteState:
         write_atomic(self._path(round), encode_tensors({name: t.cpu() for name, t in state.tensors().items()}))
 
     def prepared(self) -> Path:
-        """Return the folder for data generated before the first round."""
+        """Return the file for data generated before the first round."""
         return self.folder / "prepared.safetensors"
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder that only its owner can enter, like its parent."""
+    """Create a folder that only its owner can access, like its parent."""
     for path in (folder, folder.parent):
         make_folder(path)
         path.chmod(0o700)
 
 
 def remove_run_state(folder: Path, run: str) -> None:
-    """Remove all that a run left.
+    """Remove the state of a run.
 
     Args:
         folder: Folder of the site's states.
-        run: Name of the run.
+        run: Identifier of the run.
     """
     shutil.rmtree(folder / run, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A run as one site carries it out: it keeps data and model loaded, trains, and measures on its own samples."""
+"""Training and evaluation of one experiment at one site, with data and model kept loaded."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.wire.data_schema import DataSchema
-from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record, gather_slices
-from unskew.deployment.site.data import SiteData, SingleClientView
-from unskew.deployment.secagg.ledger import OpenedSumLedger
 from unskew.deployment.secagg.client import SecAggClient
+from unskew.deployment.secagg.ledger import OpenedSumLedger
+from unskew.deployment.site.config import SiteConfig
+from unskew.deployment.site.data import SingleClientView, SiteData
+from unskew.deployment.site.received import ReceivedData
+from unskew.deployment.site.state import SiteState
+from unskew.deployment.wire.data_schema import DataSchema
+from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import (
     WireContext,
-    decode_broadcast,
     broadcast_digest,
-    request_digest,
-    read_text,
+    decode_broadcast,
     encode_update,
     read_integer,
+    read_text,
+    request_digest,
 )
-from unskew.deployment.site.received import ReceivedData
-from unskew.deployment.site.config import SiteConfig
-from unskew.deployment.site.state import SiteState
-from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record, gather_slices
 from unskew.engines.base import EngineConfig
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import Broadcast, Update
+from unskew.runs.build_model import initial_spec, match_model_input_range
 from unskew.runs.validation import resolve_weighting
-from unskew.runs.build_model import match_model_input_range, initial_spec
 from unskew.simulation import personal_models
 from unskew.simulation.evaluate import Evaluator
-from unskew.simulation.personal_models import serving_model
 from unskew.simulation.parameter_slices import complement_slices
+from unskew.simulation.personal_models import serving_model
 from unskew.tasks.registry import TASKS
 
 
 def size_report(site: SiteConfig, examples: int, held_out: int) -> dict[str, Any]:
-    """Return the numbers of samples that are reported to the server.
+    """Return the fields that report a site's client number, name and numbers of samples.
 
     Args:
         site: Configuration of the site.
@@ -52,43 +52,47 @@ def size_report(site: SiteConfig, examples: int, held_out: int) -> dict[str, Any
 
 
 class SiteTrainer:
-    """One experiment at one site.
+    """Trainer of one experiment at one site.
 
     Args:
-        site: The site.
-        config: The experiment.
-        reference: What the server says of the data.
+        site: Configuration of the site.
+        config: Configuration of the experiment.
+        reference: Data schema of the server.
         holding: The site's samples.
 
     Raises:
-        ConfigError: The experiment cannot be carried out here.
-        DataError: The site's data do not fit.
+        ConfigError: If the experiment cannot run here.
+        DataError: If the site's data do not fit the experiment.
     """
 
     def __init__(self, site: SiteConfig, config: Experiment, reference: DataSchema, holding: SiteData):
-        self.site, self.config, self.reference = site, config, reference
+        self.site = site
+        self.config = config
+        self.reference = reference
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
         federation = holding.federation(reference, config.loss)
         self.spec = initial_spec(config, federation, None, self.method).to(self.device)
         federation = match_model_input_range(federation, self.spec)
         self.original, self.total = federation, holding.total
-        self.terms = WireContext(self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6))
+        self.terms = WireContext(
+            self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
+        )
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
         self._replied: tuple[str, Frame] | None = None
 
     @property
     def data(self) -> ClientData:
-        """The site's samples before the method changed them."""
+        """The site's samples before data rules were applied."""
         return self.original.clients[self.site.client]
 
     def with_data(self, data: ClientData) -> Federation:
-        """The federation in which this site has other samples."""
+        """Return the federation with other samples for this site."""
         return replace(self.original, clients=SingleClientView(data, self.total))
 
     def facts(self, data: ClientData) -> Frame:
-        """Return what the server is told of samples: their number and classes."""
+        """Create a report of samples for the server: their number, class counts, and the size of the model."""
         counts = torch.zeros(0, dtype=torch.int64)
         if self.reference.counted:
             counts = TASKS[self.reference.task].counts(data.y.cpu(), self.reference.counted).to(torch.int64)
@@ -100,7 +104,7 @@ class SiteTrainer:
 
         Args:
             received: Data received before the first round.
-            counted: Number of samples that count for the budget.
+            counted: Number of samples on which the local budget is based, or None.
             epochs: Number of local epochs, if a data rule changed it.
         """
         key = (received.identity, counted, epochs)
@@ -127,7 +131,7 @@ class SiteTrainer:
         return self._trainer[1]
 
     def trained(self, asked: Frame, state: SiteState, received: ReceivedData) -> tuple[Update, Broadcast]:
-        """Train from a broadcast; what stays is kept until it is known whether the update was taken in.
+        """Train from a broadcast and store the new state, until the server reports whether it accepted the update.
 
         Args:
             asked: Message with the broadcast.
@@ -139,8 +143,10 @@ class SiteTrainer:
         state.keep(broadcast.round, broadcast.state.updated(update.state))
         return update, broadcast
 
-    def answered(self, asked: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: OpenedSumLedger) -> Frame:
-        """Reply to a broadcast with the update, or, if only sums may be seen, that this site is ready to mask it.
+    def answered(
+        self, asked: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: OpenedSumLedger
+    ) -> Frame:
+        """Reply to a broadcast with the update, or, under secure aggregation, with the readiness to mask it.
 
         A repeated broadcast gets the same reply without training again.
 
@@ -149,7 +155,7 @@ class SiteTrainer:
             state: State of the run at this site.
             received: Data received before the first round.
             masks: Secure aggregation of this site.
-            ledger: Sums that this site has opened.
+            ledger: Record of the sums that this site has opened.
         """
         if self.config.secure_aggregation != "required":
             key = request_digest(asked)
@@ -167,7 +173,7 @@ class SiteTrainer:
         return masks.begin(session, update, delta, broadcast_digest(asked, self.terms), ledger)
 
     def _check_weight(self, asked: Frame, update: Update) -> None:
-        """Validate the weight and budget that the server gives: with odd ones a sum would show one site's update."""
+        """Validate the weight and budget from the server, because unusual ones could reveal one site's update in a sum."""
         budget = {name for name in ("counted", "local_epochs") if name in asked.config}
         counted = read_integer(asked.config, "counted") if "counted" in budget else update.examples
         good = self.data.examples <= counted <= update.examples and (not budget or bool(self.method.data))
@@ -175,12 +181,14 @@ class SiteTrainer:
         expected = {1.0} if uniform else {float(update.examples), float(counted)}
         if not good or update.weight not in expected:
             raise InvalidMessageError(
-                f"the weight {update.weight:g} or the budget is not that of the experiment and of {self.site.name}"
+                f"the weight {update.weight:g} or the budget differs from that of the experiment and {self.site.name}"
             )
 
     def _trainer_for(self, asked: Frame, received: ReceivedData) -> LocalTrainer:
-        """The trainer with the budget that the server names, where a method before the first round has changed it."""
-        counted, epochs = (read_integer(asked.config, n) if n in asked.config else None for n in ("counted", "local_epochs"))
+        """Return the trainer with the budget that the server sent, if a data rule has changed it."""
+        counted, epochs = (
+            read_integer(asked.config, n) if n in asked.config else None for n in ("counted", "local_epochs")
+        )
         return self.trainer(received, counted, epochs)
 
     def _cast(self, asked: Frame, state: SiteState, training: bool = False) -> Broadcast:
@@ -188,7 +196,9 @@ class SiteTrainer:
         state.check_round(read_integer(asked.config, "round"), training)
         broadcast = decode_broadcast(asked, self.terms, state.after(accepted, forget=training))
         if broadcast.client != self.site.client:
-            raise InvalidMessageError(f"it is for client {broadcast.client}, but this site is client {self.site.client}")
+            raise InvalidMessageError(
+                f"it is for client {broadcast.client}, but this site is client {self.site.client}"
+            )
         return broadcast
 
     def measured(self, asked: Frame, state: SiteState, received: ReceivedData) -> Frame:
@@ -200,7 +210,8 @@ class SiteTrainer:
             received: Data received before the first round.
         """
         broadcast = self._cast(asked, state)
-        stays, v, b, mode = broadcast.state, broadcast.v, broadcast.b, self.config.buffers
+        stays, mode = broadcast.state, self.config.buffers
+        v, b = broadcast.v, broadcast.b
         figures: dict[str, float] = {}
         score = self.evaluator.one(*serving_model(self.method, self.spec, mode, stays, v, b, own=False), self.data)
         figures["accuracy"], figures["loss"] = score.accuracy, score.loss

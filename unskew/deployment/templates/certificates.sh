@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes a CA of your own and the SuperLink's certificate. Usage: sh certificates.sh HOST [HOST...]
-# A HOST is a name or an IPv4 address under which sites reach the SuperLink. Run it again to renew the certificate; the CA
-# stays. Keep ca/ca.key off the network. DAYS is how long the certificate holds.
+# Creates a private CA and the SuperLink's certificate. Usage: sh certificates.sh HOST [HOST...]
+# A HOST is a name or an IPv4 address under which sites reach the SuperLink. Run the script again to renew the certificate; the
+# CA is not replaced. Keep ca/ca.key off the network. DAYS sets the validity of the certificate.
 set -eu
 umask 077
 cd "$(dirname "$0")"
@@ -29,4 +29,4 @@ openssl x509 -req -in superlink/server.csr -CA ca/ca.crt -CAkey ca/ca.key -CAcre
 rm superlink/server.csr superlink/server.ext
 cp ca/ca.crt superlink/ca.crt
 chmod 644 ca/ca.crt superlink/ca.crt superlink/server.crt
-echo "ca/ca.crt goes to every site; superlink/ goes to the SuperLink; ca/ca.key goes nowhere."
+echo "Send ca/ca.crt to every site; copy superlink/ to the SuperLink; keep ca/ca.key private and offline."

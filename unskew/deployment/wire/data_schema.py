@@ -26,11 +26,11 @@ from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
 
 PROTOCOL = 5
-"""Version of the messages between server and sites; both must have the same."""
+"""Version of the messages between server and sites; both must use the same."""
 
 
 def experiment_digest(config: Experiment) -> str:
-    """Changes with everything of an experiment that decides what a site trains, wherever its data lie."""
+    """Return a digest of all fields of an experiment that affect a site's training, without data locations."""
     values = {k: v for k, v in without_data_locations(config.model_dump(mode="json")).items() if k not in RESUMABLE}
     if config.training.schedule.ends:
         values["rounds"] = config.rounds
@@ -39,19 +39,19 @@ def experiment_digest(config: Experiment) -> str:
 
 @dataclass(frozen=True)
 class DataSchema:
-    """Schema that every site's inputs and classes must match: that of the experiment's data at the server.
+    """Schema of the experiment's data at the server, which every site's data must match.
 
     Attributes:
-        shape: Of one input.
+        shape: Shape of one input.
         classes: Number of classes, labels or tokens.
-        class_names: Their names in order, if they have any.
-        task: The task's name.
-        dtype: The type that inputs are stored in.
-        normalization: How inputs are standardized.
-        columns: Of a table of mixed columns, what becomes of each.
-        targets: Of regression, the scale of what is predicted.
-        weights: Of the classes in the loss, if they have any.
-        settled: Whether all of it is known: what sums over all sites say is not, before these have sent them.
+        class_names: Names of the classes in order, if they have any.
+        task: Name of the task.
+        dtype: Dtype of stored inputs.
+        normalization: Normalization of inputs.
+        columns: Encoders of the columns of a mixed table.
+        targets: Mean and standard deviation of regression targets.
+        weights: Class weights of the loss, if any.
+        settled: Whether the schema is complete; it is not before the global column statistics are known.
     """
 
     shape: tuple[int, ...]
@@ -83,29 +83,29 @@ class DataSchema:
 
     @property
     def needs_sums(self) -> bool:
-        """Return whether the schema depends on sums over all sites."""
+        """Whether the schema depends on statistics over all sites."""
         return bool(self.columns) or self.task == Regression.name
 
     @property
     def open(self) -> DataSchema:
-        """The same before the sites have told their sums."""
+        """The schema before the global column statistics are known."""
         columns = tuple(Encoder(column.name, column.kind, fills=column.fills) for column in self.columns)
         return replace(self, shape=(), normalization=None, columns=columns, targets=None, weights=(), settled=False)
 
     @property
     def objective(self) -> Task:
-        """Return the training task, except for the loss of regression."""
+        """Task that the sites train, except for the loss of regression."""
         if self.targets is not None:
             return Regression(mean=self.targets.mean, std=self.targets.std)
         return TASKS[self.task]
 
     @property
     def counted(self) -> int:
-        """Return the number of classes or labels by which a site counts its samples; 0 if there are none."""
+        """Number of classes or labels for which a site reports sample counts; 0 if there are none."""
         return self.classes if TASKS[self.task].labeled else 0
 
     def config(self) -> dict[str, Any]:
-        """It as part of a message."""
+        """Return the schema as fields of a message."""
         normalization = None
         if self.normalization is not None:
             entry = self.normalization
@@ -125,10 +125,10 @@ class DataSchema:
 
     @staticmethod
     def read(config: dict[str, Any]) -> DataSchema:
-        """Inverse of ``config``.
+        """Read a schema from the fields of a message.
 
         Raises:
-            InvalidMessageError: The message is not a valid schema.
+            InvalidMessageError: If the message does not contain a valid schema.
         """
         try:
             shape, names, normalization = (
@@ -155,17 +155,17 @@ class DataSchema:
                 config.get("settled") is True,
             )
         except (ValueError, KeyError, TypeError, IndexError, DataError) as error:
-            raise InvalidMessageError(f"what it says of the data cannot be read ({type(error).__name__})") from error
+            raise InvalidMessageError(f"its data schema cannot be read ({type(error).__name__})") from error
 
     def check(self, other: DataSchema, who: str) -> None:
-        """Refuse data of another kind.
+        """Validate that the data of a site match this schema.
 
         Args:
             other: Schema of a site.
-            who: Name of the site, for the error.
+            who: Name of the site, for error messages.
 
         Raises:
-            ConfigError: The data are of another kind.
+            ConfigError: If the data do not match.
         """
         for name in ("task", "shape", "classes", "class_names", "dtype"):
             own_value, other_value = getattr(self, name), getattr(other, name)

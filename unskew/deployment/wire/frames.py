@@ -1,4 +1,4 @@
-"""A message as it crosses a Unix socket: a JSON header and the bytes of its arrays. Standard library only, no pickle."""
+"""Messages on a Unix socket: a JSON header and the bytes of the arrays. Uses the standard library only, without pickle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAGIC = b"unskew01"
 HEADER = 64 << 20
 """Largest header in bytes."""
 LARGEST = 64 << 30
-"""Largest message in bytes, whatever a configuration says."""
+"""Largest message in bytes, regardless of the configuration."""
 SIZES = {
     "float32": 4,
     "float64": 8,
@@ -26,7 +26,7 @@ SIZES = {
     "bool": 1,
     "bfloat16": 2,
 }
-"""Bytes of an element, by the types that may travel."""
+"""Bytes per element of the dtypes that can be sent."""
 
 
 class FrameError(Exception):
@@ -46,17 +46,17 @@ class Blob:
     data: bytes
 
     def check(self, name: str) -> None:
-        """Refuse what is not an array.
+        """Validate dtype, shape and number of bytes.
 
         Raises:
-            FrameError: The type may not travel, or there are more or fewer bytes than the shape needs.
+            FrameError: If the dtype cannot be sent, or the number of bytes does not match the shape.
         """
         if self.dtype not in SIZES:
-            raise FrameError(f"The array {name!r} is of type {str(self.dtype)[:40]!r}, which does not travel.")
+            raise FrameError(f"The array {name!r} has the dtype {str(self.dtype)[:40]!r}, which cannot be sent.")
         if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 48 for n in self.shape):
-            raise FrameError(f"The array {name!r} has no shape.")
+            raise FrameError(f"The array {name!r} has an invalid shape.")
         if math.prod(self.shape) * SIZES[self.dtype] != len(self.data):
-            raise FrameError(f"The array {name!r} has {len(self.data)} bytes, which is not what its shape needs.")
+            raise FrameError(f"The array {name!r} has {len(self.data)} bytes, which does not match its shape.")
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Frame:
     """A message.
 
     Attributes:
-        kind: What is asked, or what is answered.
-        config: Texts, numbers, booleans, or lists of one of them.
-        figures: Numbers that are only shown.
-        arrays: By ``record/name``.
+        kind: Kind of the request or reply.
+        config: Strings, numbers, booleans, or lists of one of them.
+        figures: Metrics.
+        arrays: Arrays by ``record/name``.
     """
 
     kind: str
@@ -77,19 +77,19 @@ class Frame:
 
     @property
     def size(self) -> int:
-        """Bytes of its arrays."""
+        """Size of the arrays in bytes."""
         return sum(len(blob.data) for blob in self.arrays.values())
 
 
 def encode_header(frame: Frame) -> bytes:
-    """Its header; the bytes of the arrays follow in the same order."""
+    """Encode the header of a message; the bytes of the arrays follow it in the same order."""
     listed = [[name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.arrays.items()]
     about = {"kind": frame.kind, "config": frame.config, "figures": frame.figures, "arrays": listed}
     return json.dumps(about).encode()
 
 
 def send(to: socket.socket, frame: Frame) -> None:
-    """Write one message.
+    """Write one message to a socket.
 
     Args:
         to: Connected socket.
@@ -102,64 +102,64 @@ def send(to: socket.socket, frame: Frame) -> None:
 
 
 def receive(of: socket.socket, largest: int = LARGEST, header_seconds: float | None = None) -> Frame:
-    """Read one message of at most ``largest`` bytes.
+    """Read one message of at most ``largest`` bytes from a socket.
 
     Args:
-        of: The connection.
+        of: Connected socket.
         largest: Maximum size of the arrays in bytes.
-        header_seconds: Seconds within which the header must arrive; None waits without a limit.
+        header_seconds: Seconds within which the header must arrive; None sets no limit.
 
     Raises:
-        ConnectionClosedError: There is none, because the other side has closed.
-        TimeoutError: The header did not arrive in time.
-        FrameError: The bytes are not a valid message.
+        ConnectionClosedError: If the other side closed the connection.
+        TimeoutError: If the header did not arrive in time.
+        FrameError: If the bytes are not a valid message.
     """
     pause, end = of.gettimeout(), None if header_seconds is None else time.monotonic() + header_seconds
     head = _exactly(of, len(MAGIC) + 8, end)
     if not head.startswith(MAGIC):
-        raise FrameError("What came through the socket is not a message of unskew.")
+        raise FrameError("The bytes received through the socket are not a message of unskew.")
     (length,) = struct.unpack("<Q", head[len(MAGIC) :])
     if length > HEADER:
-        raise FrameError(f"A header of {length} bytes is too long.")
+        raise FrameError(f"The header of {length} bytes is too long.")
     header = bytes(_exactly(of, length, end))
     of.settimeout(pause)
     return decode(header, lambda size: bytes(_exactly(of, size)), largest)
 
 
 def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
-    """A message from its header; ``read`` gives so many of the bytes that follow.
+    """Decode a message from its header and the bytes that follow.
 
     Args:
         header: Header of the message.
-        read: Returns the given number of the bytes that follow.
+        read: Returns the next bytes, given their number.
         largest: Largest accepted number of bytes.
 
     Raises:
-        FrameError: The bytes are not a valid message.
+        FrameError: If the bytes are not a valid message.
     """
     try:
         about = json.loads(header)
         kind, config, figures, listed = (about[name] for name in ("kind", "config", "figures", "arrays"))
         if not isinstance(kind, str) or not isinstance(config, dict) or not isinstance(figures, dict):
-            raise FrameError("A header is not as it must be.")
+            raise FrameError("The header has fields of the wrong type.")
         if not all(isinstance(v, int | float) for v in figures.values()):
-            raise FrameError("A figure is not a number.")
+            raise FrameError("A metric in the header is not a number.")
         sizes = [int(entry[3]) for entry in listed]
         if min(sizes, default=0) < 0 or sum(sizes) > largest:
-            raise FrameError(f"A message of {sum(sizes)} bytes is larger than the {largest} that are allowed.")
+            raise FrameError(f"The message has {sum(sizes)} bytes, above the limit of {largest}.")
         arrays = {}
         for (name, dtype, shape, _), size in zip(listed, sizes, strict=True):
             if not isinstance(name, str) or not isinstance(dtype, str) or name in arrays:
-                raise FrameError("A header names its arrays badly.")
+                raise FrameError("The header has an invalid or repeated array name.")
             arrays[name] = Blob(dtype, tuple(shape), read(size))
             arrays[name].check(name)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FrameError(f"A header cannot be read: {type(error).__name__}.") from error
+        raise FrameError(f"The header cannot be read: {type(error).__name__}.") from error
     return Frame(kind, config, {name: float(value) for name, value in figures.items()}, arrays)
 
 
 def _exactly(of: socket.socket, size: int, end: float | None = None) -> bytearray:
-    """Read exactly ``size`` bytes, until the time ``end`` of ``time.monotonic`` if it is given."""
+    """Read exactly ``size`` bytes; ``end`` is the deadline in seconds of ``time.monotonic``, or None."""
     buffer = bytearray(size)
     view, done = memoryview(buffer), 0
     while done < size:

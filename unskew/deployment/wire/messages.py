@@ -1,4 +1,4 @@
-"""A broadcast and an update as messages: what travels of them, and what is checked on each side."""
+"""Broadcasts and updates as messages: encoding, decoding and validation on each side."""
 
 from __future__ import annotations
 
@@ -42,21 +42,20 @@ from unskew.protocol.training_config import Buffers
 from unskew.simulation.parameter_slices import subtract_slices
 
 SLICED = "-slices"
-"""Marks the record of tensors over all parameters of which only the slices are sent that the model's are."""
+"""Suffix of the record for full-length tensors of which only the slices of the model are sent."""
 FIGURES = 64
-"""Most figures of an update."""
+"""Maximum number of metrics of an update."""
 
 
 @dataclass(frozen=True)
 class WireContext:
     """Information that both sides share before a message is sent.
 
-    Attributes:
-        method: The method.
-        spec: The model's layout.
-        buffers: How normalization statistics are shared.
-        norm: Largest norm of a tensor that is taken.
-        largest: Most bytes of what rules send beside the model.
+    method: Method of the run.
+    spec: Layout of the model.
+    buffers: How normalization buffers are shared.
+    norm: Largest accepted norm of a tensor.
+    largest: Maximum number of bytes that rules send in addition to the model.
     """
 
     method: Method
@@ -67,16 +66,16 @@ class WireContext:
 
     @property
     def sends_model(self) -> bool:
-        """Return whether clients send the model back."""
+        """Whether clients send the model back."""
         return all(rule.sends_model for rule in self.method.client)
 
     @property
     def names(self) -> set[str]:
-        """Rules that may send something beside the model."""
+        """Names of the rules that may send tensors in addition to the model."""
         return {rule.name for rule in (*self.method.client, *filter(None, [self.method.sync]))}
 
     def base(self, down: Slices | None, up: Slices | None) -> Slices:
-        """Slices that are sent back but not sent out: there a client sends its values, and the server subtracts.
+        """Return the slices that are sent back but not sent out; a client sends its values there, and the server subtracts.
 
         Args:
             down: Slices that are sent out; None: all.
@@ -86,11 +85,11 @@ class WireContext:
 
     @property
     def needs_base(self) -> bool:
-        """Return whether rules at the client work on the difference to the broadcast, so that the base must be known."""
+        """Whether client rules use the difference to the broadcast, so that the base values must be sent."""
         return changes_updates(self.method.client)
 
     def received(self, down: Slices | None, kind: str) -> Tensor:
-        """Return a mask of the normalization statistics that a client receives in a message of a kind, ``[m]``.
+        """Return a mask of the normalization buffers that a client receives in a message, ``[m]``.
 
         Args:
             down: Slices that are sent out; None: all.
@@ -100,12 +99,12 @@ class WireContext:
         return mask if self.buffers == "average" or kind == "evaluate" else torch.zeros_like(mask)
 
     def sent(self, broadcast: Broadcast) -> Tensor:
-        """Return a mask of the normalization statistics that a client sends, to be averaged or only measured, ``[m]``."""
+        """Return a mask of the normalization buffers that a client sends, to be averaged or only evaluated, ``[m]``."""
         mask = self.buffer_masks(broadcast.up)
         return torch.ones_like(mask) if broadcast.report or self.buffers == "local" else mask
 
     def buffer_masks(self, slices: Slices | None) -> Tensor:
-        """Return a mask of the normalization statistics that belong to slices of the model, ``[m]``."""
+        """Return a mask of the normalization buffers that belong to slices of the model, ``[m]``."""
         size = sum(self.spec.buffer_sizes)
         return torch.ones(size, dtype=torch.bool) if slices is None else buffer_mask(self.spec, slices)
 
@@ -118,20 +117,22 @@ class WireContext:
             finite: Whether all values must be finite.
 
         Raises:
-            InvalidMessageError: A tensor belongs to an unknown rule, is too large, or is not finite.
+            InvalidMessageError: If a tensor belongs to an unknown rule, is too large, or is not finite.
         """
         bytes_there = num_bytes(tensors.values())
         if bytes_there > self.largest:
             raise InvalidMessageError(f"{record} has {bytes_there} bytes, above the limit of {self.largest}")
         for name, tensor in tensors.items():
             if name.partition("/")[0] not in self.names:
-                raise InvalidMessageError(f"{record} holds {name[:60]!r}, which is of no rule of {self.method.name}")
+                raise InvalidMessageError(
+                    f"{record} contains {name[:60]!r}, which belongs to no rule of {self.method.name}"
+                )
             check_norm(f"{record}/{name}", tensor, self.norm, finite)
         return unflatten_records(record, {f"{record}/{name}": t for name, t in tensors.items()})
 
 
 def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:
-    """Return what rules send as the arrays of one record; of a tensor over all ``size`` parameters only the slices.
+    """Encode tensors of rules as the arrays of one record; of tensors with ``size`` elements only the slices.
 
     Args:
         record: Name of the record.
@@ -149,7 +150,7 @@ def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, 
 
 
 def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) -> Tensors:
-    """Return the inverse of ``encode_rules``; tensors over all parameters are zero outside the slices.
+    """Decode the arrays of ``encode_rules``; full-length tensors are zero outside the slices.
 
     Args:
         frame: Message that was received.
@@ -164,18 +165,18 @@ def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) ->
     for name, t in decode_record(frame, f"{record}{SLICED}").items():
         if slices is None or tuple(t.shape) != (slices_length(slices, size),) or name in tensors:
             raise InvalidMessageError(
-                f"{name[:60]!r} of {tuple(t.shape)} does not fit the slices of the model that were agreed on"
+                f"{name[:60]!r} with shape {tuple(t.shape)} does not match the agreed slices of the model"
             )
         tensors[name] = scatter_slices(torch.zeros(size, dtype=t.dtype), slices, t)
     return tensors
 
 
 def encode_broadcast(broadcast: Broadcast, terms: WireContext, kind: str, about: dict[str, Any]) -> Frame:
-    """A broadcast as a message; the client's state is there already and is not sent.
+    """Encode a broadcast; the client's state is stored at the client and not sent.
 
     Args:
         broadcast: The broadcast.
-        terms: Checks of messages.
+        terms: Wire context.
         kind: Kind of the message.
         about: Further fields.
     """
@@ -204,14 +205,14 @@ def encode_broadcast(broadcast: Broadcast, terms: WireContext, kind: str, about:
 
 
 def broadcast_digest(frame: Frame, terms: WireContext) -> str:
-    """Return the digest of what a broadcast must have in common for all sites of a masked sum.
+    """Return a digest of the parts of a broadcast that must be equal for all sites of a masked sum.
 
-    A server that sends one site another model than the others could find its update in their sum. Slices that a method
-    sends to some sites only (``fedrep``, ``fedbn``, ``fedals``) are not part of it.
+    A server that sends one site a different model could otherwise identify this site's update in the sum. Slices that a
+    method sends only to some sites (``fedrep``, ``fedbn``, ``fedals``) are not included.
 
     Args:
         frame: Message that was received.
-        terms: Checks of messages.
+        terms: Wire context.
     """
     sliced = terms.method.sync is not None
     names = [name for name in sorted(frame.arrays) if not sliced or not (name.startswith("model/") or SLICED in name)]
@@ -221,7 +222,7 @@ def broadcast_digest(frame: Frame, terms: WireContext) -> str:
 
 
 def request_digest(frame: Frame) -> str:
-    """Return the digest of everything in a message except ``attempt``: a repeated message has the same one."""
+    """Return a digest of a message without ``attempt``, which is equal for repeated messages."""
     config = {name: value for name, value in frame.config.items() if name != "attempt"}
     arrays = [[name, hashlib.sha256(blob.data).hexdigest()] for name, blob in sorted(frame.arrays.items())]
     text = json.dumps([frame.kind, config, frame.figures, arrays], sort_keys=True)
@@ -229,22 +230,22 @@ def request_digest(frame: Frame) -> str:
 
 
 def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Broadcast:
-    """Inverse of ``encode_broadcast`` at the client, which kept ``state``.
+    """Decode and validate a broadcast at the client.
 
     Args:
         frame: Message that was received.
-        terms: Checks of messages.
-        state: State that the client kept.
+        terms: Wire context.
+        state: State of the client.
 
     Raises:
-        InvalidMessageError: The message is not a valid broadcast.
+        InvalidMessageError: If the message is not a valid broadcast.
     """
     spec, config = terms.spec, frame.config
     check_records(frame, ("model", "download", f"download{SLICED}"))
     down, up = (parse_slices(config.get(name), spec.size) for name in ("down", "up"))
     like, model = spec.flatten(), decode_record(frame, "model")
     if extra := set(model) - {"v", "b", "base"}:
-        raise InvalidMessageError(f"it holds model/{min(extra)[:60]}, which was not requested")
+        raise InvalidMessageError(f"it contains model/{min(extra)[:60]}, which was not requested")
     sent = check_tensor("model/v", model.get("v"), like, slices_length(down, spec.size), terms.norm)
     b, received = spec.flatten_buffers(), terms.received(down, frame.kind)
     b[received] = check_tensor("model/b", model.get("b"), b, int(received.sum()), terms.norm)
@@ -254,7 +255,9 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
         values = check_tensor("model/base", model.get("base"), like, slices_length(base, spec.size), terms.norm)
         v = scatter_slices(v, base, values)
     if down is not None and state.model is None:
-        state = replace(state, model=like)  # what does not travel begins as the run began, which follows from the seed
+        state = replace(
+            state, model=like
+        )  # parameters that are not sent start at the initial values, given by the seed
     return Broadcast(
         round=read_integer(config, "round"),
         client=read_integer(config, "client"),
@@ -272,12 +275,12 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
 
 
 def encode_update(update: Update, broadcast: Broadcast, terms: WireContext, about: dict[str, Any]) -> Frame:
-    """An update as a message; what stays at the client is not in it.
+    """Encode an update; the client's state stays at the client.
 
     Args:
         update: The update.
-        broadcast: Broadcast that it answers.
-        terms: Checks of messages.
+        broadcast: Broadcast that the client was trained from.
+        terms: Wire context.
         about: Further fields.
     """
     arrays = {"update/buffers": encode_tensor(update.buffers[terms.sent(broadcast).to(update.buffers.device)])}
@@ -297,29 +300,29 @@ def encode_update(update: Update, broadcast: Broadcast, terms: WireContext, abou
 
 
 def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, examples: int) -> Update:
-    """Inverse of ``encode_update`` at the server, which sent ``broadcast`` to a client with so many examples.
+    """Decode and validate an update at the server.
 
-    An update whose numbers are not finite is one all the same: the server leaves it out and counts it.
+    An update with non-finite values is valid: the server skips and counts it.
 
     Args:
         frame: Message that was received.
-        broadcast: Broadcast that was sent.
-        terms: Checks of messages.
-        examples: Number of samples of the client.
+        broadcast: Broadcast that the client was trained from.
+        terms: Wire context.
+        examples: Number of training samples of the client.
 
     Raises:
-        InvalidMessageError: The message is not a valid update, or answers another broadcast.
+        InvalidMessageError: If the message is not a valid update, or belongs to another broadcast.
     """
     spec, config = terms.spec, frame.config
     if frame.kind != "update":
-        raise InvalidMessageError(f"it is called {frame.kind[:40]!r} and no update")
+        raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'update'")
     check_records(frame, ("update", "upload", f"upload{SLICED}", "report"))
     check_reply_matches(config, broadcast, examples)
     if len(frame.figures) > FIGURES:
-        raise InvalidMessageError(f"it has {len(frame.figures)} figures")
+        raise InvalidMessageError(f"it has {len(frame.figures)} metrics, above the limit of {FIGURES}")
     tensors, report = decode_record(frame, "update"), decode_record(frame, "report")
     if extra := set(tensors) - {"delta", "buffers"} | set(report) - {"v"}:
-        raise InvalidMessageError(f"it holds {min(extra)[:60]!r}, which was not requested")
+        raise InvalidMessageError(f"it contains {min(extra)[:60]!r}, which was not requested")
     v = broadcast.v
     delta = torch.zeros_like(v)
     if terms.sends_model:
@@ -335,7 +338,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
         check_tensor("report/v", report.get("v"), v, spec.size, terms.norm, finite=False)
     elif report:
         raise InvalidMessageError("it reports a model that was not requested")
-    unusable = {"": {"state": torch.tensor(torch.nan)}}  # so that the server leaves it out, as the simulator does
+    unusable = {"": {"state": torch.tensor(torch.nan)}}  # makes the server skip the update, as in a simulation
     return Update(
         client=broadcast.client,
         born=broadcast.round,
@@ -356,88 +359,88 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
 
 
 def check_reply_matches(config: dict[str, Any], broadcast: Broadcast, examples: int) -> None:
-    """Look whether an answer is the one to ``broadcast``, from a client with so many examples.
+    """Validate that a reply belongs to ``broadcast`` and states the expected number of samples.
 
     Args:
         config: Fields of the reply.
         broadcast: Broadcast that was sent.
-        examples: Number of samples of the client.
+        examples: Number of training samples of the client.
 
     Raises:
-        InvalidMessageError: The reply belongs to another broadcast.
+        InvalidMessageError: If the reply belongs to another broadcast.
     """
     for name, expected in (("client", broadcast.client), ("round", broadcast.round), ("examples", examples)):
         if read_integer(config, name) != expected:
-            raise InvalidMessageError(f"its {name} is {config.get(name)} and not {expected}")
+            raise InvalidMessageError(f"its {name} is {config.get(name)} instead of {expected}")
     if read_number(config, "weight") != broadcast.weight:
-        raise InvalidMessageError(f"its weight is {config.get('weight')} and not {broadcast.weight}")
+        raise InvalidMessageError(f"its weight is {config.get('weight')} instead of {broadcast.weight}")
 
 
 def upload_shapes(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of what rules sent with an update, by name."""
+    """Return dtype and shape of the tensors that rules sent with an update, by name."""
     return {name: (str(t.dtype), tuple(t.shape)) for name, t in flatten_records("upload", update.upload).items()}
 
 
 def read_integer(config: dict[str, Any], name: str) -> int:
-    """An integer of a message.
+    """Return a non-negative integer field of a message.
 
     Args:
         config: Fields of a message.
         name: Name of the field.
 
     Raises:
-        InvalidMessageError: The field is missing or is not an integer.
+        InvalidMessageError: If the field is missing or is not such an integer.
     """
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} and not an integer")
+        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} instead of an integer")
     return value
 
 
 def read_number(config: dict[str, Any], name: str) -> float:
-    """A finite number of a message.
+    """Return a finite number field of a message.
 
     Args:
         config: Fields of a message.
         name: Name of the field.
 
     Raises:
-        InvalidMessageError: The field is missing or is not a finite number.
+        InvalidMessageError: If the field is missing or is not a finite number.
     """
     value = config.get(name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < float("inf"):
-        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} and no number")
+        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} instead of a number")
     return float(value)
 
 
 def read_text(config: dict[str, Any], name: str) -> str:
-    """A text of a message.
+    """Return a string field of a message.
 
     Args:
         config: Fields of a message.
         name: Name of the field.
 
     Raises:
-        InvalidMessageError: The field is missing or is not text.
+        InvalidMessageError: If the field is missing or is not a string.
     """
     value = config.get(name)
     if not isinstance(value, str):
-        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} and no text")
+        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} instead of a string")
     return value
 
 
 def read_class_counts(frame: Frame, classes: int) -> Tensor:
-    """A site's samples per class, ``[C]``.
+    """Return a site's number of samples per class, ``[C]``.
 
     Args:
         frame: Message that was received.
         classes: Number of classes.
 
     Raises:
-        InvalidMessageError: The counts are missing or invalid.
+        InvalidMessageError: If the counts are missing or invalid.
     """
     check_records(frame, ("facts",))
     counts = decode_record(frame, "facts").get("class_counts")
     if counts is None or counts.dtype != torch.int64 or tuple(counts.shape) != (classes,) or (counts < 0).any():
-        raise InvalidMessageError(f"it does not count its samples in {classes} classes")
+        raise InvalidMessageError(f"it does not report sample counts of {classes} classes")
     return counts

@@ -1,4 +1,4 @@
-"""Tensors as the arrays of a message, and the checks of every tensor that came from elsewhere."""
+"""Tensors as the arrays of a message, and validation of received tensors."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def printable(said: object) -> str:
 
 
 def encode_tensor(tensor: Tensor) -> Blob:
-    """A tensor as it travels."""
+    """Encode a tensor as bytes."""
     dense = tensor.detach().cpu().contiguous()
     return Blob(NAMES[dense.dtype], tuple(dense.shape), dense.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def encode_record(record: str, tensors: Tensors) -> dict[str, Blob]:
-    """Tensors as the arrays of one record.
+    """Encode tensors as the arrays of one record.
 
     Args:
         record: Name of the record.
@@ -56,7 +56,7 @@ def encode_record(record: str, tensors: Tensors) -> dict[str, Blob]:
 
 
 def decode_tensor(array: Blob) -> Tensor:
-    """An array as a tensor of its own memory; images lie channels-last, as everywhere."""
+    """Decode an array into a tensor with its own memory; images get the channels-last memory format."""
     dtype = DTYPES[array.dtype if array.dtype != "bool" else "uint8"]
     flat = torch.frombuffer(bytearray(array.data), dtype=dtype) if array.data else torch.empty(0, dtype=dtype)
     tensor = flat.view(array.shape)
@@ -66,12 +66,12 @@ def decode_tensor(array: Blob) -> Tensor:
 
 
 def channels_last_images(tensor: Tensor) -> Tensor:
-    """Images lie channels-last, as everywhere; a file does not say how they lay."""
+    """Convert images ``[n, c, h, w]`` to the channels-last memory format, which arrays and files do not preserve."""
     return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if tensor.dim() == 4 else tensor
 
 
 def decode_record(frame: Frame, record: str) -> Tensors:
-    """The arrays of one record as tensors.
+    """Decode the arrays of one record.
 
     Args:
         frame: Message that was received.
@@ -82,34 +82,34 @@ def decode_record(frame: Frame, record: str) -> Tensors:
 
 
 def check_records(frame: Frame, allowed: Iterable[str]) -> None:
-    """Refuse arrays that were not requested.
+    """Validate that a message contains only expected records.
 
     Args:
         frame: Message that was received.
         allowed: Names of the expected records.
 
     Raises:
-        InvalidMessageError: The message contains other records.
+        InvalidMessageError: If the message contains other records.
     """
     known = set(allowed)
     for name in frame.arrays:
         if name.partition("/")[0] not in known:
-            raise InvalidMessageError(f"it holds an array {name[:80]!r} that was not requested")
+            raise InvalidMessageError(f"it contains an array {name[:80]!r} that was not requested")
 
 
 def check_tensor(name: str, tensor: Tensor | None, like: Tensor, size: int, norm: float, finite: bool = True) -> Tensor:
-    """A vector that came from elsewhere, once it is what was asked for.
+    """Validate a received vector and return it.
 
     Args:
-        name: What it is called.
-        tensor: What came under that name.
-        like: A tensor of the type it must have.
-        size: Its length.
-        norm: Its largest Euclidean norm.
-        finite: Whether each of its numbers must be finite.
+        name: Name of the tensor in error messages.
+        tensor: Received tensor, or None if it is missing.
+        like: Tensor with the expected dtype.
+        size: Expected length.
+        norm: Largest accepted Euclidean norm.
+        finite: Whether all values must be finite.
 
     Raises:
-        InvalidMessageError: The tensor is missing, has another type or length, or its values are not finite or too large.
+        InvalidMessageError: If the tensor is missing, has another dtype or length, or is not finite or too large.
     """
     if tensor is None:
         raise InvalidMessageError(f"it has no {name}")
@@ -122,7 +122,7 @@ def check_tensor(name: str, tensor: Tensor | None, like: Tensor, size: int, norm
 
 
 def check_norm(name: str, tensor: Tensor, norm: float, finite: bool = True) -> None:
-    """Refuse a tensor whose numbers are not finite, or too large together.
+    """Validate that a tensor is finite and its norm is not too large.
 
     Args:
         name: Name of the tensor.
@@ -131,20 +131,20 @@ def check_norm(name: str, tensor: Tensor, norm: float, finite: bool = True) -> N
         finite: Whether all values must be finite.
 
     Raises:
-        InvalidMessageError: The values are not finite, or their norm is too large.
+        InvalidMessageError: If the values are not finite, or their norm is too large.
     """
     if not tensor.is_floating_point():
         return
     length = float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) if tensor.numel() else 0.0
     if not math.isfinite(length):
         if finite:
-            raise InvalidMessageError(f"{name} holds numbers that are not finite")
+            raise InvalidMessageError(f"{name} contains non-finite values")
     elif length > norm:
         raise InvalidMessageError(f"{name} has the norm {length:.3g}, above the limit of {norm:.3g}")
 
 
 def slices_as_text(slices: Slices | None) -> str | None:
-    """Slices as text; None stands for all.
+    """Return slices as text; None means all.
 
     >>> slices_as_text((slice(0, 4), slice(6, 9))), slices_as_text(())
     ('0:4,6:9', '')
@@ -153,14 +153,14 @@ def slices_as_text(slices: Slices | None) -> str | None:
 
 
 def parse_slices(text: object, size: int) -> Slices | None:
-    """Inverse of ``slices_as_text``, for a vector of ``size`` elements.
+    """Parse the text of ``slices_as_text``, for a vector of ``size`` elements.
 
     Args:
-        text: Text to read.
+        text: Text to parse.
         size: Length of the vector.
 
     Raises:
-        InvalidMessageError: The slices are not in order, or beyond the vector.
+        InvalidMessageError: If the slices are invalid, out of order, or exceed the vector.
     """
     if text is None:
         return None
@@ -173,12 +173,12 @@ def parse_slices(text: object, size: int) -> Slices | None:
                 raise ValueError
             end = slices[-1].stop
     except ValueError:
-        raise InvalidMessageError(f"{str(text)[:60]!r} names no slices of {size} parameters") from None
+        raise InvalidMessageError(f"{str(text)[:60]!r} is not a valid list of slices of {size} parameters") from None
     return tuple(slices)
 
 
 def slices_length(slices: Slices | None, size: int) -> int:
-    """Return how many of ``size`` elements are in the slices.
+    """Return the number of elements in the slices.
 
     Args:
         slices: Slices of the vector; None: all of it.
@@ -188,7 +188,7 @@ def slices_length(slices: Slices | None, size: int) -> int:
 
 
 def gather_slices(v: Tensor, slices: Slices | None) -> Tensor:
-    """The slices of a vector, joined.
+    """Concatenate the slices of a vector.
 
     Args:
         v: Vector, ``[d]``.
@@ -200,12 +200,12 @@ def gather_slices(v: Tensor, slices: Slices | None) -> Tensor:
 
 
 def scatter_slices(into: Tensor, slices: Slices | None, values: Tensor) -> Tensor:
-    """``into`` with joined values in the slices; inverse of ``gather_slices``.
+    """Write concatenated values into the slices of a vector and return it; inverse of ``gather_slices``.
 
     Args:
         into: Vector to fill, ``[d]``.
         slices: Slices to fill; None: all.
-        values: Joined values of the slices.
+        values: Concatenated values of the slices.
     """
     if slices is None:
         return values

@@ -1,4 +1,4 @@
-"""Address of a Ray cluster, and the connection to it."""
+"""Address of a Ray cluster and connection to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unskew.provenance import UntrustedText
 
 TOKEN = Path.home() / ".ray" / "auth_token"
 PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).check_alive([], timeout=10)"
-"""Program that succeeds if a cluster answers it."""
+"""Program that succeeds if a cluster responds."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class ClusterConfig:
     """Address of a cluster, and the resources that a client may use.
 
     Attributes:
-        address: ``local`` starts one on this machine that ends with this process; ``auto`` is one that runs here already;
-            else ``HOST:PORT`` of its head.
-        cpus_per_worker: Cores, and threads, of a task.
-        gpus_per_worker: Accelerators of a task.
-        retries: How often a client is trained again after its worker or its node died.
-        deadline: Seconds without any answer after which the run ends; None waits on.
-        data: ``store`` sends the data through the object store, ``nodes`` lets nodes open them where they are named; ``auto``
-            does so where they are named by a URL.
+        address: ``local`` for a new cluster on this machine that ends with this process, ``auto`` for one that already
+            runs here, otherwise ``HOST:PORT`` of the head.
+        cpus_per_worker: Number of cores, and of threads, of a task.
+        gpus_per_worker: Number of accelerators of a task.
+        retries: Number of times a client is trained again after its worker or its node died.
+        deadline: Seconds without any reply after which the run ends; None to wait indefinitely.
+        data: ``store`` sends the data through the object store; ``nodes`` lets each node open them from the path or
+            URL; ``auto`` means ``nodes`` for data from a URL, otherwise ``store``.
     """
 
     address: str = "local"
@@ -49,10 +49,10 @@ class ClusterConfig:
 
 
 def load_ray() -> Any:
-    """The package; clusters ask for a token by default, and a process that has one shows it if told so before this.
+    """Import Ray; cluster authentication must be configured before the import.
 
     Raises:
-        ConfigError: Ray is not installed.
+        ConfigError: If Ray is not installed.
     """
     if TOKEN.exists() or {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -64,11 +64,11 @@ def load_ray() -> Any:
 
 
 def connect(address: str, workers: int | None) -> None:
-    """Connect this process to a cluster, unless it is connected already; tensors travel as NumPy arrays from then on.
+    """Connect this process to a cluster, unless it is already connected; tensors are then sent as NumPy arrays.
 
     Args:
         address: ``local``, ``auto``, or ``HOST:PORT`` of the head.
-        workers: Cores of a local cluster; None: those of this machine.
+        workers: Cores of a local cluster; None for all of this machine.
 
     Raises:
         ConfigError: If an untrusted file names a cluster on another machine.
@@ -82,17 +82,17 @@ def connect(address: str, workers: int | None) -> None:
             options |= {"num_cpus": workers or num_cores(), "include_dashboard": False}
         host = address.rpartition(":")[0]
         if _is_loopback(host):
-            options["_node_ip_address"] = host  # nodes of one machine, each with its address
+            options["_node_ip_address"] = host  # a node on this machine with its own address
         if address not in ("local", "auto"):
             check_reachable(address)
         if address == "local" and os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-            check_token_required(own_address())  # otherwise Ray makes a token
+            check_token_required(own_address())  # otherwise Ray creates a token
         try:
             ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
             raise EngineError(
-                f"There is no Ray cluster at {address!r} that lets this process in: {str(error).splitlines()[0]} Start one "
-                f"with ray start --head, give this machine the cluster's token ({TOKEN} or RAY_AUTH_TOKEN), or take "
+                f"There is no Ray cluster at {address!r} that accepts this process: {str(error).splitlines()[0]} Start one "
+                f"with ray start --head, give this machine the cluster's token ({TOKEN} or RAY_AUTH_TOKEN), or use "
                 "ray.address=local."
             ) from error
         if address != "local" and accepts_without_token(head_address(ray)):
@@ -105,10 +105,10 @@ def connect(address: str, workers: int | None) -> None:
 
 
 def check_address_trusted(address: str) -> None:
-    """Reject the address of another machine from an untrusted file: what a cluster sends can run programs here.
+    """Validate that an untrusted file does not name a cluster on another machine, which could run programs here.
 
     Raises:
-        ConfigError: An untrusted file names a cluster on another machine.
+        ConfigError: If an untrusted file names a cluster on another machine.
     """
     host = address.rpartition(":")[0].strip("[]")
     if address in ("local", "auto") or host in ("localhost", "127.0.0.1") or _is_loopback(host):
@@ -116,21 +116,21 @@ def check_address_trusted(address: str) -> None:
     if isinstance(address, UntrustedText):
         raise ConfigError(
             f"{address.source} names a Ray cluster, ray.address={address}, which can run programs on this machine. If you "
-            f"know it, {address.remedy}, or name it yourself with --set ray.address={address}."
+            f"trust it, {address.remedy}, or set it yourself with --set ray.address={address}."
         )
 
 
 def list_nodes(ray: Any) -> list[tuple[int, float]]:
-    """Cores and accelerators of each node that is alive; what a task asks for must be on one of them."""
+    """Return the number of cores and accelerators of each live node; a task must fit on one node."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [(int(has.get("CPU", 0)), float(has.get("GPU", 0))) for has in alive]
 
 
 def check_reachable(address: str) -> None:
-    """Refuse an address where nothing listens: Ray would end this whole process a minute after it failed to connect.
+    """Validate that the address accepts connections; otherwise Ray would end this process a minute after it failed.
 
     Raises:
-        EngineError: Nothing answers there.
+        EngineError: If nothing listens at the address.
     """
     try:
         check_connection(address, 10)
@@ -152,7 +152,7 @@ def check_connection(address: str, seconds: float) -> None:
 
 
 def accepts_without_token(address: str) -> bool:
-    """Return whether a cluster answers a process that shows no token. Takes a process and about a second."""
+    """Return whether a cluster accepts a process without a token. Starts a process and takes about a second."""
     hidden = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"RAY_AUTH_MODE": "disabled"}
     try:
@@ -165,7 +165,7 @@ def accepts_without_token(address: str) -> bool:
 
 
 def check_token_required(host: str) -> None:
-    """Reject the head of a cluster without a token, except on loopback: whoever reaches its ports can run programs there.
+    """Validate that a cluster requires a token, except on loopback, because anyone with access can run programs there.
 
     Raises:
         EngineError: If ``host`` is not an address of this machine to itself.
@@ -176,25 +176,25 @@ def check_token_required(host: str) -> None:
         loopback = False
     if not loopback:
         raise EngineError(
-            f"The Ray cluster at {host} requires no token, so whoever reaches its ports can run programs on it. Create one "
-            "(ray get-auth-token --generate), copy ~/.ray/auth_token to all machines, and set RAY_AUTH_MODE=token before "
-            "ray start on each of them and here."
+            f"The Ray cluster at {host} requires no token, so anyone who reaches its ports can run programs on it. Create a "
+            "token (ray get-auth-token --generate), copy ~/.ray/auth_token to all machines, and set RAY_AUTH_MODE=token "
+            "before ray start on each of them and here."
         )
 
 
 def head_address(ray: Any) -> str:
-    """Return host and port of the head of the cluster that this process is connected to."""
+    """Return ``HOST:PORT`` of the head of the connected cluster."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def watch_head(address: str, warn: Callable[[str], None], ended: Event, seconds: float = 5.0) -> None:
-    """Warn once if the head stops listening: Ray then ends this process about a minute later, without a reason.
+    """Warn once if the head stops listening, because Ray ends this process about a minute later without a reason.
 
     Args:
-        address: Host and port of the head.
-        warn: Shows the warning.
+        address: ``HOST:PORT`` of the head.
+        warn: Called with the warning.
         ended: Set when the run has ended.
-        seconds: Time between two looks.
+        seconds: Time between two checks.
     """
     failures = 0
     while failures < 3 and not ended.wait(seconds):
@@ -205,13 +205,13 @@ def watch_head(address: str, warn: Callable[[str], None], ended: Event, seconds:
             failures += 1
     if failures == 3:
         warn(
-            f"The head of the Ray cluster at {address} no longer answers. Ray ends this process within a minute; continue "
+            f"The head of the Ray cluster at {address} no longer responds. Ray ends this process within a minute. Continue "
             "the run with unskew resume, on another cluster (--set ray.address=...) or on this machine (--engine processes)."
         )
 
 
 def own_address() -> str:
-    """The address by which this machine reaches others; nothing is sent."""
+    """Return the address by which this machine reaches others; no data are sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
         try:
             line.connect(("8.8.8.8", 80))

@@ -1,10 +1,9 @@
-"""Clients on a Ray cluster, for where one machine is too small; the numbers are those of every other engine.
+"""Ray engine: trains clients on a Ray cluster if one machine is too small, with the same results as other engines.
 
-Training a client is a stateless task, so a worker or a node that dies costs no more than its clients of this round: Ray
-trains them again elsewhere, and they give the same bits. What all clients of a run need is put into the object store once a
-run, what all clients of a round receive once a round; only what is a client's own travels with its task. Tensors travel as
-NumPy arrays, which workers of a node read from the store without a copy of their own.
-
+Training a client is a stateless task, so if a worker or a node dies, Ray trains only its clients of this round again
+elsewhere, with bit-identical results. Data that all clients of a run need are put into the object store once per run,
+and data for all clients of a round once per round. Only a client's own data are sent with its task. Tensors are sent as
+NumPy arrays, which workers of a node read from the store without copying.
 Moritz et al. 2018, "Ray: A Distributed Framework for Emerging AI Applications", arXiv:1712.05889.
 """
 
@@ -34,17 +33,17 @@ from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 
 AHEAD = 2
-"""Tasks in flight for each worker: one that it does, and the next."""
+"""Tasks in flight per worker: the current and the next one."""
 HELD = 2 << 30
-"""Bytes of updates that may be waiting for their turn in the stores of the cluster, roughly."""
+"""Approximate bytes of updates that may wait in the stores of the cluster for their turn."""
 TURNS = 32
-"""Rounds of all workers after which the clients of a cohort are looked at anew, largest first."""
+"""Rounds of all workers after which the next clients of a cohort are sorted, largest first."""
 TASKS = 4
-"""Tasks of a round for each worker, at least: fewer would leave some workers without any at its end."""
+"""Minimum number of tasks per worker and round; with fewer, some workers would be idle at the end of the round."""
 SMALL = 16 << 20
-"""Bytes of updates that a task may bring back where it trains several clients one after another."""
+"""Bytes of updates that a task may return if it trains several clients one after another."""
 ATTEMPTS = 3
-"""Times that a client may fail for a reason of its own."""
+"""Number of times that a client may fail for a reason other than a dead worker."""
 
 
 @dataclass
@@ -52,9 +51,9 @@ class _TaskGroup:
     """Clients that are trained together.
 
     Attributes:
-        places: Theirs in the cohort.
-        failed: How often they have.
-        answer: Reference to their updates, or to what went wrong.
+        places: Indices of the clients in the cohort.
+        failed: Number of failed attempts.
+        answer: Reference to the updates, or to the error.
     """
 
     places: list[int]
@@ -66,14 +65,14 @@ class RayEngine:
     """Trains the clients of a cohort as tasks of a cluster.
 
     Args:
-        setup: The run.
-        workers: Tasks at a time; by default as many as the cluster has cores for.
-        where: The cluster.
-        together: How many clients a task trains as one network.
+        setup: Configuration of the engine.
+        workers: Number of concurrent tasks; None for as many as the cluster has cores for.
+        where: Address and resources of the cluster.
+        clients_per_group: Number of clients that a task trains as one network.
 
     Raises:
-        EngineError: There is no such cluster, it has no room for a single task, another version of unskew, or the run cannot
-            be sent there.
+        EngineError: If there is no such cluster, it has no room for a task or another version of unskew, or the run
+            cannot be sent to it.
     """
 
     name = "ray"
@@ -112,21 +111,21 @@ class RayEngine:
             raise
         except Exception as error:
             raise EngineError(
-                f"This run cannot be sent to the cluster, as a part of it cannot be pickled: {error}. Give data and rules "
-                "that need no open file or lock, or use another engine."
+                f"This run cannot be sent to the cluster, because a part of it cannot be pickled: {error}. Use data and "
+                "rules without open files or locks, or another engine."
             ) from error
         self._check_versions()
 
     def _sent(self) -> Federation:
-        """Return what workers receive of the data: the clients' data, or where a node finds them."""
+        """Return the data for workers: the clients' data, or the location from which nodes open them."""
         federation = self.setup.federation
         source = getattr(federation.clients, "source", None)
         by_url = source is not None and any("://" in str(path) for path in (source[0].data, source[0].data_path))
         in_files = source is None and getattr(federation.clients, "mapped", False)
         if self.where.data == "nodes" and source is None and not in_files:
             raise EngineError(
-                "ray.data=nodes lets nodes open the data where they are named, but these were given in Python, changed by "
-                "the method, or moved to another device; use ray.data=store, or map them from files "
+                "ray.data=nodes lets nodes open the data from their path or URL, but these data were given in Python, "
+                "changed by the method, or moved to another device. Use ray.data=store, or map them from files "
                 '(np.load(..., mmap_mode="r")).'
             )
         if self.where.data == "nodes" and in_files:
@@ -138,10 +137,10 @@ class RayEngine:
         return replace(federation, test=(federation.test[0][:1], federation.test[1][:1]), server=None)
 
     def places(self) -> int:
-        """Tasks at a time; it grows and shrinks with the cluster.
+        """Number of concurrent tasks; it changes with the size of the cluster.
 
         Raises:
-            EngineError: No node has room for a task.
+            EngineError: If no node has room for a task.
         """
         cores, gpus = self.where.cpus_per_worker, self.where.gpus_per_worker
         nodes = list_nodes(self.ray)
@@ -149,8 +148,8 @@ class RayEngine:
         if slots < 1:
             largest = ", ".join(f"{c} cores and {g:g} accelerators" for c, g in sorted(set(nodes), reverse=True)[:3])
             raise EngineError(
-                f"No node of the cluster has room for a worker of {cores} cores and {gpus:g} accelerators; they have "
-                f"{largest or 'nothing'}. Start other nodes, or ask for less (ray.cpus_per_worker, ray.gpus_per_worker)."
+                f"No node of the cluster has room for a worker of {cores} cores and {gpus:g} accelerators. The nodes have "
+                f"{largest or 'nothing'}. Start other nodes, or set smaller ray.cpus_per_worker or ray.gpus_per_worker."
             )
         return min(self.most or slots, slots)
 
@@ -159,10 +158,10 @@ class RayEngine:
         check_versions(self.ray.get(there[0]))
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train a cohort; see ``unskew.engines.base.Engine``.
+        """Train a cohort and yield its updates in order.
 
-        Updates stay on the nodes that made them until their turn comes, and few are ahead of it: so this process needs the
-        memory of one part of the cohort, however large that is.
+        Updates stay on the nodes that computed them until their turn, and only few are computed ahead, so the memory of
+        this process does not depend on the size of the cohort.
         """
         self.setup.retried(0)
         if not broadcasts:
@@ -176,7 +175,7 @@ class RayEngine:
         begun, ahead = 0, AHEAD * self.places()
 
         def begin(part: _TaskGroup) -> None:
-            # In lists: Ray resolves arguments that are references themselves for every single task.
+            # In lists, because Ray resolves references that are arguments themselves for every single task.
             own = [packed[index] for index in part.places]
             ok, part.answer = self.task.remote(self.run, [self.everything], [common], own)
             flying[ok] = part
@@ -199,13 +198,13 @@ class RayEngine:
             yield fetched.pop(index)
 
     def _window(self) -> int:
-        """Clients of a cohort that are looked at together: the largest of them are trained first."""
+        """Return the number of clients of a cohort that are scheduled together, largest first."""
         spec = self.setup.spec
         fewest = AHEAD * self.places() * self.clients_per_group
         return max(fewest, min(TURNS * fewest, HELD // max(1, spec.size * spec.dtype.itemsize)))
 
     def _of_a_task(self, cohort: int) -> int:
-        """Clients of a task: one network, or small ones one after another, so that sending tasks takes little of the time."""
+        """Return the number of clients per task: one network, or several small ones to reduce the overhead of tasks."""
         if self.clients_per_group > 1:
             return self.clients_per_group
         spec = self.setup.spec
@@ -213,7 +212,7 @@ class RayEngine:
         return max(1, min(cohort // (TASKS * self.places()), room))
 
     def _parts(self, broadcasts: Sequence[Broadcast], window: int) -> list[_TaskGroup]:
-        """The parts of a cohort in the order in which they are begun."""
+        """Return the groups of a cohort in the order in which they are started."""
         steps, most = steps_per_client(self.setup, broadcasts), self._of_a_task(len(broadcasts))
         return [
             _TaskGroup([start + index for index in part])
@@ -240,8 +239,10 @@ class RayEngine:
                 f"it has {len(self.ray.nodes())} nodes and {free:g} free cores."
             )
             if self.where.deadline is not None and waited >= self.where.deadline:
-                raise EngineError(f"{text} That is ray.deadline; the run can be resumed, here or on another cluster.")
-            self.setup.warn(f"{text} It keeps waiting; the run can be stopped and resumed elsewhere.")
+                raise EngineError(
+                    f"{text} The limit is ray.deadline. The run can be resumed, here or on another cluster."
+                )
+            self.setup.warn(f"{text} The run keeps waiting; it can be stopped and resumed elsewhere.")
 
     def _succeeded(self, ready: Any, part: _TaskGroup) -> bool:
         """Return whether a task succeeded; a task that fails repeatedly raises its own error."""
@@ -253,19 +254,19 @@ class RayEngine:
         return False
 
     def _receive(self, part: _TaskGroup) -> list[Update]:
-        """The updates of a part, as copies: what lies in a store can leave it."""
+        """Return the updates of a group as copies, so that they can be removed from the store."""
         self._wait([part.answer])
         updates, lost = self._get(part.answer)
         self.setup.retried(lost * len(part.places))
         return [update_from_dict(Update, copy_record(update, self.setup.device)) for update in updates]
 
     def _put(self, value: Any) -> Any:
-        """Into the object store, which moves to the disk what it has no room for."""
+        """Put a value into the object store, which spills to disk if it is full."""
         try:
             return self.ray.put(value)
         except self.ray.exceptions.RayError as error:
             raise EngineError(
-                f"The cluster's object store cannot take what clients need: {type(error).__name__}, "
+                f"The cluster's object store cannot store the clients' data: {type(error).__name__}, "
                 f"{str(error).splitlines()[0]} Free disk space of this node, start it with a larger --object-store-memory, "
                 "or let nodes open the data (ray.data=nodes)."
             ) from error
@@ -275,12 +276,12 @@ class RayEngine:
             return self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
             raise EngineError(
-                f"A client could not be trained on the cluster, also not in {self.where.retries + 1} attempts: "
+                f"A client could not be trained on the cluster in {self.where.retries + 1} attempts: "
                 f"{str(error).splitlines()[0]} The run can be resumed, here or on another cluster."
             ) from error
 
     def close(self) -> None:
-        """Forget the run. The cluster goes on: it is not ours, or serves the next run of this process."""
+        """Release the run's data. The cluster keeps running, for other users or for the next run of this process."""
         self.ended.set()
         self.everything = None
 
@@ -291,12 +292,12 @@ def create_engine(
     """Create the engine ``ray``; the entry point of the group ``unskew.engines``.
 
     Args:
-        setup: Everything that the engine needs for the run.
-        workers: Number of concurrent tasks; None: one per core of the cluster.
+        setup: Configuration of the engine.
+        workers: Number of concurrent tasks; None for one per core of the cluster.
         clients_per_group: Number of clients that a task trains as one network.
         options: Fields of ``ClusterConfig``.
 
     Raises:
-        EngineError: There is no such cluster, or it has no room for a task.
+        EngineError: If there is no such cluster, or it has no room for a task.
     """
     return RayEngine(setup, workers, ClusterConfig(**options), clients_per_group)

@@ -1,4 +1,4 @@
-"""Messages to and from a Ray cluster: tensors as NumPy arrays, with tensors that clients share sent once."""
+"""Messages to and from a Ray cluster: tensors as NumPy arrays; tensors shared by clients are sent once."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 SHARED = 1024
-"""Numbers from which on a tensor that several clients of a round receive is put once for all of them."""
+"""Minimum number of elements for which a tensor shared by several clients of a round is sent only once."""
 
 
 @dataclass(frozen=True)
 class SharedTensorRef:
-    """Position of a tensor in the list of shared tensors."""
+    """Index of a tensor in the list of shared tensors."""
 
     number: int
 
 
 def extract_shared(broadcasts: list[dict[str, Any]]) -> tuple[list[Tensor], list[Any]]:
-    """Large tensors that several of these records hold, and the records with places in the list where they were.
+    """Move large tensors that several records share to a list, and replace them in the records by references.
 
     >>> v = torch.zeros(2000)
     >>> shared, records = extract_shared([{"v": v, "client": 0}, {"v": v, "client": 1}])
@@ -53,11 +53,11 @@ def extract_shared(broadcasts: list[dict[str, Any]]) -> tuple[list[Tensor], list
 
 
 def restore_shared(record: Any, shared: list[Tensor]) -> Any:
-    """Inverse of ``extract_shared`` for one record.
+    """Invert ``extract_shared`` for one record.
 
     Args:
-        record: Record with places in the place of shared tensors.
-        shared: The shared tensors.
+        record: Record with references instead of shared tensors.
+        shared: Shared tensors.
     """
     if isinstance(record, dict):
         return {key: restore_shared(inner, shared) for key, inner in record.items()}
@@ -65,11 +65,11 @@ def restore_shared(record: Any, shared: list[Tensor]) -> Any:
 
 
 def copy_record(value: Any, device: torch.device) -> Any:
-    """A record with its tensors in memory of their own, on a device.
+    """Return a record with copies of its tensors on a device.
 
     Args:
         value: Nested containers of tensors.
-        device: Device that computes.
+        device: Device to copy to.
     """
     if isinstance(value, dict):
         return {key: copy_record(inner, device) for key, inner in value.items()}
@@ -77,7 +77,7 @@ def copy_record(value: Any, device: torch.device) -> Any:
 
 
 def as_array(tensor: Tensor) -> tuple[Any, torch.dtype, bool]:
-    """The values as a NumPy array in the order of their memory, so that channels stay last."""
+    """Return the values as a NumPy array in memory order, so that channels-last tensors remain channels-last."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     plain = (tensor.detach().permute(0, 2, 3, 1) if last else tensor.detach()).contiguous().cpu()
     if plain.dtype == torch.bfloat16:
@@ -86,10 +86,10 @@ def as_array(tensor: Tensor) -> tuple[Any, torch.dtype, bool]:
 
 
 def as_tensor(value: tuple[Any, torch.dtype, bool]) -> Tensor:
-    """Inverse of ``as_array``, on the same memory."""
+    """Invert ``as_array``, on the same memory."""
     array, dtype, last = value
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the array may not be written to; nothing here writes to what was sent
+        warnings.simplefilter("ignore")  # the array is read-only, and sent tensors are never written to
         tensor = torch.from_numpy(array)
     if tensor.dtype != dtype:
         tensor = tensor.view(dtype)

@@ -1,4 +1,4 @@
-"""Work of a node of a Ray cluster: train clients on data that were sent or that the node opens itself."""
+"""Worker of a Ray cluster: trains clients on data that were sent or that the node opens itself."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from unskew.protocol.messages import Broadcast
 from unskew.version import __version__
 
 KEPT = 24 * 3600
-"""Seconds after which a node forgets the data of a run that ended without a word."""
+"""Seconds after which a node removes the data of a run that ended without notice."""
 
 
 @dataclass(frozen=True)
 class RemoteClients(Sequence[ClientData]):
-    """Clients whose data a node opens by itself.
+    """Clients whose data a node opens itself.
 
     Attributes:
-        total: How many there are.
+        total: Number of clients.
     """
 
     total: int
@@ -57,10 +57,10 @@ class RemoteClients(Sequence[ClientData]):
 
 @dataclass(frozen=True)
 class DescribedClients(RemoteClients):
-    """Clients of data that are named.
+    """Clients of data that are described by name.
 
     Attributes:
-        spec, seed: What decides data partition.
+        spec, seed: Data specification and seed, which determine the partition.
     """
 
     spec: DataSpec
@@ -72,24 +72,27 @@ class MappedClients(RemoteClients):
     """Clients whose arrays are mapped from files.
 
     Attributes:
-        packed: The clients, with their arrays named by these files.
+        packed: Pickled clients, with references to the files instead of arrays.
     """
 
     packed: bytes
 
 
 _trainers: dict[str, GroupTrainer] = {}
-"""The trainer of the run that this worker serves; the one before it is forgotten."""
+"""Trainer of the run that this worker serves, by the name of the run; trainers of earlier runs are removed."""
 
 
 def train_group(run: str, everything: list[Any], common: list[Any], packed: list[Any]) -> tuple[bool, Any]:
-    """The training of some clients, and what went wrong, or their updates and how many attempts died before this one.
+    """Train a group of clients.
 
     Args:
-        run: Names it.
-        everything: Reference to what all clients of the run need: the setup, and how many clients are trained as one.
-        common: Reference to what all clients of the round receive.
-        packed: What each of these clients receives of its own.
+        run: Name of the run.
+        everything: Reference to the engine configuration and the number of clients trained as one network.
+        common: Reference to the tensors that all clients of the round receive.
+        packed: Remaining broadcast of each client.
+
+    Returns:
+        Whether training succeeded, and either the error or the updates with the number of earlier attempts that died.
     """
     import ray
 
@@ -105,12 +108,12 @@ def train_group(run: str, everything: list[Any], common: list[Any], packed: list
         )
     except UnskewError as error:
         return False, error
-    except Exception:  # a bug in a rule must reach the user
+    except Exception:  # report bugs in rules to the user
         return False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")
 
 
 def previous_attempts(ray: Any) -> int:
-    """Return how often Ray started this task before, because a worker or a node died; Ray reports it nowhere else."""
+    """Return how often this task was started before because a worker or a node died, which Ray reports only here."""
     return int(ray._private.worker.global_worker.core_worker.get_current_task_attempt_number())
 
 
@@ -118,17 +121,17 @@ def device_for(accelerators: float) -> torch.device:
     """Return the device of a task: the accelerator assigned by Ray, independent of the server's devices.
 
     Args:
-        accelerators: How much of one that is; 0 without.
+        accelerators: Number of accelerators of the task, possibly fractional; 0 for none.
 
     Raises:
-        EngineError: PyTorch cannot use the accelerator.
+        EngineError: If PyTorch cannot use the accelerator.
     """
     if accelerators <= 0:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise EngineError(
-            f"Ray gave a worker of {os.uname().nodename} an accelerator that its PyTorch {torch.__version__} cannot use: "
-            "install a build for it, or leave out ray.gpus_per_worker."
+            f"Ray assigned a worker of {os.uname().nodename} an accelerator that its PyTorch {torch.__version__} cannot use. "
+            "Install a build for it, or remove ray.gpus_per_worker."
         )
     return torch.device("cuda")
 
@@ -137,7 +140,7 @@ def _begin(run: str, setup: EngineConfig, at_once: int) -> None:
     import ray
 
     for other in _trainers:
-        _place(other).unlink(missing_ok=True)  # who has mapped it keeps it
+        _place(other).unlink(missing_ok=True)  # processes that have mapped the file keep it
     _trainers.clear()
     resources: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]
     torch.set_num_threads(max(1, int(resources.get("CPU", 1))))
@@ -158,7 +161,7 @@ def _begin(run: str, setup: EngineConfig, at_once: int) -> None:
 
 
 def _opened(run: str, federation: Federation, described: DescribedClients) -> Federation:
-    """The federation with its clients: the first worker of a node loads them, the others map what it has laid out."""
+    """Return the federation with its clients: the first worker of a node loads them, other workers map its file."""
     opened = _place(run)
     opened.parent.mkdir(mode=0o700, exist_ok=True)
     about = opened.parent.lstat()
@@ -176,8 +179,8 @@ def _opened(run: str, federation: Federation, described: DescribedClients) -> Fe
         clients, fingerprint = load_mmap(opened)
     if fingerprint != federation.fingerprint:
         raise DataError(
-            f"The data that {os.uname().nodename} opens are not those of the server (partition {fingerprint} instead of "
-            f"{federation.fingerprint}): give all nodes the same files, or use ray.data=store."
+            f"The data that {os.uname().nodename} opens differ from the server's (partition {fingerprint} instead of "
+            f"{federation.fingerprint}). Use the same files on all nodes, or ray.data=store."
         )
     return replace(federation, clients=clients)
 
@@ -192,14 +195,14 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(theirs: dict[str, str]) -> None:
-    """Refuse a cluster with other versions.
+    """Validate that the cluster has the same versions.
 
     Raises:
-        EngineError: The versions differ.
+        EngineError: If the versions differ.
     """
     installed = versions()
     if theirs != installed:
         there, here = (" and ".join(f"{name} {version}" for name, version in of.items()) for of in (theirs, installed))
         raise EngineError(
-            f"The cluster has {there}, this machine {here}: numbers would not be comparable. Install the same."
+            f"The cluster has {there}, this machine has {here}, so results would differ. Install the same versions."
         )

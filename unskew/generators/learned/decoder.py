@@ -1,6 +1,6 @@
-"""A network that makes images, learned together with its input: the learnable generator of FedCOG.
+"""Network that generates images, trained together with its input: the learnable generator of FedCOG.
 
-Its numbers and those of its input are one flat vector, so whatever learns pixels learns it too. Everything is a pure
+Its parameters and its input are one flat vector, so the code that learns pixels can also train it. Everything is a pure
 function of tensors that ``torch.func.vmap`` can map over clients.
 
 The network, for images ``C x H x W``, with ``h = H / 4`` and ``w = W / 4`` rounded up::
@@ -8,9 +8,8 @@ The network, for images ``C x H x W``, with ``h = H / 4`` and ``w = W / 4`` roun
     z [n, 256] -> linear to 128 x h x w -> norm -> upsample 2 -> conv 3x3 128 -> norm -> leaky 0.2
                -> upsample 2 -> conv 3x3 64 -> norm -> leaky 0.2 -> conv 3x3 C -> sigmoid
 
-What is larger than ``H x W``, because a side is not a multiple of 4, is cut off at the bottom and at the right.
-``batch_norm`` is batch normalization by the batch's own mean and biased variance, with a learned scale and offset;
-convolutions before it have no bias.
+If a side is not a multiple of 4, the excess is removed at the bottom and on the right. ``norm`` is batch normalization by the
+batch's own mean and biased variance, with a learned scale and offset; convolutions before it have no bias.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ from unskew.data.pixel_scaling import PixelScaling
 from unskew.generators.learned.inversion import Maker, channels_last
 from unskew.seeding import normal
 
-LATENT, WIDE, NARROW = 256, 128, 64
+LATENT = 256
+WIDE = 128
+NARROW = 64
 BETAS = (0.5, 0.999)
 """Adam's decay rates for this network."""
 
@@ -59,13 +60,13 @@ def decoder_layout(n: int, shape: Shape) -> dict[str, tuple[tuple[int, ...], flo
 
 
 def initial_decoder(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A new network with its input, as one flat vector: a pure function of ``key``.
+    """Initialize network and input as one flat vector, a pure function of ``key``.
 
     Args:
         key: Random 64-bit key.
         n: Number of images.
-        shape: ``(C, H, W)`` of one image.
-        dtype: Type of the vector.
+        shape: Shape of an image, ``(C, H, W)``.
+        dtype: Data type of the vector.
     """
     tensors = decoder_layout(n, shape).values()
     sizes = torch.tensor([math.prod(dims) for dims, _, _ in tensors], device=key.device)
@@ -80,9 +81,7 @@ def initial_decoder(key: Tensor, n: int, shape: Shape, dtype: torch.dtype = torc
 
 
 def make_decoder(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype, pixels: PixelScaling) -> Maker:
-    """A new network, how a model's inputs ``[n, C, H, W]`` are made of it, and Adam's decay rates.
-
-    See ``initial_decoder``.
+    """Return an initial network (see ``initial_decoder``), its mapping to inputs ``[n, C, H, W]``, and Adam's decay rates.
 
     Args:
         key: Random key.
@@ -96,10 +95,10 @@ def make_decoder(key: Tensor, n: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def unflatten(vector: Tensor, n: int, shape: Shape) -> dict[str, Tensor]:
-    """The tensors by name, as views of the flat vector; differentiable.
+    """Return the tensors by name, as differentiable views of the flat vector.
 
     Args:
-        vector: All parameters of the decoder.
+        vector: Network and input, as returned by ``initial_decoder``.
         n: Number of images.
         shape: Shape of an image, ``(C, H, W)``.
     """
@@ -109,12 +108,12 @@ def unflatten(vector: Tensor, n: int, shape: Shape) -> dict[str, Tensor]:
 
 
 def decode(vector: Tensor, n: int, shape: Shape) -> Tensor:
-    """The images that the network makes of its input: ``[n, C, H, W]``, from 0 to 1.
+    """Generate images ``[n, C, H, W]`` with values from 0 to 1.
 
     Args:
-        vector: Network and input, as ``initial_decoder`` gives them.
+        vector: Network and input, as returned by ``initial_decoder``.
         n: Number of images.
-        shape: ``(C, H, W)`` of one image.
+        shape: Shape of an image, ``(C, H, W)``.
     """
     _, height, width = shape
     p = unflatten(vector, n, shape)
@@ -130,18 +129,18 @@ def decode(vector: Tensor, n: int, shape: Shape) -> Tensor:
 
 
 def batch_norm(x: Tensor, scale: Tensor, offset: Tensor, eps: float = 1e-5) -> Tensor:
-    """Batch normalization of ``x [n, c, h, w]`` by its own statistics.
+    """Normalize activations by the mean and variance of their batch.
 
     Args:
         x: Activations, ``[n, c, h, w]``.
         scale: Factor per channel, ``[c]``.
-        offset: Summand per channel, ``[c]``.
-        eps: Summand of the variance.
+        offset: Offset per channel, ``[c]``.
+        eps: Constant added to the variance.
     """
-    # Not F.batch_norm, which refuses a single value per channel: one image of at most 4 x 4 pixels.
+    # F.batch_norm does not support a single value per channel, such as one image of at most 4 x 4 pixels.
     return torch.batch_norm(x, scale, offset, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 def upsample(x: Tensor) -> Tensor:
-    """Every pixel as a square of four."""
+    """Double height and width by repeating each pixel."""
     return F.interpolate(x, scale_factor=2, mode="nearest")

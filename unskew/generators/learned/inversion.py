@@ -1,7 +1,7 @@
-"""Inputs that are learned: gradient descent on the pixels, with the networks frozen.
+"""Inputs learned by gradient descent on pixels, with frozen networks.
 
-Everything is a pure function of tensors, so that one call makes the data of one client and, mapped by ``torch.func.vmap``,
-those of a whole cohort.
+Everything is a pure function of tensors, so the same code generates data for one client or, with ``torch.func.vmap``, for a
+whole cohort.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from unskew.data.augment import crop_and_flip, keyed_crop_and_flip
 from unskew.models.spec import ModelOutput, ModelSpec
 
 Objective = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""From what is learned and the step to the loss to minimize (a scalar) and what shall be kept of the best step."""
+"""Maps the learned tensor and the step to the loss (a scalar) and an additional tensor to store for the best step."""
 
 Maker = tuple[Tensor, Callable[[Tensor], Tensor], tuple[float, float]]
-"""Initial values of the learned inputs, their construction, and Adam's decay rates."""
+"""Initial value of the learned tensor, its mapping to inputs, and Adam's decay rates."""
 
 
 def minimize(
@@ -30,34 +30,39 @@ def minimize(
     eps: float = 1e-8,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Minimize an objective with Adam and keep the best point seen.
+    """Minimize an objective with Adam and return the best point.
 
-    Before each update the current loss is compared with the smallest so far; where it is lower, the point and what the
-    objective returned beside the loss are stored as copies, so the pair belongs together (FedCOG, step 5 of its synthesis;
-    the point reached by the last update is not looked at).
+    Before each update the loss is compared with the smallest one so far. If it is lower, the point and the additional tensor
+    are stored together (FedCOG, step 5 of its synthesis). The point after the last update is not evaluated.
 
     Args:
-        start: First point, any shape.
-        objective: Loss and what to keep.
-        steps: Updates; with 0 the start itself is kept.
-        lr: Adam's step.
-        betas: Adam's decay rates.
-        eps: Adam's floor.
-        last: Return the last point instead of the best one (with what was kept at the best).
+        start: Initial point, any shape.
+        objective: Function of point and step that returns the loss and an additional tensor.
+        steps: Number of updates; 0 returns the initial point.
+        lr: Learning rate of Adam.
+        betas: Decay rates of Adam.
+        eps: Constant in Adam's denominator.
+        last: Return the last point instead of the best one, but with the additional tensor of the best one.
 
     Returns:
-        The best point and what the objective kept there.
+        The best point and its additional tensor.
     """
     gradient = torch.func.grad(lambda x, t: _with_loss(objective(x, t)), has_aux=True)
     start = channels_last(start)
     if steps == 0:
         return start, objective(start, 0)[1].detach()
-    x, m, second = start, torch.zeros_like(start), torch.zeros_like(start)
-    best, best_x, best_extra = None, start, None
+    x = start
+    m = torch.zeros_like(start)
+    second = torch.zeros_like(start)
+    best = None
+    best_x = start
+    best_extra = None
     for t in range(steps):
         g, (loss, extra) = gradient(x, t)
         if best is None or best_extra is None:
-            best, best_x, best_extra = loss, x, extra
+            best = loss
+            best_x = x
+            best_extra = extra
         else:
             better = loss < best
             best = torch.where(better, loss, best)
@@ -71,18 +76,18 @@ def minimize(
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Images with their channels last in memory, the shape unchanged: on a CPU, their gradients cost half as much."""
+    """Convert images to channels-last memory, which halves the cost of their gradients on a CPU."""
     return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if x.dim() == 4 else x
 
 
 def random_crop_and_flip(x: Tensor, key: Tensor, black: Tensor, padding: int = 4) -> Tensor:
-    """Images cropped at random from a black frame around them and mirrored at random; differentiable.
+    """Randomly crop images after black padding, and randomly flip them; differentiable.
 
     Args:
-        x: Inputs ``[n, C, H, W]``.
-        key: Decides the crops and which images are mirrored.
-        black: What a black image is as an input, ``[1, C, H, W]``.
-        padding: Width of the frame.
+        x: Inputs, ``[n, C, H, W]``.
+        key: Random key.
+        black: Black image as an input, ``[1, C, H, W]``.
+        padding: Padding in pixels.
     """
     offsets, flips = keyed_crop_and_flip(key, len(x), padding)
     return crop_and_flip(x - black, offsets, flips, padding) + black
@@ -94,10 +99,10 @@ def _with_loss(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tenso
 
 
 def statistics_distance(spec: ModelSpec, v: Tensor, b: Tensor, x: Tensor) -> tuple[ModelOutput, Tensor]:
-    """DeepInversion's term (Yin et al., "Dreaming to Distill", CVPR 2020), and the outputs of the same pass.
+    """Compute the outputs and DeepInversion's regularizer (Yin et al., "Dreaming to Distill", CVPR 2020) in one pass.
 
-    The sum over BatchNorm layers of ``||var_running - var_batch||_2 + ||mean_running - mean_batch||_2``, with the biased
-    variance over batch and space of the layer's input. Zero for a model without such layers.
+    The regularizer is the sum over BatchNorm layers of ``||var_running - var_batch||_2 + ||mean_running - mean_batch||_2``,
+    with the biased variance of the layer's input over batch and space. It is 0 for a model without such layers.
 
     Args:
         spec: Layout of the model.

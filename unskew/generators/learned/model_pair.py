@@ -1,8 +1,8 @@
-"""Two models of the same layers on the same inputs in one pass.
+"""Combined forward pass of two models with the same architecture on the same inputs.
 
-The first layer reads the inputs once, with the weights of both; later convolutions are grouped, later linear layers are
-batched matrix products. Most of the cost of a gradient for the inputs is in the first convolution, so both models together
-cost little more than one. Sums are added up in another order than model by model.
+The first layer processes the inputs once, with the weights of both models. Later convolutions are grouped, and later linear
+layers are batched matrix products. The first convolution dominates the cost of an input gradient, so both models together
+cost little more than one. Results agree with separate passes up to rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IDLE = (KeyedDropout, nn.Dropout, nn.Identity)
 
 
 def sequential_layers(spec: ModelSpec) -> list[tuple[str, nn.Module]] | None:
-    """The layers that inputs pass one after another, by name; None where a layer is not known or the way is another."""
+    """Return the layers of a sequential model with their names; None if it is not sequential or a layer is not supported."""
     module = spec.module
     if not isinstance(module, Classifier) or type(module).forward is not Classifier.forward or spec.autocast:
         return None
@@ -46,16 +46,15 @@ def _is_known(layer: nn.Module) -> bool:
 def paired_logits(
     spec: ModelSpec, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]
 ) -> Callable[[Tensor], list[Tensor]]:
-    """The logits of two models in eval mode, as a function of inputs.
+    """Return a function that computes the logits of two models in eval mode.
 
     Args:
-        spec: Layout of both.
-        first: Vector ``[d]`` and statistics ``[m]`` of one.
-        second: Those of the other.
+        spec: Layout of both models.
+        first: Parameters ``[d]`` and buffers ``[m]`` of the first model.
+        second: Parameters ``[d]`` and buffers ``[m]`` of the second model.
     """
-    layers = (
-        sequential_layers(spec) if spec.grouped_model is None else None
-    )  # several clients as one network have their own way
+    # Grouped models of several clients have their own implementation.
+    layers = sequential_layers(spec) if spec.grouped_model is None else None
     if layers is None:
         return lambda x: [spec.forward(v, b, x).logits for v, b in (first, second)]
     weights = [spec.parameters(v) for v, _ in (first, second)]
@@ -74,7 +73,7 @@ def paired_logits(
 
 
 def _pooled_first(layers: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """The same with each ReLU after the pooling that follows it: the same numbers, of a quarter as many."""
+    """Move each ReLU after a following max pooling: the result is equal, with fewer values to process."""
     layers = list(layers)
     for at in range(len(layers) - 1):
         if isinstance(layers[at][1], nn.ReLU) and isinstance(layers[at + 1][1], nn.MaxPool2d):
@@ -83,17 +82,20 @@ def _pooled_first(layers: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
 
 
 def _step(layer: nn.Module, weights: list[Tensor], biases: list[Tensor], split: bool) -> Step:
-    """One layer of both models.
+    """Return a function that applies one layer of both models.
 
     Args:
-        layer: What they have in common.
-        weights: Of each; none where the layer has none.
-        biases: The same.
-        split: Whether an earlier layer made two of what came in: channels of one and of the other model, or ``[2, n, f]``.
+        layer: Layer of the module.
+        weights: Weight of each model; empty if the layer has none.
+        biases: Bias of each model; empty if the layer has none.
+        split: Whether activations are already separate for both models: as groups of channels, or ``[2, n, f]``.
     """
     if isinstance(layer, nn.Conv2d):
         weight, bias = channels_last(torch.cat(weights)), torch.cat(biases) if biases else None
-        stride, padding, dilation, groups = layer.stride, layer.padding, layer.dilation, 2 if split else 1
+        stride = layer.stride
+        padding = layer.padding
+        dilation = layer.dilation
+        groups = 2 if split else 1
         return lambda h: F.conv2d(h, weight, bias, stride, padding, dilation, groups)
     if isinstance(layer, nn.Linear):
         rows = torch.stack(weights).transpose(1, 2)

@@ -1,11 +1,12 @@
-"""The class-conditional diffusion model that Fedssyn's clients train; its network comes from diffusers.
+"""Class-conditional diffusion model that Fedssyn's clients train, with a network from diffusers.
 
 Ho et al. 2020, arXiv:2006.11239, with the network and the settings of Nichol and Dhariwal 2021, arXiv:2102.09672, which the
-authors of Fedssyn name: pixels from -1 to 1, a U-Net with the class added to the time embedding, AdamW, averaged weights. The
-defaults are the paper's. Each batch of samples begins with noise of its own. The variance is the posterior's, not learned.
+authors of Fedssyn cite: pixels from -1 to 1, a U-Net with the class added to the time embedding, AdamW, averaged weights. The
+defaults are the paper's. Each batch of samples starts from new noise. The variance is that of the posterior and not learned.
 
-The U-Net has a level for every halving down to a side of 4, at most four, so an 8x8 image gets two; sides that do not divide
-are padded by repeating their edge and cut back. ``batch`` is 256 in the paper, and in a private training the expected size.
+The U-Net has one level for each halving down to a side of 4, at most four levels, so an 8x8 image gets two. Other sides are
+padded by repeating the edge, and the padding is removed after sampling. ``batch`` is 256 in the paper; in private training it
+is the expected batch size.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from unskew.option_parsing import Fraction, Positive, Whole
 from unskew.seeding import derive, generator
 
 Wholes = Annotated[tuple[Whole, ...], BeforeValidator(lambda v: v.split("/") if isinstance(v, str) else v)]
-"""Integers as an option; in a spelling they are separated by slashes."""
-PIXELS = 1 << 18  # of all images that are sampled at once: 256 of 32x32
+"""Integers as an option; separated by slashes in an expression."""
+PIXELS = 1 << 18  # number of pixels that are sampled at once: 256 images of 32x32
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,18 @@ class DDPM:
     """Options of the diffusion model.
 
     Attributes:
-        epochs, batch, lr: Of the training with AdamW.
-        steps: Diffusion steps ``T``; ``sampling_steps``: how many are made when sampling.
-        schedule: Of the noise.
-        sampler: ``ancestral`` or ``ddim``.
-        ema: Decay of the averaged weights, which are sampled from.
-        width: Channels of the first level; ``multipliers``: of each level, as factors of it.
-        blocks: Residual blocks per level.
-        attention: Sides at which there is attention, with ``heads`` channels per head.
-        dropout: In the residual blocks.
+        epochs, batch, lr: Epochs, batch size and learning rate of the training with AdamW.
+        steps: Number ``T`` of diffusion steps.
+        sampling_steps: Number of steps in sampling.
+        schedule: Noise schedule.
+        sampler: Sampling method, ``ancestral`` or ``ddim``.
+        ema: Decay of the averaged weights, which are used for sampling.
+        width: Number of channels of the first level.
+        multipliers: Number of channels of each level, as multiples of ``width``.
+        blocks: Number of residual blocks per level.
+        attention: Image sides with attention layers.
+        heads: Number of channels per attention head.
+        dropout: Dropout probability in residual blocks.
     """
 
     private = True
@@ -64,15 +68,11 @@ class DDPM:
     dropout: Fraction = 0.1
 
     def __call__(self, job: GeneratorJob) -> DDPMGenerator:
-        """The generator of one client."""
+        """Create the generator of one client."""
         return DDPMGenerator(self, job)
 
     def ready(self) -> None:
-        """Refuse to begin where a library is missing.
-
-        Raises:
-            ConfigError: diffusers is not installed.
-        """
+        """Validate that diffusers is installed (raises ``ConfigError`` otherwise)."""
         _unet_class()
 
 
@@ -85,15 +85,15 @@ def _unet_class() -> Any:
 
 
 def build_unet(options: DDPM, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """The network ``(x [B, C, H, W], t [B], y [B]) -> eps [B, C, H, W]``; sides must divide by its halvings.
+    """Create the network ``(x [B, C, H, W], t [B], y [B]) -> eps [B, C, H, W]``.
 
     Args:
         options: Options of the generator.
-        shape: Shape of an image, ``(C, H, W)``.
+        shape: Shape of an image, ``(C, H, W)``; its sides must be divisible by the network's halvings.
         classes: Number of classes.
 
     Raises:
-        ConfigError: diffusers is not installed.
+        ConfigError: If diffusers is not installed.
     """
     levels = num_halvings(shape[1:], len(options.multipliers) - 1) + 1
     at = [max(shape[1:]) >> level in options.attention for level in range(levels)]
@@ -118,21 +118,21 @@ def build_unet(options: DDPM, shape: tuple[int, int, int], classes: int) -> nn.M
 
 
 class ConditionalUNet(nn.Module):
-    """A network with the class among its inputs, returning the tensor itself."""
+    """Wrapper of the U-Net that takes the class as an input and returns a tensor."""
 
     def __init__(self, net: nn.Module):
         super().__init__()
         self.net = net
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Predicted noise."""
-        # What arrives strided (channels-last) gives wrong gradients per sample in opacus.
+        """Predict the noise."""
+        # Channels-last inputs result in wrong per-sample gradients in opacus.
         out: Tensor = self.net(x.contiguous(), t, class_labels=y, return_dict=False)[0]
         return out
 
 
 class DDPMGenerator:
-    """One client's diffusion model; see ``unskew.generators.base.ImageGenerator``."""
+    """Diffusion model of one client; see ``unskew.generators.base.ImageGenerator``."""
 
     def __init__(self, options: DDPM, job: GeneratorJob):
         self.options, self.job = options, job
@@ -149,21 +149,21 @@ class DDPMGenerator:
         self.epsilon: float | None = None
 
     def loss(self, x0: Tensor, y: Tensor, net: nn.Module | None = None) -> Tensor:
-        """``mean ||eps - eps_theta(x_t, t, y)||^2`` of a batch in [-1, 1], with times and noise drawn anew.
+        """Compute ``mean ||eps - eps_theta(x_t, t, y)||^2`` of a batch, with new random times and noise.
 
         Args:
             x0: Images in [-1, 1], ``[B, C, H, W]``.
             y: Class of each image, ``[B]``.
             net: Network to evaluate; None: the trained one.
         """
-        # Drawn on the CPU, so that every device sees the same.
+        # Drawn on the CPU, so that results do not depend on the device.
         t = torch.randint(0, self.diffusion.steps, (len(x0),)).to(x0.device)
         eps = torch.randn(x0.shape).to(x0.device)
         predicted: Tensor = (net or self.net)(self.diffusion.noised(x0, t, eps), t, y)
         return (predicted - eps).square().mean()
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Train, and keep the averaged weights.
+        """Train the network and average its weights.
 
         Args:
             images: Images, uint8 ``[n, C, H, W]``.
@@ -213,7 +213,7 @@ class DDPMGenerator:
 
     @torch.no_grad()
     def sample(self, labels: Tensor) -> Tensor:
-        """Images of the averaged model."""
+        """Sample images with the averaged weights."""
         net, options = self.average.module, self.options
         _, height, width = self.padded
         size = max(1, min(1024, PIXELS // (height * width)))

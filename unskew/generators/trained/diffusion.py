@@ -1,8 +1,8 @@
-"""The arithmetic of a denoising diffusion model: noise schedule, respacing, loss and sampling.
+"""Denoising diffusion model: noise schedule, respacing, loss and sampling.
 
 Ho, Jain, Abbeel, "Denoising Diffusion Probabilistic Models", 2020, arXiv:2006.11239; cosine schedule and respacing: Nichol,
 Dhariwal, "Improved Denoising Diffusion Probabilistic Models", 2021, arXiv:2102.09672; DDIM: Song, Meng, Ermon, 2020,
-arXiv:2010.02502. With ``beta_t`` the noise of step ``t``, ``alpha_t = 1 - beta_t`` and ``abar_t = prod_s<=t alpha_s``::
+arXiv:2010.02502. ``beta_t`` is the noise of step ``t``, ``alpha_t = 1 - beta_t`` and ``abar_t = prod_s<=t alpha_s``::
 
     x_t = sqrt(abar_t) x_0 + sqrt(1 - abar_t) eps            q(x_t | x_0)
     loss = E ||eps - eps_theta(x_t, t, y)||^2                mean over pixels, times t = 0 .. T-1 uniform
@@ -11,8 +11,8 @@ arXiv:2010.02502. With ``beta_t`` the noise of step ``t``, ``alpha_t = 1 - beta_
                  (1 - abar_{t-1}) / (1 - abar_t) beta_t )    ancestral sampling, the posterior's variance
 
 Cosine: ``abar(s) = cos^2((s/T + 0.008) / 1.008 pi/2)`` and ``beta_t = min(0.999, 1 - abar(t+1)/abar(t))``. Linear: from 1e-4
-to 0.02 at T = 1000, scaled by ``1000/T`` for others. Respacing to ``S`` steps keeps ``S`` of the ``abar_t``, evenly spaced
-with the first and the last, and takes ``beta = 1 - abar_i / abar_{i-1}`` of those.
+to 0.02 for T = 1000, otherwise scaled by ``1000/T``. Respacing to ``S`` steps selects ``S`` of the ``abar_t``, evenly spaced
+and including the first and the last, and uses ``beta = 1 - abar_i / abar_{i-1}`` of the selected ones.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 Predict = Callable[[Tensor, Tensor], Tensor]
-"""The predicted noise ``[B, ...]`` for ``x_t [B, ...]`` at times ``[B]``."""
+"""Function that predicts the noise ``[B, ...]`` of ``x_t [B, ...]`` at times ``[B]``."""
 
 
 def beta_schedule(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
-    """The noise of each step, float64 ``[steps]``.
+    """Compute the noise ``beta_t`` of each step, float64 ``[steps]``.
 
     Args:
         schedule: Name of the schedule.
@@ -44,7 +44,7 @@ def beta_schedule(schedule: Literal["cosine", "linear"], steps: int) -> Tensor:
 
 
 def spaced_timesteps(steps: int, count: int) -> list[int]:
-    """``count`` of ``steps`` times, evenly spaced, ascending, the first and the last among them.
+    """Select ``count`` of ``steps`` times, evenly spaced and ascending, including the first and the last.
 
     Args:
         steps: Number of diffusion steps.
@@ -63,7 +63,7 @@ def spaced_timesteps(steps: int, count: int) -> list[int]:
 
 
 class Diffusion:
-    """A schedule of ``steps`` steps.
+    """Diffusion process with ``steps`` steps.
 
     Attributes:
         abar: ``abar_t`` of every step, float64 ``[steps]``.
@@ -74,7 +74,7 @@ class Diffusion:
         self.abar = torch.cumprod(1 - beta_schedule(schedule, steps), 0)
 
     def noised(self, x0: Tensor, t: Tensor, eps: Tensor) -> Tensor:
-        """``x_t`` from ``x_0 [B, ...]``, times ``[B]`` and noise.
+        """Compute ``x_t`` from ``x_0``, times and noise.
 
         Args:
             x0: Images, ``[B, ...]``.
@@ -93,15 +93,15 @@ class Diffusion:
         generator: torch.Generator | None = None,
         clip: float | None = 1.0,
     ) -> Tensor:
-        """From noise ``start [B, ...]`` to samples.
+        """Generate samples from noise.
 
         Args:
-            predict: The predicted noise.
-            start: Standard normal.
-            steps: How many of the schedule's steps are made.
-            sampler: ``ancestral``, or ``ddim`` without noise on the way.
-            generator: Source of the noise on the way, on the CPU, so that it is the same on every device.
-            clip: Largest magnitude of the predicted ``x_0``; None leaves it alone.
+            predict: Function that predicts the noise.
+            start: Standard normal noise, ``[B, ...]``.
+            steps: Number of sampling steps.
+            sampler: Sampling method: ``ancestral``, or ``ddim``, which adds no noise in its steps.
+            generator: Random generator of the added noise, on the CPU, so that results do not depend on the device.
+            clip: Maximum magnitude of the predicted ``x_0``; None does not clip.
         """
         x = start
         times = spaced_timesteps(self.steps, steps)

@@ -1,14 +1,14 @@
-"""Differentially private training of a generator: DP-SGD, with the gradients per sample and the accounting of opacus.
+"""Differentially private training of a generator: DP-SGD with the per-sample gradients and accountants of opacus.
 
 Abadi et al., "Deep Learning with Differential Privacy", 2016, arXiv:1607.00133; opacus: Yousefpour et al. 2021,
-arXiv:2109.12298. Each sample is in a step's batch with probability ``q``, independently of the others (Poisson sampling); its
-gradient is clipped to the norm ``C``; the sum gets Gaussian noise of deviation ``sigma C`` in every entry::
+arXiv:2109.12298. Each sample is in a step's batch with probability ``q``, independently of the others (Poisson sampling).
+Each gradient is clipped to the norm ``C``, and Gaussian noise with standard deviation ``sigma C`` is added to the sum::
 
     g = ( sum_i g_i min(1, C / ||g_i||) + N(0, sigma^2 C^2 I) ) / (q n)
 
-An epoch has ``S = ceil(n / batch)`` steps and ``q = 1/S``. A batch without any sample is a step like the others: it adds its
-noise and counts. The unit of the guarantee is one example of a client, added or removed. The numbers of images per class that
-the client makes follow its data and are not covered.
+An epoch has ``S = ceil(n / batch)`` steps and ``q = 1/S``. A step with an empty batch also adds noise and counts. The
+guarantee is for one example of a client, added or removed. It does not cover the number of generated images per class, which
+follows the client's data.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from unskew.errors import ConfigError
 from unskew.seeding import derive, generator
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-AT_ONCE = 64  # samples whose gradients are held at the same time
+AT_ONCE = 64  # maximum number of per-sample gradients in memory
 
 
 @dataclass(frozen=True)
 class PrivacyOptions:
-    """The guarantee asked for.
+    """Options of differentially private training.
 
     Attributes:
-        noise_multiplier: ``sigma``; None finds the one that spends ``epsilon`` in the whole training.
-        epsilon: The budget; None for no other limit than the number of epochs. Training stops before it is exceeded.
-        delta: Of the guarantee.
-        clip: ``C``.
-        accountant: ``rdp`` (Renyi) or ``prv`` (tighter, slower).
+        noise_multiplier: Noise multiplier ``sigma``; None: the value with which the whole training spends ``epsilon``.
+        epsilon: Privacy budget; training stops before it is exceeded. None: only the number of epochs limits training.
+        delta: Probability ``delta`` of the guarantee.
+        clip: Maximum gradient norm ``C``.
+        accountant: Privacy accountant: ``rdp`` (Renyi) or ``prv`` (tighter, slower).
     """
 
     noise_multiplier: Positive | None = None
@@ -50,15 +50,15 @@ class PrivacyOptions:
     accountant: Literal["rdp", "prv"] = "rdp"
 
     def ready(self) -> None:
-        """Refuse to begin where opacus is missing."""
+        """Validate that opacus is installed (raises ``ConfigError`` otherwise)."""
         _opacus()
 
     def sentence(self, epsilon: float, share: str) -> str:
-        """The guarantee in words: ``epsilon`` is the most that any client spent; ``share`` says what the client sends.
+        """Describe the guarantee in a sentence.
 
         Args:
-            epsilon: Largest privacy loss of a client.
-            share: What a client sends.
+            epsilon: Largest privacy loss of any client.
+            share: Description of the data that a client sends.
         """
         return (
             f"Each client's generator is ({round_up(epsilon):g}, {self.delta:g})-differentially private for one example of "
@@ -66,21 +66,21 @@ class PrivacyOptions:
         )
 
     def check_delta(self, examples: int, warn: Callable[[str], None]) -> None:
-        """Say so where ``delta`` is so large that a generator may give some of its ``examples`` away entirely.
+        """Warn if ``delta`` is so large that a generator could reveal whole samples.
 
         Args:
-            examples: Number of samples of the client.
-            warn: Receives the warning.
+            examples: Number of training samples of the generator.
+            warn: Called with the warning.
         """
         if self.delta * examples >= 1:
             warn(
-                f"delta={self.delta:g} guarantees little to generators of up to {examples} samples: one that gives each "
-                f"sample away with this probability would do. Use delta well below {1 / examples:.2g}."
+                f"delta={self.delta:g} is too large for generators of up to {examples} samples: it would allow revealing "
+                f"each sample with this probability. Use delta well below {1 / examples:.2g}."
             )
 
 
 def round_up(epsilon: float) -> float:
-    """To three digits, never below what was spent.
+    """Round ``epsilon`` to three significant digits, up if necessary, so that the result is not smaller.
 
     >>> round_up(9.213), round_up(10.01), round_up(3.0)
     (9.22, 10.1, 3.0)
@@ -101,27 +101,27 @@ def _opacus() -> Any:
 
 @lru_cache(maxsize=4096)
 def spent_epsilon(steps: int, sigma: float, q: float, delta: float, accountant: str) -> float:
-    """The privacy spent by so many steps with noise ``sigma`` and sampling rate ``q``.
+    """Compute the ``epsilon`` spent by a number of steps.
 
     Args:
         steps: Number of steps.
         sigma: Noise multiplier.
         q: Sampling rate.
-        delta: Probability of the guarantee's failure.
-        accountant: Name of Opacus's accountant.
+        delta: Probability ``delta`` of the guarantee.
+        accountant: Name of the opacus accountant.
     """
     if steps == 0:
         return 0.0
     account = _opacus().accountants.create_accountant(mechanism=accountant)
     account.history = [(sigma, q, steps)]
     with warnings.catch_warnings():
-        # That the best order is the largest or smallest known only loosens the bound.
+        # Ignore that the best Renyi order is the largest or smallest one; the bound is still valid.
         warnings.simplefilter("ignore")
         return float(account.get_epsilon(delta=delta))
 
 
 def noise_multiplier(privacy: PrivacyOptions, q: float, steps: int) -> float:
-    """The noise multiplier: the one given, or the one that spends ``epsilon`` in ``steps`` steps.
+    """Return the configured noise multiplier, or the one with which ``steps`` steps spend ``epsilon``.
 
     Args:
         privacy: Privacy options of the generator.
@@ -129,7 +129,7 @@ def noise_multiplier(privacy: PrivacyOptions, q: float, steps: int) -> float:
         steps: Number of steps.
 
     Raises:
-        ConfigError: No noise multiplier reaches the budget.
+        ConfigError: If no noise multiplier satisfies the budget.
     """
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
@@ -139,11 +139,11 @@ def noise_multiplier(privacy: PrivacyOptions, q: float, steps: int) -> float:
     while spent_epsilon(steps, high, q, privacy.delta, privacy.accountant) > privacy.epsilon:
         low, high = high, 2 * high
         if high > 1e5:
-            # The orders that rdp knows end at 63, so it never gives less than 0.1 (at delta = 1e-5), whatever the noise.
+            # The largest order of rdp is 63, so its epsilon is never below 0.1 (for delta = 1e-5), for any noise.
             remedy = "accountant=prv, which has no such limit, or a larger epsilon"
             raise ConfigError(
-                f"No noise gives epsilon={privacy.epsilon:g} at delta={privacy.delta:g} by the accountant "
-                f"{privacy.accountant}: take {remedy if privacy.accountant == 'rdp' else 'a larger epsilon'}."
+                f"No noise multiplier reaches epsilon={privacy.epsilon:g} for delta={privacy.delta:g} with the accountant "
+                f"{privacy.accountant}. Use {remedy if privacy.accountant == 'rdp' else 'a larger epsilon'}."
             )
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
@@ -155,20 +155,20 @@ def noise_multiplier(privacy: PrivacyOptions, q: float, steps: int) -> float:
 
 
 def replace_batchnorm(module: nn.Module, warn: Callable[[str], None]) -> nn.Module:
-    """``module`` with GroupNorm for every BatchNorm, which mixes samples; says so. Call it before making an optimizer.
+    """Replace BatchNorm, which mixes samples, by GroupNorm, with a warning. Call this before creating an optimizer.
 
     Args:
         module: Network to copy.
-        warn: Receives the warning.
+        warn: Called with the warning.
 
     Raises:
-        ConfigError: Something else in the module has no gradient per sample.
+        ConfigError: If another layer does not support per-sample gradients.
     """
     opacus = _opacus()
     names = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
     if names:
         warn(
-            f"BatchNorm mixes the samples of a batch, so a private training cannot have it: GroupNorm takes its place in "
+            f"BatchNorm mixes the samples of a batch, so private training does not support it. GroupNorm replaces it in "
             f"{', '.join(names)}."
         )
         fixed: nn.Module = opacus.validators.ModuleValidator.fix(module)
@@ -178,15 +178,11 @@ def replace_batchnorm(module: nn.Module, warn: Callable[[str], None]) -> nn.Modu
 
 
 def check_module(module: nn.Module) -> None:
-    """Refuse a module that has no gradient per sample.
-
-    Raises:
-        ConfigError: A layer cannot be trained with DP-SGD.
-    """
+    """Validate that a module supports per-sample gradients (raises ``ConfigError`` otherwise)."""
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         raise ConfigError(
-            "BatchNorm mixes the samples of a batch, so a private training cannot have it: train what "
-            "without_batchnorm makes of the module."
+            "BatchNorm mixes the samples of a batch, so private training does not support it. Convert the module with "
+            "replace_batchnorm first."
         )
     errors = _opacus().validators.ModuleValidator.validate(module, strict=False)
     if errors:
@@ -194,22 +190,22 @@ def check_module(module: nn.Module) -> None:
 
 
 class PrivateTraining:
-    """The steps of one private training.
+    """Differentially private training of one generator.
 
     Args:
-        privacy: What is asked for.
-        module: In training; without BatchNorm. Its gradients per sample are taken until ``close``.
-        optimizer: Of its parameters.
-        seed: Of the generator. Whoever knows it knows the noise: on real machines it must be the client's secret.
-        examples, epochs, batch: Of the training; ``batch`` is the expected size.
+        privacy: Privacy options.
+        module: Network without BatchNorm. It computes per-sample gradients until ``close``.
+        optimizer: Optimizer of its parameters.
+        seed: Random seed of the generator. The noise can be computed from it, so in deployment it must be secret.
+        examples, epochs, batch: Number of samples, number of epochs, and expected batch size.
 
     Raises:
-        ConfigError: The module has no gradients per sample, or the budget does not allow one step.
+        ConfigError: If the module does not support per-sample gradients, or the budget does not allow one step.
 
     Attributes:
-        module: What a loss must call.
-        sigma, q: The noise multiplier and the sampling rate.
-        allowed: Steps that the budget allows.
+        module: Module that the loss must call.
+        sigma, q: Noise multiplier and sampling rate.
+        allowed: Number of steps that the budget allows.
     """
 
     def __init__(
@@ -224,7 +220,9 @@ class PrivateTraining:
     ):
         opacus = _opacus()
         check_module(module)
-        self.privacy, self.seed, self.examples = privacy, seed, examples
+        self.privacy = privacy
+        self.seed = seed
+        self.examples = examples
         self.per_epoch = math.ceil(examples / batch)
         self.q = 1 / self.per_epoch
         self.total = epochs * self.per_epoch
@@ -259,17 +257,17 @@ class PrivateTraining:
                 high = middle
         if low == 0:
             raise ConfigError(
-                f"One step of the private generator already exceeds epsilon={budget:g}: raise noise_multiplier, "
-                "lower the batch size, or leave noise_multiplier out, and the noise that fits is found."
+                f"One step of the private generator already exceeds epsilon={budget:g}. Increase noise_multiplier, "
+                "reduce the batch size, or remove noise_multiplier to determine it from epsilon."
             )
         return low
 
     def epsilon(self, steps: int) -> float:
-        """The privacy spent after so many steps."""
+        """Return the ``epsilon`` spent after ``steps`` steps."""
         return spent_epsilon(steps, self.sigma, self.q, self.privacy.delta, self.privacy.accountant)
 
     def batches(self, epoch: int) -> list[Tensor]:
-        """The Poisson samples of an epoch's steps, as indices; some may be empty. None are left when the budget is spent."""
+        """Draw the batches of an epoch as indices by Poisson sampling; an empty list if the budget is spent."""
         count = max(0, min(self.per_epoch, self.allowed - epoch * self.per_epoch))
         draws = generator(self.seed, "generator epoch", epoch)
         return [
@@ -278,12 +276,12 @@ class PrivateTraining:
         ]
 
     def step(self, index: Tensor, number: int, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """One noisy step on the samples of ``index [B]``, maybe none; returns their mean loss (0 of none).
+        """Take a private step on a batch; returns the mean loss, or 0 for an empty batch.
 
         Args:
-            index: Which samples.
-            number: Of the step.
-            loss_of: The mean loss of some samples, by calling ``module``.
+            index: Indices of the samples, ``[B]``; may be empty.
+            number: Index of the step.
+            loss_of: Computes the mean loss of samples by calling ``module``.
         """
         params = self.private.params
         self.private.zero_grad()
@@ -291,7 +289,7 @@ class PrivateTraining:
         for part in torch.split(index, AT_ONCE) if len(index) else ():
             loss = loss_of(part)
             with warnings.catch_warnings():
-                # Images need no gradient, which opacus' hooks remark upon.
+                # Opacus' hooks warn because images do not require gradients.
                 warnings.filterwarnings("ignore", "Full backward hook")
                 loss.backward()  # type: ignore[no-untyped-call]
             self.private.clip_and_accumulate()
@@ -310,7 +308,7 @@ class PrivateTraining:
         return total / max(1, len(index))
 
     def close(self) -> None:
-        """Give the module back as it was."""
+        """Remove the hooks from the module."""
         self.private.zero_grad()
         self.module.remove_hooks()
         for hook in self._hooks:
@@ -318,5 +316,5 @@ class PrivateTraining:
 
 
 def _contiguous(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Opacus gives a convolution whose input is strided channels-last no gradients per sample, without a word."""
+    """Make inputs of a convolution contiguous: opacus silently computes no per-sample gradients for channels-last ones."""
     return tuple(t.contiguous() for t in inputs)

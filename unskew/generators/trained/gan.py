@@ -1,14 +1,14 @@
-"""A small conditional DCGAN, a stand-in for the generative adversarial network that Fedssyn only names.
+"""Small conditional DCGAN, used for the GAN that the Fedssyn paper mentions without details.
 
 Radford, Metz, Chintala, "Unsupervised Representation Learning with Deep Convolutional GANs", 2015, arXiv:1511.06434: strided
 convolutions of 4x4, BatchNorm in the generator, LeakyReLU 0.2 in the discriminator, weights N(0, 0.02), Adam 2e-4 with betas
-(0.5, 0.999), pixels from -1 to 1. The class enters the generator as an embedding beside the noise, and the discriminator as a
-projection (Miyato and Koyama 2018, arXiv:1802.05637): ``D(x, y) = w h(x) + <e_y, h(x)>``. Both play the non-saturating game::
+(0.5, 0.999), pixels from -1 to 1. The generator gets the class as an embedding concatenated to the noise, the discriminator
+as a projection (Miyato and Koyama 2018, arXiv:1802.05637): ``D(x, y) = w h(x) + <e_y, h(x)>``. Losses are non-saturating::
 
     loss_D = softplus(-D(x, y)) + softplus(D(G(z, y), y)),    loss_G = softplus(-D(G(z, y), y))
 
-with the labels of the real batch for the made one. Fedssyn gives no settings; 500 epochs are the length of its other
-trainings. Images get a layer for every halving down to a side of 4, at most four.
+Generated batches have the labels of the real batch. The Fedssyn paper does not state settings; 500 epochs are used for its
+other generators. There is one layer for each halving of the image down to a side of 4, at most four.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class GAN:
     """Options of the DCGAN.
 
     Attributes:
-        epochs, batch, lr: Of the training with Adam.
-        noise: Size of ``z``; ``width``: channels of the outermost layer, doubled at each halving.
+        epochs, batch, lr: Epochs, batch size and learning rate of the training with Adam.
+        noise: Dimension of ``z``.
+        width: Number of channels of the outermost layer, doubled at each halving.
     """
 
     epochs: Whole = 500
@@ -48,12 +49,12 @@ class GAN:
     width: Whole = 64
 
     def __call__(self, job: GeneratorJob) -> GANGenerator:
-        """The generator of one client."""
+        """Create the generator of one client."""
         return GANGenerator(self, job)
 
 
 class DCGANGenerator(nn.Module):
-    """``G(z, y)``: images from -1 to 1."""
+    """Generator network ``G(z, y)`` of images from -1 to 1."""
 
     def __init__(self, options: GAN, shape: tuple[int, int, int], classes: int, times: int):
         super().__init__()
@@ -68,13 +69,13 @@ class DCGANGenerator(nn.Module):
         self.rest = nn.Sequential(*layers, nn.Tanh())
 
     def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        """Images for noise ``[B, noise]`` and classes ``[B]``."""
+        """Generate images for noise ``[B, noise]`` and classes ``[B]``."""
         x: Tensor = self.rest(self.first(torch.cat([z, self.embed(y)], 1)))
         return x
 
 
 class DCGANDiscriminator(nn.Module):
-    """``D(x, y)``: how real an image of this class looks."""
+    """Discriminator network ``D(x, y)``."""
 
     def __init__(self, options: GAN, shape: tuple[int, int, int], classes: int, times: int):
         super().__init__()
@@ -87,14 +88,14 @@ class DCGANDiscriminator(nn.Module):
         self.score, self.embed = nn.Linear(features, 1), nn.Embedding(classes, features)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Logits ``[B]``."""
+        """Compute logits ``[B]`` of images being real."""
         h = self.body(x)
         logits: Tensor = self.score(h)[:, 0] + (self.embed(y) * h).sum(1)
         return logits
 
 
 class GANGenerator:
-    """One client's DCGAN; see ``unskew.generators.base.ImageGenerator``."""
+    """DCGAN of one client; see ``unskew.generators.base.ImageGenerator``."""
 
     def __init__(self, options: GAN, job: GeneratorJob):
         self.options, self.job = options, job
@@ -111,13 +112,16 @@ class GANGenerator:
         self.maker, self.judge = maker.to(job.device), judge.to(job.device)
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Let maker and judge play.
+        """Train generator and discriminator.
 
         Args:
             images: Images, uint8 ``[n, C, H, W]``.
             labels: Class of each image, ``[n]``.
         """
-        options, job, maker, judge = self.options, self.job, self.maker, self.judge
+        options = self.options
+        job = self.job
+        maker = self.maker
+        judge = self.judge
         x = pad_to_halvings(images.float().div(127.5).sub(1), self.times).contiguous().to(job.device)
         labels = labels.to(job.device)
         players = {
@@ -145,7 +149,7 @@ class GANGenerator:
 
     @torch.no_grad()
     def sample(self, labels: Tensor) -> Tensor:
-        """Images of the maker, its statistics frozen."""
+        """Generate images in eval mode."""
         draws = generator(self.job.seed, "generator sample")
         images = []
         for part in torch.split(labels.cpu(), SAMPLES):

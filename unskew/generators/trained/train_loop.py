@@ -1,7 +1,7 @@
-"""The loop that trains a generator: epochs, averaged weights, and checkpoints from which it goes on bit for bit.
+"""Training loop of generators, with averaged weights and checkpoints; resuming is bitwise exact.
 
-Every step seeds PyTorch's global generator by ``(job.seed, step)``, so noise, times and dropout do not depend on when or how
-often training was interrupted; the state from before is put back at the end.
+Every step seeds PyTorch's global random generator from ``(job.seed, step)``, so noise, times and dropout do not depend on
+interruptions. The previous state of the random generator is restored at the end.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from unskew.generators.base import Figures, GeneratorJob
 from unskew.seeding import derive, generator
 
 SECONDS = 30.0
-"""A half-trained generator is kept when so much time has passed since it last was."""
+"""Minimum time between two checkpoints in seconds."""
 STATE = "generator.safetensors"
 Step = Callable[[Tensor, int], Tensor]
-"""One step on the samples of an index ``[B]``, given the step's number; returns the loss."""
+"""Function that takes a step on the samples of an index ``[B]``, given the step's number, and returns the loss."""
 
 
 class ExponentialAverage:
-    """An exponential moving average of a module's weights: ``m <- d m + (1 - d) w``.
+    """Exponential moving average of a module's weights: ``m <- d m + (1 - d) w``.
 
-    The decay of step ``t`` is ``d = min(decay, (1 + t) / (10 + t))``, so that a short training does not average its
-    beginning.
+    The decay of step ``t`` is ``d = min(decay, (1 + t) / (10 + t))``, so that early weights have little influence after a
+    short training.
 
     Args:
-        module: Whose weights are averaged.
-        decay: The decay after many steps.
+        module: Module with the weights.
+        decay: Decay after many steps.
     """
 
     def __init__(self, module: nn.Module, decay: float):
@@ -45,7 +45,7 @@ class ExponentialAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after step ``step``, counted from 0."""
+        """Update the average with the weights after step ``step``, counted from 0."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.module.parameters()), list(self.source.parameters()), 1 - decay)
         for own_buffer, other_buffer in zip(self.module.buffers(), self.source.buffers(), strict=True):
@@ -53,18 +53,18 @@ class ExponentialAverage:
 
 
 class TrainingState:
-    """Modules and optimizers by name, which are all that a checkpoint stores.
+    """Modules and optimizers of a training, the content of a checkpoint.
 
     Args:
-        modules: By name; averages are modules too.
-        optimizers: By name.
+        modules: Modules by name, including averages.
+        optimizers: Optimizers by name.
     """
 
     def __init__(self, modules: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]):
         self.modules, self.optimizers = modules, optimizers
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything by name."""
+        """Return all tensors by name."""
         tensors = {
             f"module/{name}/{key}": t for name, module in self.modules.items() for key, t in module.state_dict().items()
         }
@@ -74,7 +74,7 @@ class TrainingState:
         return {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what ``tensors`` gave."""
+        """Restore the state from the result of ``tensors``."""
         for name, module in self.modules.items():
             head = f"module/{name}/"
             module.load_state_dict({k.removeprefix(head): t for k, t in tensors.items() if k.startswith(head)})
@@ -98,25 +98,25 @@ def train(
     batches: Callable[[int], list[Tensor]] | None = None,
     epsilon: Callable[[int], float] | None = None,
 ) -> int:
-    """Train for ``epochs`` epochs, going on with what ``job.folder`` holds.
+    """Train for ``epochs`` epochs, from the start or the checkpoint in ``job.folder``.
 
     Args:
-        job: Seed, device, folder and listener.
-        trained: What changes.
-        step: One step.
+        job: Configuration of the generator.
+        trained: State that the steps change.
+        step: Function that takes a step.
         examples: Number of samples.
-        epochs: Passes over them.
-        batch: Samples per step; the last batch of an epoch may be smaller.
-        averages: Updated after every step.
-        batches: The indices of an epoch's steps, if not those of a shuffled pass; an epoch without any is the last.
-        epsilon: The privacy spent after so many steps, for the report.
+        epochs: Number of epochs.
+        batch: Batch size; the last batch of an epoch may be smaller.
+        averages: Averages to update after every step.
+        batches: Returns the batches of an epoch as indices; None: a shuffled pass. Training ends if it returns none.
+        epsilon: Returns the privacy spent after a number of steps, for the report.
 
     Returns:
-        The number of steps made.
+        The number of steps.
 
     Raises:
-        DataError: The loss is not finite.
-        CheckpointError: The half-trained generator cannot be read.
+        DataError: If the loss is not finite.
+        CheckpointError: If the checkpoint cannot be read.
     """
 
     def shuffled(epoch: int) -> list[Tensor]:
@@ -141,11 +141,9 @@ def train(
                 total = total + loss.detach().cpu()
             mean = float(total) / len(plan)
             if not mean < float("inf"):
-                raise DataError(
-                    f"The generator's loss is {mean} in epoch {epoch + 1}; a smaller learning rate may help."
-                )
+                raise DataError(f"The generator's loss is {mean} in epoch {epoch + 1}. Try a smaller learning rate.")
             figures: Figures = {"epoch": epoch + 1, "epochs": epochs}
-            # The loss tells of the samples, and no guarantee covers it.
+            # Private training does not report the loss: it depends on the samples, and the guarantee does not cover it.
             figures |= {"loss": mean} if epsilon is None else {"epsilon": epsilon(steps)}
             job.report(figures)
             if job.folder is not None and epoch + 1 < epochs and time.monotonic() - saved >= SECONDS:
@@ -161,7 +159,7 @@ def _save(job: GeneratorJob, trained: TrainingState, epochs: int, steps: int) ->
 
 
 def _resume(job: GeneratorJob, trained: TrainingState) -> tuple[int, int]:
-    """Load what there is; epochs and steps done."""
+    """Load the checkpoint, if any; returns the numbers of finished epochs and steps."""
     path = None if job.folder is None else job.folder / STATE
     if path is None or not path.is_file():
         return 0, 0
@@ -171,6 +169,4 @@ def _resume(job: GeneratorJob, trained: TrainingState) -> tuple[int, int]:
             trained.load({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         return int(progress["epochs"]), int(progress["steps"])
     except Exception as error:
-        raise CheckpointError(
-            f"{path} is corrupted ({error}); remove it, and this generator is trained again."
-        ) from error
+        raise CheckpointError(f"{path} is corrupted ({error}). Remove it to train this generator again.") from error

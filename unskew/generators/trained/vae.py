@@ -1,14 +1,15 @@
-"""The beta-VAE that Fedssyn's clients train on dSprites.
+"""Beta-VAE that Fedssyn's clients train on dSprites.
 
 Burgess et al., "Understanding disentangling in beta-VAE", 2018, arXiv:1804.03599; Kingma and Welling 2013, arXiv:1312.6114.
-With pixels ``x`` from 0 to 1, code ``z ~ N(mu(x), diag s^2(x))`` and a Bernoulli decoder the loss is the negative bound::
+With pixels ``x`` from 0 to 1, code ``z ~ N(mu(x), diag s^2(x))`` and a Bernoulli decoder, the loss is the negative ELBO::
 
     -sum_pixels log Bernoulli(x; decode(z)) + beta KL(N(mu, s^2) || N(0, I)),    KL = 1/2 sum (mu^2 + s^2 - 1 - log s^2)
 
-mean over the batch. Fedssyn samples class ``c`` by decoding ``z ~ N(mu_c, I)``, where ``mu_c`` is the mean over the class of
-``mu(x)``; the decoded intensities are the image. Convolutions as in Burgess et al. for 64x64 images: four of 4x4, stride 2,
-32 channels, and two layers of 256; smaller images get one for every halving down to a side of 4. Fedssyn reports neither beta
-nor learning rate nor a capacity schedule; beta=4 and 5e-4 without a schedule are the choice here.
+It is the mean over the batch. Fedssyn samples class ``c`` by decoding ``z ~ N(mu_c, I)``, where ``mu_c`` is the mean of
+``mu(x)`` over the class; the decoded intensities are the image. The layers are those of Burgess et al. for 64x64 images: four
+4x4 convolutions with stride 2 and 32 channels, and two linear layers of 256. Smaller images get one convolution for each
+halving down to a side of 4. The Fedssyn paper does not state beta, learning rate or a capacity schedule; this implementation
+uses beta=4 and 5e-4 without a schedule.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from unskew.generators.trained.train_loop import TrainingState, train
 from unskew.option_parsing import Positive, Whole
 from unskew.seeding import derive, generator
 
-SAMPLES = 1024  # decoded at once
+SAMPLES = 1024  # number of images that are encoded or decoded at once
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,11 @@ class VAE:
     """Options of the beta-VAE.
 
     Attributes:
-        epochs, batch, lr: Of the training with Adam.
+        epochs, batch, lr: Epochs, batch size and learning rate of the training with Adam.
         beta: Weight of the KL term.
-        latent: Size of the code; ``channels``: of the convolutions; ``hidden``: of the layers between.
+        latent: Dimension of the code.
+        channels: Number of channels of the convolutions.
+        hidden: Width of the linear layers.
     """
 
     epochs: Whole = 360
@@ -50,16 +53,18 @@ class VAE:
     hidden: Whole = 256
 
     def __call__(self, job: GeneratorJob) -> VAEGenerator:
-        """The generator of one client."""
+        """Create the generator of one client."""
         return VAEGenerator(self, job)
 
 
 class ConvVAE(nn.Module):
-    """Encoder and decoder of images whose sides can be halved ``times`` times."""
+    """Encoder and decoder for images with sides that can be halved ``times`` times."""
 
     def __init__(self, options: VAE, shape: tuple[int, int, int], times: int):
         super().__init__()
-        c, k, h = shape[0], options.channels, options.hidden
+        c = shape[0]
+        k = options.channels
+        h = options.hidden
         self.small = (k if times else c, shape[1] >> times, shape[2] >> times)
         flat = math.prod(self.small)
         down: list[nn.Module] = []
@@ -74,18 +79,18 @@ class ConvVAE(nn.Module):
         self.decoder = nn.Sequential(*begins, *([nn.ReLU()] if times else []), nn.Unflatten(1, self.small), *up)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``mu`` and ``log s^2``, each ``[B, latent]``."""
+        """Compute ``mu`` and ``log s^2``, each ``[B, latent]``."""
         mu, logvar = self.encoder(x).chunk(2, dim=1)
         return mu, logvar
 
     def decode(self, z: Tensor) -> Tensor:
-        """Logits of the pixels."""
+        """Compute the logits of the pixels."""
         logits: Tensor = self.decoder(z)
         return logits
 
 
 def kl_divergence(mu: Tensor, logvar: Tensor) -> Tensor:
-    """``KL(N(mu, e^logvar) || N(0, I))`` of each row, ``[B]``.
+    """Compute ``KL(N(mu, e^logvar) || N(0, I))`` of each row, ``[B]``.
 
     Args:
         mu: Means, ``[B, k]``.
@@ -95,13 +100,13 @@ def kl_divergence(mu: Tensor, logvar: Tensor) -> Tensor:
 
 
 def negative_elbo(logits: Tensor, x: Tensor, mu: Tensor, logvar: Tensor, beta: float) -> Tensor:
-    """The loss: reconstruction summed over pixels plus ``beta`` KL, mean over the batch.
+    """Compute the loss: reconstruction summed over pixels plus ``beta`` KL, mean over the batch.
 
     Args:
         logits: Outputs of the decoder, ``[B, C, H, W]``.
         x: Images with intensities from 0 to 1, ``[B, C, H, W]``.
         mu: Means of the codes, ``[B, k]``.
-        logvar: Logarithms of their variances, ``[B, k]``.
+        logvar: Logarithms of the variances of the codes, ``[B, k]``.
         beta: Weight of the KL divergence.
     """
     reconstruction = F.binary_cross_entropy_with_logits(logits, x, reduction="none").flatten(1).sum(1)
@@ -109,7 +114,7 @@ def negative_elbo(logits: Tensor, x: Tensor, mu: Tensor, logvar: Tensor, beta: f
 
 
 class VAEGenerator:
-    """One client's beta-VAE; see ``unskew.generators.base.ImageGenerator``."""
+    """Beta-VAE of one client; see ``unskew.generators.base.ImageGenerator``."""
 
     def __init__(self, options: VAE, job: GeneratorJob):
         self.options, self.job = options, job
@@ -122,13 +127,15 @@ class VAEGenerator:
         self.means: Tensor | None = None
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Train, and note the mean code of each class.
+        """Train the network, and compute the mean code of each class.
 
         Args:
             images: Images, uint8 ``[n, C, H, W]``.
             labels: Class of each image, ``[n]``.
         """
-        options, job, net = self.options, self.job, self.net
+        options = self.options
+        job = self.job
+        net = self.net
         x = pad_to_halvings(images.float().div(255), self.times).contiguous().to(job.device)
         optimizer = torch.optim.Adam(net.parameters(), lr=options.lr)
 
@@ -151,7 +158,7 @@ class VAEGenerator:
 
     @torch.no_grad()
     def sample(self, labels: Tensor) -> Tensor:
-        """Decoded codes around the classes' means."""
+        """Generate images by decoding codes near the class means."""
         assert self.means is not None, "fit comes first"
         draws = generator(self.job.seed, "generator sample")
         images = []

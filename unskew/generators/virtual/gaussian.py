@@ -1,7 +1,7 @@
-"""Virtual inputs: noise with one cluster per class, which anyone can make and nobody's data went into.
+"""Virtual inputs: noise with one cluster per class, which does not depend on any client's data.
 
-Both sources give numbers of mean 0 and deviation 1 per channel (or feature) over the whole set. All draws are functions of a
-key.
+Both sources return values with mean 0 and standard deviation 1 per channel (or feature) over the whole set. All random
+numbers are functions of a key.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 from unskew.seeding import fold, normal
 
 COARSE = 8
-"""Side of the grid on which noise images are drawn: what varies from pixel to pixel, pooling would average away."""
+"""Side of the grid on which noise images are drawn. Pooling would average out independent noise per pixel."""
 
 
 def samples_around_centers(key: Tensor, y: Tensor, shape: tuple[int, ...], spread: float) -> Tensor:
-    """Float64 samples ``[n, *shape]``: for each label in ``y [n]`` a point near the center of its class.
+    """Draw float64 samples ``[n, *shape]``, each near the center of its class.
 
-    Centers are standard normal, and so is the noise around them times ``spread``.
+    Centers are standard normal; the noise around them is normal with standard deviation ``spread``.
 
     Args:
         key: Random key.
@@ -31,16 +31,16 @@ def samples_around_centers(key: Tensor, y: Tensor, shape: tuple[int, ...], sprea
 
 
 def standardize(x: Tensor) -> Tensor:
-    """``x [n, c, ...]`` with mean 0 and deviation 1 for each entry of its second axis."""
+    """Standardize ``x [n, c, ...]`` to mean 0 and standard deviation 1 for each entry of its second axis."""
     axes = [0, *range(2, x.dim())]
     return (x - x.mean(axes, keepdim=True)) / x.std(axes, keepdim=True, correction=0).clamp_min(1e-6)
 
 
 def gaussian_clusters(key: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Gaussian noise of ``shape``, one cluster per class: float32 ``[n, *shape]``.
+    """Draw Gaussian noise with one cluster per class, float32 ``[n, *shape]``.
 
-    The deviation within a class is half of that between the centers. Images are drawn on a coarse grid and enlarged, other
-    inputs directly. Both are as in the code of VHL's authors (arXiv:2206.02465).
+    The standard deviation within a class is half of that between centers. Images are drawn on a coarse grid and upsampled.
+    Both choices are those of the VHL authors' code (arXiv:2206.02465).
 
     Args:
         key: Random key.

@@ -1,14 +1,14 @@
-"""Images of an untrained style-based generator: structure at every scale, and no data behind it.
+"""Images of an untrained style-based generator, with structure at every scale and without training data.
 
-A small relative of StyleGAN2 (Karras et al., "Analyzing and Improving the Image Quality of StyleGAN", 2019,
-arXiv:1912.04958) with random weights, as plain functions:
+This is a small variant of StyleGAN2 (Karras et al., "Analyzing and Improving the Image Quality of StyleGAN", 2019,
+arXiv:1912.04958) with random weights, as pure functions:
 
-- a mapping network of two layers turns a latent ``z`` into a style ``w``;
-- a constant of 4 x 4 pixels is enlarged to the size of the image; at each size a 3 x 3 convolution, whose input channels the
-  style scales and whose output is demodulated, is followed by noise and a leaky ReLU;
-- the last convolution, 1 x 1 and modulated too, gives the channels of the image.
+- a mapping network of two layers maps a latent ``z`` to a style ``w``;
+- a constant of 4 x 4 pixels is upsampled to the size of the image. At each size, a 3 x 3 convolution with input channels
+  scaled by the style and demodulated output is followed by noise and a leaky ReLU;
+- a final modulated 1 x 1 convolution outputs the channels of the image.
 
-There is one convolution per size where the original has two, and no sum of the images of all sizes.
+There is one convolution per size instead of two, and no sum of the images of all sizes.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ from torch import Tensor
 from unskew.generators.virtual.gaussian import samples_around_centers, standardize
 from unskew.seeding import fold, normal
 
-LATENT, WIDTH, START, CHUNK = 64, 32, 4, 256
+LATENT = 64
+WIDTH = 32
+START = 4
+CHUNK = 256
 NOISE = 0.1
 """Strength of the noise after each convolution, relative to its output."""
 
 SPREAD = 0.25
-"""Deviation of the latents of a class, relative to that between classes; twice as large, classes would overlap."""
+"""Standard deviation of the latents of a class, relative to that between classes; with twice this, classes overlap."""
 
 Weights = dict[str, Tensor]
 
 
 def style_images(key: Tensor, y: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """An image for each label, with one cluster of latents per class.
+    """Generate an image for each label, with one cluster of latents per class.
 
     Args:
-        key: A 64-bit key; decides weights, latents and noise.
+        key: Random 64-bit key of weights, latents and noise.
         y: Labels, ``[n]``.
-        shape: Channels, height and width.
+        shape: Shape of an image, ``(C, H, W)``.
 
     Returns:
-        Float32 ``[n, C, H, W]`` of mean 0 and deviation 1 per channel.
+        Images, float32 ``[n, C, H, W]``, with mean 0 and standard deviation 1 per channel.
     """
     sizes = 1 + max(0, math.ceil(math.log2(max(shape[1:]) / START)))
     weights = random_weights(fold(key, 1), sizes, shape[0])
@@ -54,7 +57,7 @@ def style_images(key: Tensor, y: Tensor, shape: tuple[int, int, int]) -> Tensor:
 
 
 def random_weights(key: Tensor, sizes: int, channels: int) -> Weights:
-    """Weights of a generator with so many sizes of image; scaled to keep the deviation of what passes through.
+    """Draw the weights of a generator, scaled so that layers preserve the standard deviation of activations.
 
     Args:
         key: Random key.
@@ -73,7 +76,7 @@ def random_weights(key: Tensor, sizes: int, channels: int) -> Weights:
 
 
 def synthesize(weights: Weights, z: Tensor, key: Tensor, shape: tuple[int, int, int], sizes: int) -> Tensor:
-    """Images ``[n, *shape]`` for latents ``z [n, LATENT]``.
+    """Generate images ``[n, *shape]`` from latents ``z [n, LATENT]``.
 
     Args:
         weights: Weights of the generator.
@@ -96,10 +99,10 @@ def synthesize(weights: Weights, z: Tensor, key: Tensor, shape: tuple[int, int, 
 
 
 def modulated_conv(x: Tensor, style: Tensor, kernel: Tensor, demodulate: bool = True) -> Tensor:
-    """A convolution of ``x [n, in, H, W]`` whose kernel ``[out, in, k, k]`` each sample's ``style [n, in]`` scales.
+    """Apply a convolution with a kernel that each sample's style scales.
 
     Demodulation divides each output channel by the norm of its scaled kernel. Scaling the input and dividing the output is
-    the same as a kernel per sample, and much faster.
+    equivalent to a separate kernel per sample, and much faster.
 
     Args:
         x: Activations, ``[n, in, H, W]``.

@@ -1,20 +1,20 @@
-"""``fedals:auto``: each layer's period follows from how fast clients drift apart in it, within a budget of traffic.
+"""``fedals:auto``: adapts each layer's averaging period to its measured client drift, within a traffic budget.
 
-This rule is ours, not the paper's; its idea is that of the paper's Figure 1: layers whose clients stay close (a small
-consensus distance) may be averaged seldom. With ``r_l`` the growth of layer ``l``'s consensus distance per round and ``p_l``
-its period, the distance is about ``r_l p_l / 2`` on the average, and a round costs ``size_l / p_l`` parameters. The least
-total distance at a given traffic,
+This rule is ours, not the paper's. Its idea is that of the paper's Figure 1: layers with a small consensus distance between
+clients can be averaged less often. ``r_l`` is the growth of layer ``l``'s consensus distance per round and ``p_l`` the
+layer's period. Then the distance is about ``r_l p_l / 2`` on average, and a round costs ``size_l / p_l`` parameters. The
+minimum total distance for a given traffic,
 
     minimize sum_l r_l p_l   so that   sum_l size_l / p_l <= budget * d,
 
-is at ``p_l = c sqrt(size_l / r_l)``: seldom for large layers that drift slowly. Periods are integers between 1 and
-``longest``; ``best_periods`` finds the best ones, or improves this optimum where there are too many combinations.
+is at ``p_l = c sqrt(size_l / r_l)``: large layers that drift slowly have long periods. Periods are integers between 1 and
+``longest``; ``best_periods`` finds the best ones, or improves this optimum if there are too many combinations.
 
-Rounds come in epochs of ``longest``. In an epoch ``r_l`` is measured whenever layer ``l`` is averaged, as its consensus
-distance ``sum_k p_k ||theta_k^l - mean^l||^2`` divided by the rounds since it was averaged before; at its end all layers are
-averaged and the periods are set anew. The first epoch has the periods of plain FedALS. A server gets the distances from sums,
-as ``sum_k p_k ||theta_k^l - theta^l||^2 - ||mean^l - theta^l||^2`` with the last averaged ``theta``: each client uploads its
-term of the first, one number per layer, and of the second the server has the mean.
+An epoch consists of ``longest`` rounds. Whenever layer ``l`` is averaged, ``r_l`` is measured as its consensus distance
+``sum_k p_k ||theta_k^l - mean^l||^2`` divided by the number of rounds since its previous average. At the end of an epoch all
+layers are averaged and the periods are computed again. The first epoch uses the periods of plain FedALS. The server computes
+the distances from sums, as ``sum_k p_k ||theta_k^l - theta^l||^2 - ||mean^l - theta^l||^2`` with the last averaged
+``theta``. Each client uploads its term of the first sum, one number per layer; the server computes the second from the mean.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ FIGURES = (
 
 
 class HasPeriods(Protocol):
-    """Plain FedALS, as far as this rule looks at it."""
+    """Interface of plain FedALS that this rule uses."""
 
     def periods_of(self, spec: ModelSpec) -> list[int]:
-        """Rounds between two averages of each layer group."""
+        """Return the number of rounds between two averages of each layer group."""
 
 
 @dataclass(frozen=True)
 class AutoPeriods(ClientRule, SyncRule):
-    """Periods that follow the measured drift.
+    """FedALS with periods adapted to the measured drift.
 
     Attributes:
-        first: Gives the periods of the first epoch.
-        budget: Share of the parameters that travel per round on the average, relative to all of them.
-        longest: Rounds of an epoch, and the longest period.
+        first: Plain FedALS with the periods of the first epoch.
+        budget: Average number of communicated parameters per round, as a share of all parameters.
+        longest: Number of rounds of an epoch, and the longest period.
     """
 
     name: ClassVar[str] = "fedals"
@@ -66,10 +66,10 @@ class AutoPeriods(ClientRule, SyncRule):
     longest: int
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """The periods must be set at least once.
+        """Validate that the run is long enough to adapt the periods at least once.
 
         Raises:
-            ConfigError: The run is over before that, so it would be one of plain FedALS.
+            ConfigError: If the run ends before that and would equal plain FedALS, or updates are delayed.
         """
         super().check(run)
         self.first.periods_of(run.spec)
@@ -79,11 +79,11 @@ class AutoPeriods(ClientRule, SyncRule):
     # ---- at a client ----------------------------------------------------------------------------------------------------
 
     def begin(self, ctx: Context) -> Tensors:
-        """Store the reference of the drift: each layer as it was last averaged."""
+        """Store the last averaged values of each layer, the reference of the drift."""
         return {"start": ctx.last_received()}
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """Upload ``w_k ||theta_k^l - theta^l||^2`` of each layer, ``[G]``; 0 for layers that are not averaged now."""
+        """Upload ``w_k ||theta_k^l - theta^l||^2`` of each layer, ``[G]``; 0 for layers not averaged in this round."""
         squares = ctx.sent_since(carry["start"], v).square()
         ctx.upload["drift"] = ctx.weight * group_by_layer(ctx.spec, squares)
 
@@ -92,14 +92,16 @@ class AutoPeriods(ClientRule, SyncRule):
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
-        """Down: what was averaged since the client last took part. Up: what is averaged after this round."""
+        """Download layers averaged since the client last took part; upload layers averaged after this round."""
         state = state or self.beginning(spec)
         missed = [last is None or at >= last for at in state["synced"].tolist()]
         return parameter_slices(spec, tuple(missed)), parameter_slices(spec, tuple(self.due(state, round)))
 
     def server_update(self, state: Tensors, updates: Updates) -> Tensors:
-        """Note the drift of what was averaged; at the end of an epoch, set the periods anew."""
-        spec, round, mean = updates.spec, updates.round, updates.aggregate
+        """Record the drift of averaged layers; at the end of an epoch, compute new periods."""
+        spec = updates.spec
+        round = updates.round
+        mean = updates.aggregate
         state = dict(state or self.beginning(spec))
         due = torch.tensor(self.due(state, round))
         spread = mean.upload[self.name]["drift"] / mean.weight - group_by_layer(spec, mean.delta.square())
@@ -116,12 +118,12 @@ class AutoPeriods(ClientRule, SyncRule):
         return state
 
     def round_metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
-        """The layers that were averaged after the round, by their numbers in order of depth, and all periods from then on."""
+        """Return the numbers of the layers averaged after the round, in order of depth, and all periods from then on."""
         state = state or self.beginning(spec)
         return average_layers((state["synced"] == round).tolist(), [int(p) for p in state["periods"].tolist()])
 
     def beginning(self, spec: ModelSpec) -> Tensors:
-        """No layer has been averaged."""
+        """Return the initial state, in which no layer has been averaged."""
         groups = len(layer_groups(spec))
         return {
             "periods": torch.tensor([min(p, self.longest) for p in self.first.periods_of(spec)], dtype=torch.float64),
@@ -132,19 +134,19 @@ class AutoPeriods(ClientRule, SyncRule):
         }
 
     def due(self, state: Tensors, round: int) -> list[bool]:
-        """Return the layers that are averaged after ``round``.
+        """Return for each layer whether it is averaged after ``round``.
 
         Args:
             state: State of the method.
-            round: Number of the round, from 0.
+            round: Round index, from 0.
         """
         age = round - int(state["begun"]) + 1
-        # Beyond the end: the epoch's last round had no update, so the next one with any is its last.
+        # ``age`` exceeds ``longest`` if the epoch's last round had no update; the next round with updates ends the epoch.
         return [age % p == 0 or age >= self.longest for p in state["periods"].tolist()]
 
 
 def average_layers(which: Sequence[bool], periods: Sequence[int]) -> dict[str, Any]:
-    """The figures of a round.
+    """Build the metrics of a round.
 
     Args:
         which: Whether each layer is averaged.
@@ -158,7 +160,7 @@ def average_layers(which: Sequence[bool], periods: Sequence[int]) -> dict[str, A
 
 
 def group_by_layer(spec: ModelSpec, values: Tensor) -> Tensor:
-    """Sums ``[G]`` of ``values [d]`` over each layer group.
+    """Compute the sums ``[G]`` of ``values [d]`` over each layer group.
 
     Args:
         spec: Layout of the model.
@@ -168,27 +170,28 @@ def group_by_layer(spec: ModelSpec, values: Tensor) -> Tensor:
 
 
 EXHAUSTIVE = 100_000
-"""Combinations of periods up to which all are compared."""
+"""Maximum number of combinations of periods for which all are compared."""
 
 
 def best_periods(sizes: Tensor, rates: Tensor, budget: float, longest: int) -> Tensor:
-    """Return whole periods ``[G]`` of least total distance whose traffic per epoch is within the budget.
+    """Return the integer periods ``[G]`` with minimum total distance whose traffic per epoch is within the budget.
 
     The result is exact if there are at most ``EXHAUSTIVE`` combinations. Otherwise the rounded continuous optimum is improved
     until no change of one or two periods reduces the distance.
 
     Args:
-        sizes: Parameters of each layer group, ``[G]``.
+        sizes: Number of parameters of each layer group, ``[G]``.
         rates: Growth of the consensus distance of each group per round, ``[G]``.
-        budget: Largest traffic per round, as a share of all parameters.
-        longest: Rounds of an epoch, and the longest period.
+        budget: Maximum traffic per round, as a share of all parameters.
+        longest: Number of rounds of an epoch, and the longest period.
 
     >>> best_periods(torch.tensor([90.0, 10.0]), torch.tensor([1.0, 1.0]), 1.0, 50).tolist()
     [1.0, 1.0]
     >>> best_periods(torch.tensor([90.0, 10.0]), torch.tensor([1.0, 1.0]), 0.25, 50).tolist()
     [5.0, 2.0]
     """
-    shortest = {math.ceil(longest / averages) for averages in range(1, longest + 1)}  # others average no less often
+    # The shortest period for each number of averages per epoch; longer ones do not save traffic.
+    shortest = {math.ceil(longest / averages) for averages in range(1, longest + 1)}
     choices = torch.tensor(sorted(shortest), dtype=torch.float64)
     distance = rates.double().cpu()[:, None] * choices
     traffic = sizes.double().cpu()[:, None] * torch.ceil(longest / choices) / longest
@@ -201,7 +204,7 @@ def best_periods(sizes: Tensor, rates: Tensor, budget: float, longest: int) -> T
 
 
 def _exhaustive(distance: Tensor, traffic: Tensor, limit: float) -> Tensor:
-    """Return the best choice of each group, ``[G]``, by comparing all; of equal distances the one with least traffic."""
+    """Return the best choice of each group, ``[G]``, by comparing all; equal distances are ordered by traffic."""
     groups = range(len(distance))
     every = torch.cartesian_prod(*(torch.arange(distance.shape[1]) for _ in groups)).reshape(-1, len(distance))
     far, sent = (torch.stack([table[g, every[:, g]] for g in groups]).sum(0) for table in (distance, traffic))
@@ -211,7 +214,7 @@ def _exhaustive(distance: Tensor, traffic: Tensor, limit: float) -> Tensor:
 
 
 def _rounded(sizes: Tensor, choices: Tensor, traffic: Tensor, limit: float, rates: Tensor) -> Tensor:
-    """Return the continuous optimum ``c sqrt(size / rate)`` rounded up to choices, for the least ``c`` within the limit."""
+    """Return the continuous optimum ``c sqrt(size / rate)``, rounded up, for the smallest ``c`` within the limit."""
     shape = (sizes / rates.double().cpu().clamp_min(1e-300)).sqrt()
     shape = shape / shape.min()
 
@@ -227,7 +230,7 @@ def _rounded(sizes: Tensor, choices: Tensor, traffic: Tensor, limit: float, rate
 
 
 def _improved(choice: Tensor, distance: Tensor, traffic: Tensor, limit: float) -> Tensor:
-    """Change one or two choices at a time as long as that reduces the distance within the limit."""
+    """Change one or two choices at a time while this reduces the distance within the limit."""
     groups, options = distance.shape
     group = torch.arange(groups).repeat_interleave(options)
     same = group[:, None] == group

@@ -1,14 +1,14 @@
 """FedCOG with the settings of its authors' code: labels complementary to the client's, automatic coefficients, 500 steps.
 
 Ye, Du, Ni, Chen, Wang, "Fake It Till Make It: Federated Learning with Consensus-Oriented Generation", 2023,
-arXiv:2312.05966. What that code does beside these settings is not done here, or only if asked for. It
+arXiv:2312.05966. That code differs in more ways, which are not reproduced here unless the named option is set. It
 
-- floors the counts of labels, so that fewer than ``n`` inputs result, and divides by zero for a balanced client;
-- keeps the last inputs with the best step's logits (``alias=true``);
-- clamps the divergence's distributions and takes it in reverse order (``js=reversed_clamped``);
-- takes a random network as the previous model of a client that never trained;
-- lets the synthetic pass move the normalization statistics;
-- gives a network's images, from 0 to 1, to models that are trained on normalized ones.
+- rounds the counts of labels down, so that fewer than ``n`` inputs result, and divides by zero for a balanced client;
+- stores the last inputs with the logits of the best step (``alias=true``);
+- clamps the divergence's distributions and swaps its arguments (``js=reversed_clamped``);
+- uses a random network as the previous model of a client that never trained;
+- updates the normalization buffers in the synthetic pass;
+- passes generated images with values from 0 to 1 to models that are trained on normalized ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unskew.protocol.search_space import Space
 class FedCOGAuthors(FedCOG):
     """``FedCOG`` with the defaults of the authors' code.
 
-    The rule's name is ``fedcog`` too, so a composition can have only one of them.
+    The rule's name is also ``fedcog``, so a composition can contain only one of them.
     """
 
     summary: ClassVar[str] = "FedCOG with the settings of its authors' code"

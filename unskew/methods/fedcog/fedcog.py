@@ -1,26 +1,26 @@
-"""FedCOG: clients make data that the global model knows and their own previous model does not, and distil from it.
+"""FedCOG: clients generate data that the global model knows but their previous model does not, and distill from it.
 
 Ye, Du, Ni, Chen, Wang, "Fake It Till Make It: Federated Learning with Consensus-Oriented Generation", 2023,
 arXiv:2312.05966 (ICLR 2024). In rounds ``t >= start_round`` each client
 
 1. learns ``N`` inputs ``x`` (Adam from Gaussian noise, both models frozen) that minimize
-   ``lambda_ce CE(G(x), y) + lambda_dis L_dis(x) + lambda_bn L_bn(x)`` with ``G`` the global model, ``P`` its own model after
-   its last training, and ``L_dis = 1 - JS(softmax(G(x)/T_js), softmax(P(x)/T_js))``: the two shall disagree;
+   ``lambda_ce CE(G(x), y) + lambda_dis L_dis(x) + lambda_bn L_bn(x)``. ``G`` is the global model, ``P`` the client's model
+   after its last training, and ``L_dis = 1 - JS(softmax(G(x)/T_js), softmax(P(x)/T_js))`` makes the two disagree;
 2. trains on ``w_real CE(real batch) + w_kd T^2 KL(softmax(z/T) || softmax(theta(x)/T))`` with the teacher's stored logits
-   ``z = G(x)``, a synthetic batch as large as the real one. The inputs are shuffled, as in the authors' code, and taken in
-   turn, so that each is used as often as any other, up to one.
+   ``z = G(x)``. The synthetic batch has the size of the real one. The inputs are shuffled, as in the authors' code, and used
+   in turn, so that their numbers of uses differ by at most one.
 
-Nothing more is sent than without it, and the server needs only sums.
+No additional data are communicated, and the server needs only sums.
 
-With several labels a sample, ``CE`` is the binary cross-entropy and ``KL`` and ``JS`` are those of one Bernoulli variable per
-label, all averaged over labels. The paper and its code do not define them; these definitions are ours. ``y`` is one-hot, or
-with ``cooccurrence`` also holds each other label with the share of the client's samples of ``y``'s label that have it.
+For multi-label tasks, ``CE`` is the binary cross-entropy, and ``KL`` and ``JS`` are those of one Bernoulli variable per
+label, all averaged over labels. The paper and its code do not define them; these definitions are ours. ``y`` is one-hot. With
+``cooccurrence`` other labels are added, each with the share of the client's samples with label ``y`` that also have it.
 
-With ``generator="network"`` a network that makes the inputs is learned instead (``unskew.generators.learned.decoder``).
+With ``generator="network"`` a network that generates the inputs is trained instead (``unskew.generators.learned.decoder``).
 
-Where paper and authors' code differ, this follows the paper; ``fedcog-authors`` has the settings of the code. The optimizer
-of the inputs is not in the paper; it is the code's. A client that never trained learns its inputs without the disagreement.
-The synthetic pass leaves the normalization statistics alone.
+If paper and authors' code differ, this module follows the paper; ``fedcog-authors`` has the settings of the code. The paper
+does not state the optimizer of the inputs, so it is that of the code. A client that never trained learns its inputs without
+the disagreement. The synthetic pass does not change the normalization buffers.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ class FedCOG(ClientRule):
 
     Attributes:
         n: Number ``N`` of generated inputs.
-        g_steps: Updates of the inputs.
-        g_batch: Learn so many inputs at a time, where ``n`` of them do not fit into memory (appendix A.4.3); 0: all at once.
-        start_round: First round (from 0) with generation; earlier rounds are those of the host method.
-        g_lr: Adam's step for the inputs.
+        g_steps: Number of updates of the inputs.
+        g_batch: Number of inputs that are learned at the same time, if ``n`` do not fit in memory (appendix A.4.3); 0: all.
+        start_round: First round (from 0) with generation; earlier rounds are those of the base method.
+        g_lr: Learning rate of the inputs, for Adam.
         lambda_ce, lambda_dis, lambda_bn: Weights of the generation objective.
         coefficients: ``fixed`` (``w_real = 1, w_kd = lambda_kd``) or ``auto`` (from the client's class deficits).
         lambda_kd: Weight of the distillation for ``fixed``.
         t_js, t: Temperatures of the divergence and of the distillation.
-        labels: Target labels: ``uniform``, ``complementary`` to what the client holds, or those of ``explicit``.
-        explicit: Labels in order, repeated until there are ``n``; written ``0;1;2``.
-        source: ``both`` models make the data; ``global``: without the disagreement; ``noise``: no learning at all.
-        supervision: ``soft``: distil the teacher's logits; ``hard``: cross-entropy to the target labels.
-        js: The paper's divergence, or the authors' ``reversed_clamped`` one.
-        alias: Keep the last inputs with the best logits, as the authors' code does by mistake.
-        max_prev_age: A previous model older than so many rounds counts as none; 0: any age is good.
-        cycle: How synthetic batches are taken: in a ``shuffled`` cycle, or ``by_step`` in the order of classes, each from the
-            place that its step would have if all batches were as large (so some inputs may never be used).
-        double: Make the inputs of the second half of local training anew.
-        cooccurrence: Multi-label targets get further labels as often as these occur together at the client.
-        generator: Learn the inputs themselves (``pixels``), or a ``network`` that makes images, with its input.
-        augment: Crop and mirror the images at random in every step of the synthesis.
+        labels: Target labels: ``uniform``, ``complementary`` to the client's labels, or those of ``explicit``.
+        explicit: Labels in order, such as ``0;1;2``, repeated until there are ``n``.
+        source: Models in the objective: ``both``; ``global``: without the disagreement; ``noise``: inputs are not learned.
+        supervision: ``soft``: distill the teacher's logits; ``hard``: cross-entropy with the target labels.
+        js: Divergence of the ``paper``, or the authors' ``reversed_clamped`` one.
+        alias: Store the last inputs with the best logits, as the authors' code does by mistake.
+        max_prev_age: Maximum age in rounds of a previous model that is used; 0: no limit.
+        cycle: Order of synthetic batches: a ``shuffled`` cycle, or ``by_step`` in the order of classes. With ``by_step``,
+            step ``i`` starts at input ``i`` times its batch size, so some inputs may never be used.
+        double: Generate new inputs for the second half of local training.
+        cooccurrence: Add labels to multi-label targets as often as they occur together at the client.
+        generator: Learn the inputs directly (``pixels``), or train a ``network`` that generates images.
+        augment: Randomly crop and flip the images in every step of the synthesis.
     """
 
     name: ClassVar[str] = "fedcog"
@@ -113,48 +113,51 @@ class FedCOG(ClientRule):
     augment: bool = False
 
     def __post_init__(self) -> None:
-        """Explicit labels and their list belong together."""
+        """Validate that ``explicit`` is set if and only if ``labels`` is ``explicit``."""
         if (self.labels == "explicit") != bool(self.explicit):
             raise ConfigError(
-                "fedcog:labels=explicit and a list such as explicit=0;1;2 belong together; give both or none."
+                "fedcog:labels=explicit needs a list such as explicit=0;1;2, and vice versa. Set both or none."
             )
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Labels must be classes of the data; a network and augmentation need images, further labels several ones.
+        """Validate options and data.
 
         Raises:
-            ConfigError: An option does not fit the data, or the run ends before the first round with generation.
+            ConfigError: If an option does not fit the data, or the run ends before the first round with generation.
         """
         federation = run.federation
         run.need_numbers(self.name)
         if self.source == "noise" and (self.generator == "network" or self.augment):
             raise ConfigError(
-                "fedcog:source=noise learns nothing, so generator=network and augment=true have no effect."
+                "fedcog:source=noise does not learn inputs, so generator=network and augment=true have no effect. Remove "
+                "them."
             )
         if self.generator == "network" and self.g_batch:
-            raise ConfigError("fedcog:generator=network is one network for all inputs, so it takes no g_batch.")
+            raise ConfigError("fedcog:generator=network trains one network for all inputs. Remove g_batch.")
         if self.cooccurrence and federation.task != "multilabel":
-            raise ConfigError("fedcog:cooccurrence=true adds labels to a target; here each sample has one class.")
+            raise ConfigError("fedcog:cooccurrence=true needs a multi-label task, but here each sample has one class.")
         if self.explicit and max(self.explicit) >= federation.classes:
             wrong, last = max(self.explicit), federation.classes - 1
-            raise ConfigError(f"fedcog:explicit has the label {wrong}, but the classes of the data are 0 to {last}.")
+            raise ConfigError(
+                f"fedcog:explicit contains the label {wrong}, but the classes of the data are 0 to {last}."
+            )
         wanted = {"generator=network": self.generator == "network", "augment=true": self.augment}
         for option in (name for name, expected in wanted.items() if expected and len(federation.shape) != 3):
             raise ConfigError(
-                f"fedcog:{option} needs images, but one input of {federation.name} has the shape {federation.shape}; "
-                "leave the option out."
+                f"fedcog:{option} needs images, but the inputs of {federation.name} have shape {federation.shape}. "
+                "Remove the option."
             )
         run.need_rounds_after(self.name, "start_round", self.start_round)
         return ()
 
     def client_info(self, data: ClientDataView) -> Tensors:
-        """The client's samples, those of each label ``[C]``, and of each pair ``[C, C]`` for rates of co-occurrence."""
+        """Return the client's number of samples: total, per label ``[C]``, and with ``cooccurrence`` per pair ``[C, C]``."""
         counts = data.class_counts()
         facts = {"counts": counts, "samples": counts.new_tensor(data.client.examples)}
         return {**facts, "pairs": data.label_pairs()} if self.cooccurrence else facts
 
     def begin(self, ctx: Context) -> Tensors:
-        """The generated inputs ``x [N, ...]``, the teacher's logits ``z [N, C]`` and the two coefficients."""
+        """Generate inputs ``x [N, ...]`` with the teacher's logits ``z [N, C]``, and compute the two coefficients."""
         if ctx.round < self.start_round:
             return {}
         counts = ctx.client_info["counts"]
@@ -162,7 +165,9 @@ class FedCOG(ClientRule):
         x, z = self.in_batches(ctx, y, ctx.key)
         if self.double:
             second = self.in_batches(ctx, y, fold(ctx.key, 7))
-            x, z, y = torch.cat([x, second[0]]), torch.cat([z, second[1]]), torch.cat([y, y])
+            x = torch.cat([x, second[0]])
+            z = torch.cat([z, second[1]])
+            y = torch.cat([y, y])
         w_real, w_kd = self.weights_of(counts)
         carry = {"x": x, "z": z, "y": y, "w_real": w_real, "w_kd": w_kd}
         if self.cycle == "shuffled":
@@ -170,7 +175,7 @@ class FedCOG(ClientRule):
         return carry
 
     def targets(self, counts: Tensor) -> Tensor:
-        """Target labels ``[N]`` for a client with ``counts [C]``; largest remainders, so exactly ``N`` of them."""
+        """Return exactly ``N`` target labels for a client with ``counts [C]``, rounded by largest remainders."""
         if self.labels == "explicit":
             return repeat_labels(self.explicit, self.n).to(counts.device)
         deficit = counts.max() - counts
@@ -179,7 +184,7 @@ class FedCOG(ClientRule):
         return labels_from_counts(allocate_counts(shares, self.n), self.n)
 
     def labeled(self, ctx: Context, primary: Tensor) -> Tensor:
-        """The task's targets from one label each, ``primary [N]``; for multi-label ``[N, L]``.
+        """Convert one label per input, ``primary [N]``, to targets of the task; ``[N, L]`` for multi-label tasks.
 
         Args:
             ctx: Context of the client in this round.
@@ -193,15 +198,15 @@ class FedCOG(ClientRule):
         return torch.maximum(y, further.to(y.dtype))
 
     def weights_of(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """``w_real`` and ``w_kd``; ``auto`` weighs by real samples and the deficit of classes, and they sum to 1."""
+        """Return ``w_real`` and ``w_kd``; with ``auto``, in proportion to real samples and class deficits, summing to 1."""
         if self.coefficients == "fixed":
             return torch.ones_like(counts[0]), torch.full_like(counts[0], self.lambda_kd)
         real, missing = counts.sum(), (counts.max() - counts).sum()
-        w_kd = missing / (real + missing).clamp_min(1)  # a client whose samples have no label at all misses none
+        w_kd = missing / (real + missing).clamp_min(1)  # 0 for a client without any labels
         return 1 - w_kd, w_kd
 
     def in_batches(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """All inputs for the labels ``y``, in batches that are learned by themselves: each keeps its own best step.
+        """Learn inputs for the labels ``y`` in separate batches of ``g_batch``, each with its own best step.
 
         Args:
             ctx: Context of the client in this round.
@@ -217,7 +222,7 @@ class FedCOG(ClientRule):
         return torch.cat(x), torch.cat(z)
 
     def synthesize(self, ctx: Context, y: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Learn the inputs for the labels ``y``; returns them with the teacher's logits.
+        """Learn inputs for the labels ``y``; returns them with the teacher's logits.
 
         Args:
             ctx: Context of the client in this round.
@@ -258,12 +263,12 @@ class FedCOG(ClientRule):
         point, z = minimize(start, objective, steps, self.g_lr, betas, last=self.alias)
         x = make(point)
         if self.augment and not self.alias:
-            # The images are kept whole, so the logits of their crops do not belong to them.
+            # The stored images are not cropped, so the logits of their crops do not belong to them.
             z = ctx.spec.forward(ctx.v_global, ctx.b_global, x).logits
         return x, z
 
     def maker(self, ctx: Context, key: Tensor, count: int) -> Maker:
-        """Return the initial variables, the function that makes ``count`` inputs of them, and Adam's decay rates.
+        """Return the initial variables, the function that converts them to ``count`` inputs, and Adam's decay rates.
 
         Args:
             ctx: Context of the client in this round.
@@ -275,7 +280,7 @@ class FedCOG(ClientRule):
         return normal(key, (count, *ctx.spec.shape)).to(ctx.v_global.dtype), lambda point: point, (0.5, 0.9)
 
     def disagreement(self, task: Task, teacher: Tensor, student: Tensor) -> Tensor:
-        """``L_dis = 1 - JS``: 1 where the models agree, at least ``1 - ln 2``.
+        """Compute ``L_dis = 1 - JS``, which is 1 if the models agree, and at least ``1 - ln 2``.
 
         Args:
             task: Task of the data.
@@ -289,7 +294,7 @@ class FedCOG(ClientRule):
         return 1 - (0.5 * (kl(mean, q) + kl(mean, p))).clamp(0, 1)
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
-        """``w_real loss + w_kd (distillation on a synthetic batch)``."""
+        """Return ``w_real loss + w_kd (distillation on a synthetic batch)``."""
         if not carry:
             return loss_fn
 
@@ -307,13 +312,13 @@ class FedCOG(ClientRule):
         return distilled
 
     def taken(self, ctx: Context, step: Tensor, size: int, carry: Tensors) -> Tensor:
-        """Places of the ``size`` inputs of a step; a cycle goes on where the batch before ended.
+        """Return the indices of a step's ``size`` inputs; a cycle continues where the previous batch ended.
 
         Args:
             ctx: Context of the client in this round.
-            step: Number of the local step.
+            step: Index of the local step.
             size: Number of inputs of a step.
-            carry: Values kept during local training.
+            carry: Values from ``begin``.
         """
         indices = torch.arange(size, device=carry["z"].device)
         if self.cycle == "by_step":
@@ -326,17 +331,17 @@ class FedCOG(ClientRule):
         return carry["order"][(begin + indices) % self.n]
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """The trained model, before aggregation, is what the next generation disagrees with."""
+        """Store the trained model, with which the next generation disagrees."""
         ctx.state["v"], ctx.state["b"] = v.clone(), ctx.model.b.clone()
         ctx.state["round"] = torch.full_like(ctx.steps, float(ctx.round))
 
     def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
-        """The learned inputs and their target labels."""
+        """Return the learned inputs and their target labels."""
         return (carry["x"], carry["y"]) if carry else None
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """Mean of ``sum p log(p / q)`` over all axes but the last, for positive ``p`` and ``q``.
+    """Compute the mean of ``sum p log(p / q)`` over all axes but the last, for positive ``p`` and ``q``.
 
     Args:
         p: Positive values; the last axis sums to 1.

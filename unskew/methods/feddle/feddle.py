@@ -1,25 +1,26 @@
-"""Feddle: the server searches with its own data how far to go along each of the last updates.
+"""Feddle: the server uses its own data to search for the coefficients of the latest updates.
 
 Zhu et al., "Unlocking the Value of Decentralized Data: A Federated Dual Learning Approach for Model Aggregation", 2025,
-arXiv:2503.20138. The server holds some data, of the clients' task (in domain) or of another (out of domain), and an atlas of
-the last updates ("anchors" ``a_m``) as directions. After new updates have come in it takes these steps::
+arXiv:2503.20138. The server has some data, of the clients' task (in domain) or of another task (out of domain), and an atlas
+of the latest updates ("anchors" ``a_m``) as directions. After new updates have arrived, it computes::
 
     r = median_m ||a_m||,   a_bar_m = r a_m / ||a_m||
     c' = the coefficients with which FedBuff would step; c = c'
     c_hat = argmin_c  loss of the server's data at  omega + sum_m c_m a_bar_m,   plus lam / 2 ||c - c'||^2
     omega <- omega + sum_m c_hat_m a_bar_m
 
-Coefficients may be negative. The atlas keeps ``atlas`` anchors: a new one takes the place of the one with the smallest
-``|c_hat|`` (ties: the oldest), but never of one that no search has seen; those let it grow until after the search. The search
-itself is in ``unskew.methods.feddle.search``.
+Coefficients may be negative. The atlas stores ``atlas`` anchors. A new anchor replaces the one with the smallest ``|c_hat|``
+(ties: the oldest). Anchors that no search has used yet are never replaced, so the atlas may grow until after the search. The
+search itself is in ``unskew.methods.feddle.search``.
 
-``c'_m = eta w_m / sum_j w_j (1 + age_m)^-a ||a_m|| / r`` for the updates since the last search and 0 for older ones, so that
-no step of the search is exactly a step of FedBuff (``client_weighting: samples``: of FedAvg) whatever the norms.
-With ``lam=inf`` it is FedBuff, too.
+``c'_m = eta w_m / sum_j w_j (1 + age_m)^-a ||a_m|| / r`` for the updates since the last search and 0 for older ones. So a
+search with zero steps is exactly a step of FedBuff (with ``client_weighting: samples``, of FedAvg) for any norms.
+``lam=inf`` is also FedBuff.
 
-What the paper leaves open: Adam's state and the fresh head begin anew in each search (``warm_start`` keeps the head); a
-search is made in each round in which an update arrives, or whenever ``buffer_size`` are in; BatchNorm statistics move by the
-mean of the clients' changes, and the search reads them in eval mode; the paper gives grids, not the chosen steps and epochs.
+Choices that the paper leaves open: Adam's state and the new head are initialized in each search (``warm_start`` keeps the
+head). A search takes place in each round in which an update arrives, or whenever ``buffer_size`` updates have arrived.
+BatchNorm buffers change by the mean of the clients' changes, and the search uses them in eval mode. The paper states grids,
+but not the chosen learning rates and epochs.
 """
 
 from __future__ import annotations
@@ -59,9 +60,15 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 @plain_dataclass
 class Anchor:
-    """An update in the atlas: ``a [d]``, its weight in a step of the fallback, who sent it when, and its ``c_hat``.
+    """Update in the atlas.
 
-    ``c`` is None until a search has seen it.
+    Attributes:
+        a: The update, ``[d]``.
+        weight: Weight of the client.
+        share: Factor by which the fallback reduces the weight with the age.
+        client: Client that sent the update.
+        born: Round in which the client received the model.
+        c: Coefficient ``c_hat``; None until a search has used the anchor.
     """
 
     a: Tensor
@@ -74,25 +81,25 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Feddle(ServerRule):
-    """Aggregation by searching along the last updates with the server's data.
+    """Aggregation by a search along the latest updates with the server's data.
 
     Attributes:
-        atlas: Anchors kept, ``M``; None: twice the clients drawn per round, as in the paper.
+        atlas: Number ``M`` of stored anchors; None: twice the number of clients per round, as in the paper.
         trigger: Search in every ``round`` with an arrival, or whenever the ``buffer`` is full.
-        buffer_size: Updates that make the buffer full.
-        eta: Step of the fallback.
-        a: The fallback's weights fall with the age in rounds as ``(1 + age)^-a``; 0: not at all.
-        lr: Adam's step on the coefficients.
+        buffer_size: Number of updates in a full buffer.
+        eta: Server learning rate of the fallback.
+        a: Exponent of the fallback's weights, ``(1 + age)^-a`` with the age in rounds; 0: age has no effect.
+        lr: Learning rate of the coefficients, for Adam.
         epochs: Passes over the server's data per search; None: 20 in domain, 1 out of domain. 0 is FedBuff.
-        batch: Samples per step; None: 64 in domain, 256 out of domain.
-        max_steps: Most steps per search.
-        lam: Strength with which coefficients are held at the fallback's; None: 0 in domain, 0.01 out of domain.
-        head_lr: Adam's step on the fresh head, out of domain.
-        warm_start: Whether the head of the last search is where the next begins.
-        eviction: Which anchor leaves: the one of the smallest ``score`` or the oldest (``fifo``).
-        normalize: Whether anchors are brought to one length.
-        start: Where the search begins, and what ``lam`` holds to: the ``fallback`` or ``zero``.
-        half: Whether anchors are kept in half precision (bfloat16).
+        batch: Batch size; None: 64 in domain, 256 out of domain.
+        max_steps: Maximum number of steps per search.
+        lam: Weight of the distance from the initial coefficients; None: 0 in domain, 0.01 out of domain.
+        head_lr: Learning rate of the new head, for Adam, out of domain.
+        warm_start: Whether a search starts with the head of the previous one.
+        eviction: Evicted anchor: the one with the smallest ``score``, or the oldest (``fifo``).
+        normalize: Whether anchors are scaled to the same norm.
+        start: Initial coefficients: the ``fallback`` or ``zero``.
+        half: Whether anchors are stored in half precision (bfloat16).
     """
 
     name: ClassVar[str] = "feddle"
@@ -128,44 +135,42 @@ class Feddle(ServerRule):
     half: bool = False
 
     def conflict_with(self, method: Method) -> str | None:
-        """An update of slices only is no direction for the whole model."""
+        """Reject methods that send only slices, whose updates are not directions of the whole model."""
         if method.sync is None:
             return None
         return (
-            f"feddle steps along whole updates of several rounds, but with {method.sync.name} only parts of the model "
-            "are sent in most rounds, so the parts of an anchor would not belong together; leave one of them out."
+            f"feddle combines complete updates of several rounds, but with {method.sync.name} only parts of the model "
+            "are sent in most rounds. Remove one of them."
         )
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Data at the server, an atlas that holds a buffer, and vectors as features if the head is exchanged."""
+        """Validate the server data, the size of the atlas, and the model (raises ``ConfigError``)."""
         data, spec = run.need_server_data(self.name), run.spec
         if "surrogate" in run.diagnose and data.in_domain:
             raise ConfigError(
-                "diagnose=surrogate compares what a method learns from another data set at the server with what the test "
-                "set would say; give --server-data NAME, the name of a data set."
+                "diagnose=surrogate compares gradients on another data set at the server with those on the test set. "
+                "Set --server-data NAME to the name of a data set."
             )
         if self.trigger == "buffer" and self.atlas is not None and self.atlas < self.buffer_size:
-            raise ConfigError(
-                f"feddle:atlas={self.atlas} is smaller than buffer_size={self.buffer_size}; the atlas must hold a buffer."
-            )
+            raise ConfigError(f"feddle:atlas={self.atlas} must be at least buffer_size={self.buffer_size}.")
         if not data.in_domain and not spec.parts["body"]:
             raise ConfigError(
-                "feddle puts a head of its own instead of the model's to learn from another data set, but this model is "
-                "nothing but a head; use a model with hidden layers, or give --server-data 1000."
+                "feddle replaces the model's head to learn from another data set, but this model consists only of its "
+                "head. Use a model with hidden layers, or --server-data 1000."
             )
         if not data.in_domain and len(spec.feature_shape) != 1:
             raise ConfigError(
-                f"feddle puts a linear head of its own on the features, but the head {spec.head_name!r} takes inputs of "
-                f"shape {spec.feature_shape}; name another head, or give the server data of the clients' task."
+                f"feddle trains a linear head on the features, but the head {spec.head_name!r} takes inputs of shape "
+                f"{spec.feature_shape}. Choose another head, or use server data of the clients' task."
             )
         return ()
 
     def buffer(self) -> int | None:
-        """With ``trigger=buffer`` the core collects updates."""
+        """Return the number of updates to collect before a step with ``trigger=buffer``, otherwise None."""
         return self.buffer_size if self.trigger == "buffer" else None
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """An empty atlas."""
+        """Initialize an empty atlas."""
         nothing = v.new_zeros(0)
         return {
             "v": v,
@@ -178,7 +183,7 @@ class Feddle(ServerRule):
         }
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Take in the arrivals, and search; what the searches of a round found is told together."""
+        """Add the updates to the atlas, and search; the metrics of a round contain all of its searches."""
         if int(state["round"]) != updates.round:
             state = {**state, "found": state["found"][:0], "cosine": state["cosine"][:0]}
             state["round"] = torch.tensor(updates.round)
@@ -198,11 +203,11 @@ class Feddle(ServerRule):
         rows = [[r.weight, r.share, r.client, r.born, r.c or 0.0, float(r.c is None)] for r in atlas]
         now |= {"anchors": anchors, "numbers": torch.tensor(rows, dtype=torch.float64)}
         if updates.aggregate.moved is None:
-            del now["b"]  # statistics that do not travel, or begin anew in every round, have no changes to add up
+            del now["b"]  # buffers that are not sent, or are reset in each round, have no changes to add up
         return now
 
     def evict(self, atlas: list[Anchor], most: int) -> None:
-        """Shorten the atlas, which is in order of arrival, to ``most`` anchors, but for those that no search has seen.
+        """Remove anchors until ``most`` are left; anchors that no search has used are not removed.
 
         Args:
             atlas: Anchors in order of arrival, changed in place.
@@ -216,12 +221,12 @@ class Feddle(ServerRule):
             del atlas[next(i for i, anchor in enumerate(atlas) if anchor is goes)]
 
     def search(self, state: Tensors, atlas: list[Anchor], updates: Updates) -> Tensors:
-        """Find the coefficients, write them into the atlas, and step.
+        """Search for the coefficients, store them in the atlas, and update the model.
 
         Args:
             state: State of the server.
             atlas: Anchors in order of arrival.
-            updates: Updates that the server received.
+            updates: Updates of this step.
         """
         at, v = updates.at_server, state["v"]
         assert at.data is not None
@@ -232,11 +237,13 @@ class Feddle(ServerRule):
         scale, r = scales(lengths) if self.normalize else (torch.ones_like(lengths), None)
         directions = Directions(A, scale)
         c0 = self.fallback(atlas, lengths, r)
-        key = fold(updates.key, updates.arrivals - 1)  # tells apart the searches of a round
+        key = fold(updates.key, updates.arrivals - 1)  # another key for each search of a round
         own = at.data.in_domain
         epochs = (20 if own else 1) if self.epochs is None else self.epochs
         lam = (0.0 if own else 0.01) if self.lam is None else self.lam
-        size, head, seen = self.batch or (64 if own else 256), state["head"], state["cosine"]
+        size = self.batch or (64 if own else 256)
+        head = state["head"]
+        seen = state["cosine"]
         c = c0
         if epochs and not math.isinf(lam):
             plans = [
@@ -266,12 +273,12 @@ class Feddle(ServerRule):
         }
 
     def fallback(self, atlas: list[Anchor], lengths: Tensor, r: Tensor | None) -> Tensor:
-        """``c' [n]``, with which the step is FedBuff's; ``r`` is the common length of the directions, None: their own.
+        """Compute ``c' [n]``, the coefficients for which the step equals FedBuff's.
 
         Args:
             atlas: Anchors in order of arrival.
             lengths: Norms of the anchors, ``[n]``.
-            r: Common length of the directions; None: the anchors' own lengths.
+            r: Common norm of the directions; None if they are not scaled.
         """
         total = sum(anchor.weight for anchor in atlas if anchor.c is None)
         weights = [self.eta * anchor.weight * anchor.share / total if anchor.c is None else 0.0 for anchor in atlas]
@@ -281,7 +288,7 @@ class Feddle(ServerRule):
         return c if r is None or not float(r) else c * lengths / r
 
     def metrics(self, state: Tensors) -> dict[str, Any]:
-        """The coefficients that the round's searches found, in order of arrival, those of the fallback, and the signs."""
+        """Return the coefficients of the round's searches in order of arrival, those of the fallback, and their signs."""
         metrics: dict[str, Any] = {"anchors": len(state["anchors"])}
         if len(state["found"]):
             c0, c = state["found"].T
@@ -309,7 +316,7 @@ class Feddle(ServerRule):
 
 
 def unpack_anchors(state: Tensors) -> list[Anchor]:
-    """The atlas that a state holds, in order of arrival."""
+    """Return the atlas stored in a state, in order of arrival."""
     anchors = []
     for a, (weight, share, client, born, c, fresh) in zip(state["anchors"], state["numbers"].tolist(), strict=True):
         anchors.append(Anchor(a, weight, share, int(client), int(born), None if fresh else c))

@@ -1,14 +1,14 @@
-"""Feddle's search: which sum of directions makes the server's loss small (Zhu et al. 2025, Sections 3 and 4).
+"""Feddle's search for the combination of directions with the smallest loss (Zhu et al. 2025, Sections 3 and 4).
 
 In domain the server minimizes, over the coefficients ``c`` of the directions ``A_bar [n, d]``::
 
     l(c) = CE(D_S; omega + sum_m c_m a_m) + lam / 2 sum_m (c_m - c'_m)^2
 
-Out of domain the clients' head is of no use: a fresh linear head ``theta`` is first trained on the features at ``c'`` and
-then stays, and ``h(c) = CE(D'_S; [body(omega + sum_m c_m a_m); theta]) + lam / 2 ...`` takes the place of ``l``.
+Out of domain the clients' head cannot be used. A new linear head ``theta`` is first trained on the features at ``c'`` and
+then fixed, and ``h(c) = CE(D'_S; [body(omega + sum_m c_m a_m); theta]) + lam / 2 ...`` replaces ``l``.
 
-The gradient is exact and keeps the directions outside of the graph (Equations 16 and 17): with ``g`` the gradient with
-respect to the model, ``dl/dc_m = <g, a_m> + lam (c_m - c'_m)``, one product of a matrix and a vector.
+The gradient is exact and does not need the directions in the autograd graph (Equations 16 and 17). With ``g`` the gradient
+with respect to the model, ``dl/dc_m = <g, a_m> + lam (c_m - c'_m)``, a single matrix-vector product.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from unskew.protocol.server_training import ServerTraining
 from unskew.seeding import uniform
 
 ROWS = 8
-"""Anchors in half precision that are brought to the model's precision at a time."""
+"""Number of half-precision anchors that are converted to the model's precision at a time."""
 MEASURED = 500
-"""Samples on which a gradient is measured."""
+"""Maximum number of samples on which a gradient is measured."""
 
 
 @dataclass(frozen=True)
 class Directions:
-    """``a_bar_m = scale_m a_m``: the anchors ``A [n, d]``, perhaps in half precision, and their scales ``[n]``."""
+    """Directions ``a_bar_m = scale_m a_m``: anchors ``A [n, d]``, possibly in half precision, and scales ``[n]``."""
 
     A: Tensor
     scale: Tensor
 
     def at(self, v: Tensor, c: Tensor) -> Tensor:
-        """``v + sum_m c_m a_bar_m``, ``[d]``.
+        """Compute ``v + sum_m c_m a_bar_m``, ``[d]``.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -51,7 +51,7 @@ class Directions:
         return v
 
     def slopes(self, g: Tensor) -> Tensor:
-        """``<g, a_bar_m>`` for every direction, ``[n]``."""
+        """Compute ``<g, a_bar_m>`` for every direction, ``[n]``."""
         return torch.cat([part @ g for _, part in self._parts(g.dtype)]) * self.scale
 
     def _parts(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -62,7 +62,7 @@ class Directions:
 
 
 def norms(A: Tensor, dtype: torch.dtype) -> Tensor:
-    """Norms of the anchors in the model's precision, ``[n]``.
+    """Compute the norms of the anchors in the model's precision, ``[n]``.
 
     Args:
         A: Anchors, ``[n, d]``.
@@ -72,12 +72,10 @@ def norms(A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scales(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors that scale anchors of norms ``[n]`` to their median ``r``, and ``r``.
+    """Return factors ``[n]`` that scale anchors with norms ``lengths`` to their median norm ``r``, and ``r``.
 
-    An anchor of norm 0 stays 0.
-
-    With an even number the median is the mean of the middle two. If more than half of the anchors are zero, ``r`` is the
-    median of the others, as no direction could be scaled otherwise.
+    The factor of a zero anchor is 0. For an even number of anchors the median is the mean of the middle two. If more than
+    half of the anchors are zero, ``r`` is the median of the others, because ``r = 0`` would remove all directions.
 
     >>> scales(torch.tensor([1.0, 2.0, 0.0, 4.0]))
     (tensor([1.5000, 0.7500, 0.0000, 0.3750]), tensor(1.5000))
@@ -91,7 +89,7 @@ def scales(lengths: Tensor) -> tuple[Tensor, Tensor]:
 def minimize(
     grad_fn: GradFn, batches: Iterable[Batch], v: Tensor, directions: Directions, c0: Tensor, lr: float, lam: float
 ) -> Tensor:
-    """The coefficients ``[n]`` after one step of Adam per batch, beginning at ``c0``, to which ``lam`` draws them.
+    """Return the coefficients ``[n]`` after one step of Adam per batch, starting from ``c0``.
 
     Args:
         grad_fn: Returns gradient and loss at parameters and a batch.
@@ -100,9 +98,11 @@ def minimize(
         directions: Directions of the search.
         c0: Initial coefficients, ``[n]``.
         lr: Learning rate of Adam.
-        lam: Weight of the distance from ``c0``.
+        lam: Weight of the squared distance from ``c0``.
     """
-    c, m, s = c0.clone(), torch.zeros_like(c0), torch.zeros_like(c0)
+    c = c0.clone()
+    m = torch.zeros_like(c0)
+    s = torch.zeros_like(c0)
     for t, batch in enumerate(batches, start=1):
         g = directions.slopes(grad_fn(directions.at(v, c), batch)) + lam * (c - c0)
         m, s = 0.9 * m + 0.1 * g, 0.999 * s + 0.001 * g * g
@@ -111,11 +111,11 @@ def minimize(
 
 
 def surrogate(at: ServerTraining, theta: Tensor) -> LossFn:
-    """``h``: the loss of the features under the linear head ``theta [C', f + 1]``, whose last column is the bias.
+    """Return the loss ``h`` of features with a linear head.
 
     Args:
         at: Training at the server.
-        theta: Linear head, ``[C', f + 1]``.
+        theta: Linear head, ``[C', f + 1]``; its last column is the bias.
     """
 
     def loss_fn(v: Tensor, batch: Batch) -> Tensor:
@@ -125,7 +125,7 @@ def surrogate(at: ServerTraining, theta: Tensor) -> LossFn:
 
 
 def linear(theta: Tensor, features: Tensor) -> Tensor:
-    """Logits ``[B, C']`` of the head ``theta [C', f + 1]``.
+    """Compute the logits ``[B, C']`` of a linear head.
 
     Args:
         theta: Linear head, ``[C', f + 1]``.
@@ -135,7 +135,7 @@ def linear(theta: Tensor, features: Tensor) -> Tensor:
 
 
 def new_head(key: Tensor, classes: int, width: int, like: Tensor) -> Tensor:
-    """A fresh linear head ``[C', f + 1]``, drawn as PyTorch's linear layers are.
+    """Initialize a linear head ``[C', f + 1]`` like PyTorch's linear layers.
 
     Args:
         key: Random key.
@@ -148,15 +148,15 @@ def new_head(key: Tensor, classes: int, width: int, like: Tensor) -> Tensor:
 
 
 def train_head(at: ServerTraining, theta: Tensor, plan: Sequence[Tensor], v: Tensor, b: Tensor, lr: float) -> Tensor:
-    """The head ``[C', f + 1]`` after one step of Adam per batch of ``plan``; features are computed once.
+    """Return the head ``[C', f + 1]`` after one step of Adam per batch of ``plan``; features are computed once.
 
     Args:
-        at: The server's data and model.
-        theta: Where to begin.
-        plan: The samples of each step.
-        v: The model whose body makes the features, ``[d]``.
-        b: Its statistics, ``[m]``.
-        lr: Adam's step.
+        at: Training at the server.
+        theta: Initial head, ``[C', f + 1]``.
+        plan: Indices of the samples of each step.
+        v: Parameters of the model whose body computes the features, ``[d]``.
+        b: Buffers of the model, ``[m]``.
+        lr: Learning rate of Adam.
     """
     assert at.data is not None
     if not plan:
@@ -179,9 +179,9 @@ def train_head(at: ServerTraining, theta: Tensor, plan: Sequence[Tensor], v: Ten
 def cosine(
     at: ServerTraining, theta: Tensor, v: Tensor, b: Tensor, directions: Directions, c: Tensor, key: Tensor
 ) -> float | None:
-    """Cosine between the gradients over ``c`` of ``h`` and of the clients' own loss ``l``; None without samples of theirs.
+    """Compute the cosine between the gradients over ``c`` of ``h`` and of the clients' own loss on test samples.
 
-    Both are means over as many samples as there are, but at most ``MEASURED``.
+    Both gradients are means over at most ``MEASURED`` samples. Without this diagnostic the result is None.
 
     Args:
         at: Training at the server.

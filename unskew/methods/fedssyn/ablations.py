@@ -1,4 +1,4 @@
-"""Ablations of the paper: each client keeps its own images, or one place has all data."""
+"""Ablations of the Fedssyn paper: each client keeps its own images, or one client has all data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from unskew.protocol.rules import DataRule
 
 
 def mean_size(federation: Federation) -> int:
-    """Samples per client, held-out ones included: the paper's 50000/N."""
+    """Return the mean number of samples per client, including held-out ones (50000/N in the paper)."""
     clients = federation.clients
     total = len(clients.y) if isinstance(clients, ArrayClients) else sum(len(c.y) + len(c.y_test) for c in clients)
     return max(1, total // len(clients))
 
 
 def only_own_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule) -> PreparedData:
-    """Every client trains on the images that it made itself; nothing is sent.
+    """Let each client train on its own images; nothing is sent.
 
     Args:
         prepared: Data before the exchange.
@@ -35,11 +35,11 @@ def only_own_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule
 
 
 def single_client_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule) -> PreparedData:
-    """A single client with all that was sent, which is all real, or all synthetic, samples.
+    """Replace the clients by a single one with all sent samples (all real, or all synthetic).
 
     Args:
         prepared: Data before the exchange.
-        made: What each client sends.
+        made: Samples that each client sends.
         rule: Data rule of the method.
     """
     x = concatenate_inputs([sent["x"] for sent in made.sent.values()])

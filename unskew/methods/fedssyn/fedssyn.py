@@ -1,23 +1,23 @@
-"""Fedssyn: before training, clients make synthetic images, which the server shuffles and deals out to all of them.
+"""Fedssyn: before training, clients generate synthetic images, which the server shuffles and distributes to all clients.
 
 Li, Esfandiari, Schmidt, Alstrom, Stich, "Synthetic data shuffling accelerates the convergence of federated learning under
 data heterogeneity", 2023, arXiv:2306.13263, Algorithm 1. Once, before the first round, with all ``N`` clients:
 
 1. Client ``i`` trains a class-conditional generator on ``rho n_i`` of its samples, drawn uniformly.
-2. It makes ``n~`` images, its subset's class frequencies kept (largest remainder; a class it lacks gets none).
-3. It uploads them as 8-bit pixels with labels. The generator stays where it is.
-4. The server permutes all of them uniformly and deals them out in ``N`` equal parts ``D~_si`` (within one image).
-5. Client ``i`` trains on ``D_i`` and ``D~_si`` from then on, in every method that this one is added to.
+2. It generates ``n~`` images with the class frequencies of this subset (largest remainder; missing classes get none).
+3. It uploads them as 8-bit pixels with labels. The generator is not sent.
+4. The server permutes all images uniformly and splits them into ``N`` equal parts ``D~_si`` (up to one image).
+5. Client ``i`` then trains on ``D_i`` and ``D~_si``, with any method that fedssyn is combined with.
 
-The sum averages clients uniformly, as the paper does; by samples, only real ones count. ``n~`` is the size of the whole
-training set over ``N`` (the paper's 50000/N), held-out samples included. So that synthetic data do not mean more gradient
-steps, a client takes as many as ``E`` epochs of its real samples have, on batches of both kinds (``match_steps``). The
-authors' code makes ``max(1, floor(E n / (n + n~)))`` epochs instead of ``E``, with ``n`` that same mean size
-(``match_steps=epochs``), which matches steps only where neither that quotient nor batches are rounded.
+The default client weighting is uniform, as in the paper; weighting by samples counts only real ones. ``n~`` is the size of
+the whole training set divided by ``N`` (50000/N in the paper), including held-out samples. To avoid additional gradient
+steps, a client takes the number of steps of ``E`` epochs over its real samples, on batches of both kinds (``match_steps``).
+The authors' code trains for ``max(1, floor(E n / (n + n~)))`` epochs instead of ``E``, with ``n`` the same mean size
+(``match_steps=epochs``). That matches the number of steps only if neither the quotient nor batches are rounded.
 
-Clients that refuse to share, or keep some images back, make the pool smaller; it is still dealt out to all. With ``data`` the
-paper's ablations: ``real`` (``D_i`` alone), ``local`` (each client keeps its own images), ``central_real`` and
-``central_synthetic`` (one client that holds all real, or all made, samples).
+If clients do not share, or share only some images, the pool is smaller; it is still distributed to all. ``data`` selects the
+paper's ablations: ``real`` (only ``D_i``), ``local`` (each client keeps its own images), ``central_real`` and
+``central_synthetic`` (one client with all real, or all synthetic, samples).
 """
 
 from __future__ import annotations
@@ -71,20 +71,20 @@ class Fedssyn(DataRule):
     """Synthetic data shuffling.
 
     Attributes:
-        rho: Share of a client's samples that its generator learns from.
-        n_syn: Images that each client makes; None: the size of the training set over the number of clients.
-        generator: ``ddpm``, ``vae``, ``gan``, one of them with ``-small``, or ``package.module:factory``; its options follow
+        rho: Share of a client's samples on which its generator is trained.
+        n_syn: Number of images that each client generates; None: the size of the training set over the number of clients.
+        generator: ``ddpm``, ``vae``, ``gan``, one of them with ``-small``, or ``package.module:factory``; options follow
             after semicolons.
-        epochs: Of the generators' training; None: the generator's own.
-        data: ``shuffled`` is the method, the others are ablations.
-        refuse: Clients that do not share: their numbers (``0;3``), or a share of all (``0.2``).
-        keep: What a client shares of its images: a function ``(images, labels) -> booleans``, or its import path.
-        match_steps: True: a client takes as many gradient steps as without synthetic data; ``epochs``: fewer local epochs,
-            as the authors' code has it; False: more data, more steps.
-        epsilon: Privacy budget of each client's generator; with ``noise_multiplier`` its training stops before it is spent,
-            alone it decides the noise. With neither, generators are not private.
-        noise_multiplier: Noise of DP-SGD over ``clip``.
-        delta, clip, accountant: Of DP-SGD.
+        epochs: Number of training epochs of generators; None: the generator's default.
+        data: Data of clients: ``shuffled`` is the method, the others are ablations.
+        refuse: Clients that do not share: their numbers (``0;3``), or a share of all clients (``0.2``).
+        keep: Selection of shared images: a function ``(images, labels) -> booleans``, or its import path.
+        match_steps: True: the same number of gradient steps as without synthetic data; ``epochs``: fewer local epochs, as
+            in the authors' code; False: more steps with more data.
+        epsilon: Privacy budget of each client's generator. With ``noise_multiplier``, training stops before the budget is
+            spent; without it, the budget determines the noise. If both are None, generators are not private.
+        noise_multiplier: Standard deviation of DP-SGD's noise divided by ``clip``.
+        delta, clip, accountant: Options of DP-SGD.
     """
 
     name: ClassVar[str] = "fedssyn"
@@ -92,7 +92,7 @@ class Fedssyn(DataRule):
     paper: ClassVar[str] = "Li et al. 2023, arXiv:2306.13263"
     weights: ClassVar[Weights | None] = "uniform"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "its generators make images of one class"
+    tasks_reason: ClassVar[str] = "each image that it generates has one class"
 
     rho: Annotated[float, Field(gt=0, le=1)] = 0.75
     n_syn: Annotated[int, Field(ge=1)] | None = None
@@ -115,88 +115,90 @@ class Fedssyn(DataRule):
         ]
         if self.privacy is None and aimless:
             raise ConfigError(
-                f"fedssyn:{aimless[0]} belongs to private generators: give epsilon or noise_multiplier, too."
+                f"fedssyn:{aimless[0]} has no effect without private generators. Also set epsilon or noise_multiplier."
             )
         if self.privacy is not None and not getattr(getattr(factory, "func", factory), "private", False):
             raise ConfigError(
-                f"generator={self.generator} has no private training: a vae's class means and a gan's game would leak. "
-                "Use ddpm, or a generator of your own that says private = True."
+                f"generator={self.generator} does not support private training: a VAE's class means and a GAN's adversarial "
+                "training would leak. Use ddpm, or a custom generator with private = True."
             )
         if isinstance(self.keep, str):
             import_callable(self.keep, f"keep={self.keep!r}")
         refusing_clients(self.refuse)
 
     def conflict_with(self, method: Method) -> str | None:
-        """Training in one place has no clients that a rule could act on."""
+        """Reject rules that act at clients if there is only one client."""
         if self.data.startswith("central") and (method.client or method.sync):
             other = (*method.client, *filter(None, [method.sync]))[0].name
-            return f"fedssyn:data={self.data} trains in one place, which leaves nothing to do for {other}."
+            return f"fedssyn:data={self.data} trains on a single client, so {other} has no effect. Remove one of them."
         return None
 
     @property
     def privacy(self) -> PrivacyOptions | None:
-        """The guarantee asked for."""
+        """Options of private training, or None."""
         if self.epsilon is None and self.noise_multiplier is None:
             return None
         return PrivacyOptions(self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant)
 
     @property
     def generates_data(self) -> bool:  # type: ignore[override]
-        """Return whether images are generated."""
+        """Whether images are generated."""
         return self.data not in ("real", "central_real")
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Refuse data that are no 8-bit images, and more refusals than clients."""
+        """Validate that the data are 8-bit images and that at least one client shares."""
         x, total = run.federation.test[0], len(run.federation.clients)
         if x.dtype != torch.uint8 or x.dim() != 4 or x.shape[1] not in (1, 3):
             raise DataError(
-                "fedssyn shares 8-bit images, gray or in color, but an input here is "
-                f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}; give uint8 images."
+                "fedssyn shares 8-bit images, gray or in color, but the inputs are "
+                f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}. Use uint8 images."
             )
         if self.generates_data and len(refusing_clients(self.refuse, total)) == total:
-            raise ConfigError("fedssyn: every client refuses to share, so there is nothing to share out.")
+            raise ConfigError("fedssyn: no client shares images. Exclude fewer clients with refuse.")
         return ()
 
     def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
-        """Every client makes its images, or takes those that are given."""
+        """Generate the images of all clients, or load the given set."""
         federation = prepared.federation
         if not self.generates_data:
             real = {c.id: {"x": c.x, "y": smallest_integer_dtype(c.y, federation.classes)} for c in federation.clients}
             return ClientPayloads(real if self.data == "central_real" else {})
         images = self.made(federation, seed, workspace)
         if not len(images.y):
-            raise DataError("fedssyn: the clients keep all of their images back, so there is nothing to share out.")
+            raise DataError("fedssyn: keep selects no images of any client, so nothing is shared. Select more images.")
         y = smallest_integer_dtype(images.y, federation.classes)
         own = {k: (images.source == k).nonzero().flatten() for k in images.makers}
         sent = {k: {"x": take_rows(images.x, rows), "y": y[rows]} for k, rows in own.items()}
         return ClientPayloads(sent, set_metrics(images.about), images.digest)
 
     def for_client(self, client: int, clients: int, mean_size: int) -> Fedssyn | None:
-        """Only its own images are made; the ablations are for simulations."""
+        """Return the rule of one site, which generates only its own images, or None if it shares none."""
         if self.data not in ("shuffled", "real"):
-            raise ConfigError(f"fedssyn:data={self.data} compares in a simulation; sites shuffle, or share nothing.")
+            raise ConfigError(
+                f"fedssyn:data={self.data} is only for simulations. On sites, use data=shuffled or data=real."
+            )
         if not self.generates_data or client in refusing_clients(self.refuse, clients):
             return None
         others = ";".join(str(k) for k in range(clients) if k != client)
         return replace(self, n_syn=self.n_syn or mean_size, refuse=others)
 
     def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
-        """The server permutes all images uniformly and deals them out in equal parts (within one image)."""
+        """Permute all images uniformly and split them into equal parts (up to one image), one per client."""
         x, y = (
             concatenate_inputs([images["x"] for images in sent.values()]),
             torch.cat([images["y"] for images in sent.values()]),
         )
         order = torch.randperm(len(y), generator=generator(seed, "synthetic shuffle"))
-        parts = torch.tensor_split(order, facts.clients)  # the first ones get one image more
+        parts = torch.tensor_split(order, facts.clients)  # the first parts may have one image more
         return ServerPayload({k: {"x": take_rows(x, part), "y": y[part]} for k, part in enumerate(parts)})
 
     def apply_payload(self, client: ClientData, share: Tensors) -> ClientData:
-        """The client trains on its own images and on its share."""
+        """Append the received images to the client's training data."""
         y = torch.cat([client.y, share["y"].to(client.y.dtype)])
         return replace(client, x=concatenate_inputs([client.x, share["x"]]), y=y)
 
     def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
-        """The three steps, or an ablation; then the budget that keeps the steps as many."""
+        """Exchange images or apply an ablation, then adjust the budget to ``match_steps``."""
         if self.data == "real":
             return prepared
         if self.data == "shuffled":
@@ -216,7 +218,7 @@ class Fedssyn(DataRule):
         return replace(after, training=replace(after.training, local_epochs=matched))
 
     def made(self, federation: Federation, seed: int, workspace: Workspace) -> SyntheticSet:
-        """The images of all clients, before they are shuffled.
+        """Generate or load the images of all clients, before shuffling.
 
         Args:
             federation: Data of all clients.
@@ -232,7 +234,7 @@ class Fedssyn(DataRule):
             check_fits(images, federation)
             self.check_asked(images.about["recipe"])
             if images.about["recipe"]["data"][1] != federation.fingerprint:
-                workspace.warn("The synthetic set was made by clients that hold other samples than those here.")
+                workspace.warn("The synthetic set was generated from other client data than those of this run.")
             return logged_epsilons(images, synthetic.find(workspace.given))
         chosen, epochs = normalize_expression(self.generator, self.epochs)
         recipe = {
@@ -264,15 +266,15 @@ class Fedssyn(DataRule):
 
     @property
     def kept(self) -> str | None:
-        """Return the function that selects the shared images, by its import path."""
+        """Import path of the function that selects shared images, or None."""
         keep = self.keep
         return keep if isinstance(keep, str | None) else f"{keep.__module__}:{getattr(keep, '__qualname__', keep)}"
 
     def check_asked(self, recipe: dict[str, Any]) -> None:
-        """Refuse a given set that was made otherwise than these options ask for; options left alone ask for nothing.
+        """Validate that a given set was generated with these options; options with default values are not checked.
 
         Raises:
-            ConfigError: An option was set that has no effect.
+            ConfigError: If an option has another value than the one used for the set.
         """
         names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
         requested = {name: getattr(self, name) for name in names} | {"keep": self.kept}
@@ -289,5 +291,5 @@ class Fedssyn(DataRule):
                     else f"with {name}={known_value}, not {value}"
                 )
                 raise ConfigError(
-                    f"The synthetic set was made {how}; leave that option out, or leave out the set, and images are made."
+                    f"The synthetic set was generated {how}. Remove that option, or remove synthetic to generate a new set."
                 )

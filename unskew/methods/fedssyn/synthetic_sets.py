@@ -1,4 +1,4 @@
-"""Metadata of a synthetic set, and clients that refused to share."""
+"""Metadata of a synthetic set, and clients that do not share."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from unskew.generators.trained.dp_sgd import PrivacyOptions
 
 
 def check_fits(made: SyntheticSet, federation: Federation) -> None:
-    """Refuse a given set that was made for other data.
+    """Validate that a given synthetic set fits the data.
 
     Args:
         made: Generated images.
         federation: Data of all clients.
 
     Raises:
-        ConfigError: Classes, shape or clients differ.
+        ConfigError: If the classes, the shape or the number of clients differ.
     """
     here = {"classes": federation.classes, "shape": list(federation.shape), "clients": len(federation.clients)}
     for name, value in here.items():
         if made.about.get(name) != value:
-            raise ConfigError(f"The synthetic set has {name} {made.about.get(name)}, but the data here {value}.")
+            raise ConfigError(f"The synthetic set has {name}={made.about.get(name)}, but the data have {name}={value}.")
 
 
 def set_metrics(about: dict[str, Any]) -> dict[str, object]:
@@ -34,13 +34,13 @@ def set_metrics(about: dict[str, Any]) -> dict[str, object]:
     summary["synthetic_seconds"] = about["seconds"]
     if about.get("epsilon") and about["recipe"]["privacy"]:
         spent = max(about["epsilon"].values())
-        share = "what it sends are images of that generator, and how many there are of each class is not covered."
+        share = "it shares images of that generator; the number of images per class is not covered by the guarantee."
         summary |= {"epsilon": spent, "privacy": PrivacyOptions(**about["recipe"]["privacy"]).sentence(spent, share)}
     return summary
 
 
 def logged_epsilons(made: SyntheticSet, folder: Path) -> SyntheticSet:
-    """The set, knowing where it lies.
+    """Return the set with its folder in the metadata.
 
     Args:
         made: Generated images.
@@ -50,24 +50,20 @@ def logged_epsilons(made: SyntheticSet, folder: Path) -> SyntheticSet:
 
 
 def changed_options(privacy: PrivacyOptions) -> dict[str, Any]:
-    """The options of a guarantee, by name."""
+    """Return the options of private training by name."""
     names = ("noise_multiplier", "epsilon", "delta", "clip", "accountant")
     return {name: getattr(privacy, name) for name in names}
 
 
 def refusing_clients(refuse: str, clients: int | None = None) -> set[int]:
-    """Parse the refusing clients: ``"0;3"`` names them.
-
-    ``"0.2"`` is a rounded share of those with the highest numbers.
-
-    Without the number of clients only what is wrong with any number is found.
+    """Parse the clients that do not share: ``"0;3"`` lists them, ``"0.2"`` is a share, counted from the highest number.
 
     Args:
         refuse: Option of the method.
-        clients: Number of clients, or None.
+        clients: Number of clients, or None to validate only what does not depend on it.
 
     Raises:
-        ConfigError: The text is neither a list of clients nor a share.
+        ConfigError: If the text is neither a list of valid clients nor a share.
 
     >>> sorted(refusing_clients("0;3", 10)), sorted(refusing_clients("0.2", 10)), refusing_clients("", 10)
     ([0, 3], [8, 9], set())

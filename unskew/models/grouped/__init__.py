@@ -1,1 +1,1 @@
-"""Several clients as one grouped network."""
+"""Grouped networks, which run several clients as one network."""

@@ -1,7 +1,7 @@
-"""Clients trained together on a CPU: within ``with together(spec, form)`` mapped passes of a model run as one network.
+"""Grouped training of several clients on a CPU: within ``use_grouped(spec, form)``, mapped passes run as one network.
 
-The rules of methods stay functions that ``torch.func.vmap`` maps, with any term added to the loss and any number of passes:
-to them the model is one operator (``unskew.models.grouped.vmap_op``).
+The rules of methods remain functions that ``torch.func.vmap`` maps, with any additional loss terms and any number of passes.
+For them the model is a single operator (``unskew.models.grouped.vmap_op``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GroupedModel:
         spec: Layout of the model of one client.
 
     Raises:
-        UnsupportedLayerError: The model has a layer that cannot be grouped, or PyTorch lacks a function for it.
+        UnsupportedLayerError: If the model has a layer that cannot be grouped, or PyTorch lacks a required function.
     """
 
     def __init__(self, spec: ModelSpec):
@@ -43,7 +43,7 @@ class GroupedModel:
         self.norms = [m for m in spec.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
-        """Outputs at ``v`` and the statistics afterwards; None where nothing is mapped or someone listens inside.
+        """Compute outputs at ``v`` and the updated buffers; None if no input is mapped or a BatchNorm layer has hooks.
 
         Args:
             v: Parameters under the mapping over clients, ``[d]``.
@@ -61,9 +61,9 @@ class GroupedModel:
         return ModelOutput(logits, features), after
 
     def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
-        """Gradient of the first thing that ``value`` returns with respect to ``v``, and the second.
+        """Compute the gradient of the first output of ``value`` with respect to ``v``, and the second output.
 
-        Clients do not mix, so the gradient of the sum of their losses is each client's own.
+        Clients are independent, so the gradient of the sum of their losses contains the gradient of each client.
 
         Args:
             value: Function of the parameters that returns a loss and further results.
@@ -88,10 +88,10 @@ class GroupedModel:
         return functorch_api.wrap_batched(slope), also
 
     def check(self) -> None:
-        """Compare with the model itself on two small batches.
+        """Validate the grouped network against the model on two small batches.
 
         Raises:
-            UnsupportedLayerError: The outputs differ, or the model cannot be run.
+            UnsupportedLayerError: If the outputs differ, or the grouped network cannot be run.
         """
         spec, draws = self.spec, torch.Generator().manual_seed(0)
         v, b = spec.flatten(), spec.flatten_buffers()
@@ -106,19 +106,19 @@ class GroupedModel:
                     outputs = MappedPass(spec, twin, False).through(
                         2, PassInputs(vs, b, x, keys), (True, False, True, True)
                     )
-                except Exception as error:  # whatever a layer says of what it cannot take
-                    raise UnsupportedLayerError("a shape that the stacked layers do not expect") from error
+                except Exception as error:  # a layer may raise any error for unsupported inputs
+                    raise UnsupportedLayerError("a shape that grouped layers do not support") from error
                 for k in range(2):
                     wanted = _with_keys(spec, [] if keys is None else list(keys[k]), vs[k], b, x[k], train)
                     for actual, expected in zip(outputs, wanted, strict=False):
                         if actual[k].shape != expected.shape or not torch.allclose(
                             actual[k], expected, rtol=1e-3, atol=1e-4
                         ):
-                            raise UnsupportedLayerError("layers that do something else when they are stacked")
+                            raise UnsupportedLayerError("layers with other results when they are grouped")
 
 
 def _with_keys(spec: ModelSpec, keys: list[Tensor], v: Tensor, b: Tensor, x: Tensor, train: bool) -> ModelOutput:
-    """A pass of the model itself, whose dropout layers take these keys."""
+    """Run the model itself, with given keys for its dropout layers."""
     layers = [m for m in spec.module.modules() if isinstance(m, KeyedDropout)]
     replay, handed = KeyStream(), iter(keys)
     replay.next = lambda: next(handed, None)  # type: ignore[method-assign]
@@ -134,7 +134,7 @@ def _with_keys(spec: ModelSpec, keys: list[Tensor], v: Tensor, b: Tensor, x: Ten
 
 
 def grouped_unchecked(spec: ModelSpec) -> GroupedModel | None:
-    """The stacked form of a model without the comparison, or None if it has none: good enough to be timed."""
+    """Return the grouped form of a model without ``check``, for timing, or None if it has none."""
     try:
         return GroupedModel(spec)
     except UnsupportedLayerError:
@@ -142,7 +142,7 @@ def grouped_unchecked(spec: ModelSpec) -> GroupedModel | None:
 
 
 def grouped_form_or_reason(spec: ModelSpec) -> tuple[GroupedModel | None, str]:
-    """The stacked form of a model, or None and what it has that has no such form.
+    """Return the grouped form of a model, or None and the part of the model that does not support it.
 
     >>> grouped_form_or_reason(ModelSpec(nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)), (3,), 2))
     (None, 'PReLU')
@@ -156,7 +156,7 @@ def grouped_form_or_reason(spec: ModelSpec) -> tuple[GroupedModel | None, str]:
 
 
 def grouped_form(spec: ModelSpec) -> GroupedModel | None:
-    """The stacked form of a model, or None if it has none."""
+    """Return the grouped form of a model, or None if it has none."""
     return grouped_form_or_reason(spec)[0]
 
 
@@ -173,5 +173,5 @@ def use_grouped(spec: ModelSpec, form: GroupedModel | None) -> Iterator[None]:
         yield
     finally:
         spec.grouped_model = None
-        if spec.stream is not None:  # a key of a mapping that failed must not outlive it
+        if spec.stream is not None:  # remove the key of a failed vmap
             spec.stream.start(None)

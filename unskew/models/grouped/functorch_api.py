@@ -1,6 +1,6 @@
-"""PyTorch's private interface to ``torch.func.vmap``; no other file of unskew uses it.
+"""Access to PyTorch's private ``torch.func.vmap`` interface; no other module of unskew uses it.
 
-A version of PyTorch that lacks one of these functions trains clients one at a time, with the same numbers.
+If PyTorch lacks one of these functions, clients are trained one at a time, with the same results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES = (
 
 
 def missing_functions() -> str:
-    """Return why this version of PyTorch cannot train clients as one network; empty if it can."""
+    """Return the reason why this version of PyTorch cannot train clients as one network; empty if it can."""
     missing = [name for name in _NAMES if not hasattr(_functorch, name)]
     if _interpreter is None:
         missing.append("retrieve_current_functorch_interpreter")
@@ -38,7 +38,7 @@ def missing_functions() -> str:
 
 
 def is_mapped(*tensors: object) -> bool:
-    """Return whether some tensors are under a transform such as the mapping over clients."""
+    """Return whether any tensor is under a transform such as the mapping over clients."""
     return any(isinstance(t, Tensor) and _functorch.is_functorch_wrapped_tensor(t) for t in tensors)
 
 
@@ -52,7 +52,8 @@ def unwrap_batched(t: Tensor) -> tuple[Tensor, bool] | None:
     """Remove the client axis of a tensor.
 
     Returns:
-        The tensor below the axis, and whether it has the axis, which is first then. None if another transform lies between.
+        The tensor without the wrapper, and whether it has a client axis, which is then the first axis. None if another
+        transform is in between.
     """
     if not is_mapped(t):
         return t, False
@@ -65,6 +66,6 @@ def unwrap_batched(t: Tensor) -> tuple[Tensor, bool] | None:
 
 
 def wrap_batched(t: Tensor) -> Tensor:
-    """Return the tensor with its first axis as the client axis: the inverse of ``unwrap_batched``."""
+    """Make the first axis of a tensor its client axis, the inverse of ``unwrap_batched``."""
     wrapped: Tensor = _functorch._add_batch_dim(t, 0, _functorch.current_level())
     return wrapped

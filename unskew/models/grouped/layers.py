@@ -1,4 +1,4 @@
-"""The layers of a stacked twin (``unskew.models.grouped.network``): what each does to ``k`` clients' values at once."""
+"""Layers of a grouped network (``unskew.models.grouped.network``), which process ``k`` clients' values at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from unskew.seeding import uniform
 
 
 class LayerKind(NamedTuple):
-    """A kind of module: ``run(pass, module, name, value)``, and ``check(module)``, which raises ``UnsupportedLayerError``."""
+    """Grouped implementation of a module type.
+
+    Attributes:
+        run: Called as ``run(pass, module, name, value)``.
+        check: Called as ``check(module)``; raises ``UnsupportedLayerError`` for unsupported options.
+    """
 
     run: Callable[..., GroupedValue]
     check: Callable[[Any], None] = lambda module: None
@@ -35,7 +40,7 @@ def _convolution(run: GroupedPass, layer: Any, name: str, x: GroupedValue) -> Gr
     weight, bias = run.of(layer.weight), run.of(layer.bias)
     assert weight is not None
     if type(layer) is nn.Conv2d and layer.in_channels == 3 and layer.groups == 1:
-        # The gradient of grouped filters over three channels takes three to four times as long as over four.
+        # The gradient of grouped filters with three channels takes three to four times as long as with four.
         data = _fourth_channel(run.rows(x))
         weight = F.pad(weight, (0, 0, 0, 0, 0, 1)).contiguous(memory_format=torch.channels_last)
     else:
@@ -48,7 +53,7 @@ def _convolution(run: GroupedPass, layer: Any, name: str, x: GroupedValue) -> Gr
 
 
 def _fourth_channel(rows: Tensor) -> Tensor:
-    """Pictures ``[k, B, 3, H, W]`` as ``[B, 4 k, H, W]``, channels last; the fourth channel is empty."""
+    """Convert images ``[k, B, 3, H, W]`` to ``[B, 4 k, H, W]`` in channels-last memory; the fourth channel is zero."""
     k, batch, channels, height, width = rows.shape
     data = rows.new_zeros(batch, height, width, k, 4)
     data[..., :channels] = rows.permute(1, 3, 4, 0, 2)
@@ -56,7 +61,9 @@ def _fourth_channel(rows: Tensor) -> Tensor:
 
 
 def _linear(run: GroupedPass, layer: nn.Linear, name: str, x: GroupedValue) -> GroupedValue:
-    rows, weight, bias = run.rows(x), run.of(layer.weight), run.of(layer.bias)
+    rows = run.rows(x)
+    weight = run.of(layer.weight)
+    bias = run.of(layer.bias)
     assert weight is not None
     flat = rows.reshape(run.k, -1, rows.shape[-1])
     turned = weight.transpose(1, 2)
@@ -180,7 +187,7 @@ def _attribute(run: GroupedPass, x: GroupedValue, name: str) -> Any:
 
 
 def _given(shape: str) -> Callable[..., GroupedValue]:
-    """A module without parameters, by what it treats."""
+    """Return the layer for a module without parameters, from the name of a ``GroupedPass`` method."""
     return lambda run, layer, name, x: getattr(run, shape)(x, layer)
 
 

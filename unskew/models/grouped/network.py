@@ -1,8 +1,8 @@
-"""The stacked twin of a network: ``k`` clients' copies of it side by side as one network, under ordinary autograd.
+"""Grouped network: ``k`` clients' copies of a model as one network, with ordinary autograd.
 
-Images of all copies are one tensor ``[B, k C, ...]`` with its channels last in memory, so a convolution is one *grouped*
-convolution, and pooling sees enough channels to vectorise. All else is ``[k, B, ...]``, and a linear layer is one batched
-product. The twin is read off the module by ``torch.fx``, and knows what ``unskew.models.grouped.layers`` knows.
+Images of all copies are one tensor ``[B, k C, ...]`` in channels-last memory, so a convolution is one *grouped* convolution,
+and pooling has enough channels to be vectorized. Other values are ``[k, B, ...]``, and a linear layer is one batched product.
+``torch.fx`` traces the module; ``unskew.models.grouped.layers`` lists the supported layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unskew.models.spec import ModelSpec
 
 
 class _Tracer(fx.Tracer):
-    """Follows a forward pass down to the layers of PyTorch, and notes what enters the head."""
+    """Tracer of a forward pass down to PyTorch's layers, which records the input of the head."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -39,14 +39,14 @@ class _Tracer(fx.Tracer):
 
 
 class GroupedNetwork:
-    """Runs ``k`` copies of a model in one pass.
+    """Network that runs ``k`` copies of a model in one pass.
 
     Args:
-        spec: The model's layout.
+        spec: Layout of the model.
         train: Training or eval mode.
 
     Raises:
-        UnsupportedLayerError: The model has a part that has no stacked form; the message says which.
+        UnsupportedLayerError: If a part of the model cannot be grouped; the message names it.
     """
 
     def __init__(self, spec: ModelSpec, train: bool):
@@ -58,8 +58,8 @@ class GroupedNetwork:
         tracer = _Tracer(module.get_submodule(spec.head_name))
         try:
             graph = tracer.trace(module.train(train))
-        except Exception as error:  # whatever a module's own code raises when it meets a symbol
-            raise UnsupportedLayerError("a forward pass that torch.fx cannot follow") from error
+        except Exception as error:  # a module's code may raise any error for symbolic values
+            raise UnsupportedLayerError("a forward pass that torch.fx cannot trace") from error
         finally:
             module.train(before)
         self.layers = dict(module.named_modules())
@@ -93,10 +93,10 @@ class GroupedNetwork:
         elif node.op == "call_method" and node.target not in METHODS:
             raise UnsupportedLayerError(f".{node.target}()")
         if is_in_place(node, self.layers) and not self._own(node.args[0]):
-            raise UnsupportedLayerError("a layer that overwrites what others read")
+            raise UnsupportedLayerError("an in-place layer whose input is used elsewhere")
 
     def _own(self, node: Any) -> bool:
-        """Return whether a node's result is read only once, so that it may be overwritten in another layout."""
+        """Return whether a node's result is used only once, so that it may be overwritten in place."""
         if not isinstance(node, fx.Node) or node.op == "placeholder" or len(node.users) > 1:
             return False
         layer = self.layers.get(str(node.target)) if node.op == "call_module" else None
@@ -106,14 +106,14 @@ class GroupedNetwork:
     def __call__(
         self, k: int, parameters: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, keys: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Logits ``[k, B, C]`` and features ``[k, B, ...]``.
+        """Compute logits ``[k, B, C]`` and features ``[k, B, ...]``.
 
         Args:
             k: Number of copies.
-            parameters: By name, as ``layout`` lays them out.
-            buffers: By name ``[k C]``; a pass in training mode updates them in place.
-            x: Inputs ``[k, B, ...]``.
-            keys: One for each dropout layer that drops, ``[k, n]``.
+            parameters: Parameters by name, in the form that ``layout`` returns.
+            buffers: Buffers by name, ``[k C]``; a pass in training mode updates them in place.
+            x: Inputs, ``[k, B, ...]``.
+            keys: Random keys of the active dropout layers, ``[k, n]``, or None.
         """
         run = GroupedPass(k, parameters, buffers, self.owner, self.train, keys)
         known: dict[fx.Node, Any] = {}
@@ -137,8 +137,8 @@ class GroupedNetwork:
         return run.rows(logits), run.rows(known[self.features])
 
     def layout(self, piece: Tensor) -> Tensor:
-        """A parameter of all copies ``[k, *shape]``, in the memory order that its layer wants (a view where it can be)."""
-        if piece.dim() >= 4:  # the filters of a convolution: copies are groups
+        """Convert a parameter of all copies, ``[k, *shape]``, to the layout of its layer, as a view if possible."""
+        if piece.dim() >= 4:  # filters of a convolution: copies are groups
             order = torch.channels_last if piece.dim() == 5 else torch.contiguous_format
             return piece.reshape(-1, *piece.shape[2:]).contiguous(memory_format=order)
         return piece

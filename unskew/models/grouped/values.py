@@ -1,4 +1,4 @@
-"""Values of a grouped network (``unskew.models.grouped.network``): those of ``k`` clients in one of two layouts."""
+"""Values of ``k`` clients in a grouped network (``unskew.models.grouped.network``), in one of two layouts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 class UnsupportedLayerError(Exception):
-    """A part of a model without a stacked form."""
+    """A part of a model cannot be grouped."""
 
 
 class GroupedValue(NamedTuple):
-    """Values of ``k`` clients: ``[k, B, ...]``, or with ``image`` ``[B, k C, ...]``."""
+    """Values of ``k`` clients, ``[k, B, ...]``, or ``[B, k C, ...]`` if ``image`` is true."""
 
     data: Tensor
     image: bool
 
 
 class GroupedPass:
-    """One pass of a twin: its parameters, and how values change between the two layouts."""
+    """Pass of a grouped network: its parameters, and conversion between the two layouts."""
 
     def __init__(
         self,
@@ -32,11 +32,16 @@ class GroupedPass:
         train: bool,
         keys: Tensor | None,
     ):
-        self.k, self.parameters, self.buffers, self.owner = k, parameters, buffers, owner
-        self.train, self.keys, self.dropped = train, keys, 0
+        self.k = k
+        self.parameters = parameters
+        self.buffers = buffers
+        self.owner = owner
+        self.train = train
+        self.keys = keys
+        self.dropped = 0
 
     def of(self, parameter: Tensor | None) -> Tensor | None:
-        """All copies of a parameter, in its layout; a frozen one is every client's own."""
+        """Return all copies of a parameter in its layout; a frozen parameter is repeated for each client."""
         if parameter is None:
             return None
         name = self.owner[id(parameter)]
@@ -46,13 +51,13 @@ class GroupedPass:
         return every.reshape(-1, *parameter.shape[1:]) if parameter.dim() >= 3 else every
 
     def rows(self, value: GroupedValue) -> Tensor:
-        """``[k, B, ...]``, a view of the same values."""
+        """Return the values as ``[k, B, ...]``, without a copy."""
         if not value.image:
             return value.data
         return torch.unflatten(value.data, 1, (self.k, -1)).transpose(0, 1)
 
     def image(self, value: GroupedValue) -> Tensor:
-        """``[B, k C, ...]``, pictures with their channels last in memory."""
+        """Return the values as ``[B, k C, ...]``; images have channels-last memory."""
         if value.image:
             return value.data
         x = value.data

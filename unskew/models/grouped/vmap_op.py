@@ -1,8 +1,8 @@
-"""A pass of a stacked twin as one operator under ``torch.func.vmap``.
+"""Pass of a grouped network as one operator under ``torch.func.vmap``.
 
-There are two cases. In a client's own gradient the client axis is removed (``unwrap_batched``), and autograd goes through
-network and loss. If a rule differentiates on its own (``torch.func.grad`` with respect to inputs), the pass is a function
-with a rule for ``vmap`` and a gradient of its own, which cannot be differentiated twice.
+There are two cases. For a client's gradient, the client axis is removed (``unwrap_batched``), and autograd differentiates
+network and loss. If a rule itself differentiates (``torch.func.grad`` with respect to inputs), the pass is an autograd
+function with its own ``vmap`` rule and gradient, which cannot be differentiated twice.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from unskew.models.grouped.network import GroupedNetwork
 from unskew.models.spec import ModelSpec
 
 Outputs = tuple[Tensor, Tensor, Tensor]
-"""Logits and features, ``[k, B, ...]``, and the statistics afterwards, ``[k, m]``."""
+"""Logits and features, ``[k, B, ...]``, and the updated buffers, ``[k, m]``."""
 
 
 class GroupingError(Exception):
-    """A rule asks for what only single clients, or the operators themselves under ``vmap``, can give."""
+    """A rule needs an operation that grouped networks do not support."""
 
 
 class PassInputs(NamedTuple):
-    """Inputs of a pass: the model, its buffers, its inputs, and the keys of its dropout layers."""
+    """Inputs of a pass: parameters, buffers, model inputs, and keys of dropout layers."""
 
     v: Tensor
     b: Tensor
@@ -34,26 +34,28 @@ class PassInputs(NamedTuple):
 
 
 class MappedPass:
-    """One pass of ``k`` clients.
+    """Pass of ``k`` clients.
 
     Args:
-        spec: The model's layout.
-        twin: Its stacked form, in this mode.
-        grad: Whether a gradient may be asked for.
+        spec: Layout of the model.
+        twin: Grouped network in training or eval mode.
+        grad: Whether a gradient may be computed.
     """
 
     def __init__(self, spec: ModelSpec, twin: GroupedNetwork, grad: bool):
-        self.spec, self.twin, self.grad = spec, twin, grad
+        self.spec = spec
+        self.twin = twin
+        self.grad = grad
         self.pieces: dict[str, Tensor] = {}
         self.out: list[Tensor] = []
 
     def through(self, k: int, given: PassInputs, mapped: tuple[bool, ...]) -> Outputs:
-        """The outputs, which know how they came about; what is ``mapped`` has a client axis first.
+        """Compute outputs with their autograd graph.
 
         Args:
             k: Number of clients.
             given: Inputs of the pass.
-            mapped: Whether each input has a client axis.
+            mapped: Whether each input has a client axis, which is then its first axis.
         """
         if self._shared(mapped):
             return self._one_batch(k, given, given.x)
@@ -62,16 +64,18 @@ class MappedPass:
             return self._stacked(k, every, self._pieces(k, every.v), every.x)
 
     def begin(self, k: int, given: PassInputs, mapped: tuple[bool, ...]) -> Outputs:
-        """The outputs alone; ``backward`` knows how they came about.
+        """Compute detached outputs; the graph is stored for ``backward``.
 
         Args:
             k: Number of clients.
             given: Inputs of the pass.
-            mapped: Whether each input has a client axis.
+            mapped: Whether each input has a client axis, which is then its first axis.
         """
         if self.grad and (given.v.requires_grad or given.x.requires_grad):
             raise GroupingError("a derivative within the loss")
-        self.k, self.given, self.mapped = k, given, mapped
+        self.k = k
+        self.given = given
+        self.mapped = mapped
         x = given.x if mapped[2] else given.x.expand(k, *given.x.shape)
         self.x = x.detach().requires_grad_() if self.grad and x.is_floating_point() else x
         outputs = self._one_batch(k, given, self.x) if self._shared(mapped) else self._leaves()
@@ -87,14 +91,14 @@ class MappedPass:
             return self._stacked(self.k, every, self.pieces, self.x)
 
     def backward(self, wants_v: bool, wants_x: bool, slopes: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Gradients of the model ``[k, d]`` and of its inputs ``[k, B, ...]``; of no meaning where they are not wanted.
+        """Compute the gradients of the parameters ``[k, d]`` and of the inputs ``[k, B, ...]``.
 
         Args:
-            wants_v: Whether the gradient of the parameters is needed.
-            wants_x: Whether the gradient of the inputs is needed.
+            wants_v: Whether the gradient of the parameters is needed; otherwise it is undefined.
+            wants_x: Whether the gradient of the inputs is needed; otherwise it is undefined.
             slopes: Gradients of the outputs.
         """
-        if wants_v and not self.pieces:  # one model for all after all, and each client's own gradient of it
+        if wants_v and not self.pieces:  # the pass used one shared model, but each client needs its own gradient
             self.out = list(self._leaves()[:2])
         leaves = [*(self.pieces.values() if wants_v else ()), *([self.x] if wants_x else [])]
         known = [(out, slope) for out, slope in zip(self.out, slopes, strict=True) if out.requires_grad]
@@ -130,14 +134,14 @@ class MappedPass:
 
     @staticmethod
     def _every(k: int, given: PassInputs, mapped: tuple[bool, ...]) -> PassInputs:
-        """The same with a client axis everywhere."""
+        """Add a client axis to the inputs without one."""
         spread = [t if t is None or own else t.expand(k, *t.shape) for t, own in zip(given, mapped, strict=True)]
         return PassInputs(*spread)  # type: ignore[arg-type]
 
     def _pieces(self, k: int, v: Tensor) -> dict[str, Tensor]:
-        """The parameters of all clients by name, as their layers want them."""
+        """Return the parameters of all clients by name, in the layouts of their layers."""
         spec = self.spec
-        # Split at once: the gradient of each slice by itself would be as long as the whole vector.
+        # One torch.split for all: the gradient of each separate slice would be as large as the whole vector.
         named_slices = zip(spec.names, spec.shapes, torch.split(v, spec.sizes, 1), strict=True)
         return {name: self.twin.layout(tensor.view(k, *shape)) for name, shape, tensor in named_slices}
 
@@ -152,11 +156,11 @@ class MappedPass:
 
 
 def run_pass(one: MappedPass, given: PassInputs) -> tuple[Tensor, ...]:
-    """Carry out a pass within the mapping over clients.
+    """Run a pass under the mapping over clients.
 
     Args:
-        one: The pass.
-        given: Its inputs, under the mapping over clients.
+        one: Pass to run.
+        given: Inputs of the pass, under the mapping over clients.
     """
     unwrapped = [(None, False) if t is None else unwrap_batched(t) for t in given]
     plain = [pair for pair in unwrapped if pair is not None]
@@ -170,14 +174,14 @@ def run_pass(one: MappedPass, given: PassInputs) -> tuple[Tensor, ...]:
 
 
 def _first(args: tuple[Any, ...], dims: tuple[Any, ...]) -> list[Any]:
-    """The arguments with their client axis first."""
+    """Move the client axis of the arguments to the front."""
     if is_mapped(*args):
         raise GroupingError("a mapping within the mapping over clients")
     return [a if d is None else a.movedim(d, 0) for a, d in zip(args, dims, strict=True)]
 
 
 class _Forward(torch.autograd.Function):
-    """The pass of a model."""
+    """Autograd function of a pass."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -191,7 +195,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
         _, wants_v, _, wants_x, _ = ctx.needs_input_grad
-        # Model and inputs go along, so that whoever differentiates the result is noticed.
+        # Pass parameters and inputs as arguments, so that second derivatives are detected.
         args = (ctx.one, wants_v, wants_x, *slopes[:2], *ctx.looked_at)
         g_v, g_x = _Backward.apply(*args)  # type: ignore[no-untyped-call]
         return None, g_v if wants_v else None, None, g_x if wants_x else None, None
@@ -211,7 +215,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """Its gradient, which has none itself."""
+    """Gradient of ``_Forward``, which is not differentiable itself."""
 
     @staticmethod
     def forward(*args: Any) -> Any:

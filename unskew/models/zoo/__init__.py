@@ -1,1 +1,1 @@
-"""The models that come with unskew."""
+"""Models that come with unskew."""

@@ -1,7 +1,7 @@
-"""Base class of the papers' classifiers, VGG-11, and two small models for any flat input.
+"""Base class of the papers' classifiers, VGG-11, and two small models for any flattened input.
 
-Every model is a `body` that ends in one feature vector a sample, followed by a linear `head`. Modules are
-registered in the order in which the data passes them, so the order of the parameters is their depth.
+Every model has a `body` that outputs one feature vector per sample, followed by a linear `head`. Modules are registered in
+the order of the forward pass, so parameters are ordered by depth.
 
 References:
     VGG-11: Simonyan and Zisserman 2014, arXiv:1409.1556, as used by Li et al. 2023 (Fedssyn), arXiv:2306.13263.
@@ -23,17 +23,17 @@ VGG11_LAYERS: tuple[int | None, ...] = (64, None, 128, None, 256, 256, None, 512
 
 
 class Classifier(nn.Module):
-    """A feature extractor `body` followed by a linear `head`.
+    """Feature extractor `body` followed by a linear `head`.
 
     Args:
-        body: Maps a batch of inputs to features of shape `[batch, features]`.
+        body: Module that maps a batch of inputs to features, `[batch, features]`.
         features: Length of the penultimate feature vector.
         classes: Number of logits.
     """
 
     def __init__(self, body: nn.Module, features: int, classes: int) -> None:
         if classes < 1:
-            raise ConfigError(f"A classifier needs at least one class, but got classes={classes}.")
+            raise ConfigError(f"A classifier needs at least one class, not classes={classes}.")
         super().__init__()
         self.body = body
         self.head = nn.Linear(features, classes)
@@ -47,15 +47,15 @@ class Classifier(nn.Module):
 class VGG11(Classifier):
     """VGG-11 of Fedssyn: eight 3x3 convolutions, no batch norm, dropout 0.5 before two hidden linear layers.
 
-    A pooling layer is left out where the feature map is already one pixel wide, so any image fits; on images much
-    smaller than 32 pixels, where most weights see only padding, the model hardly trains.
-    The first linear layer grows with the image. Dropout under `torch.func.vmap` needs `randomness="different"`.
+    Pooling layers are omitted when a side of the feature map is one pixel, so the model supports images of any size. On
+    images much smaller than 32 pixels most weights see only padding, and the model hardly trains. The first linear layer
+    grows with the image. Dropout under `torch.func.vmap` needs `randomness="different"`.
 
     Args:
         shape: Channels, height and width of an image.
         classes: Number of logits.
-        init: `"he"` draws the convolution weights from N(0, 2 / fan_out), as the authors' code does.
-            `"default"` keeps PyTorch's smaller weights.
+        init: Initialization of convolutions: `"he"` draws weights from N(0, 2 / fan_out), as the authors' code does;
+            `"default"` uses PyTorch's smaller weights.
 
     >>> sum(p.numel() for p in VGG11((3, 32, 32), 10).parameters())
     9750922
@@ -90,7 +90,7 @@ class Logistic(Classifier):
 
 
 class MLP(Classifier):
-    """A multilayer perceptron with ReLU on the flattened input.
+    """Multilayer perceptron with ReLU on the flattened input.
 
     Args:
         shape: Shape of a sample, `(features,)` or `(channels, height, width)`.
@@ -104,7 +104,7 @@ class MLP(Classifier):
 
 
 def hidden_layers(inputs: int, hidden: Sequence[int]) -> tuple[list[nn.Module], int]:
-    """Linear layers of these widths with ReLU, and how many features the last one gives.
+    """Create linear layers with ReLU; returns them with the number of output features.
 
     Args:
         inputs: Number of input features.
@@ -120,13 +120,13 @@ def hidden_layers(inputs: int, hidden: Sequence[int]) -> tuple[list[nn.Module], 
 def _vgg_conv(inputs: int, outputs: int, init: str) -> nn.Conv2d:
     conv = nn.Conv2d(inputs, outputs, 3, padding=1)
     if init == "he":
-        # Eight layers without normalization shrink PyTorch's default so far that the logits ignore the image.
+        # With PyTorch's default, eight layers without normalization shrink activations until logits ignore the image.
         nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv
 
 
 def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
-    """The shape, if it is that of an image.
+    """Validate and return the shape of an image (raises ``ConfigError`` otherwise).
 
     Args:
         name: Name of the model, for the error.
@@ -135,13 +135,13 @@ def image_shape(name: str, shape: Sequence[int]) -> tuple[int, int, int]:
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError(
             f"{name} needs an image shape (channels, height, width), but got {tuple(shape)}. "
-            "For rows of a table use table-mlp, mlp or logistic, for texts text-mlp; unskew models lists all."
+            "Use table-mlp, mlp or logistic for tables, or text-mlp for texts; unskew models lists all models."
         )
     return shape[0], shape[1], shape[2]
 
 
 def num_features(name: str, shape: Sequence[int]) -> int:
-    """Numbers in a sample.
+    """Return the number of values in a sample.
 
     Args:
         name: Name of the model, for the error.
@@ -153,7 +153,7 @@ def num_features(name: str, shape: Sequence[int]) -> int:
 
 
 def check_choice(name: str, option: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Refuse a value that is not ``allowed``.
+    """Validate that the value of an option is allowed (raises ``ConfigError`` otherwise).
 
     Args:
         name: Name of the model, for the error.
@@ -163,10 +163,10 @@ def check_choice(name: str, option: str, value: object, allowed: tuple[object, .
     """
     if value not in allowed:
         choices = ", ".join(repr(choice) for choice in allowed)
-        raise ConfigError(f"{name} takes one of {choices} as {option!r}, but got {short_repr(value)}.")
+        raise ConfigError(f"{name}: {option!r} must be one of {choices}, not {short_repr(value)}.")
 
 
 def _hidden_widths(hidden: object) -> list[int]:
     if isinstance(hidden, list | tuple) and all(isinstance(width, int) and width > 0 for width in hidden):
         return list(hidden)
-    raise ConfigError(f"The MLP takes a list of positive integers as 'hidden', but got {short_repr(hidden)}.")
+    raise ConfigError(f"The MLP: 'hidden' must be a list of positive integers, not {short_repr(hidden)}.")

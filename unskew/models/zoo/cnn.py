@@ -1,4 +1,4 @@
-"""The small convolutional networks of the papers.
+"""Small convolutional networks of the papers.
 
 References:
     CNN-A and CNN-B: Ye et al. 2023 (FedCOG), arXiv:2312.05966.
@@ -14,14 +14,14 @@ from torch import nn
 from unskew.errors import ConfigError
 from unskew.models.zoo.basic import Classifier, check_choice, image_shape
 
-SIDE = 4  # to which CNN-C pools
+SIDE = 4  # side of CNN-C's pooled feature map
 
 
 class CNNA(Classifier):
     """CNN-A of FedCOG: two 5x5 convolutions and three linear layers (a LeNet-5).
 
-    The convolutions have no padding. An image with a side below 16 pixels is too small for that, so its
-    convolutions are padded by 2; such an image needs at least 4 pixels a side.
+    The convolutions have no padding. For images with a side below 16 pixels they are padded by 2. The minimum is 4 pixels
+    per side.
 
     Args:
         shape: Channels, height and width of an image.
@@ -49,8 +49,8 @@ class CNNA(Classifier):
 class CNNB(Classifier):
     """CNN-B of FedCOG: three 3x3 convolutions and two linear layers.
 
-    The convolutions have no padding. An image with a side below 22 pixels is too small for that, so its
-    convolutions are padded by 1; such an image needs at least 8 pixels a side.
+    The convolutions have no padding. For images with a side below 22 pixels they are padded by 1. The minimum is 8 pixels
+    per side.
 
     Args:
         shape: Channels, height and width of an image.
@@ -77,12 +77,13 @@ class CNNB(Classifier):
 class CNNC(Classifier):
     """CNN-C of Feddle (Zhu et al. 2025, arXiv:2503.20138): three 3x3 convolutions, one pooling, two linear layers.
 
-    The paper does not say how wide they are: 32, 64 and 64 channels, padded by 1; pooling to 4 x 4; 256 hidden units.
+    The paper does not state their widths. This model uses 32, 64 and 64 channels with padding 1, pooling to 4 x 4, and 256
+    hidden units.
 
     Args:
         shape: Channels, height and width of an image.
         classes: Number of logits.
-        stride: Of the first two convolutions; 2 takes a fifteenth of the arithmetic.
+        stride: Stride of the first two convolutions; 2 reduces the number of operations to a fifteenth.
 
     >>> sum(p.numel() for p in CNNC((3, 32, 32), 10).parameters())
     321290
@@ -107,12 +108,12 @@ class CNNC(Classifier):
 
 
 def _stage(inputs: int, outputs: int, kernel: int, padding: int) -> list[nn.Module]:
-    """Convolution, pooling, ReLU. ReLU after max-pooling gives the same value as before it, on a quarter of it."""
+    """Return convolution, pooling and ReLU; ReLU after max pooling is equivalent and processes a quarter of the values."""
     return [nn.Conv2d(inputs, outputs, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
 
 
 def _fit(name: str, sides: tuple[int, int], kernel: int, stages: int) -> tuple[int, int]:
-    """The padding that lets `stages` convolutions with pooling fit, and the pixels that are left."""
+    """Return the padding with which the image is large enough for all stages, and the number of remaining pixels."""
     for padding in (0, kernel // 2):
         height, width = sides
         for _ in range(stages):

@@ -1,8 +1,7 @@
-"""Models of the package ``transformers`` as modules from one input tensor to logits.
+"""Models of the package ``transformers`` as modules that map one input tensor to logits.
 
-Texts are token ids ``[B, L]`` (int64), where -1 stands for padding, always at the end: so no id of the vocabulary is taken
-for it, and the mask needs no tensor of its own. Images are intensities from 0 to 1, which the model brings to its size and
-scale.
+Texts are token ids ``[B, L]`` (int64). Padding is -1 and always at the end, so it cannot be confused with a token of the
+vocabulary, and no separate mask is needed. Images are intensities from 0 to 1, which the model resizes and normalizes.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ class HuggingFaceModel(nn.Module):
     """Base class of wrapped Hugging Face models.
 
     Attributes:
-        net: The model of ``transformers``, with LoRA factors inside its layers where it has any.
-        blocks: Name of the list of its blocks, each of which is a layer in order of depth; None if it has none.
+        net: Model of ``transformers``, including LoRA factors, if any.
+        blocks: Name of the list of its blocks, each of which is one layer; None if it has none.
     """
 
     def __init__(self, net: nn.Module):
         super().__init__()
         self.net: Any = net
         self.blocks = block_list(self)
-        # An nn.Dropout is exchanged for one with keys, from which the functional ones then take theirs.
+        # ModelSpec replaces this nn.Dropout by a keyed one, whose keys functional dropout then uses.
         self.drop: nn.Module | None = nn.Dropout(0.0) if uses_dropout(net.config) else None
 
     def steered(self) -> AbstractContextManager[object]:
-        """The context of a forward pass, in which random masks and precision are ours."""
+        """Return the context of a forward pass, with keyed dropout and float64 softmax if needed."""
         keyed = self.drop if isinstance(self.drop, KeyedDropout) and self.training else None
         if keyed is None and self.net.dtype != torch.float64:
             return contextlib.nullcontext()
         return FunctionalDropout(keyed)
 
     def save(self, folder: str | Path) -> Path:
-        """Write a folder that ``hf:FOLDER`` and ``transformers`` load; LoRA factors are added to their weights."""
+        """Write a folder that ``hf:FOLDER`` and ``transformers`` can load; LoRA factors are merged into the weights."""
         folder = Path(folder)
         with quiet_transformers():
             merge_lora(self.net).save_pretrained(folder)
@@ -57,28 +56,28 @@ class HuggingFaceModel(nn.Module):
 
 
 class TextModel(HuggingFaceModel):
-    """Base class of models that take token ids."""
+    """Base class of models with token ids as inputs."""
 
     @property
     def tokens(self) -> int | None:
-        """Return the vocabulary size, if the configuration has it."""
+        """Vocabulary size, or None if the configuration does not contain it."""
         return getattr(self.net.config, "vocab_size", None)
 
 
 class CausalLM(TextModel):
-    """Token ids ``[B, L]`` to logits ``[B, L, V]`` of the next token.
+    """Causal language model from token ids ``[B, L]`` to logits ``[B, L, V]`` of the next token.
 
-    Padding is at the end and attention looks back only, so no mask is needed: no token sees any padding.
+    Padding is at the end and attention is causal, so no mask is needed.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits at every position, those of padding without meaning."""
+        """Compute logits at every position; those at padding are meaningless."""
         ids = token_ids(x, self.net.config)
         with self.steered():
             return self.net(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
 
     def looks_ahead(self) -> bool:
-        """Return whether a token changes the logits before it, as in masked language models."""
+        """Return whether a token changes the logits before it, as in masked language models (not causal)."""
         training = self.training
         with torch.no_grad():
             first_output, other = self.eval()(torch.tensor([[3, 3, 3, 3], [3, 3, 3, 4]]))[:, :3]
@@ -87,14 +86,14 @@ class CausalLM(TextModel):
 
 
 class SequenceClassifier(TextModel):
-    """Token ids ``[B, L]`` to logits ``[B, C]``.
+    """Classifier from token ids ``[B, L]`` to logits ``[B, C]``.
 
-    A decoder's text is classified by its last token: features are its hidden state ``[B, f]``. An encoder is asked as it is,
-    with the mask.
+    Decoders classify a text by its last token, so the features are the hidden state ``[B, f]`` of this token. Encoders are
+    called with an attention mask.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the classes."""
+        """Compute the logits of the classes."""
         ids, there = token_ids(x, self.net.config), x != PADDING
         with self.steered():
             if hasattr(self.net, "score"):
@@ -103,19 +102,19 @@ class SequenceClassifier(TextModel):
                 last = (there.sum(-1) - 1).clamp_min(0)
                 at = last[:, None, None].expand(-1, 1, states.shape[-1])
                 return self.net.score(states.gather(1, at).squeeze(1))  # type: ignore[no-any-return]
-            # Made here in full: the one that transformers makes looks at values, which vmap cannot.
+            # Build the full mask here: transformers' own code depends on values, which vmap does not support.
             mask = torch.zeros_like(x, dtype=self.net.dtype).masked_fill(~there, torch.finfo(self.net.dtype).min)
             mask = mask[:, None, None, :].expand(-1, 1, x.shape[1], -1)
             return self.net(input_ids=ids, attention_mask=mask).logits  # type: ignore[no-any-return]
 
 
 class ImageClassifier(HuggingFaceModel):
-    """Images ``[B, c, H, W]`` of intensities from 0 to 1 to logits ``[B, C]``.
+    """Classifier from images ``[B, c, H, W]`` with intensities from 0 to 1 to logits ``[B, C]``.
 
     Args:
-        net: The model.
-        size: Height and width that it takes.
-        mean, std: With which its images were standardized, per channel.
+        net: Model of ``transformers``.
+        size: Height and width of its inputs.
+        mean, std: Mean and standard deviation per channel that normalize its inputs.
     """
 
     intensities = True
@@ -130,7 +129,7 @@ class ImageClassifier(HuggingFaceModel):
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Bring the images to the model's size, channels and scale; then its logits."""
+        """Compute logits after converting images to the model's size, channels and scale."""
         sides = x.shape[-2:]
         if sides != (self.size, self.size):
             smaller = max(sides) > self.size
@@ -142,7 +141,7 @@ class ImageClassifier(HuggingFaceModel):
             return self.net(pixel_values=(x - self.mean) / self.std).logits  # type: ignore[no-any-return]
 
     def save(self, folder: str | Path) -> Path:
-        """Save as a folder, with the size and the scale of its images."""
+        """Write a folder that also contains the size and normalization of images."""
         folder = super().save(folder)
         (folder / "preprocessor_config.json").write_text(
             json.dumps(self.preprocessing, indent=2) + "\n", encoding="utf-8"
@@ -151,17 +150,17 @@ class ImageClassifier(HuggingFaceModel):
 
 
 def token_ids(x: Tensor, config: Any) -> Tensor:
-    """Ids that the model may look up: padding gets the model's own id for it.
+    """Replace the padding value -1 by the model's padding id.
 
     Args:
-        x: Token ids, ``[B, L]``; negative for padding.
+        x: Token ids, ``[B, L]``; -1 for padding.
         config: Configuration of the model.
 
     Raises:
-        TypeError: The inputs are not integers.
+        TypeError: If the inputs are not integers.
     """
     if x.is_floating_point():
-        raise TypeError("it takes token ids, which are integers")
+        raise TypeError("it needs token ids, which are integers")
     return torch.where(x == PADDING, getattr(config, "pad_token_id", None) or 0, x)
 
 
@@ -172,7 +171,7 @@ def uses_dropout(config: Any) -> bool:
 
 
 def block_list(module: HuggingFaceModel) -> str | None:
-    """The name of the list of blocks: of a transformer's lists of modules, the one with the most parameters."""
+    """Return the name of a transformer's list of blocks, the list of modules with the most parameters."""
     if not hasattr(module.net.config, "num_attention_heads"):
         return None
     lists = {
@@ -183,10 +182,10 @@ def block_list(module: HuggingFaceModel) -> str | None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[Any]:
-    """The package ``transformers`` with its warnings and progress bars off.
+    """Context manager that yields the package ``transformers`` with its warnings and progress bars off.
 
     Raises:
-        ConfigError: The package ``transformers`` is not installed.
+        ConfigError: If the package ``transformers`` is not installed.
     """
     try:
         transformers: Any = import_module("transformers")

@@ -1,6 +1,6 @@
-"""Models of the Hugging Face hub or of a local folder, whole or with LoRA factors (the extra ``transformers``).
+"""Models on the Hugging Face Hub or in a local folder, optionally with LoRA (needs the extra ``transformers``).
 
-Weights are read from safetensors only, and no code of a model's author is run.
+Weights are only read from safetensors, and code of model authors is never executed.
 """
 
 from __future__ import annotations
@@ -39,36 +39,38 @@ def hugging_face(
     revision: str | None = None,
     size: int | None = None,
 ) -> nn.Module:
-    """A model by the name of its weights; what it is to do follows from the task and the shape of an input.
+    """Build a Hugging Face model for a task.
 
-    The task ``language`` takes a causal language model; else a vector of token ids takes a classifier of sequences, and
-    an image a classifier of images. A classifier's head is made anew where the checkpoint's has other classes.
+    The task ``language`` uses a causal language model. Other tasks use a sequence classifier for token ids, and an image
+    classifier for images. If the number of classes differs from the checkpoint's, the head is newly initialized.
 
     Args:
-        shape: Shape of one input: ``(L,)`` token ids, or ``(c, H, W)``.
-        classes: Number of classes; of tokens, for a language model.
-        task: ``language``, ``classification`` or ``multilabel``.
-        weights: A model of the hub, or a folder with ``config.json`` and safetensors. Without ``pretrained`` also a kind of
-            model, such as ``opt``.
-        pretrained: Load the weights; else only the configuration is read and weights are drawn.
-        config: Entries of the model's configuration to change.
-        lora: Train factors of low rank (see ``Lora``) and a classifier's head; all else is frozen.
-        revision: Branch, tag or commit at the hub.
-        size: Height and width of images; the checkpoint's own if None.
+        shape: Shape of one input: ``(L,)`` for token ids, or ``(c, H, W)`` for images.
+        classes: Number of classes, or of tokens for a language model.
+        task: Name of the task: ``language``, ``classification`` or ``multilabel``.
+        weights: Name of a model on the Hub, or a folder with ``config.json`` and safetensors. Without ``pretrained`` also
+            the name of an architecture, such as ``opt``.
+        pretrained: Load the weights; otherwise only the configuration is read, and weights are initialized.
+        config: Changes of the model's configuration.
+        lora: Options of LoRA (see ``LoraOptions``), which trains only the factors and a classifier's head; None trains all.
+        revision: Branch, tag or commit on the Hub.
+        size: Height and width of images; None uses those of the checkpoint.
 
     Raises:
-        ConfigError: The model cannot be found or loaded, or an option does not fit it.
+        ConfigError: If the model cannot be found or loaded, or an option does not fit it.
     """
     if not isinstance(weights, str) or not weights:
-        raise ConfigError("Name the model: hf:NAME, with a name of the Hugging Face hub or a local folder.")
+        raise ConfigError(
+            "The name of the model is missing. Use hf:NAME with a Hugging Face Hub name or a local folder."
+        )
     kind = "CausalLM" if task == "language" else "ImageClassification" if len(shape) == 3 else "SequenceClassification"
     factors = None if lora is None else parse_lora(lora)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ConfigError(
-            f"size={short_repr(size)} is not valid: it is the height and width of images, an integer from 1."
+            f"size={short_repr(size)} is not valid: the height and width of images must be a positive integer."
         )
     if size is not None and kind != "ImageClassification":
-        raise ConfigError("size belongs to models of images; the length of texts is text.block.")
+        raise ConfigError("size is only for image models. For the length of texts, set text.block.")
     with quiet_transformers() as transformers, readable_hub_errors(weights):
         settings = load_configuration(transformers, weights, pretrained, config or {}, revision)
         if kind == "CausalLM":
@@ -84,9 +86,7 @@ def hugging_face(
         if kind == "CausalLM":
             model = CausalLM(net)
             if model.looks_ahead():
-                raise ConfigError(
-                    f"{weights} looks at later tokens when it predicts the next one; take a causal language model."
-                )
+                raise ConfigError(f"{weights} uses later tokens to predict the next one. Use a causal language model.")
             return model
         mean, std, side = image_preprocessing(weights, settings, revision, pretrained)
         return ImageClassifier(net, size or side, mean, std)
@@ -101,7 +101,7 @@ def resnet18(
     config: Options | None = None,
     lora: Options | None = None,
 ) -> nn.Module:
-    """ResNet-18 trained on ImageNet (not from the weights of Feddle's paper); see `hugging_face` for the options.
+    """Build a ResNet-18 trained on ImageNet (not the weights of the Feddle paper); see `hugging_face` for the options.
 
     Args:
         shape: Shape of a sample, ``(C, H, W)``.
@@ -128,7 +128,7 @@ def vit_b16(
     config: Options | None = None,
     lora: Options | None = VIT_LORA,
 ) -> nn.Module:
-    """ViT-B/16 trained on ImageNet (not Feddle's weights), with LoRA on the projections of attention; see `hugging_face`.
+    """Build a ViT-B/16 trained on ImageNet (not Feddle's weights), with LoRA on attention projections; see `hugging_face`.
 
     Args:
         shape: Shape of a sample, ``(C, H, W)``.
@@ -146,12 +146,12 @@ def vit_b16(
 
 
 def require_image_shape(shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-    """A classifier of images, refused for anything else.
+    """Build an image classifier; raises ``ConfigError`` if samples are not images.
 
     Args:
         shape: Shape of a sample.
         classes: Number of outputs.
-        **options: Further options of the model.
+        **options: Options of `hugging_face`.
     """
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError(f"This model needs an image shape (channels, height, width), but got {tuple(shape)}.")
@@ -159,24 +159,24 @@ def require_image_shape(shape: tuple[int, ...], classes: int, **options: Any) ->
 
 
 def is_folder(name: str) -> bool:
-    """Return whether a name means a local folder.
+    """Return whether a name is a local folder.
 
     Raises:
-        ConfigError: The text can only be a folder, and the folder does not exist.
+        ConfigError: If the name can only be a path, but the folder does not exist.
     """
     path = Path(name).expanduser()
     if path.is_dir():
         return True
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"There is no folder {name} with a model.")
+        raise ConfigError(f"The folder {name} does not exist. Check the path of the model.")
     return False
 
 
 def is_architecture_name(transformers: Any, name: str) -> bool:
-    """Return whether a name is that of an architecture such as ``opt``, and not of a folder.
+    """Return whether a name is an architecture such as ``opt`` and not a folder.
 
     Args:
-        transformers: The package.
+        transformers: Package ``transformers``.
         name: Name to look up.
     """
     return not is_folder(name) and name in transformers.CONFIG_MAPPING
@@ -185,10 +185,10 @@ def is_architecture_name(transformers: Any, name: str) -> bool:
 def load_configuration(
     transformers: Any, weights: str, pretrained: bool, changes: Options, revision: str | None
 ) -> Any:
-    """The model's configuration, with changes.
+    """Load the configuration of a model and apply changes.
 
     Args:
-        transformers: The package.
+        transformers: Package ``transformers``.
         weights: Name or folder of the checkpoint, or name of an architecture.
         pretrained: Whether the trained weights will be loaded.
         changes: Fields to change.
@@ -202,26 +202,26 @@ def load_configuration(
     wrong = [name for name in changes if not hasattr(settings, name)]
     if wrong:
         raise ConfigError(unknown_name(f"entry of the configuration of {weights}", wrong[0], settings.to_dict()))
-    if changes:  # made anew, so that values which follow from others fit the changes
+    if changes:  # create it again, so that derived values match the changes
         own = {k: v for k, v in settings.to_diff_dict().items() if k not in DERIVED}
         settings = type(settings)(**{**own, **changes})
     if getattr(settings, "layerdrop", 0):
-        settings.layerdrop = 0.0  # whole blocks left out at random: not the same on every engine
+        settings.layerdrop = 0.0  # randomly skipped blocks would differ between engines
     return settings
 
 
 def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revision: str | None) -> Any:
-    """The model in float32 with eager attention, the only one that can be mapped over clients.
+    """Load the model in float32 with eager attention, the only attention that can be mapped over clients.
 
     Args:
-        auto: Class of the package that creates the model.
+        auto: ``AutoModel`` class that creates the model.
         weights: Name or folder of the checkpoint.
         pretrained: Whether to load the trained weights.
         settings: Configuration of the model.
         revision: Commit, branch or tag of the checkpoint.
 
     Raises:
-        ConfigError: There are no safetensors, or they are of another model.
+        ConfigError: If there are no safetensors, or they do not fit the model.
     """
     if not pretrained:
         return auto.from_config(settings, attn_implementation="eager", dtype="float32")
@@ -231,9 +231,9 @@ def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revis
         where = str(folder)
         if not any(folder.glob("*.safetensors")):
             others = sorted(f.name for suffix in ("*.bin", "*.pt", "*.h5", "*.msgpack") for f in folder.glob(suffix))
-            instead = f"only {', '.join(others)}, which may run code when it is read" if others else "no weights"
+            instead = f"only {', '.join(others)}, which may execute code when loaded" if others else "no weights"
             raise ConfigError(
-                f"{folder} holds no safetensors ({instead}). Save the model as safetensors; save_pretrained does."
+                f"{folder} contains no safetensors ({instead}). Save the model as safetensors with save_pretrained."
             )
     net, report = auto.from_pretrained(
         where,
@@ -250,13 +250,14 @@ def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revis
     body = sorted(k for k in new if k.startswith(net.base_model_prefix + ".") and "pooler" not in k)
     if body:
         raise ConfigError(
-            f"The weights of {weights} do not fit the model: {len(body)} are missing or of another shape, such as {body[0]}."
+            f"The weights of {weights} do not fit the model: {len(body)} are missing or have another shape, such as "
+            f"{body[0]}. Use the configuration of the checkpoint."
         )
     return net
 
 
 def image_preprocessing(weights: str, settings: Any, revision: str | None, pretrained: bool) -> tuple[Any, Any, int]:
-    """Mean, deviation and size of a checkpoint's images; the usual ones of its kind where it does not say.
+    """Return mean, standard deviation and size of a checkpoint's images, or defaults of its architecture.
 
     Args:
         weights: Name or folder of the checkpoint.
@@ -284,27 +285,27 @@ def image_preprocessing(weights: str, settings: Any, revision: str | None, pretr
     for name, values in (("image_mean", mean), ("image_std", std)):
         numbers = isinstance(values, list | tuple) and all(isinstance(v, int | float) for v in values)
         if not numbers or len(values) < channels:
-            raise ConfigError(f"{name} in the preprocessor_config.json of {weights} must be {channels} numbers.")
+            raise ConfigError(
+                f"{name} in the preprocessor_config.json of {weights} must be a list of {channels} numbers."
+            )
     return mean[:channels], std[:channels], side
 
 
 @contextmanager
 def readable_hub_errors(weights: str) -> Iterator[None]:
-    """Context manager that uses the hub only if it can be reached, and converts loading errors to readable messages."""
+    """Context manager that uses the Hub only if it is reachable, and converts loading errors to readable messages."""
     local = is_folder(weights)
     try:
         with nullcontext(True) if local else hub_or_cache() as reached:
             yield
     except ConfigError:
         raise
-    except Exception as error:  # the hub, the files and the model may fail in any way
+    except Exception as error:  # the Hub, the files and the model may raise any error
         if not reached:
             raise ConfigError(
-                f"The model {weights!r} cannot be loaded: {unreachable('it')} name a folder that holds it."
+                f"The model {weights!r} cannot be loaded: {unreachable('it')} use a folder that contains it."
             ) from error
         hint = ""
         if "safetensors" in str(error):
-            hint = (
-                " If the hub has them at another revision, name it (revision), or give a folder that holds safetensors."
-            )
+            hint = " If another revision on the Hub has them, set revision, or use a folder that contains safetensors."
         raise ConfigError(f"The model {weights!r} cannot be loaded: {first_line(error)}.{hint}") from error

@@ -1,7 +1,8 @@
-"""LoRA: factors of low rank beside frozen weights, through the package ``peft`` (the extra ``transformers``).
+"""LoRA: low-rank factors added to frozen weights, with the package ``peft`` (needs the extra ``transformers``).
 
 Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", 2021,
-arXiv:2106.09685: a weight ``W`` becomes ``W + (alpha / r) B A`` with ``W`` frozen, ``A [r, in]`` random, ``B [out, r]`` zero.
+arXiv:2106.09685: a weight ``W`` becomes ``W + (alpha / r) B A``. ``W`` is frozen; initially ``A [r, in]`` is random and
+``B [out, r]`` zero.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class LoraOptions:
 
     Attributes:
         r: Rank of the factors.
-        alpha: Their product counts ``alpha / r`` times.
-        targets: Ends of the names of the layers that get factors; None leaves the choice to ``peft``.
-        dropout: Of the factors' inputs.
+        alpha: Scale of the factors' product, which is multiplied by ``alpha / r``.
+        targets: Name suffixes of the layers with factors; None uses the defaults of ``peft``.
+        dropout: Dropout probability of the factors' inputs.
     """
 
     r: Whole = 8
@@ -36,23 +37,23 @@ class LoraOptions:
 
 
 def parse_lora(options: Mapping[str, Any]) -> LoraOptions:
-    """LoRA's options from plain values."""
+    """Create the options of LoRA from a mapping (raises ``ConfigError`` if it is not valid)."""
     if not isinstance(options, Mapping):
         raise ConfigError(
-            f"lora is a mapping such as {{r: 4, alpha: 8, targets: [q_proj, v_proj]}}, not {short_repr(options)}."
+            f"lora must be a mapping such as {{r: 4, alpha: 8, targets: [q_proj, v_proj]}}, not {short_repr(options)}."
         )
     return build_from_options(LoraOptions, options, "lora", "lora.")
 
 
 def add_lora(net: Any, options: LoraOptions) -> None:
-    """Put LoRA factors into a model, in place; they and a classifier's head are what is trained.
+    """Add LoRA factors to a model in place; only they and a classifier's head are trained.
 
     Args:
-        net: The model.
+        net: Model of ``transformers``.
         options: Options of LoRA.
 
     Raises:
-        ConfigError: peft is not installed, or no layer has such a name.
+        ConfigError: If peft is not installed, or no layer matches ``targets``.
     """
     try:
         peft: Any = import_module("peft")
@@ -66,7 +67,7 @@ def add_lora(net: Any, options: LoraOptions) -> None:
         if targets is None:
             usual = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(net.config.model_type)
             if usual is None:
-                raise ValueError("peft knows no usual layers of this kind of model")
+                raise ValueError("peft has no default layers for this architecture")
             factors.target_modules = usual
         peft.inject_adapter_in_model(factors, net)
     except ValueError as error:
@@ -84,7 +85,7 @@ def add_lora(net: Any, options: LoraOptions) -> None:
 
 
 def merge_lora(net: Any) -> Any:
-    """A copy of a model in which LoRA factors have become part of the weights; the model itself if it has none."""
+    """Return a copy of a model with LoRA factors merged into the weights, or the model itself if it has none."""
     if not getattr(net, "peft_config", None):
         return net
     from peft.tuners.lora import LoraLayer
@@ -100,5 +101,5 @@ def merge_lora(net: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a message that may be long, without its full stop."""
+    """Return the first line of an error message without its final period."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

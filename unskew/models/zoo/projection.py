@@ -1,4 +1,4 @@
-"""A projection between a model's features and its head."""
+"""Projection between the features and the head of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unskew.errors import ConfigError
 
 
 class ModelWithProjection(nn.Module):
-    """Two layers of ``width`` units, then a linear head: takes the place of a linear head."""
+    """Projection of two linear layers to ``width`` units, followed by a linear head; it replaces a linear head."""
 
     def __init__(self, head: nn.Linear, width: int):
         super().__init__()
@@ -20,27 +20,27 @@ class ModelWithProjection(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features ``[B, f]`` to logits ``[B, C]``; the head's input is the projection ``[B, width]``."""
+        """Map features ``[B, f]`` to logits ``[B, C]``; the head's input is the projection ``[B, width]``."""
         return self.head(self.second(self.relu(self.first(x))))  # type: ignore[no-any-return]
 
 
 def with_projection(module: nn.Module, head: str, width: int) -> tuple[nn.Module, str]:
-    """A copy of ``module`` with a projection of ``width`` units before its head, and the name of the new head.
+    """Return a copy of ``module`` with a projection before its head, and the name of the new head.
 
     Args:
-        module: The model.
+        module: Model without projection.
         head: Name of its head.
         width: Number of units of the projection.
 
     Raises:
-        ConfigError: The head is not a linear layer.
+        ConfigError: If the head is not a linear layer.
     """
     module = copy.deepcopy(module)
     parent, _, name = head.rpartition(".")
     old = module.get_submodule(head)
     if not isinstance(old, nn.Linear):
         what = f"{head!r}, a {type(old).__name__}" if head else f"the model, a {type(old).__name__}"
-        raise ConfigError(f"A projection needs a linear head, but the head is {what}; projection=0 is without one.")
+        raise ConfigError(f"A projection needs a linear head, but the head is {what}. Use projection=0.")
     if not head:
         return ModelWithProjection(old, width), "head"
     setattr(module.get_submodule(parent), name, ModelWithProjection(old, width))

@@ -18,9 +18,9 @@ class ResNet20(Classifier):
     Args:
         shape: Channels, height and width of an image.
         classes: Number of logits.
-        shortcut: How the two widening blocks match their input to their output: a `"3x3"` convolution (FedALS),
-            a `"1x1"` convolution, or `"none"`, which subsamples and appends zero channels (no parameters).
-        norm: `"batch"`, or `"group"` for group normalization, which keeps no running statistics.
+        shortcut: Shortcut of the two blocks that increase the number of channels: a `"3x3"` convolution (FedALS), a
+            `"1x1"` convolution, or `"none"`, which subsamples and appends zero channels (no parameters).
+        norm: Normalization: `"batch"`, or `"group"`, which has no running statistics.
 
     >>> sum(p.numel() for p in ResNet20((3, 32, 32), 10).parameters())
     292954
@@ -42,13 +42,13 @@ class ResNet20(Classifier):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with normalization, added to a shortcut; a widening block also halves the image.
+    """Two 3x3 convolutions with normalization, added to a shortcut; a block with more output channels halves the image.
 
     Args:
-        inputs: Input channels.
-        outputs: Output channels.
-        shortcut: As in `ResNet20`; used only when the block widens.
-        norm: As in `ResNet20`.
+        inputs: Number of input channels.
+        outputs: Number of output channels.
+        shortcut: Shortcut as in `ResNet20`, used only if the numbers of channels differ.
+        norm: Normalization as in `ResNet20`.
     """
 
     def __init__(self, inputs: int, outputs: int, shortcut: str, norm: str) -> None:
@@ -75,7 +75,7 @@ class BasicBlock(nn.Module):
 
 
 class PaddedShortcut(nn.Module):
-    """The shortcut without parameters: every second pixel, with zero channels appended (option A).
+    """Shortcut without parameters: every second pixel, with zero channels appended (option A).
 
     Args:
         extra: Number of zero channels to append.

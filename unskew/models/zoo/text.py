@@ -1,4 +1,4 @@
-"""A small classifier of texts that needs no download.
+"""Small text classifier that needs no download.
 
 References:
     Joulin et al. 2016, "Bag of Tricks for Efficient Text Classification", arXiv:1607.01759.
@@ -20,7 +20,7 @@ PADDING = -1
 class PooledEmbedding(nn.Module):
     """Sum of the embeddings of a text's ``n`` tokens, divided by the square root of ``n``.
 
-    The entries of an embedding are drawn with a standard deviation of 0.1.
+    Embeddings are initialized with a standard deviation of 0.1.
 
     Args:
         tokens: Number of tokens.
@@ -41,12 +41,12 @@ class PooledEmbedding(nn.Module):
 
 
 class TextMLP(Classifier):
-    """Linear layers, with ReLU between them, on the pooled embeddings of a text's tokens.
+    """Linear layers with ReLU on the pooled embeddings of a text's tokens.
 
     Args:
         shape: Shape of a sample, `(length,)`.
         classes: Number of logits.
-        tokens: Number of tokens, by default those of the tokenizer `words`.
+        tokens: Number of tokens; the default is that of the tokenizer `words`.
         width: Length of an embedding.
         hidden: Widths of the hidden layers.
     """

@@ -1,1 +1,1 @@
-"""Programs that run inside Flower's processes: they relay messages and need neither PyTorch nor data."""
+"""Programs that run inside Flower's processes: they relay messages, and need neither PyTorch nor data."""

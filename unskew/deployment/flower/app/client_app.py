@@ -1,6 +1,6 @@
-"""Flower's app at a site: it hands each message to the site's own process through a Unix socket, and back.
+"""Flower app at a site: relays each message to the site's process through a Unix socket, and returns the reply.
 
-Flower starts a process for every message. It stays light: the data, the model and PyTorch are in the site's process.
+Flower starts a process for every message. It stays small, because data, model and PyTorch are in the site's process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from unskew.deployment.flower.app.records import to_frame, to_records
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 
 PATIENCE = 120.0
-"""Seconds in which a site's process that died must be back."""
+"""Seconds within which a site's process must be back after a failure."""
 
 app = ClientApp()
 
 
 def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
-    """Ask the site's process; one that is restarted in between is asked again, since it answers the same.
+    """Send a request to the site's process and return the reply; if the process is restarted meanwhile, send it again.
 
     Args:
         path: Socket of the site's process.
@@ -31,17 +31,17 @@ def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
         patience: Seconds to wait for the process.
 
     Raises:
-        FrameError: The site's process does not come back, or its reply is invalid.
+        FrameError: If the site's process does not come back, or its reply is invalid.
     """
     end = time.monotonic() + patience
     while True:
-        if not os.path.exists(path):  # the server learns it now and asks again, with growing pauses
+        if not os.path.exists(path):  # report this at once; the server retries with growing pauses
             reason = f"There is no socket at {path}: start unskew deploy site, or correct the path in --node-config."
             return Frame("failed", {"reason": reason})
         try:
             mode = os.stat(path).st_mode
             if not stat.S_ISSOCK(mode) or mode & 0o077:
-                raise FrameError(f"{path} is not a socket of its owner alone (mode 0600).")
+                raise FrameError(f"{path} is not a socket that only its owner can access (mode 0600).")
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as site:
                 site.connect(path)
                 send(site, frame)
@@ -50,13 +50,13 @@ def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
             if isinstance(error, FrameError) and type(error) is FrameError:
                 raise
             if time.monotonic() > end:
-                raise FrameError(f"The site's process does not answer at {path} ({error}).") from error
+                raise FrameError(f"The site's process does not reply at {path} ({error}).") from error
             time.sleep(0.2)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """Hand it over.
+    """Relay a message to the site's process and return its reply.
 
     Args:
         message: Flower message that contains the request.

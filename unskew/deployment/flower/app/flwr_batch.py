@@ -1,4 +1,4 @@
-"""Several commands of Flower's command line in one process.
+"""Run several commands of Flower's command line in one process.
 
 ``python -m unskew.deployment.flower.app.flwr_batch '[["ls"]]'``.
 """
@@ -12,7 +12,7 @@ from flwr.cli.app import app
 
 
 def main(commands: list[list[str]]) -> None:
-    """Carry them out in turn; the first that fails ends the process with its code."""
+    """Run the commands in turn; the first one that fails ends the process with its exit code."""
     for command in commands:
         try:
             app(command, prog_name="flwr", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""A message as Flower's records, and back: arrays, metrics and configuration, nothing else."""
+"""Conversion between messages and Flower's records: arrays, metrics and configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RAW = "unskew.raw"
 
 
 def to_records(frame: Frame) -> RecordDict:
-    """A record for each kind of array, one for the figures and one for the rest."""
+    """Convert a message to one record per group of arrays, one of metrics, and one of the other fields."""
     groups: dict[str, dict[str, Any]] = {}
     for name, blob in frame.arrays.items():
         record, _, rest = name.partition("/")
@@ -25,10 +25,10 @@ def to_records(frame: Frame) -> RecordDict:
 
 
 def to_frame(content: RecordDict) -> Frame:
-    """Inverse of ``to_records``.
+    """Convert records of ``to_records`` to a message.
 
     Raises:
-        FrameError: There are other records, or arrays that are written otherwise.
+        FrameError: If there are other records, or an array has another encoding.
     """
     config: dict[str, Any] = {}
     figures: dict[str, float] = {}
@@ -38,18 +38,18 @@ def to_frame(content: RecordDict) -> Frame:
             config = dict(record)
         elif name == "figures" and isinstance(record, MetricRecord):
             if not all(isinstance(value, int | float) for value in record.values()):
-                raise FrameError("A figure is not a number.")
+                raise FrameError("A metric is not a number.")
             figures = {key: float(value) for key, value in record.items()}
         elif name.startswith("arrays.") and isinstance(record, ArrayRecord):
             for key, array in record.items():
                 if array.stype != RAW:
-                    raise FrameError(f"The array {key!r} is written as {array.stype!r}, not as plain bytes.")
+                    raise FrameError(f"The array {key!r} has the encoding {array.stype!r} instead of plain bytes.")
                 arrays[f"{name.removeprefix('arrays.')}/{key}"] = Blob(array.dtype, tuple(array.shape), array.data)
         else:
-            raise FrameError(f"There is a record {name!r} that was not requested.")
+            raise FrameError(f"The message contains a record {name!r} that was not requested.")
     for name, blob in arrays.items():
         blob.check(name)
     kind = config.pop("kind", None)
     if not isinstance(kind, str):
-        raise FrameError("A message does not say what it is.")
+        raise FrameError("The message does not state its kind.")
     return Frame(kind, config, figures, arrays)

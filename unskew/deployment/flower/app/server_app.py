@@ -1,4 +1,4 @@
-"""Flower's app at the server: a bridge between Flower's grid and the process that holds the run, through a Unix socket."""
+"""Flower app at the server: a bridge between Flower's grid and the process of the run, through a Unix socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Carry out what the run's process asks for, until it closes the connection.
+    """Handle requests of the run's process until it closes the connection.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -37,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when the one of Flower that started it does, instead of calling for it for ever."""
+    """End this process when the Flower process that started it ends."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -61,7 +61,7 @@ def send_frames(run: socket.socket, frames: list[Frame]) -> None:
 
 
 def handle_request(grid: Grid, asked: Frame) -> list[Frame]:
-    """Answer a ``nodes``, ``push`` or ``pull`` request.
+    """Reply to a ``nodes``, ``push`` or ``pull`` request.
 
     Args:
         grid: Flower's connection to the nodes.
@@ -82,7 +82,7 @@ def handle_request(grid: Grid, asked: Frame) -> list[Frame]:
 
 
 def reply_frame(message: Message) -> Frame:
-    """A site's answer, or why there is none; ``to.id`` names what it answers."""
+    """Return a site's reply, or the reason for its failure; ``to.id`` identifies the request."""
     identity = {"to.id": message.metadata.reply_to_message_id}
     if message.has_error():
         error = message.error
