@@ -20,11 +20,10 @@ def measurements(figures: dict[str, Any]) -> str:
     m = figures["machine"]
     text = [
         f"Measured on {m['cores']} cores ({m['cpu']}), Python {m['python']}, torch {m['torch']}, with "
-        f"{figures['images']} images, by `make bench`: medians, the loops measured in turn, each in a process of its own. "
-        "Evaluation is not part of a round here. The machine is a virtual one whose speed changes with its neighbours: on "
-        "other days the same loops made up to 2.2 times as many rounds. So compare figures of one table only, and ratios at "
-        "that. "
-        "FedAvg with CNN-A:",
+        f"{figures['images']} images, by `make bench`. The numbers are medians; the loops are measured in turn, each in its "
+        "own process. A round does not include evaluation. The speed of this virtual machine varies: on other days the same "
+        "loops ran up to 2.2 times as many rounds per second. Compare only ratios within one table. FedAvg with CNN-A "
+        '("together": several clients as one network):',
         "",
     ]
     loops = list(dict.fromkeys(row["loop"] for row in figures["speed"]))
@@ -38,18 +37,17 @@ def measurements(figures: dict[str, Any]) -> str:
     header = ["rounds per second (relative to the better (b))", *SETTINGS.values(), "memory in MiB, A / B"]
     text += [markdown(header, rows), ""]
     text += [
-        "Memory is the PSS of a loop and its workers. The data as given are shared by all loops here and hardly count; the "
-        "table [above](#memory) is that of whole runs.",
+        "Memory is the PSS of a loop and its workers. It hardly includes the data, which all loops share; see "
+        "[above](#memory) for the memory of whole runs.",
         "",
     ]
     text += [
-        "(a) is what a researcher writes: a DataLoader per client, a deep copy of the model per client. (b) is tuned by hand "
-        "without a framework: tensors in memory, one reused model, channels-last, fused SGD. (c) writes out the forward pass "
-        "of this one model (`benchmarks/handmade.py`); with five clients as one network of grouped convolutions it shows "
-        "what grouping gains by hand.",
+        "(a) is a typical research loop: a DataLoader and a deep copy of the model per client. (b) is tuned by hand without "
+        "a framework: tensors in memory, one reused model, channels-last, fused SGD. (c) is a handwritten forward pass of "
+        "this model (`benchmarks/handmade.py`), also with five clients as one network of grouped convolutions.",
         "",
-        "Registered clients, at the same cohort of 10 (setting A). Memory is that of the run and its workers, shared pages "
-        "counted once, after 20 rounds; in brackets what those rounds added:",
+        "Effect of the number of registered clients, with a cohort of 10 (setting A). Memory is the PSS of the run and its "
+        "workers after 20 rounds, with the growth during those rounds in parentheses:",
         "",
         markdown(
             ["method", "registered clients", "seconds per round", "memory in MiB"],
@@ -64,13 +62,13 @@ def measurements(figures: dict[str, Any]) -> str:
             ],
         ),
         "",
-        "SCAFFOLD keeps a variate for each client that took part, which is the method's own cost: it grows with the clients "
-        "seen, not with the clients registered.",
+        "SCAFFOLD stores a control variate for each client that has participated. Its memory grows with the participating "
+        "clients, not with the registered ones.",
         "",
-        "Rounds per second of each engine, from tiny to large work per client:",
+        "Rounds per second of each engine, from little to much work per client:",
         "",
         markdown(
-            ["work", "`inline`", "`processes`", "and together", "`vectorized`"],
+            ["work", "`inline`", "`processes`", "`processes`, together", "`vectorized`"],
             [
                 [
                     r["case"],
@@ -83,11 +81,11 @@ def measurements(figures: dict[str, Any]) -> str:
             ],
         ),
         "",
-        "One client at a time, `processes` is the fastest where a client takes more than one step. Several clients as one "
-        "network are faster with a small CNN and small batches, and which is best changes with the machine. So `auto` "
-        "measures.",
+        "With one client at a time, `processes` is the fastest engine if clients take more than one step. Several clients as "
+        "one network are faster with a small CNN and small batches. The best choice depends on the machine, so `auto` "
+        "measures it.",
         "",
-        "There are no figures for a GPU yet: `vectorized` is meant for one, but has been measured on a CPU only.",
+        "`vectorized` is intended for GPUs, but has been measured on a CPU only.",
     ]
     return "\n".join(text).rstrip() + "\n"
 

@@ -350,7 +350,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
     """
     resolved = folder.resolve()
     busy = ConfigError(
-        f"Another process, or another thread of this one, is working in {folder}; wait for it, or stop it first."
+        f"Another process is working in {folder} (or another thread of this one). Wait for it, or stop it first."
     )
     if resolved in _ours:
         raise busy

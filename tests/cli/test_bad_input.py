@@ -65,7 +65,7 @@ OPTIONS = [
     ("--tokenizer bytes", "require texts, but digits contains none"),
     ("--model torch:zeros", "'torch:zeros' is not a model: it must be a torch.nn.Module"),
     ("--delay fixed:1e99", "The delay 'fixed:1e99' is longer than any run"),
-    ("--out=", "'' names no file or folder"),
+    ("--out=", "'' is not a name of a file or folder"),
     ("--out=\ud800", "it is not valid Unicode"),
     ("--method unskew.protocol.rules.Context", "is not a method"),
     ("--method fedavgm+fedadam", "both fill the slot 'server'"),
@@ -222,7 +222,7 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --target 2", "target=2"),
         ("compare fedavg --class-weights 1,1e39", "class_weights"),
         ("run --out s3://bucket/run", "s3://bucket/run is an address; unskew reads and writes local files"),
-        ("run --out file:///tmp/x", "is an address"),
+        ("run --out file:///tmp/x", "is a URL"),
         ("models cnn --classes 999999999999999999999999999999", "must be numbers from 1 to"),
         ("models logistic --shape 111111111111111111111111111111", "must be numbers from 1 to"),
         ("models logistic --shape 0,3", "must be numbers from 1 to"),
@@ -234,10 +234,10 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --set data=5", "data=5"),
         ("compare fedavg --set seed=7", "--set seed has no effect on a comparison"),
         ("compare fedavg --set method=moon", "set the seeds with --seeds 0..4"),
-        ("compare fedavg --out=", "'' names no file or folder"),
-        ("partition digits --out=", "'' names no file or folder"),
-        ("diagnose --out=", "'' names no file or folder"),
-        ("reproduce fedcog/table-1 --results=", "'' names no file or folder"),
+        ("compare fedavg --out=", "'' is not a name of a file or folder"),
+        ("partition digits --out=", "'' is not a name of a file or folder"),
+        ("diagnose --out=", "'' is not a name of a file or folder"),
+        ("reproduce fedcog/table-1 --results=", "'' is not a name of a file or folder"),
         ("compare fedavg --clients 5000", "5000 clients"),
         ("compare fedavg --device meta", "device='meta'"),
         ("compare fedavg --config nowhere.yaml", "nowhere.yaml cannot be read"),
@@ -250,8 +250,8 @@ def test_run_refuses(capsys, options, words):
         ("partition digits --clients 5000", "5000 clients"),
         ("partition digits --partition x", "no partition 'x'"),
         ("partition digits --seed -1", "seed=-1"),
-        ("partition digits --out who.xyz", "no known ending"),
-        ("partition digits --out who", "no known ending"),
+        ("partition digits --out who.xyz", "no known suffix"),
+        ("partition digits --out who", "no known suffix"),
         ("partition digits --label y", "Remove path, label"),
         ("runn", "No such command"),
         ("run nowhere.yaml", "nowhere.yaml cannot be read"),
@@ -337,7 +337,7 @@ def test_place_that_cannot_be_the_run_folder(capsys, out):
     Path("there").mkdir()
     Path("there/mine").write_text("mine")
     Path("a.txt").write_text("mine")
-    words = {"there": "already there", "a.txt": "is a file", "a.txt/below": "a.txt/below"}[out]
+    words = {"there": "already exists", "a.txt": "is a file", "a.txt/below": "a.txt/below"}[out]
     files = ["there", "there/mine", "a.txt"]
     assert words in refused(capsys, *RUN, "--out", out, files=files)
     assert words in refused(capsys, "compare", "fedavg", *TINY, "--rounds", "1", "--out", out, files=files)

@@ -235,7 +235,7 @@ def test_folders_are_named_and_never_overwritten(capsys):
     before = Path("runs/digits-fedavg-seed0/summary.json").read_bytes()
     refused = call(capsys, "run", *QUICK, "--out", first["folder"])
     assert refused.code == 2
-    assert "already there" in refused.err
+    assert "already exists" in refused.err
     assert Path("runs/digits-fedavg-seed0/summary.json").read_bytes() == before
 
 

@@ -192,7 +192,8 @@ def test_suspicious_columns_are_reported_and_constants_excluded(capsys):
     assert "almost is nearly the label (correlation 0.9" in outcome.out
     assert "score is nearly" not in outcome.out
     assert (
-        "integers with few values: pain; add the columns that contain codes, not amounts, to categories: [pain]" in outcome.out
+        "integers with few values: pain; add the columns that contain codes, not amounts, to categories: [pain]"
+        in outcome.out
     )
     Path("owners.csv").write_text("\n".join(",".join(map(str, row[1:])) for row in rows) + "\n")
     other = call(capsys, "init", "owners.csv", "--label", "total", "--out", "o.yaml")

@@ -147,7 +147,7 @@ def test_a_broken_one_is_told_with_its_package_and_the_others_are_shown(package,
     shown = call(capsys, "methods").out
     assert "Partitions of other packages: halves [friend 1.2]" in shown
     assert "friend 1.2" in call(capsys, "models").out
-    with pytest.raises(ConfigError, match=r"friend 1\.2 offers 'broken'.*cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"friend 1\.2 provides 'broken'.*cannot be loaded"):
         unskew.method("broken")
     with pytest.raises(ConfigError, match="Did you mean 'damped'"):
         unskew.method("dampd")

@@ -190,7 +190,7 @@ def test_what_is_refused(tmp_path):
 def test_partitions_by_the_label_are_refused(spec):
     y = np.array(matrix(TRAIN))
     with pytest.raises(
-        ConfigError, match="requires one label per sample, but here a sample may have several labels. Use"
+        ConfigError, match=r"requires one label per sample, but here a sample may have several labels. Use"
     ):
         make_partition(spec, y, 3, 0, classes=4)
 

@@ -285,7 +285,7 @@ def test_folders_that_are_not_leafs_are_refused(capsys, tmp_path):
             load_source(f"leaf:{tmp_path}")
     with pytest.raises(ConfigError, match="requires a path"):
         load_source("leaf")
-    with pytest.raises(ConfigError, match="LEAF's layout are y. Remove label"):
+    with pytest.raises(ConfigError, match=r"LEAF's layout are y. Remove label"):
         load_source(f"leaf:{tmp_path}", label="y")
     outcome = call(capsys, "run", "--data", f"leaf:{tmp_path}/none", "--partition", "natural:user")
     assert outcome.code == 2

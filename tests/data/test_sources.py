@@ -226,7 +226,9 @@ def test_image_errors(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         load_source("cifar10", path=tmp_path)
     (tmp_path / "train.parquet").unlink()
-    with pytest.raises(DataError, match=r"does not contain cifar10. It must contain train\*.parquet and test\*.parquet"):
+    with pytest.raises(
+        DataError, match=r"does not contain cifar10. It must contain train\*.parquet and test\*.parquet"
+    ):
         load_source("cifar10", path=tmp_path)
 
 
@@ -315,7 +317,7 @@ def test_folder_errors(tmp_path):
         load_source("folder")
     with pytest.raises(ConfigError, match="already contains a path"):
         load_source(f"folder:{tmp_path}", path=tmp_path)
-    with pytest.raises(DataError, match="at least two. It has none"):
+    with pytest.raises(DataError, match=r"at least two. It has none"):
         load_source(f"folder:{tmp_path}")
     with pytest.raises(ConfigError, match="Remove label and image"):
         load_source(f"folder:{tmp_path}", label="y")

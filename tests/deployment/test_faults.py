@@ -123,7 +123,7 @@ def test_a_message_that_a_supernode_lost_is_sent_again_and_trained_once(lost, tm
         (lambda f: replace(f, arrays={}), "has no update/delta"),
         (lambda f: replace(f, kind="scores"), "no update"),
         (lambda f: replace(f, config={**f.config, "round": 7}), "its round is 7"),
-        (lambda f: replace(f, config={**f.config, "attempt": 99}), "something else than what was asked"),
+        (lambda f: replace(f, config={**f.config, "attempt": 99}), "belongs to another request"),
         (lambda f: replace(f, config={**f.config, "examples": 10**9}), "examples"),
         (lambda f: replace(f, config={**f.config, "weight": 1e9}), "weight"),
         (lambda f: with_delta(f, torch.ones(3)), "not float32 (650,)"),
@@ -153,17 +153,17 @@ def test_nonsense_is_refused_named_and_counted(spoilt, reason, tmp_path):
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ({"clock": "noon"}, "clock is 'noon' and no number"),
-        ({"client": True}, "client is 'True' and not an integer"),
-        ({"client": -1}, "client is '-1' and not an integer"),
+        ({"clock": "noon"}, "clock is 'noon' instead of a number"),
+        ({"client": True}, "client is 'True' instead of an integer"),
+        ({"client": -1}, "client is '-1' instead of an integer"),
         ({"client": 7}, "client 7, but the experiment has 3"),
-        ({"client": 0}, "Two sites say that they are client 0"),
-        ({"name": "\x1b[2Jx"}, "its name has other characters"),
-        ({"name": "<b>x</b>"}, "its name has other characters"),
-        ({"name": "x" * 1000}, "or more than 64"),
-        ({"examples": 0}, "a site has from 1 to"),
-        ({"examples": 10**12}, "a site has from 1 to"),
-        ({"examples": 3}, "samples of a class, but has 3"),
+        ({"client": 0}, "Two sites report to be client 0"),
+        ({"name": "\x1b[2Jx"}, "its name contains characters other than"),
+        ({"name": "<b>x</b>"}, "its name contains characters other than"),
+        ({"name": "x" * 1000}, "or is longer than 64"),
+        ({"examples": 0}, "a site must have 1 to"),
+        ({"examples": 10**12}, "a site must have 1 to"),
+        ({"examples": 3}, "samples of one class, but 3 samples in all"),
         ({"parameters": 7}, "its model has 7 parameters, not 650"),
     ],
 )
@@ -172,7 +172,7 @@ def test_a_site_with_an_invalid_report_is_not_admitted_and_the_run_continues_wit
     place.link.spoil = lambda client, asked, answer: (
         replace(answer, config={**answer.config, **said}) if client == 1 else answer
     )
-    with pytest.raises(EngineError, match="Missing are the clients 1"):
+    with pytest.raises(EngineError, match="Missing clients: 1"):
         deployed(tmp_path, place, replace(with_patience(), startup_timeout=0.05), told)
     assert reason in " ".join(told.warnings)
     result, _ = deployed(tmp_path / "q", place, replace(with_patience(), quorum=2), told, rounds=1)
@@ -187,7 +187,7 @@ def test_other_versions_are_reported_and_with_exact_rejected(name, tmp_path):
     )
     deployed(tmp_path, place, told=told, rounds=1)
     assert f"site-1 has {name} 9.9 (here" in " ".join(told.warnings)
-    with pytest.raises(EngineError, match="leave out --exact"):
+    with pytest.raises(EngineError, match="remove --exact"):
         deployed(tmp_path / "exact", place, replace(with_patience(), startup_timeout=0.05, exact=True))
 
 
@@ -219,7 +219,7 @@ def test_an_older_copy_of_a_run_folder_is_not_resumed(tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "later")
     with pytest.raises(Stop):
         resume(tmp_path / "later", [StopAfter(2)], tell=lambda text: None, place=place)
-    with pytest.raises(EngineError, match="an older copy: resume the newest one"):
+    with pytest.raises(EngineError, match="an old copy: resume the newest one"):
         resume(tmp_path / "run", tell=lambda text: None, place=place)
 
 
@@ -247,7 +247,7 @@ def test_uploads_that_could_not_be_added_up_are_refused(tmp_path):
     place.link.spoil = shorter
     result, _ = deployed(tmp_path, place, with_patience(max_invalid_replies=9), told, **SCAFFOLD)
     assert all(row["updates"] == 2 for row in result.history)
-    assert "differs from what other sites send" in told.warnings[0]
+    assert "from other sites' uploads" in told.warnings[0]
 
 
 def test_numbers_that_are_not_finite_are_left_out_as_in_a_simulation(tmp_path):
@@ -292,7 +292,7 @@ def test_one_site_of_two_cannot_push_out_the_other_by_zeros(tmp_path):
 def test_too_few_updates_stop_the_run_if_that_is_asked_for(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, **SCAFFOLD})
     place.link.spoil = lambda client, asked, answer: None if trained(asked) and client else answer
-    with pytest.raises(EngineError, match="1 of at least 2 updates came"):
+    with pytest.raises(EngineError, match="1 of at least 2 updates arrived"):
         deployed(tmp_path, place, with_patience(round_timeout=0.05, min_updates=2, on_timeout="abort"), **SCAFFOLD)
 
 
@@ -362,7 +362,7 @@ def test_a_site_that_lost_its_disk_goes_on_as_a_newcomer(tmp_path):
     place.link.spoil = loses
     result, _ = deployed(tmp_path, place, told=told, **SCAFFOLD)
     assert [row["updates"] for row in result.history] == [3, 3, 2, 3]
-    assert "has lost what it kept" in told.warnings[0]
+    assert "has lost its state of earlier rounds" in told.warnings[0]
 
 
 def test_a_run_whose_server_was_killed_is_resumed_with_the_same_numbers(tmp_path):
@@ -387,14 +387,14 @@ def test_a_site_trains_nothing_that_it_has_not_agreed_to(tmp_path):
 def test_two_sites_that_say_they_are_the_same_client_are_refused(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.sites[2] = place.sites[1]
-    with pytest.raises(EngineError, match="Two sites say that they are client 1"):
+    with pytest.raises(EngineError, match="Two sites report to be client 1"):
         deployed(tmp_path, place)
 
 
 def test_sites_that_do_not_come_are_named(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.link.sites = place.sites[:2]
-    with pytest.raises(EngineError, match=r"2 of 3 sites are there\. Connected: .* Missing are the clients 2"):
+    with pytest.raises(EngineError, match=r"2 of 3 sites are connected\. Connected: .* Missing clients: 2"):
         deployed(tmp_path, place, Deployment(startup_timeout=0.05))
 
 

@@ -291,10 +291,10 @@ def accuses_all(site, answer):
     [
         ("shares", garbage, 3, "its shares are wrong, as 3 sites report"),
         ("shares", other_commitment, 3, "its shares are wrong, as 3 sites report"),
-        ("shares", unsigned, 3, "not signed by the key that the roster names"),
+        ("shares", unsigned, 3, "not signed by the key in the roster"),
         ("masked", accuses_all, 3, "it reports wrong shares of 3 other sites"),
         ("agreed", odd_signature, 4, "it has signed another list"),
-        ("opened", wrong_shares, 4, "does not fit the commitments"),
+        ("opened", wrong_shares, 4, "does not match that site's commitments"),
     ],
 )
 def test_a_site_that_lies_is_named_and_the_sum_is_opened_from_the_rest(kind, lie, updates, why, tmp_path):
@@ -363,9 +363,9 @@ def test_a_client_number_belongs_to_the_key_that_the_roster_names(tmp_path):
     place.link.spoil = lambda client, asked, answer: (
         replace(answer, config={**answer.config, "client": 0}) if client == 1 and asked.kind == "hello" else answer
     )
-    with pytest.raises(EngineError, match="issing are the clients 1"):
+    with pytest.raises(EngineError, match="issing clients: 1"):
         deployed(tmp_path, place, replace(with_patience(), startup_timeout=0.05), told, **FOUR)
-    assert "has not signed that with the key that the roster names" in " ".join(told.warnings)
+    assert "does not match the roster's key" in " ".join(told.warnings)
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -409,10 +409,10 @@ def test_a_second_run_of_a_masked_experiment_needs_the_sites_consent(tmp_path):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("0 ssh-rsa AAAA", "line 1: write a client's number"),
-        ("{0}\n{0}", "each client has one key of its own"),
-        ("{0}\n1 {1}", "each client has one key of its own"),
-        ("x {1}", "line 1: write a client's number"),
+        ("0 ssh-rsa AAAA", "line 1: expected a client number"),
+        ("{0}\n{0}", "each client needs its own number"),
+        ("{0}\n1 {1}", "each client needs its own number"),
+        ("x {1}", "line 1: expected a client number"),
         ("-1 {1}", "a number from 0"),
     ],
 )

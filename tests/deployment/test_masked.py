@@ -131,8 +131,8 @@ def test_a_site_that_is_restarted_has_dropped_out_and_sums_with_too_few_sites_st
     gone, told = {1, 3}, Told()
     result, _ = deployed(tmp_path / "two", place, with_patience(on_timeout="continue"), told, **FOUR)
     assert result.history[0]["updates"] == 0
-    assert "fewer than 3 of 4 sites are left, so the sum stays masked" in " ".join(told.warnings)
-    with pytest.raises(EngineError, match="stays masked"):
+    assert "fewer than 3 of 4 sites remain, so the sum cannot be opened" in " ".join(told.warnings)
+    with pytest.raises(EngineError, match="cannot be opened"):
         deployed(tmp_path / "three", place, with_patience(on_timeout="abort"), **FOUR)
 
 
@@ -181,10 +181,10 @@ def test_a_site_signs_one_list_of_survivors_and_answers_each_message_once(tmp_pa
                 other = replace(asked, kind="agree", config={**asked.config, "alive": json.dumps(alive)})
                 assert "too few" in place.sites[0].answer(other).config["reason"]
             few = {**asked.config, "sealed": "{}"}
-            assert "to another message" in place.sites[0].answer(replace(asked, config=few)).config["reason"]
+            assert "to a different" in place.sites[0].answer(replace(asked, config=few)).config["reason"]
         if asked.kind == "agree" and client == 0:
             other = {**asked.config, "alive": "[0, 1, 2]"}
-            assert "to another message" in place.sites[0].answer(replace(asked, config=other)).config["reason"]
+            assert "to a different" in place.sites[0].answer(replace(asked, config=other)).config["reason"]
             alone = {**asked.config, "signatures": json.dumps({"0": answer.config["signature"]})}
             assert (
                 "1 of at least 3 sites"
@@ -216,13 +216,13 @@ def test_plain_updates_and_numbers_that_are_not_finite_are_not_added(tmp_path):
     place.link.spoil = odd
     result, _ = deployed(tmp_path / "five", place, told=told, **values)
     assert (result.history[0]["updates"], result.history[0]["skipped"]) == (3, 1)
-    assert any("what it sends must be masked" in text for text in told.warnings)
+    assert any("its update must be masked" in text for text in told.warnings)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"clients": 2}, ConfigError, "needs 3 sites in a round at least, but there are 2"),
+        ({"clients": 2}, ConfigError, "needs at least 3 sites in a round, but there are 2"),
         ({"participation": 0.5}, ConfigError, "needs 3 sites in a round"),
         ({"method": "fedbuff"}, ConfigError, "empties its buffer"),
         ({"method": "fedasync"}, MethodConflictError, "reads the update of each individual client"),
@@ -251,7 +251,7 @@ def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_
     engine.terms = SimpleNamespace(method=unskew.methods.registry.method("fedbn"))
     broadcasts = [broadcast(0, client, up=(slice(0, 1 + client),)) for client in range(3)]
     with pytest.raises(
-        EngineError, match=r"fedbn.exchanged_slices gives sites different slices .* same slices, or turn it off"
+        EngineError, match=r"fedbn.exchanged_slices returns different slices .* same slices"
     ):
         list(engine.train(broadcasts))
 
@@ -264,7 +264,7 @@ def test_a_structure_that_cannot_be_parsed_is_rejected(written):
 
 @pytest.mark.parametrize("parts", ["5", '[["delta", "float32", [4], Infinity]]', '[["delta", "float32", [4], {}]]'])
 def test_parts_that_cannot_be_read_are_rejected(parts):
-    with pytest.raises(InvalidMessageError, match="what it adds up cannot be read"):
+    with pytest.raises(InvalidMessageError, match="the layout of its update cannot be read"):
         parse_parts({"parts": parts}, 1e6)
 
 
@@ -279,4 +279,4 @@ def test_a_reply_of_another_structure_is_a_fault_of_its_site(tmp_path):
     place.link.spoil = odd
     result, _ = deployed(tmp_path, place, told=told, **FOUR)
     assert result.history[0]["updates"] == 3
-    assert any("what it sends cannot be read" in text for text in told.warnings)
+    assert any("its fields cannot be read" in text for text in told.warnings)

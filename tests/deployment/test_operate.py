@@ -59,7 +59,7 @@ def test_waiting_reports_who_is_connected_who_is_missing_and_why(tmp_path, monke
     with pytest.raises(EngineError) as stopped:
         run(experiment(TINY), Deployment(startup_timeout=0.5), tmp_path / "run", [Told()], said.append, place)
     text = str(stopped.value)
-    assert "1 of 3 sites are there. Connected: site-0 (client 0). Missing are the clients 1, 2." in text
+    assert "1 of 3 sites are connected. Connected: site-0 (client 0). Missing clients: 1, 2." in text
     assert (
         "1 SuperNodes are connected, but their sites have not answered. Last failure: Flower's error 5: token expired."
         in text
@@ -150,7 +150,7 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
     assert "missing       site-0 (client 0), since" in found["away"]
     after = call(capsys, "deploy", "status", tmp_path / "run")
     assert after.code == 2
-    assert "No deployed run is working in" in after.err
+    assert "No deployed run is active in" in after.err
     assert not (tmp_path / "run" / "control.json").exists()
 
 
@@ -161,13 +161,13 @@ def test_a_folder_that_names_anothers_socket_is_not_followed(tmp_path, capsys):
         other.bind(str(path))
         Path(short).chmod(0o755)
         (tmp_path / "control.json").write_text(json.dumps({"socket": str(path)}))
-        assert "only this user can reach" in call(capsys, "deploy", "stop", tmp_path).err
+        assert "only this user can access" in call(capsys, "deploy", "stop", tmp_path).err
         Path(short).chmod(0o700)
         other.close()
-        assert "No deployed run is working" in call(capsys, "deploy", "stop", tmp_path).err
+        assert "No deployed run is active" in call(capsys, "deploy", "stop", tmp_path).err
     for text in (json.dumps({"socket": str(path)}), "[]", "{", "{}"):
         (tmp_path / "control.json").write_text(text)
-        assert "No deployed run is working" in call(capsys, "deploy", "stop", tmp_path).err
+        assert "No deployed run is active" in call(capsys, "deploy", "stop", tmp_path).err
 
 
 def test_a_stopped_run_is_resumed_with_the_same_numbers(tmp_path, capsys):
@@ -255,7 +255,7 @@ def test_the_audit_log_has_every_event_and_shows_changes(tmp_path, capsys):
     lines = path.read_text().splitlines(keepends=True)
     for altered in (lines[:4] + lines[5:], [*lines[:4], lines[4].replace("site-0", "site-9"), *lines[5:]], lines[1:]):
         path.write_text("".join(altered))
-        assert "has been altered: line" in call(capsys, "deploy", "log", result.folder, "--verify").err
+        assert "was modified: line" in call(capsys, "deploy", "log", result.folder, "--verify").err
 
 
 def test_files_of_processes_that_unskew_starts_are_their_owners_alone(tmp_path):

@@ -68,7 +68,7 @@ def test_a_site_with_a_class_that_the_server_does_not_know_is_refused(tmp_path):
     place, values = clinics(tmp_path, [{}, {}, {}])
     own = tmp_path / "sites" / "1" / "own.csv"
     own.write_text(own.read_text().replace("severe", "fatal"))
-    with pytest.raises(EngineError, match="clinic-1 has samples of the class 'fatal', which the server does not know"):
+    with pytest.raises(EngineError, match="clinic-1 has samples of class 'fatal', which the server does not know"):
         deployed(
             tmp_path, place, Deployment(startup_timeout=0.5, own_data=True), **{"max_train_samples": None, **values}
         )

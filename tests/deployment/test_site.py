@@ -46,7 +46,7 @@ MINE = {"name": "a", "client": 0}
         ({**MINE, "data": {"source": "digits", "lable": "y"}}, "There is no option 'data.lable'"),
         ({**MINE, "data": "all"}, "data='all' is not valid"),
         ({**MINE, "socket": "s" * 120}, "longer than 100 characters"),
-        ({**MINE, "socket": "~nobody.at.all/s"}, "home of a user who is not here"),
+        ({**MINE, "socket": "~nobody.at.all/s"}, "home folder of an unknown user"),
         ({**MINE, "superlink": "example.org"}, "write HOST:PORT"),
         ({**MINE, "superlink": "example.org:99999"}, "write HOST:PORT"),
     ],
@@ -62,7 +62,7 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
     path = tmp_path / "site.yaml"
     (tmp_path / "experiment.yaml").write_text(experiment(TINY).to_yaml())
     path.write_text(yaml.safe_dump({**MINE, "client": 3}))
-    with pytest.raises(ConfigError, match="there is none with number 3"):
+    with pytest.raises(ConfigError, match="client 3 does not exist"):
         SiteProcess(path)
     path.write_text(yaml.safe_dump(MINE))
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump({**TINY, "method": "mine.Rule"}))
@@ -97,7 +97,7 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
 
     assert "not a message of unskew" in ask(lambda c: c.sendall(b"GET / HTTP/1.1\r\n\r\n")).config["reason"]
     assert "unknown request:" in ask(lambda c: send(c, Frame("shell", {"command": "ls"}))).config["reason"]
-    with pytest.raises(ConfigError, match="Another process of this site answers"):
+    with pytest.raises(ConfigError, match="Another process of this site is listening"):
         LoopPlace(tmp_path, TINY).sites[0].serve()
 
 
@@ -156,7 +156,7 @@ def test_slices_travel_as_text():
     for slices in (None, (), (slice(0, 3), slice(5, 9))):
         assert parse_slices(slices_as_text(slices), 9) == slices
     for text in ("3:1", "0:10", "0:3,2:4", "a:b", "1"):
-        with pytest.raises(UnskewError, match="names no slices"):
+        with pytest.raises(UnskewError, match="is not a valid list of slices"):
             parse_slices(text, 9)
 
 
@@ -189,9 +189,9 @@ def test_check_shows_what_is_sent_and_what_is_wrong(tmp_path, capsys):
     assert "update/delta: float32 650, 2,600 bytes" in texts
     assert "upload/scaffold/change: float32 650, 2,600 bytes" in texts
     assert "download/scaffold/c: float32 650, 2,600 bytes" in texts
-    assert "others may read" in rows["node key", False]
+    assert "others can read" in rows["node key", False]
     assert "is missing" in rows["certificate", False]
-    assert "for secure aggregation only" in rows["roster", None]
+    assert "only for secure aggregation" in rows["roster", None]
     assert "by itself; scaffold needs only the sum" in rows["privacy", None]
     assert not (tmp_path / "state").exists()
 
@@ -272,7 +272,7 @@ def written_and_used(tmp_path, capsys):
     me = SigningIdentity.load(0, folder / "site" / "signing.key", folder / "site" / "roster.txt")
     assert is_signed(me.roster, 0, ["a", 1], me.sign(["a", 1]))
     assert not is_signed(me.roster, 0, ["a", 2], me.sign(["a", 1]))
-    with pytest.raises(ConfigError, match="does not name"):
+    with pytest.raises(ConfigError, match="does not contain"):
         SigningIdentity.load(0, folder / "site" / "node.key", folder / "site" / "roster.txt")
     for key in ("ca/ca.key", "superlink/server.key", "site/node.key", "site/signing.key"):
         assert stat.S_IMODE((folder / key).stat().st_mode) == 0o600
@@ -286,7 +286,7 @@ def written_and_used(tmp_path, capsys):
     for file in ("superlink/flower-superlink.service", "compose.yaml"):
         assert "--host 127.0.0.1 --port 8001" in (folder / file).read_text()
     assert call(capsys, "deploy", "init", folder, "--config", tmp_path / "e.yaml").code == 2
-    with pytest.raises(ConfigError, match="already there"):
+    with pytest.raises(ConfigError, match="already exists"):
         init_project(folder, experiment(TINY))
 
 
@@ -296,9 +296,9 @@ def written_and_used(tmp_path, capsys):
         ((), "No sites given"),
         (("--local", 2, "--superlink", "a:1"), "No sites given"),
         (("--superlink", "a:1"), "No sites given"),
-        (("--local", 2), "starts as many sites, but the experiment has 3 clients"),
+        (("--local", 2), "does not match the 3 clients of the experiment"),
         (("--local", 3, "--on-timeout", "never"), "must be wait, continue or abort"),
-        (("--local", 3, "--round-timeout", "-1"), "round_timeout=-1.0 must be a number of seconds"),
+        (("--local", 3, "--round-timeout", "-1"), "round_timeout=-1.0 must be a positive number of seconds"),
         (("--local", 3, "--set", "network.drop=0.1"), "network.drop simulate"),
     ],
 )

@@ -120,8 +120,8 @@ UNMIXED = {"categories": (), "dates": (), "missing": "error", "features": "age",
 @pytest.mark.parametrize(
     ("asked", "deployment", "words"),
     [
-        ({"secure_aggregation": "required", "categories": ()}, {}, "not masked"),
-        pytest.param({}, {"quorum": 2}, "none can come later", marks=pytest.mark.slow),
+        ({"secure_aggregation": "required", "categories": ()}, {}, "unmasked"),
+        pytest.param({}, {"quorum": 2}, "no site can join later", marks=pytest.mark.slow),
         pytest.param({**UNMIXED, "class_weights": "balanced"}, {"quorum": 2}, "as a list", marks=pytest.mark.slow),
     ],
 )
@@ -137,7 +137,7 @@ def test_what_sums_do_not_go_with_is_refused_before_the_start(asked, deployment,
 def test_a_site_that_lacks_a_column_is_refused_in_a_sentence(column, tmp_path):
     place, values = wards(tmp_path)
     write(tmp_path / "sites" / "1" / "own.csv", rows_of("b", 40), [column])
-    with pytest.raises(EngineError, match=f"A site rejects the run: .*'{column}'"):
+    with pytest.raises(EngineError, match=f"A site rejected the run: .*'{column}'"):
         own(tmp_path, place, values)
 
 
@@ -158,7 +158,7 @@ def spoilt(name, tensor):
         ("facts", spoilt("counts", torch.full((4,), 10**6)), "more values than its"),
         slow("facts", spoilt("sums", torch.full((4,), float("nan"), dtype=torch.float64)), "finite"),
         slow("facts", lambda f: Frame(f.kind, f.config | {"values": '[["x", "x"]]'}, {}, f.arrays), "categories"),
-        slow("squares", spoilt("squares", torch.full((4,), -1.0, dtype=torch.float64)), "must answer"),
+        slow("squares", spoilt("squares", torch.full((4,), -1.0, dtype=torch.float64)), "must reply"),
     ],
 )
 def test_sums_that_cannot_be_are_refused(kind, change, words, tmp_path):

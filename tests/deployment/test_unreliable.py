@@ -113,7 +113,7 @@ def test_sites_join_late_and_leave_between_rounds(tmp_path):
 def test_a_round_waits_until_enough_sites_are_there(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.link.away = {1, 2}
-    with pytest.raises(EngineError, match="1 of 2 sites are there"):
+    with pytest.raises(EngineError, match="1 of 2 sites are connected"):
         deployed(tmp_path, place, Deployment(startup_timeout=0.05, quorum=2))
 
 

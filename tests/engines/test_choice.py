@@ -8,7 +8,7 @@ from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
 
 import unskew
-from unskew.engines import auto_select, timing
+from unskew.engines import auto_select, calibration, timing
 from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
 
 SIZES = [16, 16, 16, 24]
@@ -30,23 +30,22 @@ def forbid(monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """As if the run were long, on two cores where three clients together take as long as one."""
-    monkeypatch.setattr(auto_select, "FEWEST_STEPS", 1)
-    monkeypatch.setattr(auto_select, "SHARE", 1e9)
-    monkeypatch.setattr(auto_select, "LONGEST", 1e9)
+    """A long run on one core; the given seconds are those of one step alone and of each group size, also in later runs."""
+    monkeypatch.setattr(auto_select, "MIN_STEPS", 1)
+    monkeypatch.setattr(auto_select, "LONG_SECONDS", 0.0)
     monkeypatch.setattr(auto_select, "num_cores", lambda: 1)
-    seconds = iter([])
+    monkeypatch.setattr(auto_select.calibration, "load_measurement", lambda key: None)
+    monkeypatch.setattr(auto_select.calibration, "save_measurement", lambda key, measurement: None)
+    monkeypatch.setattr(auto_select, "GROUP_SECONDS", 1e9)
+    seconds = {}
 
-    def seconds_of(step, slot):
-        step()
-        return next(seconds)
+    def seconds_of(workloads, clock):
+        for workload in workloads.values():
+            workload()
+        return {k: seconds[k] for k in workloads}
 
-    def give(*values):
-        nonlocal seconds
-        seconds = iter(values)
-
-    monkeypatch.setattr(auto_select.timing, "median_seconds", seconds_of)
-    return give
+    monkeypatch.setattr(auto_select.timing, "min_seconds", seconds_of)
+    return lambda alone, several: seconds.update({1: alone, 4: several})
 
 
 def test_a_short_run_is_decided_by_a_rule(forbid, tmp_path):
@@ -58,13 +57,13 @@ def test_a_short_run_is_decided_by_a_rule(forbid, tmp_path):
 
 
 def test_what_was_measured_is_kept_for_the_resumed_run(measured, forbid, tmp_path):
-    measured(1.0, 1.0, 2.0)  # to know how long the run is; one client; four of them
+    measured(1.0, 2.0)
     whole = train(tmp_path / "whole")
     kept = json.loads((tmp_path / "whole" / "engine.json").read_text())
     assert (kept["engine"], kept["clients_per_group"], kept["decided"]) == ("inline", 4, "measured")
     assert len(kept["trial"]) == 2
     assert whole.summary["clients_per_group"] == 4
-    measured(1.0, 1.0, 2.0)
+    measured(1.0, 2.0)
     with pytest.raises(Stop):
         train(tmp_path / "run", callbacks=[StopAfter(2)])
     forbid()
@@ -73,7 +72,7 @@ def test_what_was_measured_is_kept_for_the_resumed_run(measured, forbid, tmp_pat
 
 
 def test_several_clients_must_be_faster_by_more_than_noise(measured):
-    measured(1.0, 1.0, 3.9)
+    measured(1.0, 3.9)
     assert train().summary["clients_per_group"] == 1
 
 
@@ -85,12 +84,12 @@ def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tm
     seconds = {4: 1.0, 2: taken}
     looked = []
 
-    def in_processes(setup, form, groups, steps, count, slot):
+    def in_processes(setup, form, groups, steps, count):
         looked.append(count)
-        return dict.fromkeys(groups[:1], seconds[count])
+        return {k: k * seconds[count] for k in groups}
 
     monkeypatch.setattr(auto_select.timing, "time_in_processes", in_processes)
-    measured(1.0, *[100.0] * 9)
+    measured(100.0, 100.0)
     found = []
     choose = auto_select.choose_engine
     monkeypatch.setattr(
@@ -105,7 +104,7 @@ def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tm
 
 def test_a_trial_changes_nothing(measured):
     """The same model bit for bit as where the same was asked for."""
-    measured(1.0, 1.0, 2.0)
+    measured(1.0, 2.0)
     found = train()
     after = torch.get_rng_state()
     asked = train(engine="inline", clients_per_group=4)
@@ -115,7 +114,7 @@ def test_a_trial_changes_nothing(measured):
 
 
 def test_on_resuming_nothing_is_measured_and_the_user_may_decide(measured, forbid, tmp_path):
-    measured(1.0, 1.0, 2.0)
+    measured(1.0, 2.0)
     with pytest.raises(Stop):
         train(tmp_path / "run", callbacks=[StopAfter(2)])
     forbid()
@@ -135,7 +134,7 @@ def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
     found = {}
 
     def look(setup):
-        found.update(timing.time_in_processes(setup, auto_select.grouped_unchecked(setup.spec), [1, 2], 1, 2, 60.0))
+        found.update(timing.time_in_processes(setup, auto_select.grouped_unchecked(setup.spec), [1, 2], 1, 2))
 
     setup_of(monkeypatch, look)
     train(rounds=1)
@@ -173,10 +172,65 @@ def test_what_the_user_asks_for_is_honoured(asked, expected, monkeypatch, forbid
 
 
 def test_vectorized_takes_no_number_of_clients():
-    with pytest.raises(unskew.UnskewError, match="together is for inline and processes"):
+    with pytest.raises(unskew.UnskewError, match="clients_per_group applies to inline and processes"):
         train(engine="vectorized", clients_per_group=2)
 
 
 def test_bits_do_not_depend_on_the_worker_that_trains_a_part():
     one, two = (train(engine="processes", workers=n, clients_per_group=2, rounds=2).vector for n in (1, 2))
     assert torch.equal(one, two)
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """A long run on one core with a calibration file of its own; returns how often a workload was timed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto_select, "MIN_STEPS", 1)
+    monkeypatch.setattr(auto_select, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(auto_select.processes, "fork_available", lambda: True)
+    monkeypatch.setattr(auto_select, "num_cores", lambda: 2)
+    timed = []
+    monkeypatch.setattr(
+        timing, "min_seconds", lambda workloads, clock: timed.append(1) or dict.fromkeys(workloads, 1.0)
+    )
+    monkeypatch.setattr(
+        timing, "time_in_processes", lambda setup, form, groups, *rest: timed.append(1) or dict.fromkeys(groups, 1.0)
+    )
+    return timed
+
+
+def test_a_second_run_uses_the_calibration_file_and_decides_the_same(counted):
+    first = train(engine="processes", clients_per_group="auto", workers=2).summary
+    assert counted
+    counted.clear()
+    second = train(engine="processes", clients_per_group="auto", workers=2).summary
+    assert not counted
+    assert first["clients_per_group"] == second["clients_per_group"] == 2
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 4}, {"momentum": 0.9}, {"precision": "fp64"}])
+def test_another_model_or_budget_is_measured_again(counted, options):
+    train(engine="processes", clients_per_group="auto", workers=2)
+    counted.clear()
+    train(engine="processes", clients_per_group="auto", workers=2, **options)
+    assert counted
+
+
+@pytest.mark.parametrize("content", ["damaged", "[]", '{"KEY": {"alone": -1, "steps": 1}}', '{"KEY": 3}'])
+def test_a_damaged_calibration_file_is_replaced(counted, content):
+    train(engine="processes", clients_per_group="auto", workers=2)
+    path = calibration.calibration_file()
+    (key,) = json.loads(path.read_text())
+    path.write_text(content.replace("KEY", key))
+    counted.clear()
+    train(engine="processes", clients_per_group="auto", workers=2)
+    assert counted
+    assert json.loads(path.read_text())[key]["processes"] == {"2x1": 1.0, "2x2": 1.0}
+
+
+def test_the_smallest_of_interleaved_times_counts(monkeypatch):
+    clock = iter(range(1000))
+    order = []
+    times = timing.min_seconds({1: lambda: order.append(1), 2: lambda: order.append(2)}, lambda: next(clock))
+    assert times == {1: 1, 2: 1}
+    assert order == [1, 2, 1, 2, 1, 2]  # untimed once, then in turn until the time suffices

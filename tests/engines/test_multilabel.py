@@ -384,6 +384,8 @@ def test_arrays_that_do_not_fit_the_task():
     refused([(x, y)], "client 0 have 3 columns, but there are 4 labels", classes=4)
     refused([(x, y, x, y[:, :2])], "Client 0 has 3 labels in its training data, but 2 in its test data")
     refused(
-        [(x, y)], r"expected one class index per sample. For several labels per sample, set task=", task="classification"
+        [(x, y)],
+        r"expected one class index per sample. For several labels per sample, set task=",
+        task="classification",
     )
     refused([(x, y)], "no task 'multi'. Did you mean 'multilabel'", task="multi")

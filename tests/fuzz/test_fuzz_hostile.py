@@ -125,7 +125,7 @@ def test_a_folder_of_a_link_is_not_empty(here, capsys):
     (here / "new").mkdir()
     (here / "new" / ".0123456789abcdef.new").symlink_to(here / "outside" / "victim")
     assert is_occupied(here / "new")
-    assert "already there" in answered(capsys, "run", "--out", "new", codes=(2,)).err
+    assert "already exists" in answered(capsys, "run", "--out", "new", codes=(2,)).err
     (here / "new" / ".0123456789abcdef.new").unlink()
     (here / "new" / ".0123456789abcdef.new").write_text("half")
     assert not is_occupied(here / "new")
@@ -135,7 +135,7 @@ def test_no_export_and_no_tuning_through_a_link(here, capsys, made):
     sent = shutil.copytree(made, here / "sent")
     (here / "outside" / "victim").unlink()
     (sent / "export-torch").symlink_to(here / "outside")
-    assert "already there" in answered(capsys, "export", sent, "--format", "torch", codes=(2,)).err
+    assert "already exists" in answered(capsys, "export", sent, "--format", "torch", codes=(2,)).err
     tuned = here / "tuned"
     tuned.mkdir()
     (tuned / "study.db").symlink_to(here / "outside" / "study.db")
@@ -393,7 +393,7 @@ def test_metrics_keep_the_mark_of_a_file():
 def test_odd_names_of_folders_are_a_sentence(here):
     for name in ("a\\b", "c"):
         (here / "images" / name).mkdir(parents=True)
-    with pytest.raises(DataError, match="has a backslash in its name. Rename the folder"):
+    with pytest.raises(DataError, match=r"has a backslash in its name. Rename the folder"):
         class_folders(here / "images")
     (here / "checkpoints" / "\N{SUPERSCRIPT TWO}").mkdir(parents=True)
     assert list_checkpoints(here / "checkpoints") == []

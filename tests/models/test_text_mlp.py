@@ -76,7 +76,7 @@ def test_every_engine_gives_the_same_model_and_python_needs_no_name(reviews):
 
 def test_models_that_do_not_fit_texts_and_texts_without_labels_are_sentences(reviews):
     options = {"data": f"table:{reviews}", "text": "review", "partition": "natural:shop"}
-    with pytest.raises(ConfigError, match="Texts require a tokenizer. Use the model text-mlp"):
+    with pytest.raises(ConfigError, match=r"Texts require a tokenizer. Use the model text-mlp"):
         unskew.run(**options)
     with pytest.raises(ConfigError, match=r"token ids of texts. Use text-mlp or hf:NAME"):
         unskew.run(**{**options, "text": {"columns": "review", "tokenizer": "bytes"}}, label="stars", model="logistic")

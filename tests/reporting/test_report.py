@@ -311,7 +311,7 @@ def test_what_cannot_be_reported_on_is_a_sentence(run, light, tmp_path):
         ((run / "config.yaml",), "is a file, not a folder"),
         ((memory,), "Run it with out="),
         (([],), "Name at least one"),
-        ((3,), "not of 3"),
+        ((3,), "not 3"),
         ((run, tmp_path / "other.html"), "exists and is not a report"),
         ((run, tmp_path / "report.pdf"), "must end with .html"),
         ((run, tmp_path), "is a folder"),

@@ -73,7 +73,7 @@ def test_a_long_measurement_ends_early(fed, monkeypatch):
     monkeypatch.setattr(cost, "LIMIT", 0.01)
     monkeypatch.setattr(cost, "SHARE", 0.0)
     found = cost.estimate(runs("fedcog:start_round=0,n=64,g_steps=100000"), fed, "logistic", worth=0)
-    assert "ended early" in str(found)
+    assert "reached the time limit" in str(found)
 
 
 def test_what_fedssyn_generates_is_named(fed):

@@ -451,7 +451,7 @@ def test_the_sentence_on_the_skew(partition, kind):
         (["--epsilon", "inf"], "and finite"),
         (["--mu", "1", "--no-curvature"], "Measure curvature"),
         (["--model", "resnet"], "no model"),
-        (["--no-curvature", "--out", "x.xyz"], "known ending"),
+        (["--no-curvature", "--out", "x.xyz"], "known suffix"),
     ],
 )
 def test_mistakes_are_sentences(capsys, tmp_path, monkeypatch, args, words):

@@ -60,8 +60,8 @@ HUGE = 10**5000
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda fed: unskew.run(fed, out=5, **BUDGET), "named by text or a Path, not by 5"),
-        (lambda fed: unskew.run(fed, out="a\0b", **BUDGET), "holds the character 0"),
+        (lambda fed: unskew.run(fed, out=5, **BUDGET), "must be a string or Path, got 5"),
+        (lambda fed: unskew.run(fed, out="a\0b", **BUDGET), "contains a null character"),
         (lambda fed: unskew.run(fed, callbacks=3, **BUDGET), "callbacks must be a list of callback objects, not 3"),
         (lambda fed: unskew.run(fed, callbacks=[Half()], **BUDGET), "is not a callback"),
         (lambda fed: unskew.run(fed, method=HUGE, **BUDGET), "cannot be written out is not a method"),
@@ -86,7 +86,7 @@ HUGE = 10**5000
         (lambda fed: unskew.run(fed, resume="yes", **BUDGET), "resume needs a run folder"),
         (lambda fed: unskew.resume(None, federation=fed), "named by text or a Path, not by None"),
         (lambda fed: unskew.resume("x", federation="digits"), "not str"),
-        (lambda fed: unskew.diagnose(fed, run=5), "named by text or a Path, not by 5"),
+        (lambda fed: unskew.diagnose(fed, run=5), "must be a string or Path, got 5"),
         (lambda fed: unskew.diagnose(fed, synthetic_fractions=torch.tensor(1), **BUDGET), "synthetic_fractions must be a list"),
         (lambda fed: unskew.diagnose(fed, synthetic_fractions=[], **BUDGET), "synthetic_fractions is empty"),
         (lambda fed: unskew.diagnose(fed, synthetic_fractions=["x"], **BUDGET), "p=x is not a share"),

@@ -338,7 +338,7 @@ def test_the_report_shows_it_first(fed, tmp_path):
     assert counts.sum() == len(fed.test[1])
     assert counts.diagonal().sum() / counts.sum() == pytest.approx(summary["accuracy"])
     (tmp_path / "c/fedavg/seed-0/curves.json").write_text('{"roc": {"x": ["a"], "y": [1]}}')
-    with pytest.raises(CheckpointError, match=r"curves.json is corrupted; remove it"):
+    with pytest.raises(CheckpointError, match=r"curves.json is corrupted. Remove it"):
         unskew.report(tmp_path / "c")
 
 

@@ -281,7 +281,7 @@ def test_recorder_goes_back_to_a_round(tmp_path):
     again.round({**MORE, **row(4, 0.9)})
     again.close()
     assert [r["accuracy"] for r in read_history(tmp_path)] == [0.5, 0.5, 0.5, 0.9]
-    with pytest.raises(CheckpointError, match="lacks lines"):
+    with pytest.raises(CheckpointError, match="does not contain all"):
         Recorder(tmp_path).resume(5, 0.0)
     assert len(read_history(tmp_path)) == 4, "a refused resume changes nothing"
 
@@ -326,7 +326,7 @@ def test_result(tmp_path):
     assert (result.model(x).argmax(1) == y).double().mean() == result.summary["accuracy"]
     assert "fedprox:mu=0.1" in repr(result)
     assert result.plot(tmp_path / "curve.svg").read_text().startswith("<?xml")
-    with pytest.raises(ConfigError, match="no known ending"):
+    with pytest.raises(ConfigError, match="no known suffix"):
         result.plot(tmp_path / "curve.xyz")
     assert {path.name for path in tmp_path.iterdir()} == {"curve.svg"}
 

@@ -479,10 +479,10 @@ def test_what_a_killed_process_left_behind_is_ignored(stopped, straight, capsys)
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: path.unlink(), "lacks lines"),
+        (lambda path: path.unlink(), "does not contain all"),
         (lambda path: path.write_text(path.read_text()[:200]), "damaged"),
         (lambda path: path.write_bytes(b"\xff\xfe" + path.read_bytes()), "damaged"),
-        (lambda path: path.write_text("".join(path.read_text().splitlines(keepends=True)[1:])), "lacks lines"),
+        (lambda path: path.write_text("".join(path.read_text().splitlines(keepends=True)[1:])), "does not contain all"),
     ],
 )
 def test_damaged_metrics_are_refused(stopped, capsys, damage, words):
@@ -580,7 +580,7 @@ def test_a_folder_is_taken_before_anything_is_looked_at(tmp_path, monkeypatch):
     assert [text and text.split(" in ")[0] for text in refused] == ["Another process is working"] * 2
     assert rounds_on_disk(out) == 2
     assert not (out / ".lock").exists()
-    assert "already there" in attempt(unskew.run)
+    assert "already exists" in attempt(unskew.run)
     assert rounds_on_disk(out) == 2, "what another one made is never removed"
 
 

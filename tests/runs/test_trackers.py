@@ -113,7 +113,7 @@ def test_threads_wait_for_a_lock_file(tmp_path):
 
 
 def test_a_path_that_mlflow_cannot_write_to_is_said_at_once(tmp_path):
-    with pytest.raises(ConfigError, match="cannot keep a database"):
+    with pytest.raises(ConfigError, match="cannot store a database"):
         mlflow_store.open_client(tmp_path / "100%")
 
 

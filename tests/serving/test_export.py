@@ -58,7 +58,7 @@ def test_a_file_gives_what_the_run_gives_to_raw_pixels(ditto, tmp_path, kind):
     assert np.allclose(ask(kind, done.file, x), expected, atol=TOLERANCE, rtol=0)
     assert done.apart <= TOLERANCE
     assert json.loads(about(kind, done.file)["class_names"]) == [str(k) for k in range(10)]
-    with pytest.raises(ConfigError, match="already there"):
+    with pytest.raises(ConfigError, match="already exists"):
         unskew.export(ditto, kind, out=tmp_path / "out")
 
 
@@ -107,7 +107,7 @@ def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind
         "Test R²",
         "n x 2",
         "kind: 1 u, 2 v, 3 w",
-        "is NaN",
+        "are NaN",
         "order of the outputs: cost",
     ):
         assert words in text
@@ -134,7 +134,7 @@ def test_the_card_says_what_the_runs_say(tmp_path):
         "fedprox:mu=0.1",
         "arXiv:1812.06127",
         "2 runs of different seeds",
-        "no guarantee of privacy",
+        "no privacy guarantee",
     ):
         assert words in text
 
@@ -179,7 +179,7 @@ def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch
     monkeypatch.setattr("unskew.runs.personal_model_files.MOST", 10)
     with pytest.warns(UserWarning, match="are not stored"):
         unskew.run(out=tmp_path / "large", **same)
-    with pytest.raises(ConfigError, match="keeps none of client 0"):
+    with pytest.raises(ConfigError, match="has none of client 0"):
         unskew.load_predictor(tmp_path / "large", client=0)
 
 
@@ -192,7 +192,7 @@ def test_models_that_nobody_keeps_are_refused(ditto, tmp_path):
         unskew.load_predictor(tmp_path / "bare", client=0)
     with pytest.raises(ConfigError, match="no format 'pickle'"):
         unskew.export(ditto, "pickle")
-    with pytest.raises(ConfigError, match="is for texts"):
+    with pytest.raises(ConfigError, match="supports only text models"):
         unskew.export(ditto, "transformers", out=tmp_path / "hub")
     assert not (tmp_path / "hub").exists()
 

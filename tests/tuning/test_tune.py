@@ -143,7 +143,7 @@ def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
     assert found.trials[0]["options"] == {"lr": 0.1, "local_steps": 1, "batch_size": 64, "fedprox.mu": 0.01}
     assert found.trials[0]["value"] == one.configured
     assert found.tuned["ditto"].judged_by == "validation accuracy of personal models"
-    assert "needs 10 trials" in one.importance
+    assert "needs 10 completed trials" in one.importance
     assert [summary["seed"] for summary in found.comparison.summaries[one.config.method]] == [1]
 
 

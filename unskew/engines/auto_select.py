@@ -6,33 +6,41 @@ import contextlib
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unskew.engines import processes, timing
+from unskew.engines import calibration, processes, timing
 from unskew.engines.base import EngineConfig
+from unskew.engines.calibration import Measurement
 from unskew.engines.cpu import num_cores, num_threads
 from unskew.engines.names import BUILT_IN, parse_engine
 from unskew.errors import ConfigError
 from unskew.filesystem import read_json, write_atomic
-from unskew.models.grouped.context import grouped_unchecked
+from unskew.models.grouped.context import GroupedModel, grouped_unchecked
 
 FILE = "engine.json"
-SHARE, LONGEST, SHORTEST = 0.02, 2.0, 0.1
-"""A trial takes this share of the run at most, and so many seconds; less than the shortest is not worth beginning."""
-FEWEST_STEPS = 500
-"""Steps of all clients in all rounds, below which nothing is measured."""
-MOSTLY = 0.5
-"""Share of whole batches from which on clients are worth training together."""
-WIDEST = 25
-"""More clients together gain nothing."""
-FEW = 3
-"""Local steps that a trial takes at a time."""
-MEMORY = 1 << 30
-"""Bytes that the clients of one part may take at a time, roughly."""
+MIN_STEPS = 500
+"""Local steps of all clients in all rounds, below which nothing is measured."""
+SHORT_SECONDS = 6.0
+"""Estimated duration of a run below which groups of clients are not timed."""
+LONG_SECONDS = 30.0
+"""Estimated duration from which groups are timed for every model, not only for those with short steps."""
+SHORT_STEP = 4e-3
+"""CPU seconds of a local step below which a model is likely to train faster in groups."""
+MIN_FULL_SHARE = 0.5
+"""Share of full batches below which clients are not grouped."""
+GROUP_SIZES = (8, 25)
+"""Group sizes to time; sizes near them that give all workers equal work are used."""
+GROUP_SECONDS = 0.15
+"""CPU seconds that one run of a workload should take at most."""
+MAX_GROUP_BYTES = 1 << 30
+"""Approximate memory limit of a group of clients."""
 MARGIN = 0.95
-"""Largest share of the time of the simplest engine at which another one is chosen instead."""
+"""Groups or fewer workers are used if they take at most this share of the default's time."""
+INLINE_MARGIN = 0.85
+"""``inline`` replaces ``processes`` if it takes at most this share of the time: other programs slow it down more."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +48,12 @@ class EngineChoice:
     """Resolved way to train the clients of a run.
 
     Attributes:
-        engine: Its name, not ``auto``.
-        workers: Processes of the engine ``processes``.
-        clients_per_group: Clients that are trained as one network.
+        engine: Name of the engine, not ``auto``.
+        workers: Number of worker processes of ``processes``.
+        clients_per_group: Number of clients that are trained as one network.
         decided: ``given`` by the user, by a ``rule``, or ``measured``.
-        trial: Where it was measured: seconds of a round by each candidate, as predicted from its steps.
-        asked: What the user asked for, for a run that is resumed.
+        trial: Predicted seconds of a round for each measured candidate.
+        asked: The user's request, for a run that is resumed.
     """
 
     engine: str
@@ -57,16 +65,16 @@ class EngineChoice:
 
 
 class EngineCandidate(NamedTuple):
-    """Candidate in a timing trial."""
+    """Engine, workers and group size that are compared with others."""
 
     engine: str
     workers: int
     clients_per_group: int
 
-    def said(self, usual: int) -> str:
-        """Its name in a trial's table; so many workers are not mentioned."""
+    def label(self, default_workers: int) -> str:
+        """Return the name in the table of a trial; the default number of workers is not mentioned."""
         parts = [self.engine]
-        if self.engine == "processes" and self.workers != usual:
+        if self.engine == "processes" and self.workers != default_workers:
             parts.append(f"{self.workers} workers")
         if self.clients_per_group > 1:
             parts.append(f"{self.clients_per_group} together")
@@ -75,7 +83,14 @@ class EngineCandidate(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Requested engine: ``engine`` and ``together`` may be ``auto``, ``workers`` may be None; ``address`` names a cluster."""
+    """Engine requested by the user.
+
+    Attributes:
+        engine: Name of an engine, or ``auto``.
+        workers: Number of worker processes, or None.
+        clients_per_group: Number of clients per grouped network, or ``auto``.
+        address: Address of a Ray cluster, or None.
+    """
 
     engine: str
     workers: int | None
@@ -84,22 +99,47 @@ class EngineRequest:
 
     @property
     def identity(self) -> list[Any]:
-        """By which a kept choice is known to be the answer."""
+        """Values by which a stored choice is recognized as the answer to this request."""
         return [self.engine, self.workers, self.clients_per_group]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Local work of a run.
+
+    Attributes:
+        cohort: Clients per round.
+        rounds: Number of rounds.
+        steps: Mean number of local steps of a client.
+        full_share: Share of steps with a full batch.
+    """
+
+    cohort: int
+    rounds: int
+    steps: float
+    full_share: float
+
+    @property
+    def total_steps(self) -> float:
+        """Local steps of all clients in all rounds."""
+        return self.rounds * self.cohort * self.steps
 
 
 def choose_engine(
     asked: EngineRequest, setup: EngineConfig, cohort: int, rounds: int, folder: Path | None, resume: bool
 ) -> EngineChoice:
-    """The choice of a run: the one kept in its folder, or else what was asked for, a rule, or a trial.
+    """Resolve a request: use the choice stored in the run folder, the request itself, a rule, or a measurement.
 
     Args:
-        asked: What the user asked for.
-        setup: The run.
-        cohort: Clients in a round.
-        rounds: Rounds of the run.
-        folder: The run folder, which keeps the choice.
-        resume: Whether the run goes on: what it did not keep, it never measured.
+        asked: The user's request.
+        setup: Configuration of the engine.
+        cohort: Clients per round.
+        rounds: Number of rounds.
+        folder: Run folder, which stores the choice; None for a run without a folder.
+        resume: Whether the run is resumed; then nothing is measured.
+
+    Raises:
+        ConfigError: If the request is contradictory.
     """
     cluster = asked.engine == "auto" and asked.address is not None
     if cluster or parse_engine(asked.engine)[0] not in BUILT_IN:
@@ -109,13 +149,15 @@ def choose_engine(
             "ray" if cluster else asked.engine, asked.workers or 0, clients_per_group, "given", asked=asked.identity
         )
     if asked.engine == "vectorized" and asked.clients_per_group != "auto":
-        raise ConfigError("vectorized maps all clients of a round anyway; together is for inline and processes.")
+        raise ConfigError(
+            "clients_per_group applies to inline and processes; vectorized always groups all clients of a round. Remove it."
+        )
     kept_choice = _kept(folder) if resume else None
     if kept_choice is not None and kept_choice.asked == asked.identity and _possible(kept_choice):
         return kept_choice
     if setup.device.type != "cpu":
         if asked.clients_per_group not in ("auto", 1):
-            raise ConfigError("Clients are trained together on a CPU only; on another device take engine=vectorized.")
+            raise ConfigError("clients_per_group needs device=cpu; on another device, use engine=vectorized.")
         engine = "vectorized" if asked.engine == "auto" else asked.engine
         return EngineChoice(engine, 1, asked=asked.identity)
     # More workers than clients in a round would have nothing to do.
@@ -128,8 +170,8 @@ def choose_engine(
     open_ended = asked.engine == "auto" or (asked.engine == "processes" and asked.clients_per_group == "auto")
     choice = plain
     if open_ended and not resume:
-        with contextlib.suppress(Exception):  # what is wrong with a step, the run itself says better
-            choice = _measured(asked, plain, setup, cohort, rounds)
+        with contextlib.suppress(Exception):  # the run itself reports what is wrong with a step
+            choice = _measured(asked, plain, setup, Budget(cohort, rounds, *_local_work(setup)))
     if folder is not None:
         write_atomic(folder / FILE, (json.dumps(asdict(choice), indent=2) + "\n").encode())
     return choice
@@ -148,75 +190,145 @@ def _possible(choice: EngineChoice) -> bool:
     return choice.engine != "processes" or processes.fork_available()
 
 
-def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, cohort: int, rounds: int) -> EngineChoice:
-    """The fastest by a trial; ``plain`` where the run is too short for one."""
-    steps, full_share = _work(setup)
-    if rounds * cohort * steps < FEWEST_STEPS:
+def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, budget: Budget) -> EngineChoice:
+    """Return the fastest candidate by measurement, or ``plain`` if the run is too short for one."""
+    if budget.total_steps < MIN_STEPS:
         return plain
-    began = time.perf_counter()
-    with num_threads(1):
-        alone = timing.median_seconds(timing.steps_workload(setup, None, 1, 1), 0)
-    budget = min(LONGEST, SHARE * rounds * cohort * steps * alone / plain.workers)
+    inputs = str(setup.federation.clients[timing.largest_client(setup)].x.dtype)
+    key = calibration.calibration_key(setup, round(budget.steps), plain.workers, inputs)
+    known = calibration.load_measurement(key)
+    alone = known.alone if known else _seconds_alone(setup)
+    duration = budget.total_steps * alone / plain.workers
+    groups, form = _groups(asked, plain, setup, budget), None
+    if groups != [1]:
+        worth_it = duration >= LONG_SECONDS or (duration >= SHORT_SECONDS and alone < SHORT_STEP)
+        stored = known is not None and all(f"{plain.workers}x{k}" in known.processes for k in groups)
+        form = grouped_unchecked(setup.spec) if worth_it or stored or plain.clients_per_group > 1 else None
+        groups = groups if form is not None else [1]
+    largest = max(groups) * alone
+    steps = known.steps if known else max(1, min(round(budget.steps), int(GROUP_SECONDS / largest)))
+    measurement = known or Measurement(alone=alone, steps=steps)
+    trial = Trial(asked, plain, setup, budget, form, measurement)
+    trial.time_groups(groups)
+    trial.time_inline(groups)
+    if trial.changed:
+        calibration.save_measurement(key, trial.measurement)
+    return trial.fastest()
 
-    def left() -> float:
-        return budget - (time.perf_counter() - began)
 
-    if left() < SHORTEST:
-        return plain
-    form, groups = None, [1]
-    if asked.clients_per_group != 1 and (isinstance(asked.clients_per_group, int) or full_share > MOSTLY):
-        form = grouped_unchecked(setup.spec)
-        groups = (
-            [plain.clients_per_group]
-            if isinstance(asked.clients_per_group, int)
-            else _groups(setup, cohort, plain.workers)
-        )
-    if form is None:
-        groups = [1]
-    few = max(1, min(FEW, round(steps), int(left() / (8 * max(groups) * alone))))
-    timings: dict[EngineCandidate, float] = {}
+class Trial:
+    """Comparison of candidates by measured and stored times.
 
-    def predict(engine: str, workers: int, seconds: dict[int, float]) -> None:
+    Args:
+        asked: The user's request.
+        plain: Default choice.
+        setup: Configuration of the engine.
+        budget: Local work of the run.
+        form: Grouped form of the model, if groups are compared.
+        measurement: Times that are known already.
+    """
+
+    def __init__(
+        self,
+        asked: EngineRequest,
+        plain: EngineChoice,
+        setup: EngineConfig,
+        budget: Budget,
+        form: GroupedModel | None,
+        measurement: Measurement,
+    ):
+        self.asked = asked
+        self.plain = plain
+        self.setup = setup
+        self.budget = budget
+        self.form = form
+        self.measurement = measurement
+        self.changed = False
+        self.predicted: dict[EngineCandidate, float] = {}
+
+    def time_groups(self, groups: list[int]) -> None:
+        """Compare groups of clients in worker processes, then the best of them in half as many workers."""
+        if self.plain.engine != "processes":
+            return
+        self._in_processes(groups, self.plain.workers)
+        half = self.plain.workers // 2
+        if self.asked.workers is None and half > 1 and self.predicted:
+            # Fewer workers can be faster if cores share units or wait for the same memory.
+            best = min(self.predicted, key=lambda candidate: self.predicted[candidate])
+            self._in_processes([best.clients_per_group], half)
+
+    def time_inline(self, groups: list[int]) -> None:
+        """Compare ``inline``, if the request allows it and it can be the fastest."""
+        budget = self.budget
+        if self.plain.engine == "inline":
+            seconds = timing.min_seconds(self._workloads(groups), time.perf_counter)
+            self._predict("inline", 1, seconds)
+            return
+        # With all threads, a round takes at best the time of one thread divided by the number of threads.
+        at_best = budget.cohort * budget.steps * self.measurement.alone / num_cores()
+        fastest = min(self.predicted.values(), default=math.inf)
+        if self.asked.engine != "auto" or at_best > INLINE_MARGIN * fastest:
+            return
+        if self.measurement.inline is None:
+            seconds = timing.min_seconds(self._workloads([1]), time.perf_counter)
+            self._store(inline=seconds[1])
+        assert self.measurement.inline is not None
+        self._predict("inline", 1, {1: self.measurement.inline})
+
+    def fastest(self) -> EngineChoice:
+        """Return the choice with the shortest predicted round that beats the default by its margin."""
+        plain, predicted = self.plain, self.predicted
+        workers = plain.workers if plain.engine == "processes" else 1
+        default = EngineCandidate(plain.engine, workers, plain.clients_per_group)
+        if default not in predicted:  # there is nothing to compare with
+            return plain
+        allowed = {
+            candidate: seconds
+            for candidate, seconds in predicted.items()
+            if seconds < predicted[default] * (MARGIN if candidate.engine == plain.engine else INLINE_MARGIN)
+        }
+        chosen = min(allowed, key=lambda candidate: allowed[candidate], default=default)
+        table = {candidate.label(plain.workers): round(seconds, 6) for candidate, seconds in predicted.items()}
+        return EngineChoice(chosen.engine, chosen.workers, chosen.clients_per_group, "measured", table, plain.asked)
+
+    def _workloads(self, groups: list[int]) -> dict[int, Any]:
+        steps = self.measurement.steps
+        return {k: timing.steps_workload(self.setup, self.form, k, steps) for k in groups}
+
+    def _in_processes(self, groups: list[int], workers: int) -> None:
+        keys = {k: f"{workers}x{k}" for k in groups}
+        if any(key not in self.measurement.processes for key in keys.values()):
+            seconds = timing.time_in_processes(self.setup, self.form, groups, self.measurement.steps, workers)
+            self._store(processes={**self.measurement.processes, **{keys[k]: s for k, s in seconds.items()}})
+        known = self.measurement.processes
+        self._predict("processes", workers, {k: known[key] for k, key in keys.items() if key in known})
+
+    def _store(self, **values: Any) -> None:
+        self.measurement = self.measurement.model_copy(update=values)
+        self.changed = True
+
+    def _predict(self, engine: str, workers: int, seconds: Mapping[int, float]) -> None:
+        """Predict the seconds of a round from the seconds of each group size."""
+        budget, alone, steps = self.budget, self.measurement.alone, self.measurement.steps
         for k, taken in seconds.items():
-            # A batch of another size is a step of its own, at the pace of one client.
-            step = taken / few if k == 1 else full_share * taken / few + (1 - full_share) * k * alone
-            timings[EngineCandidate(engine, workers, k)] = math.ceil(math.ceil(cohort / k) / workers) * steps * step
-
-    if plain.engine == "processes":
-        share = 0.75 if asked.engine == "auto" else 1.0
-        predict(
-            "processes",
-            plain.workers,
-            timing.time_in_processes(setup, form, groups, few, plain.workers, share * left()),
-        )
-        half = plain.workers // 2
-        if asked.workers is None and half > 1 and timings:
-            # Where cores share their units, or wait for the same memory, fewer workers can be as fast, or faster.
-            best = min(timings, key=lambda one: timings[one]).clients_per_group
-            predict("processes", half, timing.time_in_processes(setup, form, [best], few, half, left() / 2))
-    # With all threads a round takes the time of one thread divided by their number, at best.
-    hopeless = min(timings.values(), default=math.inf) < cohort * steps * alone / num_cores()
-    if plain.engine == "inline" or (asked.engine == "auto" and not hopeless):
-        for k in groups if plain.engine == "inline" else groups[:1]:
-            if left() > 2 * k * few * alone:
-                predict("inline", 1, {k: timing.median_seconds(timing.steps_workload(setup, form, k, few), left() / 2)})
-    return _fastest(plain, timings)
+            step = taken / steps
+            if k > 1:  # a batch of another size is trained one client at a time
+                step = budget.full_share * step + (1 - budget.full_share) * k * alone
+            turns = math.ceil(math.ceil(budget.cohort / k) / workers)
+            self.predicted[EngineCandidate(engine, workers, k)] = turns * budget.steps * step
 
 
-def _fastest(plain: EngineChoice, found: dict[EngineCandidate, float]) -> EngineChoice:
-    first = EngineCandidate(plain.engine, plain.workers if plain.engine == "processes" else 1, plain.clients_per_group)
-    if first not in found:  # no time for what is to be beaten
-        return plain
-    best = min(found, key=lambda name: found[name])
-    chosen = best if found[best] < MARGIN * found[first] else first
-    table = {name.said(plain.workers): round(seconds, 6) for name, seconds in found.items()}
-    return EngineChoice(chosen.engine, chosen.workers, chosen.clients_per_group, "measured", table, plain.asked)
+def _seconds_alone(setup: EngineConfig) -> float:
+    """Measure the CPU seconds of one local step of one client."""
+    with num_threads(1):
+        return timing.min_seconds({1: timing.steps_workload(setup, None, 1, 1)}, time.process_time)[1]
 
 
-def _work(setup: EngineConfig) -> tuple[float, float]:
-    """Mean number of local steps of a client, and the share of steps whose batch is whole."""
+def _local_work(setup: EngineConfig) -> tuple[float, float]:
+    """Return the mean number of local steps of a client, and the share of steps with a full batch."""
     training, clients = setup.training, setup.federation.clients
-    sizes = {k: clients[k].examples for k in range(0, len(clients), math.ceil(len(clients) / timing.SAMPLED))}
+    every = math.ceil(len(clients) / timing.MAX_INSPECTED)
+    sizes = {k: clients[k].examples for k in range(0, len(clients), every)}
     cuts = [training.cuts(size) for size in sizes.values() if size]
     count = [training.steps(size, client) for client, size in sizes.items() if size]
     full_shares = [sum(c.stop - c.start == training.batch_size for c in cut) / max(1, len(cut)) for cut in cuts]
@@ -224,12 +336,16 @@ def _work(setup: EngineConfig) -> tuple[float, float]:
     return total / max(1, len(count)), sum(w * c for w, c in zip(full_shares, count, strict=True)) / total
 
 
-def _groups(setup: EngineConfig, cohort: int, workers: int) -> list[int]:
-    """Numbers of clients together to try: as many as leave all workers equal work, few different ones; 1 comes first."""
-    spec = setup.spec
+def _groups(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, budget: Budget) -> list[int]:
+    """Return the group sizes to compare; sizes that give all workers equal work, the default first."""
+    if isinstance(asked.clients_per_group, int):
+        return [plain.clients_per_group]
+    if budget.full_share <= MIN_FULL_SHARE:
+        return [1]
+    spec, cohort, workers = setup.spec, budget.cohort, plain.workers
     values = 6 * spec.size + 4 * setup.training.batch_size * spec.widest
-    most = min(WIDEST, cohort, MEMORY // (values * spec.dtype.itemsize))
+    limit = min(cohort, MAX_GROUP_BYTES // (values * spec.dtype.itemsize))
     even = {math.ceil(cohort / (workers * turns)) for turns in range(1, cohort + 1)}
-    fitting = sorted(k for k in even if 1 < k <= most)
-    chosen = {min(fitting, key=lambda k: abs(k - wanted)) for wanted in (8, WIDEST)} if fitting else set()
+    fitting = sorted(k for k in even if 1 < k <= min(limit, max(GROUP_SIZES)))
+    chosen = {min(fitting, key=lambda k: abs(k - wanted)) for wanted in GROUP_SIZES} if fitting else set()
     return [1, *sorted(chosen)]

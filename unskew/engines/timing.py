@@ -1,16 +1,15 @@
-"""A short trial: how long a local step takes, for one client alone and for several as one network.
+"""Timing of local training for ``engine: auto``: seconds of a client's local steps, alone and as one network with others.
 
-It trains a client of the run for a few steps and throws the result away: no random number is drawn from a common source,
-no state is written, nothing is sent.
+A trial trains clients of the run for a few steps and discards the result: it draws no shared random number, writes no state
+and sends nothing. Workers report CPU seconds, because a busy neighbor process changes these less than wall-clock seconds.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -25,25 +24,29 @@ from unskew.engines.vmap_trainer import GroupTrainer, preload_functorch
 from unskew.models.grouped.context import GroupedModel
 from unskew.protocol.messages import Broadcast, ClientState
 
-MOST = 5
-"""Times that a piece of work is measured, after once that is not."""
-SAMPLED = 200
-"""Clients whose sizes are looked at, about."""
+MIN_REPETITIONS = 2
+MAX_REPETITIONS = 6
+ENOUGH_SECONDS = 0.05
+"""A workload is repeated at least ``MIN_REPETITIONS`` times, then until it took this long or ``MAX_REPETITIONS`` times."""
+MAX_INSPECTED = 200
+"""Approximate number of clients whose sizes are inspected."""
+TIMEOUT_SECONDS = 60.0
+"""Wall-clock limit of a trial in worker processes; what is not measured by then is left out."""
 
 
 def largest_client(setup: EngineConfig) -> int:
-    """The client with the most samples, of some that are looked at."""
+    """Return the client with the most samples, among about ``MAX_INSPECTED`` clients."""
     clients = setup.federation.clients
-    every = max(1, len(clients) // SAMPLED)
+    every = max(1, len(clients) // MAX_INSPECTED)
     return max(range(0, len(clients), every), key=lambda k: clients[k].examples)
 
 
 def steps_workload(setup: EngineConfig, form: GroupedModel | None, k: int, steps: int) -> Callable[[], Any]:
-    """So many local steps of ``k`` times the same client without any rule, as one network if there is more than one.
+    """Return a function that trains ``k`` copies of one client without any rule.
 
     Args:
         setup: Configuration of the engine.
-        form: Grouped form of the model; None trains one client after another.
+        form: Grouped form of the model, used if ``k > 1``.
         k: Number of clients.
         steps: Number of local steps of each client.
     """
@@ -58,21 +61,24 @@ def steps_workload(setup: EngineConfig, form: GroupedModel | None, k: int, steps
     return lambda: group.mapped([sent] * k)
 
 
-def median_seconds(work: Callable[[], Any], slot: float) -> float:
-    """Seconds of some work: the median of a few times, no more than fit into ``slot`` seconds, but at least one.
+def min_seconds(workloads: Mapping[int, Callable[[], Any]], clock: Callable[[], float]) -> dict[int, float]:
+    """Time workloads in turn and return the smallest time of each; every workload first runs once untimed.
 
     Args:
-        work: Function to time.
-        slot: Time limit in seconds.
+        workloads: Functions to time, by an arbitrary key.
+        clock: Returns seconds, such as ``time.process_time`` or ``time.perf_counter``.
     """
-    until = time.perf_counter() + slot
-    work()
-    taken: list[float] = []
-    while not taken or (len(taken) < MOST and time.perf_counter() < until):
-        began = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    for workload in workloads.values():
+        workload()
+    times: dict[int, list[float]] = {key: [] for key in workloads}
+    for repetition in range(MAX_REPETITIONS):
+        for key, workload in workloads.items():
+            if repetition >= MIN_REPETITIONS and sum(times[key]) >= ENOUGH_SECONDS:
+                continue
+            start = clock()
+            workload()
+            times[key].append(clock() - start)
+    return {key: min(values) for key, values in times.items()}
 
 
 def _worker(
@@ -80,67 +86,65 @@ def _worker(
     form: GroupedModel | None,
     groups: Sequence[int],
     steps: int,
-    slot: float,
     barrier: Barrier,
     pipe: Connection,
 ) -> None:
-    """Measure the workload in one of several simultaneous processes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    """Time the workloads in one of several simultaneous processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
-        for k in groups:
-            work = steps_workload(setup, form, k, steps)
-            barrier.wait()
-            pipe.send(median_seconds(work, slot))
-    except Exception:  # such as for want of memory: the parent is told by the pipe that ends
+        workloads = {k: steps_workload(setup, form, k, steps) for k in groups}
+        barrier.wait()
+        pipe.send(min_seconds(workloads, time.process_time))
+    except Exception:  # for example too little memory; the closed pipe tells the parent
         barrier.abort()
     pipe.close()
 
 
 def time_in_processes(
-    setup: EngineConfig, form: GroupedModel | None, groups: Sequence[int], steps: int, workers: int, seconds: float
+    setup: EngineConfig, form: GroupedModel | None, groups: Sequence[int], steps: int, workers: int
 ) -> dict[int, float]:
-    """Seconds of some steps of each number of clients together, in ``workers`` processes of one thread at the same time.
+    """Time groups of clients in simultaneous worker processes of one thread each.
 
     Args:
-        setup: The run.
-        form: The model's stacked form, if any number is above 1.
-        groups: Numbers of clients, the first ones measured first.
-        steps: Local steps of each.
+        setup: Configuration of the engine.
+        form: Grouped form of the model; needed if a group has more than one client.
+        groups: Sizes of the groups to time.
+        steps: Local steps of each client.
         workers: Number of processes.
-        seconds: For all of it; what is not measured by then is left out.
+
+    Returns:
+        CPU seconds of ``steps`` local steps of each group, the mean over the workers; empty if a worker failed.
     """
-    until = time.perf_counter() + seconds
     if max(groups) > 1:
         preload_functorch()
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(workers)
     pipes, processes = [], []
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     with num_threads(1):
         for _ in range(workers):
-            here, there = context.Pipe(duplex=False)
-            args = (setup, form, groups, steps, seconds / (2 * len(groups)), barrier, there)
-            process = context.Process(target=_worker, args=args, daemon=True)
+            parent_end, child_end = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_worker, args=(setup, form, groups, steps, barrier, child_end), daemon=True
+            )
             process.start()
-            there.close()
-            pipes.append(here)
+            child_end.close()
+            pipes.append(parent_end)
             processes.append(process)
-        timings: dict[int, float] = {}
+        replies: list[dict[int, float]] = []
         try:
-            for k in groups:
-                answers = []
-                for pipe in pipes:
-                    if not pipe.poll(max(0.0, until - time.perf_counter())):
-                        return timings
-                    answers.append(pipe.recv())
-                timings[k] = max(answers)
-        except EOFError:  # a worker failed: nothing is learnt of the rest
-            pass
+            for pipe in pipes:
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    return {}
+                replies.append(pipe.recv())
+        except EOFError:  # a worker failed
+            return {}
         finally:
             for process in processes:
                 process.kill()
                 process.join()
             for pipe in pipes:
                 pipe.close()
-    return timings
+    return {k: sum(reply[k] for reply in replies) / workers for k in groups}

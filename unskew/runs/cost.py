@@ -231,7 +231,7 @@ def seconds_of_run(
     client, steps = typical_client(parts.setup)
     turns = config.rounds * math.ceil(cohort / workers)
     with torch.random.fork_rng(), num_threads(1 if workers > 1 else max(1, torch.get_num_threads() // at_once)):
-        alone = timing.median_seconds(timing.steps_workload(parts.setup, None, 1, 1), 0)
+        alone = timing.min_seconds({1: timing.steps_workload(parts.setup, None, 1, 1)}, time.perf_counter)[1]
         usual = turns * steps * alone * sum(count for _, _, count in runs.values()) / at_once
         if usual < worth:
             return None, True
@@ -264,7 +264,7 @@ def typical_client(setup: EngineConfig) -> tuple[int, float]:
         The client's number, and the mean number of local steps per round.
     """
     clients = setup.federation.clients
-    looked_at: Sequence[int] = range(0, len(clients), max(1, len(clients) // timing.SAMPLED))
+    looked_at: Sequence[int] = range(0, len(clients), max(1, len(clients) // timing.MAX_INSPECTED))
     sizes = {k: clients[k].examples for k in looked_at if clients[k].examples}
     mean = sum(sizes.values()) / len(sizes)
     steps = [setup.training.steps(size, k) for k, size in sizes.items()]

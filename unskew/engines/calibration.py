@@ -1,0 +1,115 @@
+"""Calibration file of ``engine: auto``: measured training times that later runs on the same machine use again.
+
+The file is ``engines.json`` in the user's cache folder. Each entry belongs to one processor, PyTorch version, model, batch
+size, optimizer and number of workers. Deleting the file only makes the next runs measure again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import platform
+from pathlib import Path
+
+import pydantic
+import torch
+
+from unskew.engines.base import EngineConfig
+from unskew.engines.cpu import num_cores
+from unskew.filesystem import file_lock, make_folder, read_json, user_cache, write_atomic
+
+MAX_ENTRIES = 500
+LOCK_SECONDS = 2.0
+
+
+class Measurement(pydantic.BaseModel):
+    """Measured training times of one model on one machine.
+
+    Attributes:
+        alone: CPU seconds of one local step of one client.
+        steps: Local steps per client in the other measurements.
+        processes: CPU seconds of ``steps`` local steps in each of several simultaneous workers, by workers and group size,
+            as ``"2x25"``.
+        inline: Wall-clock seconds of ``steps`` local steps of one client with all threads, or None if not measured.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    alone: pydantic.PositiveFloat
+    steps: pydantic.PositiveInt
+    processes: dict[str, pydantic.PositiveFloat] = {}
+    inline: pydantic.PositiveFloat | None = None
+
+
+def calibration_file() -> Path:
+    """Return the path of the calibration file; it may not exist yet."""
+    return user_cache() / "engines.json"
+
+
+@functools.cache
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def calibration_key(setup: EngineConfig, steps: int, workers: int, inputs: str) -> str:
+    """Return the key of a run's measurements: a hash of everything they depend on.
+
+    Args:
+        setup: Configuration of the engine.
+        steps: Mean number of local steps of a client.
+        workers: Number of worker processes.
+        inputs: Data type of the stored samples.
+    """
+    training, spec = setup.training, setup.spec
+    model: list[object] = [
+        repr(spec.module),
+        spec.shapes,
+        spec.shape,
+        spec.classes,
+        str(spec.dtype),
+        spec.autocast,
+        inputs,
+    ]
+    budget: list[object] = [steps, training.batch_size, training.optimizer, training.momentum, training.weight_decay]
+    budget += [training.nesterov, training.clip_grad_norm, training.augment, type(setup.task).__name__]
+    machine: list[object] = [processor(), num_cores(), torch.get_num_threads(), torch.__version__, workers]
+    return hashlib.sha256(json.dumps([model, budget, machine]).encode()).hexdigest()[:32]
+
+
+def _read_entries() -> dict[str, object]:
+    try:
+        entries = read_json(calibration_file())
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def load_measurement(key: str) -> Measurement | None:
+    """Return the stored measurement, or None if there is no valid one."""
+    with contextlib.suppress(pydantic.ValidationError):
+        return Measurement.model_validate(_read_entries().get(key))
+    return None
+
+
+def save_measurement(key: str, measurement: Measurement) -> None:
+    """Store a measurement; without access to the cache folder nothing is stored.
+
+    Args:
+        key: Result of ``calibration_key``.
+        measurement: Measured times.
+    """
+    path = calibration_file()
+    with contextlib.suppress(Exception):  # a read-only or missing home folder must not stop a run
+        make_folder(path.parent)
+        with file_lock(path.with_name(".engines.lock"), LOCK_SECONDS):
+            entries = {k: v for k, v in _read_entries().items() if k != key}
+            entries[key] = measurement.model_dump(exclude_none=True)
+            newest = dict(list(entries.items())[-MAX_ENTRIES:])
+            write_atomic(path, (json.dumps(newest, indent=1) + "\n").encode())
