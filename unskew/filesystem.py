@@ -34,7 +34,7 @@ def disk_error(path: Path, error: OSError) -> CheckpointError:
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CheckpointError(
-            f"The disk is full: {path} could not be written. What was saved before is intact; "
+            f"The disk is full: {path} could not be written. Earlier results are intact; "
             "free some space, then resume or repeat the run."
         )
     if error.errno == errno.ELOOP:

@@ -132,7 +132,7 @@ OPTIONS = [
     ("--lr nan", "lr=nan"),
     ("--set ray.address=127.0.0.1", "is not a cluster address"),
     ("--engine ray --set ray.address=127.0.0.1:1", "no Ray cluster at '127.0.0.1:1'"),
-    ("--set model_options={hidden:[8,.inf]}", "hidden.1: inf is not a number"),
+    ("--set model_options={hidden:[8,.inf]}", "hidden.1: inf is not a finite number"),
     ("--lr inf", "lr=inf"),
     ("--lr 1e9", "lr=1000000000"),
     ("--lr fast", "--lr"),
@@ -221,7 +221,7 @@ def test_run_refuses(capsys, options, words):
         ("compare fedavg --seeds 99999999999", "seeds='0..99999999998' is not a list of seeds"),
         ("compare fedavg --target 2", "target=2"),
         ("compare fedavg --class-weights 1,1e39", "class_weights"),
-        ("run --out s3://bucket/run", "s3://bucket/run is an address; unskew reads and writes local files"),
+        ("run --out s3://bucket/run", "s3://bucket/run is a URL, but unskew reads and writes only local files"),
         ("run --out file:///tmp/x", "is a URL"),
         ("models cnn --classes 999999999999999999999999999999", "must be numbers from 1 to"),
         ("models logistic --shape 111111111111111111111111111111", "must be numbers from 1 to"),
@@ -672,7 +672,7 @@ def test_a_comparison_refuses_before_anything_is_trained(tmp_path, methods, opti
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("fedprox:mu=0.1,mu=1", "gives mu twice"),
+        ("fedprox:mu=0.1,mu=1", "sets mu twice"),
         ("fedavg+", "name is missing next to"),
         ("+fedavg", "name is missing next to"),
     ],

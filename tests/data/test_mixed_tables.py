@@ -148,7 +148,7 @@ def test_new_rows_are_encoded_as_those_it_was_trained_on(table, tmp_path, capsys
             for one in known
         ]  # fmt: skip
         rows.append([*row, *(float(said[name] is None) for name in gap)])
-    told = "'drug' has values in 1 row that were not there in training, and counts as missing in them: 'zzz'."
+    told = "'drug' has values in 1 row that did not occur in training; they count as missing: 'zzz'."
     with pytest.warns(UserWarning, match=told):
         assert loaded.predict_file(new) == loaded.predict(rows) == result.predict(rows)
     said = call(capsys, "predict", tmp_path / "run", new, "--json")

@@ -343,7 +343,7 @@ def test_natural_errors():
         ),
         ("dirichlet:1,min", "'min' is not of the form option=value"),
         ("dirichlet:1,min=", "'min=' is not of the form option=value"),
-        ("dirichlet:1,min=2,min=3", "gives min twice"),
+        ("dirichlet:1,min=2,min=3", "sets min twice"),
         ("dirichlet:1,min=0", "must be at least 1, not 0"),
         ("dirichlet:1,min=some", "must be an integer, not 'some'"),
         ("dirichlet:1,balanced=maybe", "must be true or false, not 'maybe'"),

@@ -121,7 +121,7 @@ def test_a_message_that_a_supernode_lost_is_sent_again_and_trained_once(lost, tm
     ("spoilt", "reason"),
     [
         (lambda f: replace(f, arrays={}), "has no update/delta"),
-        (lambda f: replace(f, kind="scores"), "no update"),
+        (lambda f: replace(f, kind="scores"), "instead of 'update'"),
         (lambda f: replace(f, config={**f.config, "round": 7}), "its round is 7"),
         (lambda f: replace(f, config={**f.config, "attempt": 99}), "belongs to another request"),
         (lambda f: replace(f, config={**f.config, "examples": 10**9}), "examples"),
@@ -226,7 +226,7 @@ def test_an_older_copy_of_a_run_folder_is_not_resumed(tmp_path):
 def test_whatever_a_message_causes_the_site_answers_the_next(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, "method": "scaffold"})
     place.sites[0].work = lambda digest, reference: {}[digest]
-    with pytest.raises(EngineError, match="KeyError at the site; its log tells more"):
+    with pytest.raises(EngineError, match="KeyError at the site; see its log"):
         deployed(tmp_path, place, method="scaffold")
 
 
@@ -274,7 +274,7 @@ def test_an_update_far_above_the_others_is_left_out_and_named(tmp_path):
     result, _ = deployed(tmp_path, place, with_patience(max_invalid_replies=2), told, **SCAFFOLD)
     assert [row["updates"] for row in result.history] == [2, 2, 2, 2]
     assert float(result.vector.norm()) < 10
-    assert "site-1 (client 1): its update is left out, because delta has the norm" in told.warnings[0]
+    assert "site-1 (client 1): its update is discarded because delta has the norm" in told.warnings[0]
     assert "30 times the median of the other sites" in told.warnings[0]
     assert result.history[-1]["sites_excluded"] == 1
 
@@ -394,7 +394,7 @@ def test_two_sites_that_say_they_are_the_same_client_are_refused(tmp_path):
 def test_sites_that_do_not_come_are_named(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.link.sites = place.sites[:2]
-    with pytest.raises(EngineError, match=r"2 of 3 sites are connected\. Connected: .* Missing clients: 2"):
+    with pytest.raises(EngineError, match=r"2 of 3 sites are connected after 0\.05 s\. Connected: .* Missing clients: 2"):
         deployed(tmp_path, place, Deployment(startup_timeout=0.05))
 
 

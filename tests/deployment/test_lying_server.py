@@ -410,10 +410,10 @@ def test_a_second_run_of_a_masked_experiment_needs_the_sites_consent(tmp_path):
     ("text", "why"),
     [
         ("0 ssh-rsa AAAA", "line 1: expected a client number"),
-        ("{0}\n{0}", "each client needs its own number"),
-        ("{0}\n1 {1}", "each client needs its own number"),
+        ("{0}\n{0}", "each client needs a different number"),
+        ("{0}\n1 {1}", "each client needs a different number"),
         ("x {1}", "line 1: expected a client number"),
-        ("-1 {1}", "a number from 0"),
+        ("-1 {1}", "different number from 0"),
     ],
 )
 def test_a_mistake_in_a_roster_is_a_sentence(text, why, tmp_path):

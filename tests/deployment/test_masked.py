@@ -113,7 +113,7 @@ def test_a_site_that_drops_out_is_survived(kind, tmp_path):
     expected, _ = deployed(tmp_path / "w", without, with_patience(round_timeout=0.05, on_timeout="continue"), **options)
     assert result.history[0]["updates"] == (4 if kind == "unmask" else 3)
     outcome = "its update is in the sum" if kind == "unmask" else "continues without it"
-    assert any("no answer from site-2 (client 2)" in text and outcome in text for text in told.warnings)
+    assert any("no reply from site-2 (client 2)" in text and outcome in text for text in told.warnings)
     close(result.vector, expected.vector)
 
 
@@ -187,7 +187,7 @@ def test_a_site_signs_one_list_of_survivors_and_answers_each_message_once(tmp_pa
             assert "to a different" in place.sites[0].answer(replace(asked, config=other)).config["reason"]
             alone = {**asked.config, "signatures": json.dumps({"0": answer.config["signature"]})}
             assert (
-                "1 of at least 3 sites"
+                "1 sites have signed the same list"
                 in place.sites[0].answer(replace(asked, kind="unmask", config=alone)).config["reason"]
             )
         return answer
@@ -223,7 +223,7 @@ def test_plain_updates_and_numbers_that_are_not_finite_are_not_added(tmp_path):
     ("options", "error", "why"),
     [
         ({"clients": 2}, ConfigError, "needs at least 3 sites in a round, but there are 2"),
-        ({"participation": 0.5}, ConfigError, "needs 3 sites in a round"),
+        ({"participation": 0.5}, ConfigError, "needs at least 3 sites in a round"),
         ({"method": "fedbuff"}, ConfigError, "empties its buffer"),
         ({"method": "fedasync"}, MethodConflictError, "reads the update of each individual client"),
     ],

@@ -59,13 +59,13 @@ def test_waiting_reports_who_is_connected_who_is_missing_and_why(tmp_path, monke
     with pytest.raises(EngineError) as stopped:
         run(experiment(TINY), Deployment(startup_timeout=0.5), tmp_path / "run", [Told()], said.append, place)
     text = str(stopped.value)
-    assert "1 of 3 sites are connected. Connected: site-0 (client 0). Missing clients: 1, 2." in text
+    assert "1 of 3 sites are connected after 0.5 s. Connected: site-0 (client 0). Missing clients: 1, 2." in text
     assert (
-        "1 SuperNodes are connected, but their sites have not answered. Last failure: Flower's error 5: token expired."
+        "1 SuperNodes are connected, but their sites have not replied. Last failure: Flower's error 5: token expired."
         in text
     )
     assert any(line.startswith("1 of 3 sites after") and "token expired" in line for line in said)
-    assert any("its site does not answer: Flower's error 5: token expired. It is asked again" in line for line in said)
+    assert any("its site does not reply: Flower's error 5: token expired. Retrying" in line for line in said)
 
 
 def test_a_site_whose_messages_fail_is_asked_with_growing_pauses_and_not_for_ever(tmp_path):

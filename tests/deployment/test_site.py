@@ -192,7 +192,7 @@ def test_check_shows_what_is_sent_and_what_is_wrong(tmp_path, capsys):
     assert "others can read" in rows["node key", False]
     assert "is missing" in rows["certificate", False]
     assert "only for secure aggregation" in rows["roster", None]
-    assert "by itself; scaffold needs only the sum" in rows["privacy", None]
+    assert "individual update; scaffold requires only the sum" in rows["privacy", None]
     assert not (tmp_path / "state").exists()
 
 
@@ -206,7 +206,7 @@ def test_check_names_each_of_several_experiments(tmp_path, capsys):
     ]
     assert ("configuration", "a, client 0, 3 experiment(s)") in rows
     blocks = [text for what, text in rows if what in ("experiment", "model")]
-    assert blocks[::2] == ["a.yaml, c.yaml, alike for sites", "b.yaml"]
+    assert blocks[::2] == ["a.yaml, c.yaml, identical for sites", "b.yaml"]
     assert [text.rpartition(" ")[2] for text in blocks[1::2]] == ["fedavg", "scaffold"]
 
 

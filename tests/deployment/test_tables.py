@@ -122,7 +122,7 @@ UNMIXED = {"categories": (), "dates": (), "missing": "error", "features": "age",
     [
         ({"secure_aggregation": "required", "categories": ()}, {}, "unmasked"),
         pytest.param({}, {"quorum": 2}, "no site can join later", marks=pytest.mark.slow),
-        pytest.param({**UNMIXED, "class_weights": "balanced"}, {"quorum": 2}, "as a list", marks=pytest.mark.slow),
+        pytest.param({**UNMIXED, "class_weights": "balanced"}, {"quorum": 2}, "to a list", marks=pytest.mark.slow),
     ],
 )
 def test_what_sums_do_not_go_with_is_refused_before_the_start(asked, deployment, words, tmp_path):

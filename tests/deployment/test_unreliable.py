@@ -79,9 +79,9 @@ def test_updates_are_taken_as_they_come_with_their_real_delay(method, tmp_path):
         (
             {"quorum": 2, "client_weighting": "samples"},
             "scaffold",
-            "scaffold must know of all sites' data before the first round",
+            "scaffold requires information on all sites' data before the first round",
         ),
-        ({"quorum": 2}, "vhl:per_class=2", "vhl must know of all"),
+        ({"quorum": 2}, "vhl:per_class=2", "vhl requires information on all"),
     ],
 )
 def test_methods_that_need_all_in_time_are_refused(options, method, why, tmp_path):

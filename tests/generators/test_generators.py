@@ -291,7 +291,7 @@ def test_a_loss_that_is_not_finite_is_said():
         ("ddpm;widht=8", "the generator ddpm has no option 'widht'"),
         ("ddpm;width=9", "multiple of 8"),
         ("ddpm;fast", "is not an option"),
-        ("ddpm;steps=9;steps=8", "gives steps twice"),
+        ("ddpm;steps=9;steps=8", "sets steps twice"),
         ("ddpm;attention=8/x", "ddpm;attention=8/x is not valid"),
         ("no.such:thing", "cannot be imported"),
         ("unskew.errors:__name__", "not a function"),

@@ -84,7 +84,7 @@ HUGE = 10**5000
         (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[[]], **BUDGET), "A seed must be an integer"),
         (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[0, True], **BUDGET), "A seed must be an integer"),
         (lambda fed: unskew.run(fed, resume="yes", **BUDGET), "resume needs a run folder"),
-        (lambda fed: unskew.resume(None, federation=fed), "named by text or a Path, not by None"),
+        (lambda fed: unskew.resume(None, federation=fed), "must be a string or Path, got None"),
         (lambda fed: unskew.resume("x", federation="digits"), "not str"),
         (lambda fed: unskew.diagnose(fed, run=5), "must be a string or Path, got 5"),
         (lambda fed: unskew.diagnose(fed, synthetic_fractions=torch.tensor(1), **BUDGET), "synthetic_fractions must be a list"),

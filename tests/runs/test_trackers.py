@@ -54,7 +54,7 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path, fake, monkeypatch, moment
     with pytest.warns(UserWarning, match="The tracker") as seen:
         result = unskew.run(**QUICK, trackers="mlflow", out=tmp_path / "run")
     (text,) = [str(warning.message) for warning in seen]
-    assert text == "The tracker 'mlflow' failed, and the run goes on without it: no such table"
+    assert text == "The tracker 'mlflow' failed, so the run continues without it: no such table"
     assert len(metrics(tmp_path / "run")) == result.summary["rounds"] == 2
 
 

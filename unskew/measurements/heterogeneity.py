@@ -141,7 +141,7 @@ def measure(
     cross_scatter = 0.0  # joint scatter of real and synthetic gradients
     last: tuple[Pair, GroupMoments] | None = None
     for done, k in enumerate(ids):
-        follow(f"gradients at the {place}", done, len(ids))
+        follow(f"gradients ({place})", done, len(ids))
         own_gradient = probe.moments(*selected_samples(federation.clients[k], scope))
         if synthetic is None:
             noise.append((own_gradient.variance, 0.0, 0.0))
@@ -163,8 +163,7 @@ def measure(
         gradients.add(1, own_gradient.mean)
     if not bool(torch.isfinite(gradients.mean).all()):
         raise DataError(
-            f"The gradients at the {place} are not finite, because the run diverged. Repeat the run with a smaller learning "
-            "rate."
+            f"The gradients ({place}) are not finite: the run diverged. Repeat the run with a smaller learning rate."
         )
     sigma2, sigma2_made, distance = (np.array(column) for column in zip(*noise, strict=True))
     zeta2 = gradients.variance
@@ -180,7 +179,7 @@ def measure(
     result = HeterogeneityMeasurement(place, figures)
     smooth: dict[str, float | list[float] | None] = {}
     if scope.curvature:
-        smooth = curvature(probe, federation, scope, ids, synthetic, partial(follow, f"curvature at the {place}"))
+        smooth = curvature(probe, federation, scope, ids, synthetic, partial(follow, f"curvature ({place})"))
         figures |= {name: smooth[name] for name in ("L_max", "L_avg")}  # type: ignore[misc]
     if synthetic is None:
         return result

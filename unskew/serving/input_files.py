@@ -75,7 +75,7 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
         DataError: If the file cannot be read, or does not contain inputs of this model.
     """
     if not path.exists():
-        raise DataError(f"The file or folder {path} does not exist.")
+        raise DataError(f"There is no file or folder at {path}.")
     if path.suffix.lower() in TABLES:
         table = read_file(path, inputs.csv.spec)
         if not table.num_rows:

@@ -123,9 +123,9 @@ class MaskedEngine(FlowerEngine):
     def _tell_guilty(self, guilty: dict[int, tuple[str, bool]]) -> None:
         for client, (reason, certain) in guilty.items():
             if certain:
-                self.sites.fault(client, f"{reason}, so it is excluded from this sum")
+                self.sites.fault(client, f"{reason}, so it is left out of this sum")
             else:
-                self.sites.warn(f"{self.sites.name(client)} is excluded from this sum: {reason}.")
+                self.sites.warn(f"{self.sites.name(client)} is left out of this sum: {reason}.")
 
     def _taking(self, broadcasts: Sequence[Broadcast], requests: dict[int, Frame]) -> Any:
         by_client = {sent.client: sent for sent in broadcasts}

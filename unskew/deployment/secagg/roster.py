@@ -55,7 +55,7 @@ def read_roster(path: Path) -> dict[int, Any]:
             ) from error
         if client < 0 or kind != KEY or client in keys or encoded in seen:
             raise ConfigError(
-                f"{path}, line {number}: each client needs its own number, from 0, and its own {KEY} key."
+                f"{path}, line {number}: each client needs a different number from 0 and a different {KEY} key."
             )
         keys[client] = key
         seen.add(encoded)

@@ -95,7 +95,7 @@ class WrongSharesError(UnskewError):
     """Sites have received wrong shares, so the sum must be restarted without their senders.
 
     Attributes:
-        guilty: Excluded sites, with the reason, and whether it is certainly their fault.
+        guilty: Sites to leave out, with the reason, and whether it is certainly their fault.
     """
 
     def __init__(self, guilty: dict[int, tuple[str, bool]]):
@@ -109,7 +109,7 @@ def find_wrong_dealers(
     """Decide who sent wrong shares, assuming that fewer than a third of the sites lie.
 
     A site accused by more others than can lie has sent wrong shares. A site that accuses more others than can lie is itself
-    lying. Otherwise the fault is undecidable: the accused site is excluded from this sum, and the message names both.
+    lying. Otherwise the fault is undecidable: the accused site is left out of this sum, and the message names both.
 
     Args:
         accusations: Senders of wrong shares that each site reports, by site.

@@ -61,9 +61,7 @@ def check_method_over_sites(
     sums = DataSchema.of(reference).needs_sums
     if deployment.quorum is not None:
         if deployment.quorum > total:
-            raise ConfigError(
-                f"quorum={deployment.quorum} is larger than the number of clients of the experiment, {total}."
-            )
+            raise ConfigError(f"quorum={deployment.quorum} is too large: the experiment has {total} clients.")
         if sums or config.class_weights == "balanced":
             what = "Standardizing columns or targets" if sums else "class_weights: balanced"
             remedy = "" if sums else ", or set class_weights to a list"

@@ -254,7 +254,7 @@ class SiteProcess:
             os.umask(before)
         listener.listen(4)
         unready.rename(path)
-        self.log(f"The site {self.config.name}, client {self.config.client}, is listening at {path}.")
+        self.log(f"The site {self.config.name}, client {self.config.client}, answers at {path}.")
         try:
             with listener:
                 while True:
