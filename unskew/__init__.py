@@ -45,7 +45,7 @@ _PLACES = {
     "tune": "unskew.tuning.tune",
 }
 
-_FORMER = {"load": "load_predictor", "Normalization": "Normalization", "Sync": "SyncRule"}
+_FORMER = {"load": "load_predictor", "Normalisation": "Normalization", "Sync": "SyncRule"}
 
 __all__ = [
     "Batch",

@@ -657,7 +657,7 @@ def test_what_a_newcomer_gets_wrong_in_python():
 @pytest.mark.parametrize(
     ("methods", "options", "words"),
     [
-        (["fedavg", "fedgen"], {"secure_aggregation": "required"}, "single client"),
+        (["fedavg", "fedgen"], {"secure_aggregation": "required"}, "individual client"),
         (["fedavg", "fedreg"], {"momentum": 0.9}, "plain SGD"),
         (["fedavg", "fedals:split=99"], {}, "split=99"),
         (["fedavg", "fedcog:source=noise,augment=true"], {}, "no effect"),

@@ -192,7 +192,7 @@ def test_a_run_goes_on_with_the_same_features_only(patients, tmp_path):
     options = {"data": patients, "label": "outcome", "partition": "iid", "clients": 2, "model": "logistic"}
     unskew.run(**options, features="age,bmi", rounds=1, engine="inline", out=tmp_path / "run")
     with pytest.raises(
-        CheckpointError, match="features=\\['age', 'bmi'\\], and cannot be resumed with features=\\['bmi', 'age'\\]"
+        CheckpointError, match="features=\\['age', 'bmi'\\] and cannot be resumed with features=\\['bmi', 'age'\\]"
     ):
         unskew.run(**options, features=["bmi", "age"], rounds=2, engine="inline", out=tmp_path / "run", resume=True)
 

@@ -119,9 +119,9 @@ def test_normalizations(values, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda given: unskew.run(given), "not as ndarray"),
-        (lambda given: unskew.compare(given, methods="fedavg"), "not as ndarray"),
-        (lambda given: unskew.diagnose(given), "not as ndarray"),
+        (lambda given: unskew.run(given), "not ndarray"),
+        (lambda given: unskew.compare(given, methods="fedavg"), "not ndarray"),
+        (lambda given: unskew.diagnose(given), "not ndarray"),
         (lambda given: unskew.run("digits"), "not str. Create one with unskew.load_federation"),
     ],
 )

@@ -146,7 +146,7 @@ def test_data_of_another_task_has_classes_of_its_own():
     assert fed.server.classes == 7
     assert fed.classes == 3
     clients = [(c.x, c.y) for c in fed.clients]
-    with pytest.raises(DataError, match="hold 6; with 3 classes"):
+    with pytest.raises(DataError, match="contain 6, but with 3 classes"):
         Federation.from_arrays(clients, fed.test, (fed.server.x, fed.server.y), classes=3)
     with pytest.raises(DataError, match="the server is empty"):
         Federation.from_arrays(clients, fed.test, (fed.server.x[:0], fed.server.y[:0]))

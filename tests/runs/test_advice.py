@@ -84,7 +84,7 @@ def test_limits_leave_out_what_does_not_fit(report):
     assert advice.suggestions[0].method == "fedft"
     left = {names([e.method])[0]: e.reason for e in advice.excluded}
     assert set(left) == {"feddle", "fedssyn"}
-    assert "single client" in left["feddle"]
+    assert "individual client" in left["feddle"]
     assert "epsilon = 5" in left["fedssyn"]
     assert any("without differential privacy" in note for note in advice.notes)
     assert len(advice.setting.federation.test[1]) == len(report.setting.federation.test[1]) - 50

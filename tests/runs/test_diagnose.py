@@ -319,7 +319,7 @@ def test_given_synthetic_data_are_checked_and_used():
     for wrong, words in [
         ([(x, y)] * 2, "2 synthetic sets for 3"),
         ((x[:, :, :3], y), "shape"),
-        ((x, y + 1), "hold 3"),
+        ((x, y + 1), "contain 3"),
         (((x * 255).astype("uint8"), y), "type"),
         (((x, y),) * 3 + ("no",), "4 synthetic sets"),
     ]:

@@ -354,7 +354,7 @@ def test_ctrl_c_in_a_comparison_says_how_to_go_on(tmp_path):
     process.signal(signal.SIGINT)
     outcome = process.wait()
     assert outcome.code == 130
-    said = outcome.err.splitlines()[-1].partition("Go on with: unskew ")[2].split()
+    said = outcome.err.splitlines()[-1].partition("run: unskew ")[2].split()
     assert said[-1] == "--resume"
     assert Process(tmp_path, *said).wait().code == 0
     assert Process(tmp_path, *args[:-1], tmp_path / "straight").wait().code == 0

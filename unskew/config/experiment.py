@@ -154,7 +154,7 @@ class Experiment(Section):
     start_from: str | None = None
     """Folder of a finished run on the same data: this run starts from its model and continues its round numbers."""
     base_run: bool = False
-    """Whether other runs will ``start_from`` this one; its method may then have an effect only in their rounds."""
+    """True if other runs will ``start_from`` this one; its method may then have an effect only in their rounds."""
     synthetic: str | None = None
     """Folder of a run whose synthetic images are reused instead of generating new ones."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -94,7 +94,7 @@ class AdviceContext:
     model: ModelLike | None
     spec: ModelSpec
     given: bool
-    """Whether the federation was given in Python, so that no command can load it."""
+    """True if the federation was given in Python, so that no command can load it."""
 
     def under(self, limits: AdviceLimits) -> AdviceContext:
         """Return the context with the limits applied to its configuration.

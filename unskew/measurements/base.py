@@ -16,7 +16,7 @@ class Diagnostic:
     """
 
     of_clients = True
-    """Whether the diagnostic needs at least one update in a round."""
+    """True if the diagnostic needs at least one update in a round."""
 
     def __init__(self, server: Server):
         self.server = server

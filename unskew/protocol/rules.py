@@ -118,7 +118,7 @@ class DataRule(Rule):
     """``data`` slot: changes client data once before training (client payload, server payload, apply)."""
 
     generates_data: bool = False
-    """Whether the first step is slow and its output can be reused by other runs."""
+    """True if the first step is slow and its output can be reused by other runs."""
 
     def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
         """Compute what every client sends to the server, once before training.
@@ -220,7 +220,7 @@ class ClientRule(WithServerHalf):
     """``client`` slot: changes how a client trains; may include a server half."""
 
     sends_model: ClassVar[bool] = True
-    """Whether clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
+    """True if clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """Change the model before training, for example by adding a projection head.

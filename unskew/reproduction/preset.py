@@ -51,7 +51,7 @@ class Preset(BaseModel):
     text: str = ""
     values: list[str] = ["accuracy"]
     curves: bool | Literal["traffic"] = False
-    """Whether the figure shows curves over rounds, or over traffic."""
+    """True if the figure shows curves over rounds, or over traffic."""
     settings: Options
     with_: Options = Field(default_factory=dict, alias="with")
     seeds: int = 3

@@ -88,7 +88,7 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the last ``early_stopping`` evaluations brought no improvement."""
+        """Return whether the last ``early_stopping`` evaluations brought no improvement."""
         if self.config.early_stopping is None:
             return False
         rows, best = self._rows, self.best

@@ -55,7 +55,7 @@ class Predictor:
 
     @property
     def numbers(self) -> bool:
-        """Whether the model predicts numbers (regression) instead of classes."""
+        """Return whether the model predicts numbers (regression) instead of classes."""
         return self.inputs.task == "regression"
 
     def outputs(self, x: object) -> np.ndarray:

@@ -23,7 +23,7 @@ class Task:
     """Primary metric, for best rounds, targets and early stopping; higher is better, and 1 is perfect."""
 
     labeled: ClassVar[bool] = True
-    """Whether samples have classes or labels that can be counted."""
+    """True if samples have classes or labels that can be counted."""
 
     figures: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that ``measure`` returns in addition to loss and primary metric."""

@@ -118,7 +118,7 @@ class SiteConfig(Section):
     device: str = "cpu"
     """Device on which the site trains."""
     trust_code: bool = False
-    """Whether to run custom code that the experiment names."""
+    """True to run custom code that the experiment names."""
 
     def path(self, name: str, folder: Path) -> Path:
         """Return the path in a field of the configuration, resolved relative to the configuration's folder.

@@ -83,7 +83,7 @@ class DataSchema:
 
     @property
     def needs_sums(self) -> bool:
-        """Whether the schema depends on statistics over all sites."""
+        """Return whether the schema depends on statistics over all sites."""
         return bool(self.columns) or self.task == Regression.name
 
     @property

@@ -66,7 +66,7 @@ class WireContext:
 
     @property
     def sends_model(self) -> bool:
-        """Whether clients send the model back."""
+        """Return whether clients send the model back."""
         return all(rule.sends_model for rule in self.method.client)
 
     @property
@@ -85,7 +85,7 @@ class WireContext:
 
     @property
     def needs_base(self) -> bool:
-        """Whether client rules use the difference to the broadcast, so that the base values must be sent."""
+        """Return whether client rules use the difference to the broadcast, so that the base values must be sent."""
         return changes_updates(self.method.client)
 
     def received(self, down: Slices | None, kind: str) -> Tensor:

@@ -142,7 +142,7 @@ class Fedssyn(DataRule):
 
     @property
     def generates_data(self) -> bool:  # type: ignore[override]
-        """Whether images are generated."""
+        """True if images are generated."""
         return self.data not in ("real", "central_real")
 
     def check(self, run: PreRunContext) -> Sequence[str]:

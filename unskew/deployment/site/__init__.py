@@ -1,0 +1,1 @@
+"""Site side of a deployed run."""
