@@ -38,8 +38,12 @@ lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constr
 	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-audit.txt
 	touch $@
 
-audit: .venv-audit/installed  ## spelling; bandit on the code; pip-audit on what is installed by version, where the network allows it
+DOCSTRINGS = --select=DOC1,DOC3,DOC4,DOC6 --style=google --arg-type-hints-in-docstring=False --check-return-types=False \
+  --check-yield-types=False --skip-checking-short-docstrings=True --skip-checking-raises=True --skip-checking-private-functions=True
+
+audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); bandit on the code; pip-audit on what is installed by version, where the network allows it
 	.venv-audit/bin/codespell unskew docs examples README.md CONTRIBUTING.md --skip '*.json,*.html,*.js,*.css,*.svg,*.png,__pycache__'
+	.venv-audit/bin/flake8 $(DOCSTRINGS) unskew
 	.venv-audit/bin/bandit --quiet --recursive -ll unskew
 	.venv-audit/bin/python .ci/audit.py constraints.txt constraints-deploy.txt
 
@@ -88,7 +92,8 @@ bench: .venv/installed  ## speed and memory against loops without a framework, a
 	$(BIN)/python -m benchmarks.generation
 	$(BIN)/python -m benchmarks.cluster
 
-docs: .venv/installed  ## the documentation, into site/
+docs: .venv/installed  ## the table and pictures of the README from one run of the demo, then the documentation, into site/
+	-$(BIN)/python -m benchmarks.demo
 	$(BIN)/mkdocs build --strict
 
 clean:

@@ -157,7 +157,7 @@ def test_new_rows_are_encoded_as_those_it_was_trained_on(table, tmp_path, capsys
     for text, words in (
         ("since,smoker,drug,dose,age\n2024-03-05,yes,b1,1,2\n", "'grade'"),
         ("since,smoker,drug,dose,age,grade\nsoon,yes,b1,1,2,3\n", "'since' contains 'soon' in row 0, not dates"),
-        ("since,smoker,drug,dose,age,grade\n2024-03-05,yes,b1,1,old,3\n", "'age' holds 'old' in row 0, not numbers"),
+        ("since,smoker,drug,dose,age,grade\n2024-03-05,yes,b1,1,old,3\n", "'age' contains 'old' in row 0, not numbers"),
     ):
         new.write_text(text)
         with pytest.raises(DataError, match=words):

@@ -1,0 +1,101 @@
+"""Demo of the README: its table and both pictures, made from one run.
+
+``python -m benchmarks.demo`` runs the comparison of ``make demo``. If its results differ from those recorded in
+``docs/assets/demo.json``, or the README shows another table, it writes the table, ``demo.png`` (the curves of the comparison)
+and ``report.png`` (a screenshot of its report, taken with Chromium) anew. Times vary between runs and are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "docs" / "assets"
+COMMAND = "unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SIZE = (1280, 1480)
+"""Width and height of the screenshot in pixels."""
+BLOCK = re.compile(r"```text\n\$ unskew compare .*?```", re.S)
+
+
+def run_demo(folder: Path) -> str:
+    """Run the comparison in ``folder`` and return what it prints."""
+    words = COMMAND.replace("examples/demo.yaml", str(ROOT / "examples" / "demo.yaml")).split()
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "126"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines() if "━" not in line)  # without progress bars
+
+
+def results(folder: Path) -> dict[str, list[float | None]]:
+    """Return the test accuracy of every round, by run."""
+    curves = {}
+    for path in sorted(folder.glob("runs/compare-digits/**/metrics.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        curves[path.parent.relative_to(folder / "runs" / "compare-digits").as_posix()] = [
+            row.get("accuracy") for row in rows
+        ]
+    return curves
+
+
+def without_times(block: str) -> list[str]:
+    """Return the lines of a table without the seconds, which vary between runs."""
+    lines = re.sub(r"in \d+ s\.", "", block).splitlines()
+    return [re.sub(r"\s+\d+\.\d+\s*$", "", line).rstrip() for line in lines]
+
+
+def take_screenshot(page: Path, target: Path) -> None:
+    """Write the top of an HTML page as a PNG file."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise SystemExit(
+            "README.md and its pictures are out of date. Install Chromium, which draws one of them, and repeat."
+        )
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+    size = f"--window-size={SIZE[0]},{SIZE[1]}"
+    subprocess.run(
+        [browser, *options, size, f"--screenshot={target}", page.as_uri()], check=True, capture_output=True, timeout=120
+    )
+    with Image.open(target) as image:
+        image.convert("RGB").quantize(256).save(target, optimize=True)
+
+
+def main() -> None:
+    """Run the demo; update the README and the pictures if they are out of date."""
+    readme = (ROOT / "README.md").read_text()
+    record = ASSETS / "demo.json"
+    known = json.loads(record.read_text()) if record.exists() else None
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        block = f"```text\n$ {COMMAND}\n\n{run_demo(folder).strip()}\n```"
+        shown = BLOCK.search(readme)
+        if shown is None:
+            raise SystemExit("README.md has no block that begins with the command of the demo.")
+        found = results(folder)
+        if found == known and without_times(shown.group()) == without_times(block):
+            print("The README's table and both pictures show the results of the demo.")
+            return
+        out = folder / "runs" / "compare-digits"
+        take_screenshot(out / "report.html", ASSETS / "report.png")
+        shutil.copy(out / "convergence.png", ASSETS / "demo.png")
+        record.write_text(json.dumps(found) + "\n")
+        (ROOT / "README.md").write_text(readme.replace(shown.group(), block))
+        print("The README's table, demo.png and report.png were made anew.")
+
+
+if __name__ == "__main__":
+    main()
