@@ -276,11 +276,11 @@ for command in app.registered_commands:
 app.add_typer(deploy, name="deploy")
 
 
-def _refuse(text: str) -> None:
+def _print_error(message: str) -> None:
     """Print an error message to standard error."""
     from rich.console import Console  # slow to import, and not needed otherwise
 
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @functools.cache
@@ -297,16 +297,15 @@ def main() -> None:
     except (UnskewError, OSError) as error:
         if LOUDNESS.verbose:
             traceback.print_exc()
-        _refuse(f"unskew: {error}")
+        _print_error(f"unskew: {error}")
         sys.exit(2)
     except (MemoryError, RuntimeError, ImportError) as error:
-        scarce = any(
-            words in str(error) for words in ("memory", "failed to map segment")
-        )  # the latter: loading a library
-        if not isinstance(error, MemoryError) and not scarce:
+        # The second text is the message of a library that cannot be loaded.
+        out_of_memory = any(text in str(error) for text in ("memory", "failed to map segment"))
+        if not isinstance(error, MemoryError) and not out_of_memory:
             raise
-        text = (
+        message = (
             f"unskew: there is not enough memory: {str(error).splitlines()[-1] if str(error) else 'allocation failed'}"
         )
-        _refuse(text)
+        _print_error(message)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Cost of reaching a target: rounds and traffic, and the savings compared to training without shared data."""
+"""Cost of reaching a target: rounds and traffic, compared with FedAvg and with the method without its data rules."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ class TargetCost:
     Attributes:
         method: Method expression.
         rounds: Mean over seeds; None if a seed does not reach the target.
-        bytes: Bytes up and down of all clients until the target, including those before training; mean over seeds.
+        bytes: Bytes up and down of all clients until the target, including those before training; mean over seeds. None
+            if a seed does not reach the target.
         limit: Number of rounds of the run.
-        against: The same method without shared data, if it is in the comparison.
-        speed_up: Rounds of ``against`` divided by ``rounds``; a lower bound if ``against`` does not reach the target.
-        saving: ``1 - bytes / bytes of fedavg``; a lower bound if fedavg does not reach the target.
+        against: The same method without its data rules (such as ``fedssyn``), if it is in the comparison.
+        speed_up: Rounds of ``against`` divided by ``rounds``.
+        speed_up_at_least: Whether ``speed_up`` is a lower bound, because ``against`` does not reach the target.
+        saving: ``1 - bytes / bytes of fedavg``.
+        saving_at_least: Whether ``saving`` is a lower bound, because fedavg does not reach the target.
     """
 
     method: str
@@ -43,7 +46,7 @@ def target_costs(
     """Compute the cost of a target for the methods of a comparison.
 
     Args:
-        histories: History of each seed, by method.
+        histories: For each method, the history of each seed: one dictionary per round.
         target: Value of the objective.
         objective: Metric by which runs are compared; accuracy or R² if None.
     """
@@ -65,24 +68,24 @@ def target_costs(
     return costs
 
 
-def traffic_saving(mine: float, needed: float | None, spent: float) -> float:
+def traffic_saving(sent: float, needed: float | None, spent: float) -> float:
     """Return ``1 - mine / needed``; if the other method did not reach the target, ``spent`` gives a lower bound.
 
     Args:
-        mine: Bytes that the method needed.
+        sent: Bytes that the method needed.
         needed: Bytes that the other method needed; None if it did not reach the target.
         spent: Bytes that the other method sent in the whole run.
 
     >>> traffic_saving(3, 6, 12), traffic_saving(3, None, 12)
     (0.5, 0.75)
     """
-    return 1 - mine / (spent if needed is None else needed)
+    return 1 - sent / (spent if needed is None else needed)
 
 
 def _needs(
     runs: list[list[dict[str, Any]]], target: float, objective: MetricInfo | None
 ) -> tuple[float | None, float | None]:
-    """Return mean rounds and bytes until every seed has reached the target."""
+    """Return the mean rounds and bytes until the target, over seeds; None for both if a seed does not reach it."""
     rows = [row for history in runs if (row := first_reaching(history, target, objective)) is not None]
     if len(rows) < len(runs):
         return None, None
@@ -90,11 +93,12 @@ def _needs(
 
 
 def _sent(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the mean bytes up and down of rows of ``metrics.jsonl``, which count from the start of the run."""
     return float(sum(row["bytes_up"] + row["bytes_down"] for row in rows) / len(rows))
 
 
 def without_data_rules(spelling: str) -> str:
-    """Return a composition without the parts that only change the data; fedavg if nothing else is left.
+    """Return a method expression without the methods that only fill the slot ``data``; fedavg if nothing else is left.
 
     >>> without_data_rules("fedssyn:n_syn=50+scaffold"), without_data_rules("fedssyn"), without_data_rules("scaffold")
     ('scaffold', 'fedavg', 'scaffold')

@@ -20,7 +20,7 @@ class Section(BaseModel):
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+    def _reject_booleans_as_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("must not be a boolean")
         return value
@@ -38,8 +38,8 @@ class NetworkConfig(Section):
 
     @pydantic.field_validator("delay", mode="before")
     @classmethod
-    def _delay_is_known(cls, value: Any) -> str:
-        from unskew.simulation.delays import parse_delay as parse_delay
+    def _check_delay(cls, value: Any) -> str:
+        from unskew.simulation.delays import parse_delay
 
         parse_delay(str(value))  # raises an error for everything that is not a delay, including plain numbers
         return str(value)
@@ -57,7 +57,7 @@ class TextConfig(Section):
 
     @pydantic.field_validator("columns", mode="before")
     @classmethod
-    def _columns_as_text(cls, value: Any) -> Any:
+    def _split_column_names(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
 
@@ -86,6 +86,7 @@ class CsvConfig(Section):
 
 
 ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:[0-9]{1,5})"
+"""Pattern of cluster addresses: ``local``, ``auto``, ``HOST:PORT`` or ``[IPV6]:PORT``."""
 
 
 class RayConfig(Section):
@@ -108,7 +109,7 @@ class RayConfig(Section):
 
     @pydantic.field_validator("address")
     @classmethod
-    def _address_is_one(cls, value: str | None) -> str | None:
+    def _check_address(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(ADDRESS, value):
             raise ValueError(f"{value!r} is not a cluster address; use local, auto, or HOST:PORT of the head node")
         return value

@@ -86,7 +86,7 @@ class DrawnClients(ArrayClients):
 
     Args:
         rows: Function that returns the inputs of a client.
-        like: One input, ``[1, ...]``, that gives shape and dtype.
+        like: An input as an example of shape and dtype, ``[1, ...]``.
         y: Targets of all clients, in order.
         offsets, splits: As for ``ArrayClients``.
         mapped: Whether the inputs are memory-mapped from files, so that they may not all fit into memory.

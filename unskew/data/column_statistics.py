@@ -53,7 +53,7 @@ def global_means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence
     """Compute the number of values and the mean of each column over all clients.
 
     Args:
-        first: Counts and sums of each client, ``[f]`` each.
+        first: ``counts_and_sums`` of each client.
         names: Column names, for error messages.
     """
     count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
@@ -85,10 +85,10 @@ def global_moments(
     ColumnMoments(counts=array([2]), mean=array([2.]), std=array([1.]))
     """
     count, mean = global_means(first, names)
-    apart = np.zeros(len(names))
+    squares = np.zeros(len(names))
     for distances in second(mean):
-        apart += distances
-    std = np.sqrt(apart / count)
+        squares += distances
+    std = np.sqrt(squares / count)
     return ColumnMoments(count, mean, np.where(std < CONSTANT, 1.0, std))
 
 
@@ -109,5 +109,5 @@ def balanced_class_weights(counts: np.ndarray) -> tuple[float, ...]:
     >>> balanced_class_weights(np.array([30, 10]))
     (0.6666666666666666, 2.0)
     """
-    there = np.maximum(counts, 1)
-    return tuple(np.where(counts > 0, counts.sum() / (len(counts) * there), 1.0).tolist())
+    divisors = np.maximum(counts, 1)
+    return tuple(np.where(counts > 0, counts.sum() / (len(counts) * divisors), 1.0).tolist())

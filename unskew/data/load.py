@@ -132,10 +132,15 @@ def load_federation(
             check_integer(value, field)
     if server_data is not None and not isinstance(server_data, str):
         check_integer(server_data, "server_data")
-    said: dict[str, Any] = {"label": label, "image": image, "label_separator": label_separator, "tokenizer": tokenizer}
-    said["split_by"] = split_by
+    text_options: dict[str, Any] = {
+        "label": label,
+        "image": image,
+        "label_separator": label_separator,
+        "tokenizer": tokenizer,
+    }
+    text_options["split_by"] = split_by
     paths = {"data_path": data_path, "server_data_path": server_data_path}
-    for field, text_or_path in (said | paths).items():
+    for field, text_or_path in (text_options | paths).items():
         if not isinstance(text_or_path, str | None) and not (field in paths and isinstance(text_or_path, Path)):
             raise ConfigError(f"{field} must be a string, not {short_repr(text_or_path)}.")
     if label_separator == "":

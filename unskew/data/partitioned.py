@@ -1,4 +1,4 @@
-"""Samples partitioned among clients, before and after the global statistics from client sums are applied."""
+"""Samples partitioned among clients, before and after global statistics from client sums transform them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GlobalStats(NamedTuple):
 
     Attributes:
         columns: Fitted encoders of a table with mixed column types, or None.
-        targets: Regression task with the scale of its targets, or None.
+        targets: Regression task with the mean and scale of its targets, or None.
         told: Bytes that each client sent and received for the statistics, ``[K, 2]``; None if there was no traffic.
     """
 
@@ -79,7 +79,7 @@ class PartitionedSource:
         return (values[order[start:stop]] for start, stop in spans)
 
     def known(self) -> GlobalStats:
-        """Compute the global statistics from the clients' sums."""
+        """Compute the statistics that encode columns and scale targets, from sums over clients' training samples."""
         columns = None
         targets = None
         total = None

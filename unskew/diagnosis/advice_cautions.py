@@ -1,4 +1,7 @@
-"""Cautions about suggested methods, each with its source."""
+"""Cautions: reasons against a suggested method, each with its source.
+
+The lambdas receive the measured ``SkewFeatures`` of a federation as ``s``.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from unskew.diagnosis.advice_rules import Condition, Sentence
 
 @dataclass(frozen=True)
 class Caution:
-    """Argument against methods.
+    """Reason against suggesting some methods under a condition.
 
     Attributes:
-        methods: Names of the methods.
+        methods: Names of the methods that the caution applies to.
         when: Returns whether the caution applies.
         because: Returns the argument, with the metrics that it is based on.
         source: Theory or result table that the argument is based on.
-        takes: Deduction from the evidence of the methods' rules.
+        takes: Number that is subtracted from the evidence of a suggestion when suggestions are ranked.
     """
 
     methods: tuple[str, ...]

@@ -126,12 +126,12 @@ class Budget:
 
 
 def choose_engine(
-    asked: EngineRequest, setup: EngineConfig, cohort: int, rounds: int, folder: Path | None, resume: bool
+    request: EngineRequest, setup: EngineConfig, cohort: int, rounds: int, folder: Path | None, resume: bool
 ) -> EngineChoice:
     """Resolve a request: use the choice stored in the run folder, the request itself, a rule, or a measurement.
 
     Args:
-        asked: The user's request.
+        request: The user's request.
         setup: Configuration of the engine.
         cohort: Clients per round.
         rounds: Number of rounds.
@@ -141,43 +141,49 @@ def choose_engine(
     Raises:
         ConfigError: If the request is contradictory.
     """
-    cluster = asked.engine == "auto" and asked.address is not None
-    if cluster or parse_engine(asked.engine)[0] not in BUILT_IN:
+    cluster = request.engine == "auto" and request.address is not None
+    if cluster or parse_engine(request.engine)[0] not in BUILT_IN:
         # Not measured: nodes differ, and bits must not depend on who trains a client.
-        clients_per_group = min(asked.clients_per_group, cohort) if isinstance(asked.clients_per_group, int) else 1
+        clients_per_group = min(request.clients_per_group, cohort) if isinstance(request.clients_per_group, int) else 1
         return EngineChoice(
-            "ray" if cluster else asked.engine, asked.workers or 0, clients_per_group, "given", asked=asked.identity
+            "ray" if cluster else request.engine,
+            request.workers or 0,
+            clients_per_group,
+            "given",
+            asked=request.identity,
         )
-    if asked.engine == "vectorized" and asked.clients_per_group != "auto":
+    if request.engine == "vectorized" and request.clients_per_group != "auto":
         raise ConfigError(
             "clients_per_group applies to inline and processes; vectorized always groups all clients of a round. Remove it."
         )
-    kept_choice = _kept(folder) if resume else None
-    if kept_choice is not None and kept_choice.asked == asked.identity and _possible(kept_choice):
+    kept_choice = _stored_choice(folder) if resume else None
+    if kept_choice is not None and kept_choice.asked == request.identity and _is_available(kept_choice):
         return kept_choice
     if setup.device.type != "cpu":
-        if asked.clients_per_group not in ("auto", 1):
+        if request.clients_per_group not in ("auto", 1):
             raise ConfigError("clients_per_group needs device=cpu; on another device, use engine=vectorized.")
-        engine = "vectorized" if asked.engine == "auto" else asked.engine
-        return EngineChoice(engine, 1, asked=asked.identity)
+        engine = "vectorized" if request.engine == "auto" else request.engine
+        return EngineChoice(engine, 1, asked=request.identity)
     # More workers than clients in a round would have nothing to do.
-    workers = min(asked.workers or num_cores(), cohort)
+    workers = min(request.workers or num_cores(), cohort)
     several = workers > 1 and cohort > 1 and processes.fork_available()
-    engine = ("processes" if several else "inline") if asked.engine == "auto" else asked.engine
-    plain = EngineChoice(engine, workers, 1, "rule" if "auto" in asked.identity else "given", asked=asked.identity)
-    if isinstance(asked.clients_per_group, int):
-        plain = EngineChoice(engine, workers, min(asked.clients_per_group, cohort), plain.decided, asked=asked.identity)
-    open_ended = asked.engine == "auto" or (asked.engine == "processes" and asked.clients_per_group == "auto")
+    engine = ("processes" if several else "inline") if request.engine == "auto" else request.engine
+    plain = EngineChoice(engine, workers, 1, "rule" if "auto" in request.identity else "given", asked=request.identity)
+    if isinstance(request.clients_per_group, int):
+        plain = EngineChoice(
+            engine, workers, min(request.clients_per_group, cohort), plain.decided, asked=request.identity
+        )
+    open_ended = request.engine == "auto" or (request.engine == "processes" and request.clients_per_group == "auto")
     choice = plain
     if open_ended and not resume:
         with contextlib.suppress(Exception):  # the run itself reports what is wrong with a step
-            choice = _measured(asked, plain, setup, Budget(cohort, rounds, *_local_work(setup)))
+            choice = _measure(request, plain, setup, Budget(cohort, rounds, *_local_work(setup)))
     if folder is not None:
         write_atomic(folder / FILE, (json.dumps(asdict(choice), indent=2) + "\n").encode())
     return choice
 
 
-def _kept(folder: Path | None) -> EngineChoice | None:
+def _stored_choice(folder: Path | None) -> EngineChoice | None:
     if folder is None:
         return None
     try:
@@ -186,11 +192,11 @@ def _kept(folder: Path | None) -> EngineChoice | None:
         return None
 
 
-def _possible(choice: EngineChoice) -> bool:
+def _is_available(choice: EngineChoice) -> bool:
     return choice.engine != "processes" or processes.fork_available()
 
 
-def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, budget: Budget) -> EngineChoice:
+def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, budget: Budget) -> EngineChoice:
     """Return the fastest candidate by measurement, or ``plain`` if the run is too short for one."""
     if budget.total_steps < MIN_STEPS:
         return plain
@@ -199,7 +205,7 @@ def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, bu
     known = calibration.load_measurement(key)
     alone = known.alone if known else _seconds_alone(setup)
     duration = budget.total_steps * alone / plain.workers
-    groups, form = _groups(asked, plain, setup, budget), None
+    groups, form = _group_sizes(request, plain, setup, budget), None
     if groups != [1]:
         worth_it = duration >= LONG_SECONDS or (duration >= SHORT_SECONDS and alone < SHORT_STEP)
         stored = known is not None and all(f"{plain.workers}x{k}" in known.processes for k in groups)
@@ -208,7 +214,7 @@ def _measured(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, bu
     largest = max(groups) * alone
     steps = known.steps if known else max(1, min(round(budget.steps), int(GROUP_SECONDS / largest)))
     measurement = known or Measurement(alone=alone, steps=steps)
-    trial = Trial(asked, plain, setup, budget, form, measurement)
+    trial = Trial(request, plain, setup, budget, form, measurement)
     trial.time_groups(groups)
     trial.time_inline(groups)
     if trial.changed:
@@ -220,7 +226,7 @@ class Trial:
     """Comparison of candidates by measured and stored times.
 
     Args:
-        asked: The user's request.
+        request: The user's request.
         plain: Default choice.
         setup: Configuration of the engine.
         budget: Local work of the run.
@@ -230,14 +236,14 @@ class Trial:
 
     def __init__(
         self,
-        asked: EngineRequest,
+        request: EngineRequest,
         plain: EngineChoice,
         setup: EngineConfig,
         budget: Budget,
         form: GroupedModel | None,
         measurement: Measurement,
     ):
-        self.asked = asked
+        self.request = request
         self.plain = plain
         self.setup = setup
         self.budget = budget
@@ -252,7 +258,7 @@ class Trial:
             return
         self._in_processes(groups, self.plain.workers)
         half = self.plain.workers // 2
-        if self.asked.workers is None and half > 1 and self.predicted:
+        if self.request.workers is None and half > 1 and self.predicted:
             # Fewer workers can be faster if cores share units or wait for the same memory.
             best = min(self.predicted, key=lambda candidate: self.predicted[candidate])
             self._in_processes([best.clients_per_group], half)
@@ -267,7 +273,7 @@ class Trial:
         # With all threads, a round takes at best the time of one thread divided by the number of threads.
         at_best = budget.cohort * budget.steps * self.measurement.alone / num_cores()
         fastest = min(self.predicted.values(), default=math.inf)
-        if self.asked.engine != "auto" or at_best > INLINE_MARGIN * fastest:
+        if self.request.engine != "auto" or at_best > INLINE_MARGIN * fastest:
             return
         if self.measurement.inline is None:
             seconds = timing.min_seconds(self._workloads([1]), time.perf_counter)
@@ -336,9 +342,9 @@ def _local_work(setup: EngineConfig) -> tuple[float, float]:
     return total / max(1, len(count)), sum(w * c for w, c in zip(full_shares, count, strict=True)) / total
 
 
-def _groups(asked: EngineRequest, plain: EngineChoice, setup: EngineConfig, budget: Budget) -> list[int]:
+def _group_sizes(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, budget: Budget) -> list[int]:
     """Return the group sizes to compare; sizes that give all workers equal work, the default first."""
-    if isinstance(asked.clients_per_group, int):
+    if isinstance(request.clients_per_group, int):
         return [plain.clients_per_group]
     if budget.full_share <= MIN_FULL_SHARE:
         return [1]

@@ -28,6 +28,7 @@ class Measurement(pydantic.BaseModel):
     """Measured training times of one model on one machine.
 
     Attributes:
+        model_config: Configuration of pydantic: unknown keys and other types are rejected.
         alone: CPU seconds of one local step of one client.
         steps: Local steps per client in the other measurements.
         processes: CPU seconds of ``steps`` local steps in each of several simultaneous workers, by workers and group size,

@@ -16,6 +16,9 @@ def in_order(count: int, receive: Callable[[int], Iterable[tuple[int, Value]]]) 
         receive: Called with the number of the task whose result is needed next. It starts tasks if possible, waits for
             at least one result, and returns the new results with their task numbers.
 
+    Yields:
+        The result of each task.
+
     >>> list(in_order(3, lambda needed: [(2, "c"), (0, "a")] if needed == 0 else [(1, "b")]))
     ['a', 'b', 'c']
     """

@@ -17,6 +17,9 @@ class InlineEngine:
     Args:
         setup: Configuration of the engine.
         clients_per_group: Number of clients that are trained as one network.
+
+    Attributes:
+        name: Name of the engine.
     """
 
     name = "inline"

@@ -12,6 +12,9 @@ BUILT_IN = ("auto", "inline", "processes", "vectorized")
 def parse_engine(engine: str) -> tuple[str, dict[str, str]]:
     """Parse an engine expression ``name:key=value,key=value`` into its name and options.
 
+    Args:
+        engine: Engine expression from the configuration.
+
     Raises:
         ConfigError: If the engine does not exist, or takes no options here.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import multiprocessing
 import multiprocessing.util  # its exit handler must be registered before ours
 import signal
@@ -36,7 +37,16 @@ from unskew.errors import EngineError, UnskewError
 from unskew.models.grouped.context import GroupedModel, grouped_form
 from unskew.protocol.messages import Broadcast, Update
 
-AHEAD = 2  # tasks assigned to a worker, so that it never waits for the next one
+AHEAD = 2
+"""Tasks assigned to a worker at the same time, so that it never waits for the next one."""
+LARGE_BYTES = 16 << 20
+"""Size of a model from which a worker has one task at a time: its training takes much longer than the wait."""
+MAX_BUNDLE = 16
+"""Largest number of clients in a task that a worker trains one after another."""
+MAX_BUNDLE_BYTES = 8 << 20
+"""Largest size of the updates of such a task, unless it has a single client."""
+BUNDLES_PER_WORKER = 4
+"""Number of tasks of equal work into which a worker's share of the remaining clients is divided at least."""
 
 
 def fork_available() -> bool:
@@ -48,11 +58,11 @@ def _work(
     setup: EngineConfig,
     form: GroupedModel | None,
     inbox: SharedMemory,
-    outbox: SharedMemory,
+    outboxes: Sequence[SharedMemory],
     pipe: Connection,
     inherited: Sequence[Connection],
 ) -> None:
-    """Run a worker: receive a broadcast, train, write the update to the outbox."""
+    """Run a worker: receive broadcasts, train, write the updates to the next outbox."""
     # The parent handles signals and finishes the round. If the parent ends in another way, so does this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
@@ -63,20 +73,21 @@ def _work(
     keep_freed_memory()
     single = LocalTrainer(setup)
     trainer = GroupTrainer(setup, single, form, views=True)
-    while True:
+    for outbox in itertools.cycle(outboxes):
         try:
-            message = pipe.recv()
+            groups = pipe.recv()
         except (EOFError, ConnectionResetError):
             return
-        if message is None:
+        if groups is None:
             return
-        fresh, packed = message
-        if fresh:
-            outbox.clear()
+        outbox.clear()
         try:
-            broadcasts = [update_from_dict(Broadcast, fields) for fields in inbox.unpack(packed)]
-            updates = trainer.train(broadcasts)
-            pipe.send((True, [outbox.pack(update_to_dict(update)) for update in updates]))
+            packed = []
+            for group in groups:
+                broadcasts = [update_from_dict(Broadcast, fields) for fields in inbox.unpack(group)]
+                packed += [outbox.pack(update_to_dict(update)) for update in trainer.train(broadcasts)]
+                outbox.forget()  # frees the updates before the next group is trained
+            pipe.send((True, packed))
         except (BrokenPipeError, ConnectionResetError):
             return  # the parent has ended
         except UnskewError as error:
@@ -109,6 +120,42 @@ def _end_all() -> None:
         engine.close()
 
 
+class RoundWork:
+    """Groups of clients of one round that are not assigned yet.
+
+    Args:
+        groups: Groups by index in the cohort, the largest first.
+        steps: Local steps of each client of the cohort.
+        workers: Number of workers.
+        max_bundle: Largest number of groups in a task.
+    """
+
+    def __init__(self, groups: deque[list[int]], steps: Sequence[int], workers: int, max_bundle: int):
+        self.groups = groups
+        self.steps = steps
+        self.workers = workers
+        self.max_bundle = max_bundle
+        self.remaining = sum(steps)
+
+    def next_task(self) -> list[list[int]]:
+        """Return the groups of the next task, empty if all are assigned.
+
+        Small clients are bundled, because each message costs as much as a step of a small model. Bundles shrink towards the
+        end of a round, so that all workers finish at about the same time.
+        """
+        limit = self.remaining / (BUNDLES_PER_WORKER * self.workers)
+        task: list[list[int]] = []
+        work = 0
+        while self.groups and len(task) < self.max_bundle:
+            next_work = sum(self.steps[index] for index in self.groups[0])
+            if task and work + next_work > limit:
+                break
+            task.append(self.groups.popleft())
+            work += next_work
+        self.remaining -= work
+        return task
+
+
 class ProcessesEngine:
     """Trains the clients of a cohort in forked worker processes.
 
@@ -119,6 +166,9 @@ class ProcessesEngine:
 
     Raises:
         EngineError: If this platform cannot fork processes.
+
+    Attributes:
+        name: Name of the engine.
     """
 
     name = "processes"
@@ -138,14 +188,18 @@ class ProcessesEngine:
         if form is not None:
             preload_functorch()
         self.inbox = SharedMemory()
-        self.outboxes = [SharedMemory() for _ in range(workers)]
+        large = clients_per_group > 1 or setup.spec.size * setup.spec.dtype.itemsize > LARGE_BYTES
+        self.ahead = 1 if large else AHEAD
+        # When a worker starts a task, the parent may still have to copy the results of the tasks assigned before.
+        self.outboxes = [[SharedMemory() for _ in range(self.ahead + 1)] for _ in range(workers)]
+        self.replies = [0] * workers
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         context = multiprocessing.get_context("fork")
-        for outbox in self.outboxes:
+        for outboxes in self.outboxes:
             ours, child_end = context.Pipe()
             self.pipes.append(ours)
-            args = (setup, form, self.inbox, outbox, child_end, tuple(self.pipes))
+            args = (setup, form, self.inbox, outboxes, child_end, tuple(self.pipes))
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             child_end.close()
@@ -154,41 +208,44 @@ class ProcessesEngine:
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort and yield its updates in order."""
         self.inbox.clear()
-        waiting = deque(schedule_groups(broadcasts, steps_per_client(self.setup, broadcasts), self.clients_per_group))
+        steps = steps_per_client(self.setup, broadcasts)
+        groups = deque(schedule_groups(broadcasts, steps, self.clients_per_group))
+        round_work = RoundWork(groups, steps, len(self.pipes), self._max_bundle(broadcasts))
         busy: dict[Connection, deque[list[int]]] = {pipe: deque() for pipe in self.pipes}
-        fresh = set(self.pipes)
-        # A group of clients is large, so it is assigned only to a worker that is free.
-        for _ in range(AHEAD if self.clients_per_group == 1 else 1):
+
+        def send(pipe: Connection) -> None:
+            """Assign the next task to a worker; only its broadcasts are written, so the first workers start at once."""
+            task = round_work.next_task()
+            if task:
+                busy[pipe].append([index for group in task for index in group])
+                packed = [[self.inbox.pack(update_to_dict(broadcasts[index])) for index in group] for group in task]
+                with contextlib.suppress(BrokenPipeError):  # handled, with its reason, when the reply is read
+                    pipe.send(packed)
+
+        for _ in range(self.ahead):
             for pipe in self.pipes:
-                self._send(pipe, waiting, busy, broadcasts, fresh)
+                send(pipe)
 
         def receive(needed: int) -> Iterator[tuple[int, Update]]:
             for ready in self._wait_for_replies([p for p in self.pipes if busy[p]]):
                 pipe = cast(Connection, ready)
-                packed, part = self._receive(pipe), busy[pipe].popleft()
-                self._send(pipe, waiting, busy, broadcasts, fresh)  # before unpacking, so that the worker need not wait
-                outbox = self.outboxes[self.pipes.index(pipe)]
+                packed, clients = self._receive(pipe), busy[pipe].popleft()
+                worker = self.pipes.index(pipe)
+                outbox = self.outboxes[worker][self.replies[worker] % (self.ahead + 1)]
+                self.replies[worker] += 1
+                send(pipe)  # before unpacking, so that the worker need not wait
                 updates = (update_from_dict(Update, outbox.unpack(message, copy=True)) for message in packed)
-                yield from zip(part, updates, strict=True)
+                yield from zip(clients, updates, strict=True)
 
         yield from in_order(len(broadcasts), receive)
 
-    def _send(
-        self,
-        pipe: Connection,
-        waiting: deque[list[int]],
-        busy: dict[Connection, deque[list[int]]],
-        broadcasts: Sequence[Broadcast],
-        fresh: set[Connection],
-    ) -> None:
-        """Assign the next group to a worker; only its broadcasts are written, so the first workers start at once."""
-        if waiting:
-            part = waiting.popleft()
-            busy[pipe].append(part)
-            packed = [self.inbox.pack(update_to_dict(broadcasts[index])) for index in part]
-            with contextlib.suppress(BrokenPipeError):  # handled, with its reason, when the reply is read
-                pipe.send((pipe in fresh, packed))
-            fresh.discard(pipe)
+    def _max_bundle(self, broadcasts: Sequence[Broadcast]) -> int:
+        """Return the largest number of clients per task; groups that are trained as one network are not bundled."""
+        if self.clients_per_group > 1 or not broadcasts:
+            return 1
+        values = sum(tensor.numel() * tensor.element_size() for tensor in broadcasts[0].state.tensors().values())
+        size = self.setup.spec.size * self.setup.spec.dtype.itemsize + values
+        return max(1, min(MAX_BUNDLE, MAX_BUNDLE_BYTES // size))
 
     def _wait_for_replies(self, asked: list[Connection]) -> list[Any]:
         """Wait for pipes with a reply and warn about missing workers if there is none for too long."""

@@ -26,6 +26,9 @@ def available_devices() -> list[str]:
 def pick_device(name: str) -> torch.device:
     """Return the device for ``name``; ``auto`` is CUDA if available, otherwise the CPU.
 
+    Args:
+        name: Name of the device, as in PyTorch, or ``auto``.
+
     Raises:
         ConfigError: If the device is not available.
     """

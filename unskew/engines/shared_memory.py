@@ -45,6 +45,10 @@ class SharedMemory:
         self.used = 0
         self._known.clear()
 
+    def forget(self) -> None:
+        """Keep the written tensors, but no longer recognize them if they are written again."""
+        self._known.clear()
+
     def view(self, ref: TensorRef) -> Tensor:
         """Return the tensor at ``ref`` as a view of the region."""
         offset, dtype, shape = ref

@@ -18,7 +18,10 @@ class LatentGenerator:
     It has no normalization, so a feature does not depend on the other ones of its batch.
 
     Attributes:
-        classes, noise, hidden, features: Numbers of classes, noise inputs, hidden units and outputs.
+        classes: Number of classes.
+        noise: Number of noise inputs.
+        hidden: Number of hidden units.
+        features: Number of outputs.
     """
 
     classes: int

@@ -129,6 +129,9 @@ def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence
 def find(place: Path) -> Path:
     """Return the folder of a set, from its own path or the folder of the run that generated it.
 
+    Args:
+        place: Folder of the set, or run folder.
+
     Raises:
         ConfigError: If there is no synthetic set.
     """
@@ -148,6 +151,9 @@ def find(place: Path) -> Path:
 
 def load(folder: Path) -> SyntheticSet:
     """Load a set that ``save`` wrote.
+
+    Args:
+        folder: Folder of the set.
 
     Raises:
         DataError: If a file is missing or corrupted.

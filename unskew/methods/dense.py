@@ -55,13 +55,23 @@ class Dense(ServerRule):
     """Data-free one-shot distillation.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        spaces: Search spaces of ``unskew tune``.
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
+        tasks: Supported tasks.
+        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         start_round: First round, from 0, that ends with distillation.
         epochs: Number of times that images are generated and the student is trained for one pass.
-        g_steps, g_lr: Number of steps of a generator, and its learning rate for Adam.
+        g_steps: Number of steps of a generator.
+        g_lr: Learning rate of a generator, for Adam.
         batch: Number of images per generator, and per step of the student.
-        lambda_bn, lambda_adv: Weights of the generator's terms.
+        lambda_bn: Weight of the generator's BatchNorm term.
+        lambda_adv: Weight of the generator's adversarial term.
         t: Temperature of the distillation; 20 is the authors' example.
-        lr, momentum: Learning rate and momentum of the student's SGD.
+        lr: Learning rate of the student's SGD.
+        momentum: Momentum of the student's SGD.
         keep_optimizer: Whether the student's momentum is kept from epoch to epoch.
         augment: Whether the student and its teachers use randomly cropped and flipped images.
     """
@@ -94,6 +104,9 @@ class Dense(ServerRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate data, delays and rounds.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If the data are not images, updates are delayed, or the run ends before the first distillation.

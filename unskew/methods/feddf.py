@@ -33,7 +33,7 @@ class FedDF(TrainsAtServer):
     """Ensemble distillation; see ``TrainsAtServer`` for the options."""
 
     name: ClassVar[str] = "feddf"
-    summary: ClassVar[str] = "distils the clients' ensemble into their average at the server"
+    summary: ClassVar[str] = "distills the clients' ensemble into their average at the server"
     paper: ClassVar[str] = "Lin et al. 2020, arXiv:2006.07242"
     # The grids of Zhu et al. 2025 (arXiv:2503.20138).
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}

@@ -48,13 +48,23 @@ class FedDM(ClientRule, ServerRule):
     """Distribution matching around the global model.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        spaces: Search spaces of ``unskew tune``.
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
+        sends_model: False, because clients send only their images.
+        tasks: Supported tasks.
+        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         images: Number of synthetic inputs per class of the client.
         start: Initial images: ``real`` inputs of the class, the ``average`` of ten of them, or ``noise``.
         image_lr: Learning rate of the images.
         rho: Radius around the global model, at clients and at the server.
         spread: Standard deviation of the perturbation before it is scaled down.
-        server_epochs, server_lr, server_momentum, server_batch: Options of the server's SGD on all images. The paper does
-            not state momentum and batch size.
+        server_epochs: Number of epochs of the server's SGD on all images.
+        server_lr: Learning rate of the server's SGD.
+        server_momentum: Momentum of the server's SGD; the paper does not state it.
+        server_batch: Batch size of the server's SGD; the paper does not state it.
     """
 
     name: ClassVar[str] = "feddm"
@@ -91,6 +101,9 @@ class FedDM(ClientRule, ServerRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate data and delays.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If the inputs are integers such as token ids, or updates are delayed.

@@ -54,15 +54,24 @@ class FedGen(ClientRule):
     """Data-free distillation through a generator of features.
 
     Attributes:
-        a, b: Weights of the two client terms in round 0; with both 0 this is FedAvg.
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        spaces: Search spaces of ``unskew tune``.
+        tasks: Supported tasks.
+        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
+        a: Weight of the cross-entropy term in round 0; with ``a`` and ``b`` 0 this is FedAvg.
+        b: Weight of the distillation term in round 0.
         decay: Factor of ``a`` and ``b`` per round.
         labels: Classes from which ``y~`` is drawn: the client's ``own`` or those of ``all`` clients.
         gen_steps: Number of generator steps after each round; the authors' code uses 40.
         gen_lr: Learning rate of the generator, for Adam.
         batch: Number of generated features per step, at the server and at clients.
-        beta_s, eta_div: Weights of the adversarial and the diversity term.
-        hidden, noise: Hidden width and noise dimension of the generator; the authors' values for MNIST (they use 512 and
-            64 for CIFAR).
+        beta_s: Weight of the adversarial term.
+        eta_div: Weight of the diversity term.
+        hidden: Hidden width of the generator; the authors' value for MNIST (they use 512 for CIFAR).
+        noise: Noise dimension of the generator; the authors' value for MNIST (they use 64 for CIFAR).
     """
 
     name: ClassVar[str] = "fedgen"
@@ -89,6 +98,9 @@ class FedGen(ClientRule):
     def generator(self, spec: ModelSpec) -> LatentGenerator:
         """Create the generator for a model.
 
+        Args:
+            spec: Layout of the model.
+
         Raises:
             ConfigError: If the model's features are not vectors, or its head is frozen.
         """
@@ -103,6 +115,9 @@ class FedGen(ClientRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate model and delays.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If the head is frozen or its inputs are not vectors, or updates are delayed.

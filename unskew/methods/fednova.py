@@ -35,7 +35,7 @@ class FedNova(ClientRule, ServerRule):
     """Normalized averaging."""
 
     name: ClassVar[str] = "fednova"
-    summary: ClassVar[str] = "averages updates per step, so more steps are no more weight"
+    summary: ClassVar[str] = "averages updates per local step, so clients with more steps get no more weight"
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
 
     def conflict_with(self, method: Method) -> str | None:
@@ -49,6 +49,9 @@ class FedNova(ClientRule, ServerRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the optimizer; the weights of the gradients are known only for SGD.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If the clients' optimizer is not SGD, or uses Nesterov momentum.

@@ -30,12 +30,18 @@ class FedNTD(ClientRule):
     """Not-true distillation.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        spaces: Search spaces of ``unskew tune``.
+        tasks: Supported tasks.
+        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         beta: Weight of the distillation; 0 is FedAvg.
         tau: Temperature.
     """
 
     name: ClassVar[str] = "fedntd"
-    summary: ClassVar[str] = "keeps what the global model says of the other classes"
+    summary: ClassVar[str] = "keeps the global model's predictions for the classes that a sample does not have"
     paper: ClassVar[str] = "Lee et al. 2021, arXiv:2106.03097"
     # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.1, 10.0)}

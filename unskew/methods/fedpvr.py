@@ -35,6 +35,10 @@ class FedPVR(ClientRule):
     """Partial variance reduction.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         layers: Number of corrected linear layers, counted from the last; 0 for all of them.
     """
 
@@ -47,6 +51,9 @@ class FedPVR(ClientRule):
 
     def corrected(self, spec: ModelSpec) -> Tensor:
         """Return the indices of the corrected parameters in the parameter vector.
+
+        Args:
+            spec: Layout of the model.
 
         Raises:
             ConfigError: If the model has no trained linear layer.

@@ -39,6 +39,11 @@ class FedRep(ClientRule, SyncRule):
     """Shared body with one head per client.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        spaces: Search spaces of ``unskew tune``.
+        weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         head_share: Share of the local steps that train the head; the remaining steps train the body.
     """
 
@@ -53,6 +58,9 @@ class FedRep(ClientRule, SyncRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the model has a body to share.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If the model has no trained body, so that nothing would be sent, or updates are delayed.

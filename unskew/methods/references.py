@@ -47,6 +47,9 @@ class Pooled(DataRule):
     """Centralized training on the union of the clients' training samples.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
         participation: Share of clients per round in the comparison, which determines the samples per round.
     """
 
@@ -63,6 +66,9 @@ class Pooled(DataRule):
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the clients' data can be pooled.
 
+        Args:
+            run: Run to check, with its configuration, federation and model.
+
         Raises:
             ConfigError: If clients are loaded one by one, or the learning rate schedule counts steps.
         """
@@ -77,11 +83,7 @@ class Pooled(DataRule):
         return ()
 
     def for_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
-        """Reject deployment on sites, whose data cannot be pooled.
-
-        Raises:
-            ConfigError: Always, because references are only simulated.
-        """
+        """Reject deployment on sites, whose data cannot be pooled (always raises ``ConfigError``)."""
         raise ConfigError("pooled needs the data of all clients, which sites do not share. Simulate it instead.")
 
     def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
@@ -134,6 +136,9 @@ class Local(SyncRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the models of all clients can be stored.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If the models are too large, or updates are delayed.

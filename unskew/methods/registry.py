@@ -80,6 +80,9 @@ MethodLike: TypeAlias = "str | Rule | Method | Sequence[str | Rule | Method]"
 def check_method_name(name: str) -> None:
     """Validate the name of a method without importing PyTorch.
 
+    Args:
+        name: Name of a method, or import path ``package.module.Class``.
+
     Raises:
         ConfigError: If the name is not registered, not a plugin, and not an import path.
     """
@@ -89,6 +92,9 @@ def check_method_name(name: str) -> None:
 
 def rule_class(name: str) -> type[Rule]:
     """Return the class of a registered method, or of a custom one with the import path ``package.module.Class``.
+
+    Args:
+        name: Name or import path of the method.
 
     Raises:
         ConfigError: If there is no such method.
@@ -144,6 +150,9 @@ def _split(text: str) -> tuple[str, str]:
 def check_expression(spec: str) -> list[str]:
     """Split a composition into the expressions of its methods, and validate their names without importing PyTorch.
 
+    Args:
+        spec: Composition, such as ``"fedprox:mu=0.1+scaffold"``.
+
     Raises:
         ConfigError: If a method does not exist, or the syntax is wrong.
     """
@@ -172,7 +181,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     Args:
         spec: Method expression (``"fedprox:mu=0.1+scaffold"``), an instance of a custom rule, a ``Method``, or a sequence
             of these, which are combined. Client rules act in the given order: the first one is innermost.
-        options: Options as Python values, if ``spec`` is the name of one method.
+        **options: Options as Python values, if ``spec`` is the name of one method.
 
     Raises:
         ConfigError: If a method or option is unknown, or a value is not allowed.
@@ -309,6 +318,9 @@ def describe_all() -> list[dict[str, Any]]:
 
 def describe_method(name: str) -> dict[str, Any]:
     """Return the name, slots, summary, needs, options with their defaults, and paper of a method.
+
+    Args:
+        name: Name or import path of the method.
 
     Raises:
         ConfigError: If there is no such method, or a plugin cannot be loaded.

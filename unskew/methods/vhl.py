@@ -52,6 +52,12 @@ class VHL(DataRule, ClientRule):
     """Virtual homogeneity learning.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        spaces: Search spaces of ``unskew tune``.
+        tasks: Supported tasks.
+        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         source: Source of virtual samples: ``gaussian`` clusters for inputs of any shape, or images of an untrained
             ``style``-based generator.
         per_class: Number of virtual samples per class. The authors' scripts generate 200 or 5000.
@@ -63,7 +69,7 @@ class VHL(DataRule, ClientRule):
     """
 
     name: ClassVar[str] = "vhl"
-    summary: ClassVar[str] = "features near those of a shared set of noise"
+    summary: ClassVar[str] = "aligns features with those of a shared labeled set of noise"
     paper: ClassVar[str] = "Tang et al. 2022, arXiv:2206.02465"
     # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
@@ -80,6 +86,9 @@ class VHL(DataRule, ClientRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the inputs.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If the inputs are integers such as token ids, or ``source=style`` is used without images.

@@ -10,6 +10,9 @@ HUB = "hf:"
 def parse_model(model: Mapping[str, object]) -> tuple[str, dict[str, object]]:
     """Return the name and the options of a model that is given as a mapping.
 
+    Args:
+        model: Mapping with the key ``hf`` or ``name``, and options.
+
     Raises:
         ValueError: If the mapping does not name a model.
 

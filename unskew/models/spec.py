@@ -62,14 +62,35 @@ def _in_float32(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
 class ModelSpec:
     """Layout of a model as a vector.
 
+    The model is a copy of ``module``, whose current weights are the initial model.
+
+    Args:
+        module: Module that maps ``[B, *shape]`` to logits ``[B, classes]``. Parameters with ``requires_grad=False`` are
+            constants: they are not part of the vector, and all copies of the model share them.
+        shape: Shape of one input, channels first.
+        classes: Required number of logits.
+        head: Name of the head module; by default the last linear layer that a forward pass uses.
+        dtype: Data type of the vector.
+        input_dtype: Data type of inputs (token ids are int64); by default ``dtype``.
+        autocast: Run forward passes in bfloat16, with weights and normalization in ``dtype``.
+        per_token: Logits are ``[B, L, V]`` for inputs ``[B, L]``, with ``V`` at least ``classes``: a language model.
+
+    Raises:
+        ConfigError: If the model does not accept inputs of this shape, or its output or head do not fit.
+
     Attributes:
-        names, shapes, sizes: Trainable parameters in the order of the vector.
+        names: Names of the trainable parameters, in the order of the vector.
+        shapes: Shapes of the trainable parameters.
+        sizes: Numbers of elements of the trainable parameters.
         size: Number ``d`` of trainable parameters.
-        buffer_names, buffer_shapes, buffer_sizes: Floating-point buffers (BatchNorm statistics) in the vector ``[m]``.
+        buffer_names: Names of the floating-point buffers (BatchNorm statistics), in the order of the vector ``[m]``.
+        buffer_shapes: Shapes of these buffers.
+        buffer_sizes: Numbers of elements of these buffers.
         parts: Slices of the vector, ``{"body": slices, "head": slices}``.
         layers: Names of the layers with trainable parameters, in order of first use in a forward pass.
         used: Names of all modules in order of first use.
-        shape, classes: Shape of one input and number of classes.
+        shape: Shape of one input.
+        classes: Number of classes.
         head_trains: Whether the head has its own trainable parameters. If they are frozen, or tied to the embeddings of a
             language model, the part ``head`` is the last layer (or block) with trainable parameters.
         blocks: Name of the list of a transformer's blocks, each of which is one layer; None for other models.
@@ -77,6 +98,24 @@ class ModelSpec:
         widest: Largest number of values that a layer outputs for one sample.
         grouped_model: Grouped form that runs passes mapped over clients, or None.
     """
+
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    sizes: list[int]
+    size: int
+    buffer_names: list[str]
+    buffer_shapes: list[tuple[int, ...]]
+    buffer_sizes: list[int]
+    parts: dict[str, list[slice]]
+    layers: list[str]
+    used: list[str]
+    shape: tuple[int, ...]
+    classes: int
+    head_trains: bool
+    blocks: str | None
+    intensities: bool
+    widest: int
+    grouped_model: GroupedForm | None
 
     def __init__(
         self,
@@ -89,22 +128,6 @@ class ModelSpec:
         autocast: bool = False,
         per_token: bool = False,
     ):
-        """Analyze a copy of ``module``, whose current weights are the initial model.
-
-        Args:
-            module: Module that maps ``[B, *shape]`` to logits ``[B, classes]``. Parameters with ``requires_grad=False``
-                are constants: they are not part of the vector, and all copies of the model share them.
-            shape: Shape of one input, channels first.
-            classes: Required number of logits.
-            head: Name of the head module; by default the last linear layer that a forward pass uses.
-            dtype: Data type of the vector.
-            input_dtype: Data type of inputs (token ids are int64); by default ``dtype``.
-            autocast: Run forward passes in bfloat16, with weights and normalization in ``dtype``.
-            per_token: Logits are ``[B, L, V]`` for inputs ``[B, L]``, with ``V`` at least ``classes``: a language model.
-
-        Raises:
-            ConfigError: If the model does not accept inputs of this shape, or its output or head do not fit.
-        """
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConfigError("The model has uninitialized lazy layers. Run it once on an example before passing it.")
         self.module = copy.deepcopy(module).to(dtype)
@@ -115,8 +138,8 @@ class ModelSpec:
         self.input_dtype = input_dtype or dtype
         self.integers = input_dtype == torch.int64
         self.autocast, self.per_token = autocast, per_token
-        self.blocks: str | None = getattr(module, "blocks", None)
-        self.grouped_model: GroupedForm | None = None
+        self.blocks = getattr(module, "blocks", None)
+        self.grouped_model = None
         self.intensities = bool(getattr(module, "intensities", False))
         if autocast:
             for module in self.module.modules():

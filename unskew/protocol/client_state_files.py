@@ -43,6 +43,9 @@ def write_state_file(path: Path, tensors: Tensors) -> tuple[str, str]:
 def load_client_state(broadcast: Broadcast) -> Broadcast:
     """Return the broadcast with the client's state, loaded from its file if it has one.
 
+    Args:
+        broadcast: Message to the client; unchanged if the state is in memory.
+
     Raises:
         DataError: If the file is not accessible on this machine.
     """

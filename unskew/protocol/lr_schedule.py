@@ -79,6 +79,9 @@ class LRSchedule:
 def parse_schedule(text: str) -> LRSchedule:
     """Parse a learning-rate schedule.
 
+    Args:
+        text: Schedule expression, such as ``warmup:5+cosine``.
+
     Raises:
         ConfigError: If the text is not a valid schedule.
 

@@ -108,12 +108,15 @@ class Broadcast:
     """Message from the server to one client.
 
     Attributes:
-        round, client: Number of the round and of the client.
-        v, b: Model ``[d]`` and buffers ``[m]``. The client reads only the slices that are sent, and ``initial``.
+        round: Number of the round, from 0.
+        client: Client number.
+        v: Model, ``[d]``. The client reads only the slices that are sent, and ``initial``.
+        b: Normalization buffers, ``[m]``.
         download: Extra tensors of each rule.
         state: Client state; it is already at the client and not sent.
         weight: Client's aggregation weight before normalization.
-        down, up: Slices of ``v`` to download and to upload; None for all.
+        down: Slices of ``v`` to download; None for all.
+        up: Slices of ``v`` to upload; None for all.
         initial: Slices that a client without its own model reads although they are not sent. They come from the initial
             model of the run, which follows from the seed and costs no traffic.
         accepted: Round of the client's last update that the server applied; None if there is none. The client continues
@@ -151,19 +154,24 @@ class Update:
     """Message from one client to the server.
 
     Attributes:
-        client, born, arrived: Client number, round of its broadcast, and round of arrival.
-        examples, weight: Number of real training samples, and aggregation weight before normalization.
+        client: Client number.
+        born: Round of the broadcast that the client trained from.
+        examples: Number of real training samples.
+        weight: Aggregation weight before normalization.
         delta: Local model minus broadcast model, ``[d]``; zero on slices that were not exchanged.
         buffers: Buffers after training, ``[m]``.
         upload: Extra tensors of each rule.
         state: State that stays at the client.
         metrics: Metrics such as the mean training loss and the number of steps.
+        arrived: Round in which the update reached the server; -1 until then.
         report: Whole model ``v [d]``, if requested; used for measurements and not counted as traffic.
-        made: Generated inputs ``x`` and targets ``y``, if requested.
-        kept: Path and SHA-256 of the file that was written instead of ``state``.
-        start, b_start, last, version: Values that the server adds for rules that need them: the broadcast model ``[d]``
-            and buffers ``[m]``, the client's previous update ``[d]`` (None for its first), and the number of updates
-            that the server had applied at broadcast.
+        made: Inputs ``x`` and targets ``y`` that the client generated, if the broadcast has ``show``.
+        kept: Path and SHA-256 of the file that contains the state, if ``state`` is not in memory.
+        start: Broadcast model, ``[d]``; the server adds it for rules that need it.
+        b_start: Broadcast buffers, ``[m]``; the server adds them for rules that need them.
+        last: The client's previous update, ``[d]``; the server adds it for rules that need it. None for the first
+            update.
+        version: Number of updates that the server had applied at broadcast.
     """
 
     client: int

@@ -85,7 +85,7 @@ class ServerTraining(Protocol):
         Args:
             key: Random key that determines the order.
             examples: Number of samples.
-            changes: Fields that differ from the clients' budget, as in ``train``.
+            **changes: Fields that differ from the clients' budget, as in ``train``.
         """
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
@@ -143,7 +143,7 @@ class ServerTraining(Protocol):
                 optimizer) and written back to it. None for a new optimizer, as at clients.
             ready: Whether ``x`` are model inputs already, not stored samples.
             after: Function that maps ``v`` to a new ``v`` after every step.
-            changes: Fields that differ from the clients' budget and optimizer: ``local_epochs``, ``local_steps``,
+            **changes: Fields that differ from the clients' budget and optimizer: ``local_epochs``, ``local_steps``,
                 ``batch_size``, ``optimizer``, ``lr`` and the other fields of ``Training``.
 
         Raises:

@@ -22,11 +22,15 @@ class Training:
         counted: Samples per client that determine the number of steps per epoch, if a client also trains on others;
             None if all training samples count.
         batch_size: Samples per step. The last batch of an epoch may be smaller, unless ``drop_last``.
+        drop_last: Whether to skip a smaller last batch, unless it is the only one.
         optimizer: ``sgd``, ``adam`` or ``adamw``; created anew in every round.
+        lr: Learning rate, which is multiplied by ``lr_schedule``.
+        momentum: Momentum of SGD; 0 for none.
+        weight_decay: Weight decay; 0 for none.
+        nesterov: Whether SGD uses Nesterov momentum.
         clip_grad_norm: Largest norm of a gradient, or None.
         augment: Whether to apply random crops (padding 4) and horizontal flips.
         precision: ``fp32``, ``fp64`` or ``bf16`` (autocast of the forward pass; weights stay fp32).
-        lr: Learning rate, which is multiplied by ``lr_schedule``.
         lr_schedule: Schedule expression, see ``unskew.protocol.lr_schedule``.
         lr_schedule_per: Whether the schedule counts rounds or local steps; ``step`` needs ``local_steps``.
         rounds: Number of rounds in the run, which some schedules depend on.

@@ -63,6 +63,9 @@ class Aggregate:
             otherwise.
     """
 
+    sent: Masks | None
+    entries: Masks | None
+
     def __init__(self, single: frozenset[str] = frozenset()) -> None:
         self.single = single
         self.count = 0
@@ -73,8 +76,8 @@ class Aggregate:
         self._moved: Tensor | None = None
         self._sent_buffers: Tensor | None = None
         self.upload: dict[str, Tensors] = {}
-        self.sent: Masks | None = None
-        self.entries: Masks | None = None
+        self.sent = None
+        self.entries = None
 
     def add(self, update: Update, sent: Masks | None = None) -> None:
         """Add one client's update.
@@ -178,14 +181,17 @@ class Updates:
     """Usable updates: their ``Aggregate``, and single updates if the rule's ``needs`` include ``individual``.
 
     The ``server_update`` hook receives the updates of a round; ``step`` of a server rule receives those in the buffer.
+    All arguments except ``individual`` are available as attributes.
 
-    Attributes:
+    Args:
         round: Number of the round, from 0.
         aggregate: Weighted sums of the updates.
+        individual: Single updates, for iteration; None if no rule needs them.
         v_global: Broadcast model, ``[d]``; without delays, a client's local model is ``v_global + update.delta``.
         b_global: Broadcast buffers, ``[m]``.
         spec: Layout of the model.
         key: Random 64-bit key of the server and round.
+        at_server: Resources for training at the server; None only in updates that are created by hand.
         version: Number of updates that the server applied before these.
         arrivals: Number of updates that had arrived in the round when these were complete.
     """

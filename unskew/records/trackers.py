@@ -137,9 +137,9 @@ class GuardedTracker(Callback):
             step()
         except Exception as error:
             self.failed = True
-            said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             notify_warning(
-                self.followers, f"The tracker {self.name!r} failed, so the run continues without it: {said[:300]}"
+                self.followers, f"The tracker {self.name!r} failed, so the run continues without it: {reason[:300]}"
             )
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:

@@ -112,7 +112,7 @@ def size_statistics(sizes: np.ndarray) -> dict[str, float]:
 
 
 def skew_statistics(counts: np.ndarray) -> dict[str, float]:
-    """Return the label skew metrics of ``unskew diagnose``, over clients with samples."""
+    """Return the label skew metrics of ``unskew diagnose`` from class counts ``[K, C]``, over clients with samples."""
     counts = counts[counts.sum(1) > 0]
     if not len(counts):
         return {}

@@ -71,8 +71,8 @@ def render_file(title: str, notes: Sequence[str], parts: Sequence[Mapping[str, A
 
     Args:
         title: Title of the page.
-        notes: Notes above the groups.
-        parts: ``title``, ``summary`` and ``sections`` of each group.
+        notes: Notes at the top of the page.
+        parts: ``title``, ``summary`` and ``sections`` of each group of comparable runs.
         data: Data of the charts.
 
     Raises:

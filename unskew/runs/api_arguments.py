@@ -63,11 +63,7 @@ def check_federation(federation: object) -> None:
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Validate the callbacks of a run.
-
-    Raises:
-        ConfigError: If the value is not a list of objects with the methods of ``unskew.records.recorder.Callback``.
-    """
+    """Validate that the callbacks are a list of ``unskew.records.recorder.Callback`` (raises ``ConfigError`` otherwise)."""
     if not isinstance(callbacks, Sequence) or isinstance(callbacks, str | bytes):
         raise ConfigError(f"callbacks must be a list of callback objects, not {short_repr(callbacks)}.")
     for callback in callbacks:

@@ -47,6 +47,9 @@ class TooLongError(Exception):
 def time_limited(seconds: float) -> Iterator[None]:
     """Context manager that limits the duration of its block; no effect outside the main thread or on Windows.
 
+    Args:
+        seconds: Maximum duration in seconds.
+
     Raises:
         TooLongError: If the block takes longer than ``seconds``.
     """
@@ -111,11 +114,7 @@ def duration(seconds: float) -> str:
 
 
 def check_budget(minutes: object) -> None:
-    """Validate a budget of minutes.
-
-    Raises:
-        ConfigError: If ``minutes`` is not a positive, finite number.
-    """
+    """Validate that a budget of minutes is a positive, finite number (raises ``ConfigError`` otherwise)."""
     if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
         raise ConfigError(f"A budget of {short_repr(minutes)} minutes is not valid; use a number above 0.")
 
@@ -259,6 +258,9 @@ def first_active_round(method: Method) -> int:
 
 def typical_client(setup: EngineConfig) -> tuple[int, float]:
     """Find the client whose size is closest to the mean.
+
+    Args:
+        setup: Configuration of an engine, with the data of the clients and their budget.
 
     Returns:
         The client's number, and the mean number of local steps per round.

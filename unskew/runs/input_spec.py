@@ -60,6 +60,7 @@ class InputSpec(BaseModel):
     """Specification of a trained model's inputs and outputs.
 
     Attributes:
+        model_config: Configuration of pydantic: unknown keys are rejected, and the specification is immutable.
         task: Name of the task.
         shape: Shape of one input, channels first.
         kind: ``uint8`` images from 0 to 255, ``float`` values, or ``tokens``.
@@ -171,6 +172,9 @@ def write_inputs(folder: Path, federation: Federation, config: Experiment) -> No
 
 def read_inputs(folder: Path) -> InputSpec:
     """Read the input specification of a run folder.
+
+    Args:
+        folder: Run folder.
 
     Raises:
         CheckpointError: If the file is missing or corrupted.

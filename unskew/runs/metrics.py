@@ -104,6 +104,9 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
 def metric_function(value: MetricLike) -> OwnMetric:
     """Return the function of a metric, imported if it is given as an import path.
 
+    Args:
+        value: Function, or import path ``package.module:function``.
+
     Raises:
         ConfigError: If it cannot be imported, or its path comes from an untrusted file.
     """
@@ -112,6 +115,9 @@ def metric_function(value: MetricLike) -> OwnMetric:
 
 def metric_direction(function: OwnMetric) -> str:
     """Return ``"lower"`` or ``"higher"``, from the attribute ``lower_is_better`` of a metric function.
+
+    Args:
+        function: Custom metric.
 
     Raises:
         ConfigError: If the attribute is not True or False.
@@ -125,11 +131,7 @@ def metric_direction(function: OwnMetric) -> str:
 
 
 def check_metric_names_free(own: Mapping[str, OwnMetric]) -> None:
-    """Validate that no custom metric has the name of an existing metric or key.
-
-    Raises:
-        ConfigError: If a name is in use.
-    """
+    """Validate that no custom metric has the name of an existing metric or key (raises ``ConfigError`` otherwise)."""
     taken = sorted(name for name in own if name in {*TAKEN, *SUMMARY} or name.startswith(PREFIXES))
     if taken:
         raise ConfigError(f"The metric {taken[0]} has the name of an existing metric; rename the function.")

@@ -61,6 +61,9 @@ def check_parallel(parallel: object) -> None:
 def read_parallel(text: str) -> int | str:
     """Parse ``parallel`` from the command line.
 
+    Args:
+        text: Number of runs, or ``auto``; ``@`` and the address of a cluster may follow.
+
     Raises:
         ConfigError: If the text is not a number or ``auto``, optionally with the address of a cluster.
     """
@@ -130,7 +133,7 @@ def run_in_pool(at_once: int) -> bool:
 
 
 def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
-    """Run jobs in parallel; yields the name and the result of each finished job.
+    """Run jobs in parallel.
 
     If a job fails, the other jobs finish their round and end, and the error is raised.
 
@@ -138,6 +141,9 @@ def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[t
         works: Jobs; each is listed after the jobs that its ``after`` names.
         places: Number of processes, or a ``ParallelOn``.
         given: Object that all jobs receive, such as data; all processes of a machine share its memory.
+
+    Yields:
+        Name and result of each finished job.
 
     Raises:
         ConfigError: If a job cannot be sent to another process.

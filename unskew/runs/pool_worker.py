@@ -75,13 +75,13 @@ def _work(pipe: Connection, path: str, share: int, ending: int) -> None:
             if not received:
                 received.append(load_mmap(Path(path)))
             function, arguments = pickle.loads(task)  # nosec B301
-            answer: tuple[Any, ...] = ("done", function(received[0], *arguments, callbacks=[_CallbackRelay(pipe)]))
+            reply: tuple[Any, ...] = ("done", function(received[0], *arguments, callbacks=[_CallbackRelay(pipe)]))
         except KeyboardInterrupt:
-            answer = ("stopped", None)
+            reply = ("stopped", None)
         except Exception as error:
-            answer = ("failed", _sent(error), traceback.format_exc())
+            reply = ("failed", _sent(error), traceback.format_exc())
         try:
-            pipe.send(answer)
+            pipe.send(reply)
         except OSError:  # the parent process has ended
             return
 

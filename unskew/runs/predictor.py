@@ -61,18 +61,21 @@ class Predictor:
     def outputs(self, x: object) -> np.ndarray:
         """Predict probabilities ``[n, C]``, or regression targets ``[n, T]`` in their original units.
 
+        Args:
+            x: Inputs, ``[n, ...]``, in the form of the training data.
+
         Raises:
             DataError: If the inputs have the wrong shape or type or contain NaN, or the outputs are not finite.
         """
         if not len(x):  # type: ignore[arg-type]
             return np.zeros((0, self.inputs.classes))
         ready, task = self.prepared(x), self.inputs.objective
-        said = task.restored if isinstance(task, Regression) else task.probabilities
+        transform = task.restored if isinstance(task, Regression) else task.probabilities
         with torch.no_grad():
             parts: list[Tensor] = []
             for part in torch.split(ready, BATCH):
                 report_progress("predicted", BATCH * len(parts), len(ready))
-                parts.append(said(self.module(self.normalize(part))))
+                parts.append(transform(self.module(self.normalize(part))))
         outputs = torch.cat(parts).double()
         bad = torch.isfinite(outputs).logical_not().any(1).nonzero()
         if len(bad):

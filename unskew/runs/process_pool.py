@@ -82,6 +82,9 @@ class RunningJob:
     def hears(self, message: Sequence[Any]) -> tuple[Hashable, Any] | None:
         """Process a message of the worker: call the callbacks, or raise the job's error.
 
+        Args:
+            message: Kind of the message, followed by its values.
+
         Returns:
             The job's name and result if the job has finished, otherwise None.
         """
@@ -149,11 +152,14 @@ class ProcessPool:
             self.processes[ours] = process
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """Run jobs; yields the name and the result of each, and ends early once ``stopped`` is not empty.
+        """Run jobs; ends early once ``stopped`` is not empty.
 
         Args:
             works: Jobs to run.
             stopped: Received signals; filled while the jobs run.
+
+        Yields:
+            Name and result of each finished job.
         """
         waiting = list(works)
         while (waiting or self.busy) and not stopped:

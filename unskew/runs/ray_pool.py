@@ -180,11 +180,14 @@ class RayJobPool:
         self.flying: list[_RemoteJob] = []
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """Run jobs; yields the name and the result of each, and ends early once ``stopped`` is not empty.
+        """Run jobs; ends early once ``stopped`` is not empty.
 
         Args:
             works: Jobs to run.
             stopped: Received signals; filled while the jobs run.
+
+        Yields:
+            Name and result of each finished job.
         """
         waiting = list(works)
         done = set[Hashable]()

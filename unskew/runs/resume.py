@@ -94,6 +94,9 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
 def check_never_saved(folder: Path) -> None:
     """Validate that a run without checkpoints never saved any, so that it can start again from round 1.
 
+    Args:
+        folder: Run folder.
+
     Raises:
         CheckpointError: If rounds are finished, but the checkpoints were removed.
     """

@@ -61,7 +61,7 @@ def run(
         out: Run folder to create; None writes nothing to disk.
         resume: Resume the run in ``out``.
         callbacks: Callbacks of the run, see ``unskew.Callback``.
-        options: Fields of ``unskew.Experiment``, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
+        **options: Fields of ``unskew.Experiment``, such as ``rounds=50, local_steps=100, lr=0.01, seed=0``.
 
     Returns:
         The history, the summary and the final model.
@@ -121,6 +121,9 @@ def run_experiment(
 @contextmanager
 def resumed_folder(folder: Path | None) -> Iterator[None]:
     """Context manager that locks the folder of an existing run.
+
+    Args:
+        folder: Run folder.
 
     Raises:
         CheckpointError: If there is no run in the folder.
@@ -222,7 +225,7 @@ def resume(
             ``unskew reproduce`` is found automatically.
         trust_code: Whether a custom model or method that the folder's ``config.yaml`` names may be imported, which runs
             its code.
-        changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``stall_warning_seconds``,
+        **changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``stall_warning_seconds``,
             ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples`` or ``base_run``; and, if the data
             were moved, for ``data_path``, or ``data`` with another path.
 
@@ -252,6 +255,9 @@ def resume(
 
 def check_method_known(spelling: str) -> None:
     """Validate that the method of a run can be created from its expression.
+
+    Args:
+        spelling: Method expression of the run.
 
     Raises:
         ConfigError: If the method is not known, for example because it was passed as an object in Python.

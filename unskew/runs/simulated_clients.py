@@ -71,6 +71,9 @@ class SimulatedClients:
     def score(self, engine: Engine) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Evaluate the final model and the personal models on clients.
 
+        Args:
+            engine: Engine of the run, which fine-tunes personal models.
+
         Returns:
             Metrics over all clients, and one row per client.
         """

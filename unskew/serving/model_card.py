@@ -74,7 +74,7 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
         if client is None
         else f"the personal model of client {client} of a federation"
     )
-    said = (
+    averaged_over = (
         f"mean and standard deviation over {seeds} runs of different seeds"
         if seeds > 1
         else "one run, so no spread is known"
@@ -88,7 +88,7 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
         "## Training",
         training_text(found, own),
         "## Metrics",
-        f"Global model after the last round: {said}.",
+        f"Global model after the last round: {averaged_over}.",
         "| metric | mean | std |\n|---|---|---|\n" + "\n".join(map(table_row, rows)),
         "## Use",
         use_text(found, kind),

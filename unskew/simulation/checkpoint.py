@@ -158,6 +158,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint and verify the checksums of all its files.
 
+    Args:
+        path: Folder of the checkpoint.
+
     Raises:
         OtherVersionError: If the checkpoint was written by another version.
         CheckpointError: If a file is missing or corrupted.
@@ -188,6 +191,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def checkpoint_errors(path: Path) -> Iterator[None]:
     """Context manager that converts errors of a corrupted file to an error with the path.
 
+    Args:
+        path: File or folder that is named in the error.
+
     Raises:
         CheckpointError: If part of the file is missing or invalid.
     """
@@ -210,6 +216,9 @@ def checkpoint_errors(path: Path) -> Iterator[None]:
 def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | None:
     """Find the newest intact checkpoint.
 
+    Args:
+        folder: Folder with the checkpoints of a run.
+
     Returns:
         Its path, its manifest and the errors of newer checkpoints; None if there are no checkpoints.
 
@@ -231,6 +240,9 @@ def newest_checkpoint(folder: Path) -> tuple[Path, dict[str, Any], list[str]] | 
 
 def read_model(path: Path) -> tuple[int, Tensor, Tensor]:
     """Return the round of a checkpoint, its global model ``[d]`` and buffers ``[m]``.
+
+    Args:
+        path: Folder of the checkpoint.
 
     Raises:
         CheckpointError: If the checkpoint is corrupted.

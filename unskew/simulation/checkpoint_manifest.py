@@ -90,11 +90,7 @@ class Manifest(ManifestPart):
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Validate a manifest.
-
-    Raises:
-        ValueError: If a part is missing or invalid.
-    """
+    """Validate that a manifest is complete and consistent (raises ``ValueError`` otherwise)."""
     try:
         parsed = Manifest.model_validate(manifest)
     except pydantic.ValidationError as error:

@@ -25,7 +25,7 @@ class Delays:
     """Random delays in rounds, a pure function of seed, round and client.
 
     Args:
-        spec: Delay expression, see the module.
+        spec: Delay expression, such as ``half-normal:20``; the docstring of the module lists all.
         seed: Seed of the run.
         per_client: Whether each client has one delay for the whole run instead of one per broadcast.
 
@@ -48,11 +48,7 @@ class Delays:
             self.trace = read_trace(Path(spec.partition(":")[2]))
 
     def check(self, clients: int) -> None:
-        """Validate that a trace has a delay for every client.
-
-        Raises:
-            DataError: If a client has no delay.
-        """
+        """Validate that a trace has a delay for each of ``clients`` clients (raises ``DataError`` otherwise)."""
         if self.kind == "trace" and None not in self.trace:
             without = next((k for k in range(clients) if k not in self.trace), None)
             if without is not None:
@@ -92,11 +88,14 @@ class Delays:
 def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
     """Parse a delay into its kind and numbers.
 
-    >>> parse_delay("lognormal:4,0.5")
-    ('lognormal', (4.0, 0.5))
+    Args:
+        spec: Delay expression, such as ``lognormal:4,0.5``.
 
     Raises:
         ConfigError: If the expression is not a valid delay, or no update would ever arrive.
+
+    >>> parse_delay("lognormal:4,0.5")
+    ('lognormal', (4.0, 0.5))
     """
     kind, _, value = spec.partition(":")
     if kind not in KINDS:
@@ -121,6 +120,9 @@ def parse_delay(spec: str) -> tuple[str, tuple[float, ...]]:
 
 def read_trace(path: Path) -> dict[int | None, list[int]]:
     """Read delays by client; the key None contains the delays of rows without a client.
+
+    Args:
+        path: CSV file with the columns ``delay`` and, optionally, ``client``.
 
     Raises:
         DataError: If the file does not exist, or a row is not a delay.

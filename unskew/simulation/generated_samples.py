@@ -29,6 +29,8 @@ class GeneratedSamplesRecorder:
         problem: Reason why no images can be written; None if there may be some.
     """
 
+    problem: str | None
+
     def __init__(self, engine: Engine, rules: Sequence[ClientRule], federation: Federation, round: int, most: int = 10):
         self.name = engine.name
         self.engine = engine
@@ -36,7 +38,7 @@ class GeneratedSamplesRecorder:
         self.last = round
         self.most = most
         self.made: dict[int, Tensors] = {}
-        self.problem: str | None = None
+        self.problem = None
         if all(type(rule).generated_samples is ClientRule.generated_samples for rule in rules):
             self.problem = "save_samples has no effect: no rule of this method generates samples."
         elif len(federation.shape) != 3:

@@ -29,6 +29,8 @@ class Network:
         pending: Updates in flight, without tensors; ``arrived`` is the round in which they will arrive.
     """
 
+    pending: list[Update]
+
     def __init__(
         self,
         drop: float,
@@ -42,7 +44,7 @@ class Network:
         self.delays = delays or Delays("none", seed)
         self.store = ClientStore() if store is None else store  # an empty store is falsy
         self.device = device or torch.device("cpu")
-        self.pending: list[Update] = []
+        self.pending = []
         self.ages: list[int] = []
 
     @property

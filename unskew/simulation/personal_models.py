@@ -112,6 +112,9 @@ def fine_tuned_models(server: Server, engine: Engine, round: int, at_once: int, 
         round: Round number of this training; an unused number, so that batches and random numbers are new.
         at_once: Maximum number of clients that are trained together.
         clients: Clients to fine-tune.
+
+    Yields:
+        Model ``[d]`` and buffers ``[m]`` of each client, in order.
     """
     for first in range(0, len(clients), at_once):
         part = clients[first : first + at_once]

@@ -28,9 +28,11 @@ NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) 
 class RunInterrupted(KeyboardInterrupt):
     """Raised after Ctrl-C, SIGTERM or SIGHUP, once the round in progress was finished and saved in ``folder``.
 
+    Args:
+        number: Number of the signal; available as an attribute.
+
     Attributes:
         folder: Run folder, or None.
-        number: Number of the signal.
     """
 
     folder: Path | None = None
@@ -76,11 +78,14 @@ def run_rounds(
 
 
 def train_clients(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-    """Yield the update of each broadcast.
+    """Train the clients of a round.
 
     Args:
         engine: Trains the clients.
         broadcasts: Messages from the server.
+
+    Yields:
+        Update of each broadcast, in order.
 
     Raises:
         EngineError: If the training of a client raised ``StopIteration``, which would silently end the round.

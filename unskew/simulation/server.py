@@ -48,24 +48,61 @@ class SentModel:
 class Server:
     """Global model, server half of the method, and client store.
 
+    Args:
+        method: Method of the run.
+        rule: Server rule of the method, or the default one.
+        spec: Layout of the model, with the initial weights.
+        facts: Server's information about the federation.
+        weights: Client weighting, by ``samples`` or ``uniform``.
+        buffers: Treatment of normalization buffers, see ``Buffers``.
+        store: Storage for the state of the clients; None for memory only.
+        seed: Seed of the run.
+        at_server: Resources for training at the server; None if no rule needs them.
+        cache: Storage for the last updates of the clients, for rules that need them; None for memory only.
+
     Attributes:
-        v, b: Global model ``[d]`` and its buffers ``[m]``.
-        state: State of the server rule; ``rules``: server state of the other rules.
+        b: Normalization buffers of the global model, ``[m]``; the model itself is ``v``.
+        state: State of the server rule.
+        rules: Server state of the other rules, by name.
         waiting: Updates in the server rule's buffer.
-        store: State of the clients; ``cache``: their last updates, for rules that need them.
+        store: State of the clients.
+        cache: Last updates of the clients, for rules that need them.
         last: Round of each client's last applied update.
         traffic: Bytes sent so far.
-        version: Number of updates applied so far; ``sent``: broadcasts to clients in flight, for rules that need them.
+        version: Number of updates applied so far.
+        sent: Broadcasts to clients in flight, for rules that need them.
         mean: Mean of the clients' whole models and of their buffers, if that is the evaluated model.
-        best: Model and buffers of the best round so far, if the run keeps it; ``finished``: those that the finished run
-            returns instead of the last round's.
-        num_skipped: Number of non-finite updates skipped so far; ``skipped_clients``: their clients in the last round.
+        best: Model and buffers of the best round so far, if the run keeps it.
+        finished: Model and buffers that the finished run returns instead of the last round's.
+        num_skipped: Number of non-finite updates skipped so far.
+        skipped_clients: Clients whose updates were skipped in the last round.
         moved: Whether the model has changed since this server was created or restored.
         evaluates: Returns whether the model is evaluated after a round.
         wants_models: Whether clients report their whole models in evaluated rounds if updates do not determine them.
         meter: Context manager around the aggregation of updates, which measures its cost.
         watchers: Called with every usable update: diagnostics of single updates, which are not part of the method.
     """
+
+    b: Tensor
+    state: Tensors
+    rules: dict[str, Tensors]
+    waiting: CollectedUpdates
+    store: ClientStore
+    cache: ClientStore
+    last: dict[int, int]
+    traffic: Traffic
+    version: int
+    sent: dict[int, SentModel]
+    mean: tuple[Tensor, Tensor] | None
+    best: tuple[Tensor, Tensor] | None
+    finished: tuple[Tensor, Tensor] | None
+    num_skipped: int
+    skipped_clients: list[int]
+    moved: bool
+    evaluates: Callable[[int], bool]
+    wants_models: bool
+    meter: Callable[[], AbstractContextManager[None]]
+    watchers: list[Callable[[Update], None]]
 
     def __init__(
         self,
@@ -97,26 +134,26 @@ class Server:
         self.state = rule.init(spec.flatten(), self.federation_info)
         check_state(f"{rule.name}.init", self.state, spec.flatten(), self.b)
         self.halves = {r.name: r for r in (*method.client, *filter(None, [method.sync]))}
-        self.rules: dict[str, Tensors] = {
+        self.rules = {
             name: r.server_init(self.v, self.federation_info) for name, r in self.halves.items()
         }
         self.waiting = empty_updates(method, rule)
         self.traffic = Traffic()
         self.moved = False
         self.num_skipped = 0
-        self.skipped_clients: list[int] = []
+        self.skipped_clients = []
         self.overflows = 0
         self.overflowed = False
-        self.last: dict[int, int] = {}
+        self.last = {}
         self.version = 0
-        self.sent: dict[int, SentModel] = {}
-        self.watchers: list[Callable[[Update], None]] = []
-        self.meter: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.sent = {}
+        self.watchers = []
+        self.meter = nullcontext
         self.exchange = SliceExchange(method.sync, spec)
-        self.mean: tuple[Tensor, Tensor] | None = None
-        self.best: tuple[Tensor, Tensor] | None = None
-        self.finished: tuple[Tensor, Tensor] | None = None
-        self.evaluates: Callable[[int], bool] = lambda round: True
+        self.mean = None
+        self.best = None
+        self.finished = None
+        self.evaluates = lambda round: True
         self.wants_models = "mean_model" in self.needs
         self.changes_updates = changes_updates(method.client)
         self.parted = method.sync is not None or self.changes_updates

@@ -15,8 +15,10 @@ class Traffic:
     """Bytes sent over the network.
 
     Attributes:
-        up, down: Bytes of parameters and of the rules' extra tensors.
-        buffers_up, buffers_down: Bytes of normalization buffers.
+        up: Bytes of parameters and of the rules' extra tensors to the server.
+        down: Bytes of parameters and of the rules' extra tensors to the clients.
+        buffers_up: Bytes of normalization buffers to the server.
+        buffers_down: Bytes of normalization buffers to the clients.
         reports: Bytes of models sent for measurements, which are not part of the method's traffic.
         clients: Bytes up and down by client, without reports.
     """

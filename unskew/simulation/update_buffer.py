@@ -105,6 +105,7 @@ class UpdateBuffer:
         complete: Full buffers for the server rule.
         models: Weighted sum of the clients' whole models ``[d]``, if they were reported.
         taken: Updates with their client state, but without the tensors that were sent.
+        sums: Sums of the metrics of the updates, by name.
     """
 
     method: Method

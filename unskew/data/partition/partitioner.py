@@ -263,9 +263,9 @@ def call_plugin(spec: str, labels: np.ndarray, clients: int | None, rng: Generat
     name, value, options = parse_partition(spec)
     plugin = plugins.find_plugin(plugins.PARTITIONS, "partition", name, PARTITIONS)
     function = plugin.load_callable()
-    said: dict[str, str] = {**({"value": value} if value else {}), **options}
-    divided = functools.update_wrapper(functools.partial(function, **said), function)
-    return custom.call_partition_function(divided, labels, clients, rng).owner
+    arguments: dict[str, str] = {**({"value": value} if value else {}), **options}
+    partition_function = functools.update_wrapper(functools.partial(function, **arguments), function)
+    return custom.call_partition_function(partition_function, labels, clients, rng).owner
 
 
 def client_names_from_column(

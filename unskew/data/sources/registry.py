@@ -139,9 +139,9 @@ def load_source(
     if count is not None and not count.isdecimal():
         raise ConfigError(f"{name!r}: write dsprites:N with a number of images, such as dsprites:20000.")
     if count is None and kind not in SOURCES:
-        said = {"label": label, "image": image, "label_separator": label_separator}
+        column_options = {"label": label, "image": image, "label_separator": label_separator}
         return load_plugin_source(
-            kind, path, {k: v for k, v in said.items() if v is not None} or choice != ALL, size, classes
+            kind, path, {k: v for k, v in column_options.items() if v is not None} or choice != ALL, size, classes
         )
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} requires a path: {SOURCES[kind].split(',')[0]}.")

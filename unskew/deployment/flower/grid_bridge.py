@@ -82,8 +82,8 @@ class GridBridge:
 
     def nodes(self) -> list[int]:
         """Return the connected SuperNodes."""
-        (answer,) = self._ask(Frame("nodes"))
-        return [int(node) for node in answer.config["ids"]]
+        (reply,) = self._ask(Frame("nodes"))
+        return [int(node) for node in reply.config["ids"]]
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
         """Send a message to a site and return the message's identifier.
@@ -95,8 +95,8 @@ class GridBridge:
             seconds: Time to live of the message.
         """
         about = {"to.kind": frame.kind, "to.node": str(node), "to.round": round, "to.seconds": seconds}
-        (answer,) = self._ask(Frame("push", {**frame.config, **about}, frame.figures, frame.arrays))
-        identity = str(answer.config["ids"][0])
+        (reply,) = self._ask(Frame("push", {**frame.config, **about}, frame.figures, frame.arrays))
+        identity = str(reply.config["ids"][0])
         self._sizes[identity] = frame.size
         return identity
 

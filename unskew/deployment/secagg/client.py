@@ -162,16 +162,16 @@ class OpenSum:
         own = {k: v for k, v in asked.config.items() if k in names}
         digest = hashlib.sha256(encode_header(Frame(asked.kind, own))).hexdigest()
         if asked.kind in self.answers:
-            before, answer = self.answers[asked.kind]
-            if before != digest:
+            earlier_digest, reply = self.answers[asked.kind]
+            if earlier_digest != digest:
                 raise InvalidMessageError(f"this sum already has a reply to a different {asked.kind!r} message")
-            return answer
+            return reply
         if len(self.answers) != PHASES.index(asked.kind):
             raise InvalidMessageError(f"{asked.kind!r} is out of order")
         steps = {"share": self.share, "mask": self.mask, "agree": self.agree, "unmask": self.unmask}
-        answer = steps[asked.kind](asked.config)
-        self.answers[asked.kind] = digest, answer
-        return answer
+        reply = steps[asked.kind](asked.config)
+        self.answers[asked.kind] = digest, reply
+        return reply
 
     def share(self, config: dict[str, Any]) -> Frame:
         """Return encrypted shares of this site's seed and secret key for each site, and commitments to them.

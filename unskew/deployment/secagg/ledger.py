@@ -17,10 +17,11 @@ class SumAlreadyOpenedError(SiteStateLostError):
 
 @dataclass(frozen=True)
 class OpenedSumLedger:
-    """The newest masked sum of one experiment that a site has opened.
+    """Record of the newest masked sum of one experiment that a site has helped to unmask (opened).
 
-    The difference of two sums of one round, over different sites, can be the update of a single site. Training is
-    deterministic, so a second run of the same experiment would give the same updates: its sums are not opened either.
+    The difference of two sums of one round, over different sites, can be the update of a single site, so a site opens
+    only one sum per round. Training is deterministic, so a second run of the same experiment would give the same
+    updates. Therefore a site opens no sums of a second run.
 
     Attributes:
         path: File of the record.

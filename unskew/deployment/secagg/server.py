@@ -173,7 +173,7 @@ class MaskedSum:
         self.view = ""
 
     def _ask(
-        self, kind: str, answer: str, configs: Mapping[int, dict[str, Any]], take: Callable[[int, Frame], Any]
+        self, kind: str, reply_kind: str, configs: Mapping[int, dict[str, Any]], take: Callable[[int, Frame], Any]
     ) -> dict[int, Any]:
         """Exchange one message with each site; sites that do not reply have dropped out.
 
@@ -185,8 +185,8 @@ class MaskedSum:
             if frame.kind == "forgotten":
                 self.sites.warn(f"{self.sites.name(client)} has dropped out of the sum: {frame.config.get('reason')}.")
                 return None
-            if answer and frame.kind != answer:
-                raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of {answer!r}")
+            if reply_kind and frame.kind != reply_kind:
+                raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of {reply_kind!r}")
             try:
                 return take(client, frame)
             except (ValueError, TypeError, KeyError, IndexError, OverflowError) as error:

@@ -108,11 +108,11 @@ def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
             connection.settimeout(SECONDS)
             connection.connect(path)
             send(connection, Frame(kind, config))
-            answer = receive(connection, LARGEST)
+            reply = receive(connection, LARGEST)
     except (OSError, ValueError, TypeError, KeyError, FrameError) as error:
         raise ConfigError(
             f"No deployed run is active in {folder}, or it is still starting ({error}). Use the folder of a running one."
         ) from error
-    if answer.kind == "failed":
-        raise ConfigError(str(answer.config.get("reason")))
-    return answer.config
+    if reply.kind == "failed":
+        raise ConfigError(str(reply.config.get("reason")))
+    return reply.config

@@ -215,13 +215,13 @@ def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict
     tensors = decode_record(frame, "sent")
     for name, tensor in tensors.items():
         check_norm(f"sent/{name}", tensor, norm)
-    said = {
+    description = {
         n.removeprefix("about."): read_text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")
     }
     figures = {name: read_number(frame.figures, name) for name in frame.figures}
-    if taken := TAKEN & {*said, *figures} or len(said) + len(figures) > FIGURES:
+    if taken := TAKEN & {*description, *figures} or len(description) + len(figures) > FIGURES:
         raise InvalidMessageError(f"its description has too many fields, or names reserved for the run: {taken}")
-    return tensors, {**figures, **said}, read_text(frame.config, "made")
+    return tensors, {**figures, **description}, read_text(frame.config, "made")
 
 
 def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -260,13 +260,13 @@ def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[En
     return choice._replace(features=features, categories=named["category"], dates=named["date"])
 
 
-def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> Tensor:
+def relabel(y: Tensor, site_classes: Sequence[str], server_classes: Sequence[str], who: str) -> Tensor:
     """Convert labels from the site's class indices to the server's.
 
     Args:
         y: Labels of the site, ``[n]``.
-        mine: Class names of the site.
-        theirs: Class names of the server.
+        site_classes: Class names of the site.
+        server_classes: Class names of the server.
         who: Name of the site, for errors.
 
     Raises:
@@ -275,16 +275,17 @@ def relabel(y: Tensor, mine: Sequence[str], theirs: Sequence[str], who: str) -> 
     >>> relabel(torch.tensor([0, 1, 1]), ("no", "yes"), ("maybe", "no", "yes"), "a").tolist()
     [1, 2, 2]
     """
-    if not theirs or not mine:
+    if not server_classes or not site_classes:
         return y
-    unknown = [name for name in mine if name not in theirs]
+    unknown = [name for name in site_classes if name not in server_classes]
     if unknown:
         raise DataError(
-            f"{who} has samples of class {unknown[0]!r}, which the server does not know: {', '.join(theirs[:20])}."
+            f"{who} has samples of class {unknown[0]!r}, which the server does not know: "
+            f"{', '.join(server_classes[:20])}."
         )
-    index_of = torch.tensor([list(theirs).index(name) for name in mine])
+    index_of = torch.tensor([list(server_classes).index(name) for name in site_classes])
     if y.dim() > 1:
-        wide = torch.zeros(len(y), len(theirs), dtype=y.dtype)
+        wide = torch.zeros(len(y), len(server_classes), dtype=y.dtype)
         wide[:, index_of] = y
         return wide
     return index_of[y]

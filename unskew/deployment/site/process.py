@@ -91,16 +91,16 @@ class SiteProcess:
         run, attempt = read_text(config, "run"), read_integer(config, "attempt")
         digest, reference = read_text(config, "digest"), DataSchema.read(config)
         if not reference.settled:
-            answer = self._summed(asked, digest, reference)
-            return Frame(answer.kind, {**answer.config, "run": run, "attempt": attempt}, {}, answer.arrays)
+            reply = self._summed(asked, digest, reference)
+            return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, {}, reply.arrays)
         work = self.work(digest, reference)
         state = SiteState(self.config.path("state", self.folder), run, self.config.client)
         received = ReceivedData(state.folder, work.method.data).load()
         began = time.perf_counter()
-        answer = self._carried_out(asked, work, state, received)
+        reply = self._carried_out(asked, work, state, received)
         seconds = time.perf_counter() - began
-        self.log(f"run {run[:8]}, {asked.kind}{self._round(asked)}: {seconds:.2f} s, {answer.size} bytes back")
-        return Frame(answer.kind, {**answer.config, "run": run, "attempt": attempt}, answer.figures, answer.arrays)
+        self.log(f"run {run[:8]}, {asked.kind}{self._round(asked)}: {seconds:.2f} s, {reply.size} bytes back")
+        return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, reply.figures, reply.arrays)
 
     @staticmethod
     def _round(asked: Frame) -> str:
@@ -112,8 +112,8 @@ class SiteProcess:
         )
         if asked.kind == "hello":
             ledger.opened(0)  # raises for a second run of an experiment whose masked sums were opened
-            answer = work.facts(work.data)
-            return self._introduced(asked, answer)
+            reply = work.facts(work.data)
+            return self._introduced(asked, reply)
         if asked.kind == "train":
             return work.answered(asked, state, received, self.masks, ledger)
         if asked.kind in PHASES:
@@ -170,13 +170,13 @@ class SiteProcess:
         config = size_report(self.config, len(holding.train), len(holding.held))
         return self._introduced(asked, Frame("facts", {**config, "values": values}, {}, sums))
 
-    def _introduced(self, asked: Frame, answer: Frame) -> Frame:
+    def _introduced(self, asked: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""
-        config = {**answer.config, **software_versions(), "clock": time.time(), "key": self.key}
+        config = {**report.config, **software_versions(), "clock": time.time(), "key": self.key}
         if self.identity is not None and "challenge" in asked.config:
             words = [read_text(asked.config, "run"), read_text(asked.config, "challenge")]
             config["signature"] = self.identity.sign(["hello", *words, self.config.client])
-        return Frame(answer.kind, config, {}, answer.arrays)
+        return Frame(report.kind, config, {}, report.arrays)
 
     def agreed(self, digest: str) -> Experiment:
         """Return the experiment with a digest.
@@ -269,16 +269,16 @@ class SiteProcess:
         try:
             request = receive(connection, int(self.config.limits.max_message_mb * 1e6), HEADER_SECONDS)
         except FrameError as error:
-            answer = Frame("refused", {"reason": str(error)})
+            reply = Frame("refused", {"reason": str(error)})
         except OSError as error:
             self.log(f"A connection was closed because it did not send a complete message in time ({error}).")
             return
         else:
-            answer = self.answer(request)
-        if answer.kind in ("refused", "forgotten", "outdated"):
-            self.log(f"rejected: {answer.config['reason']}")
+            reply = self.answer(request)
+        if reply.kind in ("refused", "forgotten", "outdated"):
+            self.log(f"rejected: {reply.config['reason']}")
         with contextlib.suppress(OSError):
-            send(connection, answer)
+            send(connection, reply)
 
 
 def key_fingerprint(public_key: Path) -> str:

@@ -30,13 +30,13 @@ class InvalidMessageError(UnskewError):
     """A received message does not match the request; it is rejected as a whole."""
 
 
-def printable(said: object) -> str:
+def printable(value: object) -> str:
     """Return received text as one line that is safe to show and log, without terminal control characters.
 
     >>> printable("a" + chr(27) + "[2Jb")
     'a [2Jb'
     """
-    return "".join(c if c.isprintable() else " " for c in str(said)[:1000])
+    return "".join(c if c.isprintable() else " " for c in str(value)[:1000])
 
 
 def encode_tensor(tensor: Tensor) -> Blob:

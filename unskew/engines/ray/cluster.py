@@ -107,6 +107,9 @@ def connect(address: str, workers: int | None) -> None:
 def check_address_trusted(address: str) -> None:
     """Validate that an untrusted file does not name a cluster on another machine, which could run programs here.
 
+    Args:
+        address: Address of the cluster, ``HOST:PORT``, ``local`` or ``auto``.
+
     Raises:
         ConfigError: If an untrusted file names a cluster on another machine.
     """
@@ -128,6 +131,9 @@ def list_nodes(ray: Any) -> list[tuple[int, float]]:
 
 def check_reachable(address: str) -> None:
     """Validate that the address accepts connections; otherwise Ray would end this process a minute after it failed.
+
+    Args:
+        address: Address of the cluster, ``HOST:PORT``.
 
     Raises:
         EngineError: If nothing listens at the address.
@@ -166,6 +172,9 @@ def accepts_without_token(address: str) -> bool:
 
 def check_token_required(host: str) -> None:
     """Validate that a cluster requires a token, except on loopback, because anyone with access can run programs there.
+
+    Args:
+        host: Host name or IP address of the cluster.
 
     Raises:
         EngineError: If ``host`` is not an address of this machine to itself.

@@ -73,6 +73,9 @@ class RayEngine:
     Raises:
         EngineError: If there is no such cluster, it has no room for a task or another version of unskew, or the run
             cannot be sent to it.
+
+    Attributes:
+        name: Name of the engine.
     """
 
     name = "ray"

@@ -60,7 +60,8 @@ class DescribedClients(RemoteClients):
     """Clients of data that are described by name.
 
     Attributes:
-        spec, seed: Data specification and seed, which determine the partition.
+        spec: Data specification, which determines the partition together with the seed.
+        seed: Seed of the run.
     """
 
     spec: DataSpec
@@ -195,11 +196,7 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(theirs: dict[str, str]) -> None:
-    """Validate that the cluster has the same versions.
-
-    Raises:
-        EngineError: If the versions differ.
-    """
+    """Validate that the cluster has the versions of this machine (raises ``EngineError`` otherwise)."""
     installed = versions()
     if theirs != installed:
         there, here = (" and ".join(f"{name} {version}" for name, version in of.items()) for of in (theirs, installed))

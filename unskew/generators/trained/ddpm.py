@@ -36,7 +36,10 @@ class DDPM:
     """Options of the diffusion model.
 
     Attributes:
-        epochs, batch, lr: Epochs, batch size and learning rate of the training with AdamW.
+        private: Whether generators can be trained with differential privacy.
+        epochs: Number of training epochs.
+        batch: Batch size.
+        lr: Learning rate of AdamW.
         steps: Number ``T`` of diffusion steps.
         sampling_steps: Number of steps in sampling.
         schedule: Noise schedule.

@@ -65,8 +65,11 @@ def spaced_timesteps(steps: int, count: int) -> list[int]:
 class Diffusion:
     """Diffusion process with ``steps`` steps.
 
-    Attributes:
-        abar: ``abar_t`` of every step, float64 ``[steps]``.
+    The values ``abar_t`` of all steps are available as ``abar``, float64 ``[steps]``.
+
+    Args:
+        schedule: Noise schedule, ``cosine`` or ``linear``.
+        steps: Number of diffusion steps.
     """
 
     def __init__(self, schedule: Literal["cosine", "linear"], steps: int):

@@ -192,20 +192,20 @@ def check_module(module: nn.Module) -> None:
 class PrivateTraining:
     """Differentially private training of one generator.
 
+    The loss must call ``module`` of this object. ``sigma`` is the noise multiplier, ``q`` the sampling rate, and
+    ``allowed`` the number of steps that the budget allows.
+
     Args:
         privacy: Privacy options.
         module: Network without BatchNorm. It computes per-sample gradients until ``close``.
         optimizer: Optimizer of its parameters.
         seed: Random seed of the generator. The noise can be computed from it, so in deployment it must be secret.
-        examples, epochs, batch: Number of samples, number of epochs, and expected batch size.
+        examples: Number of samples.
+        epochs: Number of epochs.
+        batch: Expected batch size.
 
     Raises:
         ConfigError: If the module does not support per-sample gradients, or the budget does not allow one step.
-
-    Attributes:
-        module: Module that the loss must call.
-        sigma, q: Noise multiplier and sampling rate.
-        allowed: Number of steps that the budget allows.
     """
 
     def __init__(

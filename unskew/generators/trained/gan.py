@@ -37,7 +37,9 @@ class GAN:
     """Options of the DCGAN.
 
     Attributes:
-        epochs, batch, lr: Epochs, batch size and learning rate of the training with Adam.
+        epochs: Number of training epochs.
+        batch: Batch size.
+        lr: Learning rate of Adam.
         noise: Dimension of ``z``.
         width: Number of channels of the outermost layer, doubled at each halving.
     """

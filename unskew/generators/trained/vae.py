@@ -37,7 +37,9 @@ class VAE:
     """Options of the beta-VAE.
 
     Attributes:
-        epochs, batch, lr: Epochs, batch size and learning rate of the training with Adam.
+        epochs: Number of training epochs.
+        batch: Batch size.
+        lr: Learning rate of Adam.
         beta: Weight of the KL term.
         latent: Dimension of the code.
         channels: Number of channels of the convolutions.

@@ -51,6 +51,10 @@ class AutoPeriods(ClientRule, SyncRule):
     """FedALS with periods adapted to the measured drift.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         first: Plain FedALS with the periods of the first epoch.
         budget: Average number of communicated parameters per round, as a share of all parameters.
         longest: Number of rounds of an epoch, and the longest period.
@@ -67,6 +71,9 @@ class AutoPeriods(ClientRule, SyncRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the run is long enough to adapt the periods at least once.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If the run ends before that and would equal plain FedALS, or updates are delayed.

@@ -57,6 +57,12 @@ class FedALS(SyncRule):
     """Adaptive local steps.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        spaces: Search spaces of ``unskew tune``.
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
+        summary_metrics: Metrics of the method that the run summary repeats.
         alpha: Number of rounds between two averages of the body.
         split: Number of leading layers in the body, in order of depth; -1: all but the last. A transformer's layers are its
             blocks; its embeddings always belong to the body and are not counted.
@@ -121,6 +127,9 @@ class FedALS(SyncRule):
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the model, and warn about layers that are never averaged.
 
+        Args:
+            run: Run to check, with its configuration, federation and model.
+
         Raises:
             ConfigError: If the model has no body that could be averaged less often, or updates are delayed.
         """
@@ -143,6 +152,9 @@ class FedALS(SyncRule):
 
     def periods_of(self, spec: ModelSpec) -> list[int]:
         """Return the number of rounds between two averages of each layer group, in order of depth.
+
+        Args:
+            spec: Layout of the model.
 
         Raises:
             ConfigError: If ``split`` exceeds the number of layers, or a pattern matches no layer.

@@ -55,15 +55,24 @@ class FedCOG(ClientRule):
     """Consensus-oriented generation.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        spaces: Search spaces of ``unskew tune``.
+        tasks: Supported tasks.
+        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         n: Number ``N`` of generated inputs.
         g_steps: Number of updates of the inputs.
         g_batch: Number of inputs that are learned at the same time, if ``n`` do not fit in memory (appendix A.4.3); 0: all.
         start_round: First round (from 0) with generation; earlier rounds are those of the base method.
         g_lr: Learning rate of the inputs, for Adam.
-        lambda_ce, lambda_dis, lambda_bn: Weights of the generation objective.
+        lambda_ce: Weight of the cross-entropy in the generation objective.
+        lambda_dis: Weight of the disagreement in the generation objective.
+        lambda_bn: Weight of the BatchNorm term in the generation objective.
         coefficients: ``fixed`` (``w_real = 1, w_kd = lambda_kd``) or ``auto`` (from the client's class deficits).
         lambda_kd: Weight of the distillation for ``fixed``.
-        t_js, t: Temperatures of the divergence and of the distillation.
+        t_js: Temperature of the divergence.
+        t: Temperature of the distillation.
         labels: Target labels: ``uniform``, ``complementary`` to the client's labels, or those of ``explicit``.
         explicit: Labels in order, such as ``0;1;2``, repeated until there are ``n``.
         source: Models in the objective: ``both``; ``global``: without the disagreement; ``noise``: inputs are not learned.
@@ -80,7 +89,7 @@ class FedCOG(ClientRule):
     """
 
     name: ClassVar[str] = "fedcog"
-    summary: ClassVar[str] = "distils from data that only the global model knows"
+    summary: ClassVar[str] = "distills from generated data that the global model knows and the local model does not"
     paper: ClassVar[str] = "Ye et al. 2023, arXiv:2312.05966"
     # The paper's grids.
     spaces: ClassVar[Mapping[str, Space]] = {"lambda_dis": log_range(0.01, 10.0), "lambda_kd": log_range(1e-3, 1.0)}
@@ -121,6 +130,9 @@ class FedCOG(ClientRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate options and data.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
 
         Raises:
             ConfigError: If an option does not fit the data, or the run ends before the first round with generation.

@@ -71,6 +71,12 @@ class Fedssyn(DataRule):
     """Synthetic data shuffling.
 
     Attributes:
+        name: Name of the method in expressions.
+        summary: Description in one line.
+        paper: Reference of the paper.
+        weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
+        tasks: Supported tasks.
+        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         rho: Share of a client's samples on which its generator is trained.
         n_syn: Number of images that each client generates; None: the size of the training set over the number of clients.
         generator: ``ddpm``, ``vae``, ``gan``, one of them with ``-small``, or ``package.module:factory``; options follow
@@ -84,7 +90,9 @@ class Fedssyn(DataRule):
         epsilon: Privacy budget of each client's generator. With ``noise_multiplier``, training stops before the budget is
             spent; without it, the budget determines the noise. If both are None, generators are not private.
         noise_multiplier: Standard deviation of DP-SGD's noise divided by ``clip``.
-        delta, clip, accountant: Options of DP-SGD.
+        delta: Probability ``delta`` of DP-SGD's guarantee.
+        clip: Maximum norm of a sample's gradient in DP-SGD.
+        accountant: Privacy accountant, ``rdp`` or ``prv``.
     """
 
     name: ClassVar[str] = "fedssyn"
@@ -272,6 +280,9 @@ class Fedssyn(DataRule):
 
     def check_asked(self, recipe: dict[str, Any]) -> None:
         """Validate that a given set was generated with these options; options with default values are not checked.
+
+        Args:
+            recipe: Options with which the set was generated, by name.
 
         Raises:
             ConfigError: If an option has another value than the one used for the set.

@@ -51,6 +51,9 @@ def outside_vmap() -> AbstractContextManager[None]:
 def unwrap_batched(t: Tensor) -> tuple[Tensor, bool] | None:
     """Remove the client axis of a tensor.
 
+    Args:
+        t: Tensor, which may be mapped over clients.
+
     Returns:
         The tensor without the wrapper, and whether it has a client axis, which is then the first axis. None if another
         transform is in between.

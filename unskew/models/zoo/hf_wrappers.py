@@ -28,9 +28,10 @@ PADDING = -1
 class HuggingFaceModel(nn.Module):
     """Base class of wrapped Hugging Face models.
 
-    Attributes:
+    ``blocks`` is the name of the list of the model's blocks, each of which is one layer; None if it has none.
+
+    Args:
         net: Model of ``transformers``, including LoRA factors, if any.
-        blocks: Name of the list of its blocks, each of which is one layer; None if it has none.
     """
 
     def __init__(self, net: nn.Module):
@@ -114,7 +115,13 @@ class ImageClassifier(HuggingFaceModel):
     Args:
         net: Model of ``transformers``.
         size: Height and width of its inputs.
-        mean, std: Mean and standard deviation per channel that normalize its inputs.
+        mean: Mean of its inputs per channel.
+        std: Standard deviation of its inputs per channel.
+
+    Attributes:
+        intensities: True, because the model normalizes its inputs itself.
+        mean: Buffer of the means, ``[c, 1, 1]``.
+        std: Buffer of the standard deviations, ``[c, 1, 1]``.
     """
 
     intensities = True
@@ -183,6 +190,9 @@ def block_list(module: HuggingFaceModel) -> str | None:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[Any]:
     """Context manager that yields the package ``transformers`` with its warnings and progress bars off.
+
+    Yields:
+        The package ``transformers``.
 
     Raises:
         ConfigError: If the package ``transformers`` is not installed.

@@ -161,6 +161,9 @@ def require_image_shape(shape: tuple[int, ...], classes: int, **options: Any) ->
 def is_folder(name: str) -> bool:
     """Return whether a name is a local folder.
 
+    Args:
+        name: Name of a model on the Hugging Face Hub, or path of a folder.
+
     Raises:
         ConfigError: If the name can only be a path, but the folder does not exist.
     """

@@ -41,18 +41,18 @@ SPLITS = {"iid": "iid", "class": "one class each"}
 
 
 def worker_data(x: Tensor, y: Tensor, classes: int, each: int, how: str, seed: int) -> tuple[Tensor, Tensor]:
-    """Workers' data ``x [C, each, d]`` and labels ``[C, each]``, from ``each`` samples of every class.
+    """Draw ``each`` samples of every class, and return the workers' inputs ``[C, each, d]`` and labels ``[C, each]``.
 
     Args:
         x: Inputs, ``[n, d]``.
         y: Labels, ``[n]``.
         classes: Number of classes ``C``, and of workers.
         each: Samples of every class, and of every worker.
-        how: ``class``: worker ``c`` holds class ``c``; ``iid``: all are shuffled and cut.
-        seed: Decides which samples are drawn.
+        how: ``class``: worker ``c`` holds class ``c``; ``iid``: the samples are shuffled and divided equally.
+        seed: Random seed of the drawn samples.
 
     Raises:
-        DataError: A class has fewer samples.
+        DataError: If a class has fewer samples.
     """
     draws = generator(seed, "logistic split")
     members = []
@@ -68,12 +68,12 @@ def worker_data(x: Tensor, y: Tensor, classes: int, each: int, how: str, seed: i
 
 
 def shuffle_shares(x: Tensor, y: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]:
-    """The same after each worker's share ``p`` went through the pool.
+    """Shuffle a share ``p`` of each worker's samples among the workers, and return inputs and labels in the same shape.
 
     Args:
-        x: Features of each worker, ``[K, n, d]``.
-        y: Targets of each worker, ``[K, n]``.
-        p: Share of samples that go through the pool.
+        x: Inputs of each worker, ``[K, n, d]``.
+        y: Labels of each worker, ``[K, n]``.
+        p: Share of samples that are pooled, permuted and dealt out again.
         seed: Seed of the run.
     """
     draws = generator(seed, "logistic shuffle")
@@ -89,17 +89,17 @@ def shuffle_shares(x: Tensor, y: Tensor, p: float, seed: int) -> tuple[Tensor, T
 def train(
     x: Tensor, y: Tensor, test: tuple[Tensor, Tensor], steps: Tensor, epochs: int, rounds: int, noise: float, seed: int
 ) -> Tensor:
-    """Test losses after every round, ``[rounds, P, G]``.
+    """Train with ``P`` shares and ``G`` step sizes at the same time, and return the test losses, ``[rounds, P, G]``.
 
     Args:
         x: Inputs of each share's workers, ``[P, n, m, d]``.
-        y: Their labels, ``[P, n, m]``.
+        y: Labels of the inputs, ``[P, n, m]``.
         test: Inputs ``[t, d]`` and labels ``[t]``.
         steps: Step sizes ``eta``, ``[G]``.
         epochs: Steps per round, ``E``.
         rounds: Communication rounds.
         noise: Variance of the gradient noise, over all inputs of a class.
-        seed: Decides the noise; the same for all shares and step sizes.
+        seed: Random seed of the noise, which is the same for all shares and step sizes.
     """
     (shares, workers, m, d), G = x.shape, len(steps)
     classes = int(test[1].max()) + 1
@@ -127,15 +127,15 @@ def train(
 
 @dataclass(frozen=True)
 class LogisticStudy:
-    """The logistic experiment.
+    """Experiment with logistic regression: test losses by share of shuffled samples.
 
     Attributes:
         data: Data set of images.
-        per_class: Training images of every class; the workers are as many as the classes and hold as many.
-        shares: Shares ``p``.
-        epochs: Values of ``E``.
+        per_class: Training images of every class. There are as many workers as classes, each with this many images.
+        shares: Shares ``p`` of each worker's images that are shuffled among the workers.
+        epochs: Values of ``E``, the steps per round.
         noise: Variances of the gradient noise, summed over the inputs.
-        steps: Step sizes, of which the best by the last test loss counts.
+        steps: Step sizes; for each share, the one with the lowest last test loss is reported.
         rounds: Communication rounds.
     """
 
@@ -149,7 +149,7 @@ class LogisticStudy:
     _source: list[Source] = field(default_factory=list, init=False, compare=False)
 
     def parts(self) -> list[str]:
-        """Split, epochs and noise."""
+        """Return the names of the parts: each combination of split, epochs and noise."""
         return [f"{SPLITS[how]}, E = {e}, noise {s:g}" for how in SPLITS for e in self.epochs for s in self.noise]
 
     def prepare(self, data_path: str | None) -> None:
@@ -157,7 +157,7 @@ class LogisticStudy:
         self._source[:] = [load_source(self.data, path=data_path)]
 
     def run(self, part: str, seed: int) -> dict[str, Any]:
-        """Test losses of every share with its best step size.
+        """Run one part and return the test losses of every share with its best step size.
 
         Args:
             part: Name of the part.
@@ -182,7 +182,7 @@ class LogisticStudy:
         }
 
     def lines(self, by_part: ByPart) -> list[Line]:
-        """The last test loss of every share, a row per part."""
+        """Return a table of the last test loss of every share, with one row per part."""
         rows = []
         for part, outcomes in by_part.items():
             columns = zip(*(o["summary"]["loss"] for o in outcomes.values()), strict=True)
@@ -195,7 +195,7 @@ class LogisticStudy:
         return [(title, ["", *(f"p = {p:g}" for p in self.shares), f"steps of seed {seeds.split(',')[0]}"], rows)]
 
     def draw(self, by_part: ByPart, path: Path) -> Path:
-        """A panel per part: test loss against rounds, a line per share.
+        """Draw one panel per part: test loss against rounds, with one line per share.
 
         Args:
             by_part: Outcomes of each part.

@@ -28,12 +28,12 @@ from unskew.seeding import generator
 
 @dataclass(frozen=True)
 class QuadraticProblem:
-    """Workers' pairs after shuffling, for each share ``p``.
+    """Data pairs ``(A_ij, b_ij)`` of all workers after shuffling, for each of ``P`` shares ``p``.
 
     Attributes:
         a: Curvatures, ``[P, n, m]``: ``A_ij = a_ij I``.
         b: Targets, ``[P, n, m, d]``.
-        optimum: The minimum of the mean, ``[d]``; no shuffling moves it.
+        optimum: Minimum of the workers' mean loss, ``[d]``; it does not depend on the shuffling.
     """
 
     a: Tensor
@@ -42,32 +42,32 @@ class QuadraticProblem:
 
     @property
     def smoothness(self) -> Tensor:
-        """``L_p = max_i mean_j a_ij^2``, ``[P]``."""
+        """Largest smoothness constant of a worker's loss for each share, ``L_p = max_i mean_j a_ij^2``, ``[P]``."""
         return self.a.square().mean(2).amax(1)
 
     def dissimilarity(self, x: Tensor) -> Tensor:
-        """``zeta_p^2 = mean_i ||grad f_i(x) - grad f(x)||^2``, ``[P]``."""
+        """Return the dissimilarity for each share, ``zeta_p^2 = mean_i ||grad f_i(x) - grad f(x)||^2``, ``[P]``."""
         gradients = (self.a.square().mean(2)[..., None] * x) - (self.a[..., None] * self.b).mean(2)
         return (gradients - gradients.mean(1, keepdim=True)).square().sum(2).mean(1)
 
     def rows(self, which: list[int]) -> QuadraticProblem:
-        """The same for some of the shares."""
+        """Return the problem for the shares with these indices."""
         return QuadraticProblem(self.a[which], self.b[which], self.optimum)
 
 
 def make_problem(
     shares: list[float], zeta2: float, sigma2: float, seed: int, workers: int = 10, d: int = 25, m: int = 100
 ) -> QuadraticProblem:
-    """The workers' pairs for each share; those of different shares are the same before the shuffling.
+    """Draw the workers' pairs and shuffle them for each share; all shares shuffle the same pairs.
 
     Args:
-        shares: Shares ``p`` that are shuffled.
+        shares: Shares ``p`` of each worker's pairs that are shuffled among the workers.
         zeta2: Dissimilarity of the workers' gradients at 0, in expectation.
         sigma2: Noise of a worker's gradients at 0, in expectation.
-        seed: Decides the pairs and the shuffling.
-        workers: ``n``.
+        seed: Random seed of the pairs and of the shuffling.
+        workers: Number of workers ``n``.
         d: Dimension.
-        m: Pairs of each worker.
+        m: Number of pairs of each worker.
     """
     draws = generator(seed, "quadratic problem")
     scale = torch.arange(1, workers + 1, dtype=torch.float64)
@@ -91,13 +91,16 @@ def make_problem(
 
 
 def fedavg(problem: QuadraticProblem, steps: Tensor, rounds: int, seed: int) -> Tensor:
-    """Errors ``||x - x*||^2`` after every round: ``[rounds, P, G]``; not finite where a step size diverges.
+    """Run FedAvg with every share and step size at the same time, and return the errors.
 
     Args:
-        problem: The pairs.
-        steps: Step sizes ``gamma``, ``[G]``; or ``[P, G]``, of each share its own.
-        rounds: Communication rounds, full participation.
-        seed: Decides the order of the pairs, the same for all shares and step sizes.
+        problem: The workers' pairs, for ``P`` shares.
+        steps: Step sizes ``gamma``: ``[G]`` for all shares, or ``[P, G]`` for each share.
+        rounds: Communication rounds; all workers take part in each.
+        seed: Random seed of the order of the pairs, which is the same for all shares and step sizes.
+
+    Returns:
+        Errors ``||x - x*||^2`` after every round, ``[rounds, P, G]``; not finite where a step size diverges.
     """
     (shares, workers, m), d = problem.a.shape, problem.b.shape[-1]
     gamma = steps.to(torch.float64).expand(shares, -1)
@@ -106,7 +109,7 @@ def fedavg(problem: QuadraticProblem, steps: Tensor, rounds: int, seed: int) -> 
     errors = torch.empty(rounds, shares, gamma.shape[1], dtype=torch.float64)
     for t in range(rounds):
         order = torch.argsort(torch.rand(workers, m, generator=draws), dim=1).expand(shares, -1, -1)
-        # Backwards in time, so that what comes after a step is a running product.
+        # Pairs are indexed backwards in time, so that the factors of all later steps are a running product.
         a, b = problem.a.gather(2, order), problem.b.gather(2, order[..., None].expand_as(problem.b))
         factor = 1 - gamma[:, None, :, None] * a.square()[:, :, None]  # [P, n, G, m]
         product = torch.cumprod(factor, dim=3)
@@ -118,14 +121,14 @@ def fedavg(problem: QuadraticProblem, steps: Tensor, rounds: int, seed: int) -> 
 
 
 def best_rounds(errors: Tensor, accuracies: Tensor) -> tuple[Tensor, Tensor]:
-    """First round, from 1, in which the error is at most each accuracy, with the best step size.
+    """Return the first round, from 1, in which the error is at most each accuracy, with the best step size.
 
     Args:
-        errors: ``[rounds, P, G]``.
-        accuracies: ``[E]``.
+        errors: Result of ``fedavg``, ``[rounds, P, G]``.
+        accuracies: Errors to reach, ``[E]``.
 
     Returns:
-        Rounds ``[P, E]``, NaN where no step size gets there, and the best step sizes' numbers ``[P, E]``.
+        Rounds ``[P, E]``, NaN where no step size reaches the accuracy, and indices of the best step sizes, ``[P, E]``.
     """
     best, which = [], []
     for accuracy in accuracies:
@@ -138,7 +141,7 @@ def best_rounds(errors: Tensor, accuracies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_rounds(accuracies: np.ndarray, rounds: np.ndarray) -> tuple[float, float]:
-    """Least squares ``A`` and ``B`` of ``R = A / sqrt(eps) + B``; NaN with fewer than two points.
+    """Fit ``A`` and ``B`` of ``R = A / sqrt(eps) + B`` by least squares; NaN with fewer than two points.
 
     Args:
         accuracies: Accuracies ``eps``, ``[n]``.
@@ -155,14 +158,14 @@ def fit_rounds(accuracies: np.ndarray, rounds: np.ndarray) -> tuple[float, float
 
 
 def fit_rounds_chained(accuracies: np.ndarray, rounds: np.ndarray) -> list[float]:
-    """The authors' fit: each share's ``A`` and ``B`` by non-negative least squares below those of the share before.
+    """Fit as the authors do: non-negative least squares, with ``A`` and ``B`` at most those of the previous share.
 
     Args:
-        accuracies: ``[E]``.
-        rounds: ``[P, E]``, in order of growing shares.
+        accuracies: Accuracies ``eps``, ``[E]``.
+        rounds: Rounds to reach each accuracy, ``[P, E]``, in order of increasing shares.
 
     Returns:
-        ``A_p``, ``[P]``.
+        Coefficients ``A_p`` of each share, ``[P]``.
     """
     from scipy.optimize import lsq_linear
 
@@ -180,10 +183,12 @@ def fit_rounds_chained(accuracies: np.ndarray, rounds: np.ndarray) -> list[float
 
 
 def predicted_ratio(p: np.ndarray, largest: float, average: float) -> np.ndarray:
-    """``A_p / A_0`` by Corollary I without noise: ``(1 - p) sqrt(L_p / L_0)`` with ``L_p = (1 - p) L_max + p L_avg``.
+    """Predict ``A_p / A_0`` without noise: ``(1 - p) sqrt(L_p / L_0)`` with ``L_p = (1 - p) L_max + p L_avg``.
+
+    This follows from Corollary I of Fedssyn.
 
     Args:
-        p: Shares of synthetic data, ``[n]``.
+        p: Shares of shuffled pairs, ``[n]``.
         largest: Smoothness constant ``L_max``.
         average: Smoothness constant ``L_avg``.
     """

@@ -1,4 +1,4 @@
-"""The quadratic experiment's three panels: what is run, its table and its figure; the program is in ``quadratic``."""
+"""Figure 2 of Fedssyn with its three panels: the runs, a table and the figure; ``quadratic`` has the computation."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class QuadraticStudy:
     """Figure 2 of Fedssyn.
 
     Attributes:
-        workers, dimension, pairs: ``n``, ``d`` and ``n_i``.
-        zeta2: Dissimilarity of the workers.
+        workers, dimension, pairs: Number of workers ``n``, dimension ``d``, and pairs of each worker ``n_i``.
+        zeta2: Dissimilarity of the workers' gradients at 0, in expectation.
         rounds: Communication rounds.
         curve_shares, curve_step, curve_noise: Shares, step size and noises ``sigma^2`` of panel (a), of which the paper gives
             only the noises.
-        shares: So many shares from 0 to 1 in panels (b) and (c), without noise.
-        steps: So many of 40 step sizes, spaced evenly in their logarithms from 1e-6 to 100.
+        shares: Number of shares from 0 to 1 in panels (b) and (c), which have no noise.
+        steps: Number of step sizes to try: the smallest of 40 from 1e-6 to 100, evenly spaced on a logarithmic scale.
         epsilon: Accuracy of panel (b).
-        accuracies: So many, of 80 in (1e-6, 10^-4.3], for panel (c).
+        accuracies: Number of accuracies in panel (c): the largest ones of 80 from 1e-6 to 10^-4.3.
     """
 
     workers: Whole = 10
@@ -61,18 +61,18 @@ class QuadraticStudy:
     accuracies: Annotated[int, Field(ge=2, le=79)] = 79
 
     def parts(self) -> list[str]:
-        """Panel (a), and panels (b) and (c) together."""
+        """Return the names of the parts: panel (a), and panels (b) and (c) together."""
         return [CURVES, TUNED]
 
     def prepare(self, data_path: str | None) -> None:
-        """Nothing is needed."""
+        """Load nothing; the problem is drawn at random."""
 
     def problem(self, shares: list[float], sigma2: float, seed: int) -> QuadraticProblem:
-        """The pairs.
+        """Draw the workers' pairs, as ``make_problem`` does.
 
         Args:
-            shares: Shares of synthetic data.
-            sigma2: Variance of the gradient noise.
+            shares: Shares of each worker's pairs that are shuffled among the workers.
+            sigma2: Noise of a worker's gradients at 0, in expectation.
             seed: Seed of the run.
         """
         return make_problem(shares, self.zeta2, sigma2, seed, self.workers, self.dimension, self.pairs)
@@ -87,7 +87,7 @@ class QuadraticStudy:
         return self.curves(seed) if part == CURVES else self.tuned(seed)
 
     def curves(self, seed: int) -> dict[str, Any]:
-        """Panel (a): errors at rounds spaced evenly in their logarithms, and without noise the floors that drift predicts."""
+        """Run panel (a) and return errors at logarithmically spaced rounds, and the error floors of drift."""
         shown = np.unique(np.geomspace(1, self.rounds, min(POINTS, self.rounds)).round().astype(int))
         errors, floors = [], []
         for sigma2 in self.curve_noise:
@@ -100,7 +100,7 @@ class QuadraticStudy:
         return {"rounds": shown.tolist(), "errors": errors, "floors": floors}
 
     def tuned(self, seed: int) -> dict[str, Any]:
-        """Panels (b) and (c): rounds to each accuracy with the best step size, and the coefficients of ``1/sqrt(eps)``."""
+        """Run panels (b) and (c) and return rounds with the best step size, and the fitted ``A`` and ``B``."""
         shares = np.linspace(0, 1, self.shares)
         problem = self.problem(shares.tolist(), 0.0, seed)
         gammas = torch.logspace(-6, 2, 40, dtype=torch.float64)[: self.steps]
@@ -122,7 +122,7 @@ class QuadraticStudy:
         }
 
     def lines(self, by_part: ByPart) -> list[Line]:
-        """Coefficients, rounds, smoothness and dissimilarity beside theory, over seeds."""
+        """Return a table of coefficients, rounds, smoothness and dissimilarity over seeds, next to the theory."""
         if TUNED not in by_part:
             return []
         outcomes = by_part[TUNED]
@@ -153,12 +153,12 @@ class QuadraticStudy:
         return [(f"Rounds R = A/√ε + B with the best step size, σ² = 0; seeds {seeds}", header, rows)]
 
     def smoothness(self) -> tuple[float, float]:
-        """``L_max`` and ``L_avg``."""
+        """Return the largest and the mean smoothness constant of the workers, ``L_max`` and ``L_avg``."""
         squares = np.arange(1, self.workers + 1) ** 2
         return float(squares.max()), float(squares.mean())
 
     def draw(self, by_part: ByPart, path: Path) -> Path:
-        """Panels (a) without and with noise, (b) and (c).
+        """Draw panel (a) for each noise, and panels (b) and (c).
 
         Args:
             by_part: Outcomes of each part.
@@ -213,15 +213,16 @@ class QuadraticStudy:
 
 
 def error_floor(problem: QuadraticProblem, step: float) -> torch.Tensor:
-    """The error at which drift stops FedAvg, to leading order in the step: ``[P]``.
+    """Return the error at which client drift stops FedAvg, to leading order in the step size, ``[P]``.
 
     With ``h_i`` a worker's mean curvature and ``g_i`` its gradient at ``x*``, a pass of ``m`` steps moves by
-    ``-gamma m (h_i (x - x*) + g_i) + gamma^2 m (m - 1) / 2 h_i g_i``. So the mean stands still at
-    ``x - x* = gamma (m - 1) / 2 mean_i h_i g_i / mean_i h_i``. Both ``h_i`` and ``g_i`` come nearer to their means by the
-    factor ``1 - p``: the step size for an error can grow, and its rounds fall, by ``(1 - p)^2``.
+    ``-gamma m (h_i (x - x*) + g_i) + gamma^2 m (m - 1) / 2 h_i g_i``. So the mean does not move at
+    ``x - x* = gamma (m - 1) / 2 mean_i h_i g_i / mean_i h_i``. Shuffling reduces the distances of
+    ``h_i`` and ``g_i`` from their means by the factor ``1 - p``. So for the same error, the step size can be larger and
+    the number of rounds smaller by the factor ``(1 - p)^2``.
 
     Args:
-        problem: The problem.
+        problem: Pairs of the workers, for each share.
         step: Step size.
     """
     h = problem.a.square().mean(2)

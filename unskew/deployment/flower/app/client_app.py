@@ -67,7 +67,7 @@ def train(message: Message, context: Context) -> Message:
         path = context.node_config.get("socket")
         if not isinstance(path, str):
             raise FrameError("The SuperNode has no socket in its --node-config.")
-        answer = exchange(path, request)
+        reply = exchange(path, request)
     except FrameError as error:
-        answer = Frame("refused", {"reason": str(error)})
-    return Message(content=to_records(answer), reply_to=message)
+        reply = Frame("refused", {"reason": str(error)})
+    return Message(content=to_records(reply), reply_to=message)

@@ -60,25 +60,25 @@ def send_frames(run: socket.socket, frames: list[Frame]) -> None:
         send(run, frame)
 
 
-def handle_request(grid: Grid, asked: Frame) -> list[Frame]:
+def handle_request(grid: Grid, request: Frame) -> list[Frame]:
     """Reply to a ``nodes``, ``push`` or ``pull`` request.
 
     Args:
         grid: Flower's connection to the nodes.
-        asked: Request of the run's process.
+        request: Request of the run's process.
     """
-    if asked.kind == "nodes":
+    if request.kind == "nodes":
         return [Frame("nodes", {"ids": [str(node) for node in grid.get_node_ids()]})]
-    if asked.kind == "push":
-        config = {key: value for key, value in asked.config.items() if not key.startswith("to.")}
-        inner = Frame(str(asked.config["to.kind"]), config, asked.figures, asked.arrays)
-        round, ttl = str(asked.config["to.round"]), float(asked.config["to.seconds"])
-        message = Message(to_records(inner), int(asked.config["to.node"]), MessageType.TRAIN, ttl=ttl, group_id=round)
+    if request.kind == "push":
+        config = {key: value for key, value in request.config.items() if not key.startswith("to.")}
+        inner = Frame(str(request.config["to.kind"]), config, request.figures, request.arrays)
+        round, ttl = str(request.config["to.round"]), float(request.config["to.seconds"])
+        message = Message(to_records(inner), int(request.config["to.node"]), MessageType.TRAIN, ttl=ttl, group_id=round)
         pushed = list(grid.push_messages([message]))
         return [Frame("pushed", {"ids": [identity or "" for identity in pushed]})]
-    if asked.kind == "pull":
-        return [reply_frame(message) for message in grid.pull_messages(asked.config["ids"])]
-    raise FrameError(f"Unknown request: {asked.kind!r}.")
+    if request.kind == "pull":
+        return [reply_frame(message) for message in grid.pull_messages(request.config["ids"])]
+    raise FrameError(f"Unknown request: {request.kind!r}.")
 
 
 def reply_frame(message: Message) -> Frame:
@@ -88,7 +88,7 @@ def reply_frame(message: Message) -> Frame:
         error = message.error
         return Frame("failed", {**identity, "reason": f"Flower's error {error.code}: {error.reason or 'no reason'}"})
     try:
-        answer = to_frame(message.content)
+        reply = to_frame(message.content)
     except FrameError as error:
         return Frame("refused", {**identity, "reason": str(error)})
-    return Frame(answer.kind, {**answer.config, **identity}, answer.figures, answer.arrays)
+    return Frame(reply.kind, {**reply.config, **identity}, reply.figures, reply.arrays)
