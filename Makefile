@@ -86,11 +86,8 @@ test-cluster: .venv/installed  ## a run on two nodes of a Ray cluster on this ma
 conformance: .venv/installed  ## unskew and other libraries against the papers' algorithms; PFLlib and FL-bench need a checkout
 	$(BIN)/python -m conformance
 
-bench: .venv/installed  ## speed and memory against loops without a framework, and what generation costs
-	$(BIN)/python -m benchmarks.speed
-	$(BIN)/python -m benchmarks.memory
-	$(BIN)/python -m benchmarks.generation
-	$(BIN)/python -m benchmarks.cluster
+bench: .venv/installed  ## speed, memory, generation, Ray and the regret of auto, with one summary table; half an hour, idle machine
+	$(BIN)/python -m benchmarks
 
 docs: .venv/installed  ## the table and pictures of the README from one run of the demo, then the documentation, into site/
 	-$(BIN)/python -m benchmarks.demo
