@@ -1,6 +1,6 @@
 """All local benchmarks, with one summary table at the end: ``python -m benchmarks``, or ``make bench``.
 
-Runs ``speed``, ``memory``, ``generation``, a quick ``cluster`` and ``auto`` one after another, each in an interpreter of its own.
+Runs ``speed``, ``memory``, ``generation``, a quick ``cluster`` and ``auto`` one after another, each in its own interpreter.
 It takes about half an hour on an idle machine with two cores and stores nothing.
 """
 

@@ -410,17 +410,17 @@ def output_folder(folder: Path | None, resume: bool, kept: Callable[[], bool]) -
     if folder is None:
         yield
         return
-    there = ConfigError(
+    exists_error = ConfigError(
         f"The folder {folder} already exists; choose another with --out, or continue with unskew resume or compare --resume."
     )
     if is_occupied(folder) and not resume:
-        raise there
+        raise exists_error
     added = make_folder(folder)
     with folder_lock(folder):
         # Check again: another process may have finished between the first check and the lock.
         fresh = not is_occupied(folder)
         if not fresh and not resume:
-            raise there
+            raise exists_error
         try:
             yield
         except BaseException:

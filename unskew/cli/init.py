@@ -31,8 +31,8 @@ def init(
     """Inspect your data, write a commented experiment.yaml for them, and print the next commands."""
     from unskew.data.sources.registry import SOURCES
 
-    there = data is None or Path(data).expanduser().exists() or data.partition(":")[0] in SOURCES
-    if out.exists() and there:  # if the data do not exist, report that first
+    data_exist = data is None or Path(data).expanduser().exists() or data.partition(":")[0] in SOURCES
+    if out.exists() and data_exist:  # if the data do not exist, report that first
         raise ConfigError(f"{out} already exists. Choose another name with --out, or remove the file.")
     if not out.parent.is_dir():
         raise ConfigError(f"The folder {out.parent} for {out.name} does not exist.")

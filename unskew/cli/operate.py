@@ -125,8 +125,8 @@ def register(
     """Wait until the SuperLink is reachable, and register all sites with it."""
     from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink
 
-    there = RemoteSuperLink(folder.absolute(), superlink).superlink
-    there.configure()
-    there.wait(STARTING)
-    there.control(*(there.registering(key.absolute()) for key in keys))
+    remote_superlink = RemoteSuperLink(folder.absolute(), superlink).superlink
+    remote_superlink.configure()
+    remote_superlink.wait(STARTING)
+    remote_superlink.control(*(remote_superlink.registering(key.absolute()) for key in keys))
     _line(f"Registered {len(keys)} sites.")

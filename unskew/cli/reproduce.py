@@ -88,10 +88,10 @@ def reproduce(
     extra: dict[str, Any] = {"data_path": data_path, "engine": engine, "device": device}
     extra = {name: value for name, value in extra.items() if value is not None}
     which = parse_seed_list(seeds) if seeds else list(range(num_seeds(table, scale)))
-    for kind, wanted, there in (("row", rows, table.rows), ("column", columns, table.columns)):
+    for kind, wanted, available in (("row", rows, table.rows), ("column", columns, table.columns)):
         for name in wanted or ():
-            if name not in there:
-                raise ConfigError(f"{preset} has no {kind} {name!r}. Available: {'; '.join(there)}.")
+            if name not in available:
+                raise ConfigError(f"{preset} has no {kind} {name!r}. Available: {'; '.join(available)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
     with exit_on_signal(runs, again), make_progress(console) as progress:
         sweep = Sweep(

@@ -326,12 +326,12 @@ def _suspects(made: InferredConfig, table: Any, label: str, numbers: list[str]) 
         known = np.unique(y.to_numpy().astype(str), return_inverse=True)[1].reshape(-1).astype(float)
     for column in numbers:
         values = table.column(column).cast("float64", safe=False).to_numpy()
-        there = np.isfinite(values)
-        codes = np.unique(values[there])
+        finite = np.isfinite(values)
+        codes = np.unique(values[finite])
         if 3 <= len(codes) <= CODES and not (codes % 1).any():
             coded.append(column)
-        if known is not None and len(codes) > 1 and np.ptp(known[there]) > 0:
-            correlation = abs(np.corrcoef(values[there], known[there])[0, 1])
+        if known is not None and len(codes) > 1 and np.ptp(known[finite]) > 0:
+            correlation = abs(np.corrcoef(values[finite], known[finite])[0, 1])
             if correlation >= NEARLY:
                 made.seen.append(
                     f"{column} is nearly the label (correlation {correlation:.2f}); exclude it if its value is not "

@@ -80,16 +80,16 @@ def open_tensor(piece: MmapLocation) -> Tensor:
         DataError: If this machine cannot read the file, or the file has a different size.
     """
     try:
-        there = os.stat(piece.path).st_size
+        file_size = os.stat(piece.path).st_size
         mapped_file = np.memmap(piece.path, np.uint8, "r")
     except (OSError, ValueError) as error:
         raise DataError(
             f"{os.uname().nodename} cannot read {piece.path}, from which the data are mapped: {error}. Make the file "
             "available to all nodes under this path, or use ray.data=store."
         ) from error
-    if there != piece.bytes:
+    if file_size != piece.bytes:
         raise DataError(
-            f"{piece.path} has {there:,} bytes on {os.uname().nodename}, but {piece.bytes:,} at the server. Make "
+            f"{piece.path} has {file_size:,} bytes on {os.uname().nodename}, but {piece.bytes:,} at the server. Make "
             "sure that all nodes have the same file."
         )
     mapped_array(mapped_file)

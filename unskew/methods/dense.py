@@ -210,8 +210,8 @@ class Dense(ServerRule):
         loss = F.cross_entropy(ensemble, y) + self.lambda_bn * torch.stack(distances).mean()
         if self.lambda_adv:
             alone = spec.forward(*student, x).logits
-            apart = (ensemble.argmax(1) != alone.argmax(1)).to(loss.dtype)
-            loss = loss - self.lambda_adv * (apart * divergence(ensemble, alone)).mean()
+            disagree = (ensemble.argmax(1) != alone.argmax(1)).to(loss.dtype)
+            loss = loss - self.lambda_adv * (disagree * divergence(ensemble, alone)).mean()
         return loss
 
 

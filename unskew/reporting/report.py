@@ -85,8 +85,8 @@ def check_report_file(file: Path) -> None:
     if file.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"A report is an HTML file: {file} must end with .html.")
     if file.exists():
-        with file.open("rb") as there:
-            if MARK not in there.read(4000):
+        with file.open("rb") as existing_file:
+            if MARK not in existing_file.read(4000):
                 raise ConfigError(f"{file} exists and is not a report. Choose another file with --out.")
 
 

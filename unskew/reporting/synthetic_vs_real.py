@@ -99,10 +99,10 @@ def _strip(images: Tensor) -> str:
     if not len(images):
         return ""
     images = resize_images(images, SIDE, SIDE) if max(images.shape[2:]) > SIDE else images
-    apart = [
+    separated = [
         np.pad(image, ((0, 0), (0, 1), (0, 0)), constant_values=255) for image in images.permute(0, 2, 3, 1).numpy()
     ]
-    pixels = np.concatenate(apart, axis=1)[:, :-1]
+    pixels = np.concatenate(separated, axis=1)[:, :-1]
     out = io.BytesIO()
     kind = "png" if pixels.shape[2] == 1 else "jpeg"
     Image.fromarray(pixels[..., 0] if kind == "png" else pixels).save(out, kind)

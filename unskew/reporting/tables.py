@@ -277,8 +277,8 @@ def fairness_table(part: RunGroup) -> Table | None:
 
 def mean_or_none(values: Sequence[float | None]) -> float | None:
     """Return the mean of the known values; None if there are none."""
-    there = [value for value in values if value is not None]
-    return mean_std(there)[0] if there else None
+    numbers = [value for value in values if value is not None]
+    return mean_std(numbers)[0] if numbers else None
 
 
 def _better(run: RunFiles, judge: MetricInfo) -> float | None:

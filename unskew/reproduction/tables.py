@@ -207,7 +207,9 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
             config, paper_numbers = configs[column, row], published.get((without_mark(row), column))
             if not is_comparable(value, config, paper_numbers):
                 paper = None
-            apart = [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))] if row != first else []
+            differences = (
+                [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))] if row != first else []
+            )
             table.append(
                 TableEntry(
                     value,
@@ -218,19 +220,19 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
                     std,
                     paper,
                     mean - paper if paper is not None and has_same_model(config, paper_numbers) else None,
-                    (*mean_std(apart), len(apart)) if apart else None,
-                    interval95(apart),
+                    (*mean_std(differences), len(differences)) if differences else None,
+                    interval95(differences),
                 )
             )
         for (column, row), base_row in ((at, preset.pairs.get(without_mark(at[1]))) for at in by if value != "saving"):
             own_numbers, base = numbers((column, row)), numbers((column, base_row or ""))
-            apart = [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))]
-            if apart:
-                mean, std = mean_std(apart)
-                seeds, difference = sorted(set(own_numbers) & set(base)), (mean, std, len(apart))
+            differences = [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))]
+            if differences:
+                mean, std = mean_std(differences)
+                seeds, difference = sorted(set(own_numbers) & set(base)), (mean, std, len(differences))
                 table.append(
                     TableEntry(
-                        value, row, column, seeds, mean, std, None, None, difference, interval95(apart), base_row
+                        value, row, column, seeds, mean, std, None, None, difference, interval95(differences), base_row
                     )
                 )
     return table

@@ -48,9 +48,9 @@ class ParallelOn(int):
 def check_parallel(parallel: object) -> None:
     """Validate a value of ``parallel`` (raises ``ConfigError`` if it is not valid)."""
     number = isinstance(parallel, int) and not isinstance(parallel, bool) and 1 <= parallel <= MOST
-    there = ON_CLUSTER.fullmatch(parallel) if isinstance(parallel, str) else None
-    if there is not None:
-        number = there[2] != "local" and (there[1] == "auto" or 1 <= int(there[1]) <= MOST)
+    cluster_match = ON_CLUSTER.fullmatch(parallel) if isinstance(parallel, str) else None
+    if cluster_match is not None:
+        number = cluster_match[2] != "local" and (cluster_match[1] == "auto" or 1 <= int(cluster_match[1]) <= MOST)
     if not number and parallel != "auto":
         raise ConfigError(
             f"parallel={short_repr(parallel)} is not a number of parallel runs. Use 1 to {MOST} or auto, or, on a Ray "

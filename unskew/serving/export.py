@@ -67,16 +67,16 @@ def export(
     added = make_folder(folder)
     try:
         file = folder / FILES[format]
-        apart = None
+        difference = None
         if format == "transformers":
             save_pretrained(opened, folder)
         else:
-            apart = write_model(opened, format, file)
+            difference = write_model(opened, format, file)
         write_atomic(folder / "README.md", model_card_text(opened, format, client).encode())
     except BaseException:
         unmake_folder(folder, added)
         raise
-    return ExportedModel(folder, file, apart)
+    return ExportedModel(folder, file, difference)
 
 
 def save_pretrained(found: OpenedRun, folder: Path) -> None:

@@ -135,9 +135,9 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
             f"The model was trained on arrays, so the input columns of {path} are unknown; "
             "load the model in Python and pass arrays."
         )
-    there = set(table.column_names)
+    existing = set(table.column_names)
     for column in wanted:
-        if column not in there:
+        if column not in existing:
             raise DataError(
                 f"{path}: {unknown_name('column', column, table.column_names)} The model was trained on it."
             )

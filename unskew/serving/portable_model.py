@@ -158,16 +158,16 @@ def write_model(found: OpenedRun, kind: str, file: Path) -> float:
             raise ConfigError(
                 "The outputs of the model are not finite: the run diverged. Train with a smaller learning rate."
             )
-        apart = max(_apart(portable(x), ask(x)) for x in (example_inputs(found, size) for size in SIZES))
+        difference = max(_apart(portable(x), ask(x)) for x in (example_inputs(found, size) for size in SIZES))
     targets = found.inputs.targets
-    apart /= max(targets.std) if targets else 1.0
-    if not apart <= TOLERANCE:
+    difference /= max(targets.std) if targets else 1.0
+    if not difference <= TOLERANCE:
         file.unlink(missing_ok=True)
         raise ConfigError(
-            f"The exported {kind} model's {output_kind(found.inputs)} differ from the original's by up to {apart:.2g}, so "
-            "the file was deleted. Try another format."
+            f"The exported {kind} model's {output_kind(found.inputs)} differ from the original's by up to {difference:.2g}, "
+            "so the file was deleted. Try another format."
         )
-    return apart
+    return difference
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

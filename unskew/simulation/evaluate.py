@@ -73,11 +73,11 @@ class ClientScores:
             client_names: Names of all clients, to name the worst one; empty if clients have no names.
         """
         values = {self.scored: self.accuracies, "loss": self.losses, **self.others}.get(metric.name, np.zeros(0))
-        there = np.flatnonzero(np.isfinite(values))
+        finite = np.flatnonzero(np.isfinite(values))
         name = f"{whose}_{metric.name}"
-        if not len(there):
+        if not len(finite):
             return dict.fromkeys([f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")])
-        values, ids = values[there], self.ids[there] if len(self.ids) else there
+        values, ids = values[finite], self.ids[finite] if len(self.ids) else finite
         worst = values.argmax() if metric.lower_is_better else values.argmin()
         decile = np.sort(-values if metric.lower_is_better else values)[: max(1, len(values) // 10)].mean()
         return {
@@ -325,25 +325,25 @@ def evaluated_clients(total: int, most: int, seed: int) -> list[int]:
     return sorted(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False).tolist())
 
 
-def mean_accuracy_and_loss(right: Tensor, asked: Tensor, losses: Tensor) -> tuple[float, float]:
+def mean_accuracy_and_loss(right: Tensor, predictions: Tensor, losses: Tensor) -> tuple[float, float]:
     """Return the accuracy and the mean loss over all predictions of some samples.
 
     Args:
         right: Share of correct predictions per sample, ``[n]``.
-        asked: Number of predictions per sample, ``[n]``.
+        predictions: Number of predictions per sample, ``[n]``.
         losses: Loss per sample, ``[n]``.
     """
-    return mean_accuracy(right, asked), float(losses.sum() / asked.sum().clamp_min(1))
+    return mean_accuracy(right, predictions), float(losses.sum() / predictions.sum().clamp_min(1))
 
 
-def mean_accuracy(right: Tensor, asked: Tensor) -> float:
+def mean_accuracy(right: Tensor, predictions: Tensor) -> float:
     """Return the accuracy over all predictions: ``right [n]``, weighted by the number of predictions per sample.
 
     Args:
         right: Share of correct predictions per sample, ``[n]``.
-        asked: Number of predictions per sample, ``[n]``.
+        predictions: Number of predictions per sample, ``[n]``.
     """
-    return float((right * asked).sum() / asked.sum().clamp_min(1))
+    return float((right * predictions).sum() / predictions.sum().clamp_min(1))
 
 
 def metrics_by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:

@@ -116,10 +116,10 @@ class MultiLabel(Task):
 
         The last column has the sum of the samples' F1 and the number of samples.
         """
-        predicted, there = logits > 0, y > 0
-        right = predicted & there
+        predicted, actual = logits > 0, y > 0
+        right = predicted & actual
         by_label, by_sample = (
-            torch.stack([part.sum(axis) for part in (right, predicted, there)]).to(torch.float64) for axis in (0, -1)
+            torch.stack([part.sum(axis) for part in (right, predicted, actual)]).to(torch.float64) for axis in (0, -1)
         )
         f1 = precision_recall_f1(by_sample)[2]
         return torch.cat([by_label, by_label.new_tensor([[float(f1.sum())], [len(f1)], [0.0]])], dim=1)
@@ -186,5 +186,5 @@ def precision_recall_f1(tally: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     >>> precision_recall_f1(torch.tensor([[3.0, 0.0], [4.0, 0.0], [6.0, 0.0]]))
     (tensor([0.7500, 0.0000]), tensor([0.5000, 0.0000]), tensor([0.6000, 0.0000]))
     """
-    right, predicted, there = tally
-    return right / predicted.clamp_min(1), right / there.clamp_min(1), 2 * right / (predicted + there).clamp_min(1)
+    right, predicted, actual = tally
+    return right / predicted.clamp_min(1), right / actual.clamp_min(1), 2 * right / (predicted + actual).clamp_min(1)

@@ -85,7 +85,7 @@ def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping
         ConfigError: If there is no such field or option, none of the methods has it, or it does not accept such values.
     """
     spaces: dict[str, Space] = {}
-    there = {name for spelling in methods for name, _ in split_expression(spelling)}
+    known_names = {name for spelling in methods for name, _ in split_expression(spelling)}
     for key, value in given.items():
         owner, dot, option = str(key).rpartition(".")
         if not dot:
@@ -93,8 +93,8 @@ def user_spaces(given: Mapping[str, object], methods: list[str], values: Mapping
                 raise ConfigError(unknown_name("option to tune for all methods", str(key), SHARED))
             spaces[key] = read_space(value, key, partial(_check_field, values, key))
             continue
-        if owner not in there:
-            raise ConfigError(f"The space {key} belongs to none of the methods {', '.join(sorted(there))}.")
+        if owner not in known_names:
+            raise ConfigError(f"The space {key} belongs to none of the methods {', '.join(sorted(known_names))}.")
         cls = rule_class(owner)
         if option not in option_defaults(cls):
             raise ConfigError(unknown_name("option", option, option_defaults(cls), owner))

@@ -161,10 +161,10 @@ def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, nam
         ConfigError: If a column is selected twice, both selected and excluded, or is a label.
         DataError: If a column does not exist.
     """
-    there = set(table.column_names)
+    existing = set(table.column_names)
     for field in ("features", *(() if choice.agreed else ("exclude",)), "categories", "dates"):
         for column in getattr(choice, field):
-            if column not in there and not (field == "categories" and choice.categories == AUTO):
+            if column not in existing and not (field == "categories" and choice.categories == AUTO):
                 raise DataError(f"{name}, {field}: {unknown_name('column', column, table.column_names)}")
     if len(set(choice.features)) < len(choice.features):
         twice = next(column for column in choice.features if choice.features.count(column) > 1)
@@ -229,8 +229,8 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
     if choice.categories != AUTO or not is_string(column.type) or has_decimal_commas(column):
         return None
     differ = len(column.drop_null().unique())
-    many = len(column) >= FEWEST and differ > len(column) / 2
-    return f"left out: text, {differ} values in {len(column)} rows" if many else CATEGORY
+    mostly_different = len(column) >= FEWEST and differ > len(column) / 2
+    return f"left out: text, {differ} values in {len(column)} rows" if mostly_different else CATEGORY
 
 
 def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:

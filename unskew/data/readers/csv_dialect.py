@@ -26,24 +26,24 @@ THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
 NAMES = {"\t": "tab", " ": "space", "|": "pipe"}
 
 
-def csv_format(path: Path, asked: CsvSpec) -> CsvSpec:
+def csv_format(path: Path, requested: CsvSpec) -> CsvSpec:
     """Return the format of a CSV file, and log it if it is not comma-separated UTF-8 with decimal points.
 
     Args:
         path: Path of the file.
-        asked: Format options of the user; fields that are None are detected.
+        requested: Format options of the user; fields that are None are detected.
 
     Raises:
         DataError: If the format is ambiguous.
     """
-    encoding = asked.encoding or detect_encoding(path)
+    encoding = requested.encoding or detect_encoding(path)
     with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, errors="replace", newline="") as file:
         sample = file.read(BLOCK)
         cut = bool(file.read(1))
-    separator = asked.separator or detect_separator(path, sample, cut)
-    decimal = asked.decimal or detect_decimal_mark(path, read_records(sample, separator, cut), separator)
+    separator = requested.separator or detect_separator(path, sample, cut)
+    decimal = requested.decimal or detect_decimal_mark(path, read_records(sample, separator, cut), separator)
     dialect = CsvSpec(separator, decimal, encoding)
-    if dialect not in (CsvSpec(",", ".", "utf-8"), asked):
+    if dialect not in (CsvSpec(",", ".", "utf-8"), requested):
         mark = {",": "comma", ".": "point"}[decimal]
         LOG.info("%s: read as %s-separated, decimal %s, %s", path.name, NAMES.get(separator, separator), mark, encoding)
     return dialect
@@ -137,11 +137,11 @@ def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> st
     missing = {"", *ConvertOptions().null_values}
     with_comma, with_point, numbers = [], [], []
     for name, *values in zip(*rows, strict=False):
-        there = [value for value in values if value.strip() not in missing]
-        if any("," in value for value in there) and all(re.match(COMMA_NUMBER, value) for value in there):
+        present = [value for value in values if value.strip() not in missing]
+        if any("," in value for value in present) and all(re.match(COMMA_NUMBER, value) for value in present):
             with_comma.append(name)
-            numbers += [value for value in there if "," in value]
-        elif any("." in value for value in there) and all(re.match(POINT_NUMBER, value) for value in there):
+            numbers += [value for value in present if "," in value]
+        elif any("." in value for value in present) and all(re.match(POINT_NUMBER, value) for value in present):
             with_point.append(name)
     remedy = "Set csv.decimal to comma or point (--set csv.decimal=comma)."
     if with_comma and with_point:

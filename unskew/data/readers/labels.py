@@ -203,8 +203,8 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
     rows, values = pc.list_parent_indices(array).to_numpy(), pc.list_flatten(array)
     if separator is not None:
         values = pc.utf8_trim_whitespace(values)
-        there = pc.not_equal(values, "").to_numpy(zero_copy_only=False)
-        return rows[there], values.to_numpy(zero_copy_only=False)[there]
+        not_empty = pc.not_equal(values, "").to_numpy(zero_copy_only=False)
+        return rows[not_empty], values.to_numpy(zero_copy_only=False)[not_empty]
     t = pa.types
     if len(values) and not (t.is_integer(values.type) or t.is_string(values.type) or t.is_large_string(values.type)):
         raise DataError(

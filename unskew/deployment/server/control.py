@@ -65,18 +65,18 @@ class ControlSocket:
                 connection.settimeout(SECONDS)
                 send(connection, self.answer(receive(connection, LARGEST, SECONDS)))
 
-    def answer(self, asked: Frame) -> Frame:
+    def answer(self, request: Frame) -> Frame:
         """Execute one command; if it fails, reply with the reason."""
         try:
-            if asked.kind == "status":
+            if request.kind == "status":
                 return Frame("status", {"json": json.dumps(self.sites.status())})
-            if asked.kind == "stop":
-                self.sites.stop(now=asked.config.get("now") is True)
+            if request.kind == "stop":
+                self.sites.stop(now=request.config.get("now") is True)
                 return Frame("done")
-            if asked.kind == "exclude":
-                name = self.sites.exclude(str(asked.config.get("site")), self.save_excluded)
+            if request.kind == "exclude":
+                name = self.sites.exclude(str(request.config.get("site")), self.save_excluded)
                 return Frame("done", {"name": name})
-            raise ConfigError(f"Unknown command {asked.kind[:40]!r}; use the unskew version that the run uses.")
+            raise ConfigError(f"Unknown command {request.kind[:40]!r}; use the unskew version that the run uses.")
         except ConfigError as error:
             return Frame("failed", {"reason": str(error)})
 

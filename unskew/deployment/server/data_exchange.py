@@ -189,20 +189,20 @@ def _one(
     return over_sites.prepare(prepared, seed)
 
 
-def request_all(sites: SiteManager, asked: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
+def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
     """Send requests and return the replies of all clients, in client order.
 
     Args:
         sites: Connected sites.
-        asked: Request for each client.
+        requests: Request for each client.
         what: Name of the request, for the status.
         take: Validates and converts a reply.
 
     Raises:
         EngineError: If a site does not reply.
     """
-    replies = dict(sites.ask(asked, what, take, strict=True))
-    missing = [sites.name(k) for k in asked if k not in replies]
+    replies = dict(sites.ask(requests, what, take, strict=True))
+    missing = [sites.name(k) for k in requests if k not in replies]
     if missing:
         raise EngineError(f"All sites must reply before the first round; no reply from {', '.join(missing[:10])}.")
     return dict(sorted(replies.items()))

@@ -185,10 +185,10 @@ class SiteRegistry:
             )
         self.check(client, frame)
         self._compare(name, frame)
-        apart = abs(clock - time.time())
-        if apart > SKEW:
+        clock_difference = abs(clock - time.time())
+        if clock_difference > SKEW:
             sites.warn(
-                f"{name}: its clock differs by {apart:.0f} s from the server's; certificates may appear expired."
+                f"{name}: its clock differs by {clock_difference:.0f} s from the server's; certificates may appear expired."
             )
         return client
 

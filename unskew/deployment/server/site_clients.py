@@ -67,9 +67,9 @@ class SitesNetwork(Network):
         """Return the round metrics: failures so far, sites present, and delays of updates."""
         counts = {f"sites_{name}": count for name, count in self.sites.counts.items() if count}
         excluded = {"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {}
-        there = {} if self.present is None else {"sites_present": self.present.count}
+        presence = {} if self.present is None else {"sites_present": self.present.count}
         late = age_metrics(self.ages, len(self.engine.in_flight)) if self.asynchronous else {}
-        return {**late, **self.engine.figures(), **there, **counts, **excluded}
+        return {**late, **self.engine.figures(), **presence, **counts, **excluded}
 
 
 class SiteClients(SimulatedClients):

@@ -200,8 +200,8 @@ def _superlink(site: SiteConfig, folder: Path) -> Iterator[Finding]:
         if date is None:
             yield Finding("clock", None, "the SuperLink does not report its time")
         else:
-            apart = abs((parsedate_to_datetime(date) - datetime.now(UTC)).total_seconds())
-            yield Finding("clock", apart < SKEW, f"differs by {apart:.0f} s from the SuperLink's")
+            clock_difference = abs((parsedate_to_datetime(date) - datetime.now(UTC)).total_seconds())
+            yield Finding("clock", clock_difference < SKEW, f"differs by {clock_difference:.0f} s from the SuperLink's")
     except ssl.SSLCertVerificationError as error:
         yield Finding("certificate", False, f"the SuperLink's certificate is invalid: {error.verify_message}")
     except (ssl.SSLError, OSError, http.client.HTTPException) as error:

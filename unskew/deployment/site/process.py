@@ -64,11 +64,11 @@ class SiteProcess:
         self._holdings: dict[str, SiteData] = {}
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
-    def answer(self, asked: Frame) -> Frame:
+    def answer(self, request: Frame) -> Frame:
         """Reply to a message; if this is not possible, reply with the reason."""
         try:
             with time_limit(self.config.limits.seconds):
-                return self._answered(asked)
+                return self._answered(request)
         except (SiteStateLostError, OutdatedMessageError) as error:
             return Frame("forgotten" if isinstance(error, SiteStateLostError) else "outdated", {"reason": str(error)})
         except InvalidMessageError as error:
@@ -79,10 +79,10 @@ class SiteProcess:
             self.log(f"{type(error).__name__}: {error}")
             return Frame("refused", {"reason": f"{type(error).__name__} at the site; see its log."})
 
-    def _answered(self, asked: Frame) -> Frame:
-        config = asked.config
-        if asked.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *PHASES):
-            raise InvalidMessageError(f"unknown request: {asked.kind[:40]!r}")
+    def _answered(self, request: Frame) -> Frame:
+        config = request.config
+        if request.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *PHASES):
+            raise InvalidMessageError(f"unknown request: {request.kind[:40]!r}")
         if read_integer(config, "protocol") != PROTOCOL:
             raise ConfigError(
                 f"The server uses version {config['protocol']} of unskew's protocol, but this site uses version {PROTOCOL}; "
@@ -91,51 +91,51 @@ class SiteProcess:
         run, attempt = read_text(config, "run"), read_integer(config, "attempt")
         digest, reference = read_text(config, "digest"), DataSchema.read(config)
         if not reference.settled:
-            reply = self._summed(asked, digest, reference)
+            reply = self._summed(request, digest, reference)
             return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, {}, reply.arrays)
         work = self.work(digest, reference)
         state = SiteState(self.config.path("state", self.folder), run, self.config.client)
         received = ReceivedData(state.folder, work.method.data).load()
         began = time.perf_counter()
-        reply = self._carried_out(asked, work, state, received)
+        reply = self._carried_out(request, work, state, received)
         seconds = time.perf_counter() - began
-        self.log(f"run {run[:8]}, {asked.kind}{self._round(asked)}: {seconds:.2f} s, {reply.size} bytes back")
+        self.log(f"run {run[:8]}, {request.kind}{self._round(request)}: {seconds:.2f} s, {reply.size} bytes back")
         return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, reply.figures, reply.arrays)
 
     @staticmethod
-    def _round(asked: Frame) -> str:
-        return f" in round {asked.config['round'] + 1}" if "round" in asked.config else ""
+    def _round(request: Frame) -> str:
+        return f" in round {request.config['round'] + 1}" if "round" in request.config else ""
 
-    def _carried_out(self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData) -> Frame:
+    def _carried_out(self, request: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData) -> Frame:
         ledger = OpenedSumLedger.of(
-            self.config.path("state", self.folder), read_text(asked.config, "digest"), state.run
+            self.config.path("state", self.folder), read_text(request.config, "digest"), state.run
         )
-        if asked.kind == "hello":
+        if request.kind == "hello":
             ledger.opened(0)  # raises for a second run of an experiment whose masked sums were opened
             reply = work.facts(work.data)
-            return self._introduced(asked, reply)
-        if asked.kind == "train":
-            return work.answered(asked, state, received, self.masks, ledger)
-        if asked.kind in PHASES:
-            return self.masks.carried_out(state.run, asked)
-        if asked.kind == "evaluate":
-            return work.measured(asked, state, received)
-        index = read_integer(asked.config, "place")
+            return self._introduced(request, reply)
+        if request.kind == "train":
+            return work.answered(request, state, received, self.masks, ledger)
+        if request.kind in PHASES:
+            return self.masks.carried_out(state.run, request)
+        if request.kind == "evaluate":
+            return work.measured(request, state, received)
+        index = read_integer(request.config, "place")
         if index >= len(work.method.data):
             raise InvalidMessageError(f"the method has no data rule number {index}")
-        if asked.kind == "receive":
-            check_records(asked, ("share", "common"))
-            received.take(index, decode_record(asked, "share"), decode_record(asked, "common"))
+        if request.kind == "receive":
+            check_records(request, ("share", "common"))
+            received.take(index, decode_record(request, "share"), decode_record(request, "common"))
             return work.facts(received.applied(work.data, index + 1))
-        return self.contributed(asked, work, state, received, index)
+        return self.contributed(request, work, state, received, index)
 
     def contributed(
-        self, asked: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int
+        self, request: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int
     ) -> Frame:
         """Create this client's contribution for a data rule, before the first round.
 
         Args:
-            asked: Request of the server.
+            request: Request of the server.
             work: Trainer of the experiment.
             state: State of the run at this site.
             received: Data received before the first round.
@@ -144,7 +144,7 @@ class SiteProcess:
         data = received.applied(work.data, place)
         federation = work.with_data(data)
         rule = work.method.data[place].for_client(
-            self.config.client, work.total, read_integer(asked.config, "mean_size")
+            self.config.client, work.total, read_integer(request.config, "mean_size")
         )
         if rule is None:
             return Frame("contribution", {"client": self.config.client, "made": ""})
@@ -155,26 +155,26 @@ class SiteProcess:
         sent = encode_record("sent", payloads.sent.get(self.config.client, {}))
         return Frame("contribution", {"client": self.config.client, "made": payloads.digest, **texts}, figures, sent)
 
-    def _summed(self, asked: Frame, digest: str, reference: DataSchema) -> Frame:
+    def _summed(self, request: Frame, digest: str, reference: DataSchema) -> Frame:
         """Reply with the site's statistics, before global statistics determine the encoding of columns and targets."""
         holding = self.holding(digest, reference)
         holding.check_kind(reference)
-        if asked.kind == "squares":
-            check_records(asked, ("sums",))
+        if request.kind == "squares":
+            check_records(request, ("sums",))
             return Frame(
-                "squares", {}, {}, site_squares(holding, decode_record(asked, "sums").get("mean", torch.zeros(0)))
+                "squares", {}, {}, site_squares(holding, decode_record(request, "sums").get("mean", torch.zeros(0)))
             )
-        if asked.kind != "hello":
+        if request.kind != "hello":
             raise InvalidMessageError("the global column statistics are not known yet")
         sums, values = site_sums(holding)
         config = size_report(self.config, len(holding.train), len(holding.held))
-        return self._introduced(asked, Frame("facts", {**config, "values": values}, {}, sums))
+        return self._introduced(request, Frame("facts", {**config, "values": values}, {}, sums))
 
-    def _introduced(self, asked: Frame, report: Frame) -> Frame:
+    def _introduced(self, request: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""
         config = {**report.config, **software_versions(), "clock": time.time(), "key": self.key}
-        if self.identity is not None and "challenge" in asked.config:
-            words = [read_text(asked.config, "run"), read_text(asked.config, "challenge")]
+        if self.identity is not None and "challenge" in request.config:
+            words = [read_text(request.config, "run"), read_text(request.config, "challenge")]
             config["signature"] = self.identity.sign(["hello", *words, self.config.client])
         return Frame(report.kind, config, {}, report.arrays)
 

@@ -130,52 +130,52 @@ class SiteTrainer:
         self._trainer = key, LocalTrainer(setup)
         return self._trainer[1]
 
-    def trained(self, asked: Frame, state: SiteState, received: ReceivedData) -> tuple[Update, Broadcast]:
+    def trained(self, request: Frame, state: SiteState, received: ReceivedData) -> tuple[Update, Broadcast]:
         """Train from a broadcast and store the new state, until the server reports whether it accepted the update.
 
         Args:
-            asked: Message with the broadcast.
+            request: Message with the broadcast.
             state: State of the run at this site.
             received: Data received before the first round.
         """
-        broadcast = self._cast(asked, state, training=True)
-        update = self._trainer_for(asked, received).train(broadcast)
+        broadcast = self._cast(request, state, training=True)
+        update = self._trainer_for(request, received).train(broadcast)
         state.keep(broadcast.round, broadcast.state.updated(update.state))
         return update, broadcast
 
     def answered(
-        self, asked: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: OpenedSumLedger
+        self, request: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: OpenedSumLedger
     ) -> Frame:
         """Reply to a broadcast with the update, or, under secure aggregation, with the readiness to mask it.
 
         A repeated broadcast gets the same reply without training again.
 
         Args:
-            asked: Message with the broadcast.
+            request: Message with the broadcast.
             state: State of the run at this site.
             received: Data received before the first round.
             masks: Secure aggregation of this site.
             ledger: Record of the sums that this site has opened.
         """
         if self.config.secure_aggregation != "required":
-            key = request_digest(asked)
+            key = request_digest(request)
             if self._replied is None or self._replied[0] != key:
-                update, broadcast = self.trained(asked, state, received)
+                update, broadcast = self.trained(request, state, received)
                 self._replied = key, encode_update(update, broadcast, self.terms, {})
             return self._replied[1]
-        run, session = read_text(asked.config, "run"), read_text(asked.config, "session")
+        run, session = read_text(request.config, "run"), read_text(request.config, "session")
         before = masks.again(run, session)
         if before is not None:
             return before
-        update, broadcast = self.trained(asked, state, received)
-        self._check_weight(asked, update)
+        update, broadcast = self.trained(request, state, received)
+        self._check_weight(request, update)
         delta = gather_slices(update.delta, broadcast.up) if self.terms.sends_model else None
-        return masks.begin(session, update, delta, broadcast_digest(asked, self.terms), ledger)
+        return masks.begin(session, update, delta, broadcast_digest(request, self.terms), ledger)
 
-    def _check_weight(self, asked: Frame, update: Update) -> None:
+    def _check_weight(self, request: Frame, update: Update) -> None:
         """Validate the weight and budget from the server, because unusual ones could reveal one site's update in a sum."""
-        budget = {name for name in ("counted", "local_epochs") if name in asked.config}
-        counted = read_integer(asked.config, "counted") if "counted" in budget else update.examples
+        budget = {name for name in ("counted", "local_epochs") if name in request.config}
+        counted = read_integer(request.config, "counted") if "counted" in budget else update.examples
         good = self.data.examples <= counted <= update.examples and (not budget or bool(self.method.data))
         uniform = resolve_weighting(self.config, self.method) == "uniform"
         expected = {1.0} if uniform else {float(update.examples), float(counted)}
@@ -184,44 +184,44 @@ class SiteTrainer:
                 f"the weight {update.weight:g} or the budget differs from that of the experiment and {self.site.name}"
             )
 
-    def _trainer_for(self, asked: Frame, received: ReceivedData) -> LocalTrainer:
+    def _trainer_for(self, request: Frame, received: ReceivedData) -> LocalTrainer:
         """Return the trainer with the budget that the server sent, if a data rule has changed it."""
         counted, epochs = (
-            read_integer(asked.config, n) if n in asked.config else None for n in ("counted", "local_epochs")
+            read_integer(request.config, n) if n in request.config else None for n in ("counted", "local_epochs")
         )
         return self.trainer(received, counted, epochs)
 
-    def _cast(self, asked: Frame, state: SiteState, training: bool = False) -> Broadcast:
-        accepted = None if asked.config.get("accepted") == -1 else read_integer(asked.config, "accepted")
-        state.check_round(read_integer(asked.config, "round"), training)
-        broadcast = decode_broadcast(asked, self.terms, state.after(accepted, forget=training))
+    def _cast(self, request: Frame, state: SiteState, training: bool = False) -> Broadcast:
+        accepted = None if request.config.get("accepted") == -1 else read_integer(request.config, "accepted")
+        state.check_round(read_integer(request.config, "round"), training)
+        broadcast = decode_broadcast(request, self.terms, state.after(accepted, forget=training))
         if broadcast.client != self.site.client:
             raise InvalidMessageError(
                 f"it is for client {broadcast.client}, but this site is client {self.site.client}"
             )
         return broadcast
 
-    def measured(self, asked: Frame, state: SiteState, received: ReceivedData) -> Frame:
+    def measured(self, request: Frame, state: SiteState, received: ReceivedData) -> Frame:
         """Evaluate the global and the personal model on the site's held-out samples; only metrics leave the site.
 
         Args:
-            asked: Message with the model.
+            request: Message with the model.
             state: State of the run at this site.
             received: Data received before the first round.
         """
-        broadcast = self._cast(asked, state)
+        broadcast = self._cast(request, state)
         stays, mode = broadcast.state, self.config.buffers
         v, b = broadcast.v, broadcast.b
         figures: dict[str, float] = {}
         score = self.evaluator.one(*serving_model(self.method, self.spec, mode, stays, v, b, own=False), self.data)
         figures["accuracy"], figures["loss"] = score.accuracy, score.loss
-        if asked.config.get("own") is True:
+        if request.config.get("own") is True:
             own_model = serving_model(self.method, self.spec, mode, stays, v, b, own=True)
             if personal_models.has_fine_tuning(self.method):
                 slices = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
                 down = complement_slices(slices, self.spec.size) if slices else None
                 start = b if mode == "average" else self.spec.flatten_buffers()
-                update = self._trainer_for(asked, received).train(replace(broadcast, b=start, down=down, report=True))
+                update = self._trainer_for(request, received).train(replace(broadcast, b=start, down=down, report=True))
                 own_model = (update.report["v"], update.buffers) if update.is_finite() else own_model
             own = self.evaluator.one(*own_model, self.data)
             figures["own_accuracy"], figures["own_loss"] = own.accuracy, own.loss

@@ -34,10 +34,10 @@ class PooledEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map token ids ``[batch, length]``, with -1 for padding, to ``[batch, width]``."""
-        there = (x != PADDING).unsqueeze(-1)
+        not_padding = (x != PADDING).unsqueeze(-1)
         vectors = self.embedding(x.clamp_min(0))
-        total = torch.where(there, vectors, torch.zeros_like(vectors)).sum(1)
-        return total / there.sum(1).clamp_min(1).to(total.dtype).sqrt()
+        total = torch.where(not_padding, vectors, torch.zeros_like(vectors)).sum(1)
+        return total / not_padding.sum(1).clamp_min(1).to(total.dtype).sqrt()
 
 
 class TextMLP(Classifier):

@@ -112,8 +112,8 @@ def train(
         local = server[:, None].expand(-1, workers, -1, -1, -1)
         for _ in range(epochs):
             logits = (x @ local.reshape(shares, workers, d, G * classes)).view(shares, workers, m, G, classes)
-            apart = (torch.softmax(logits, -1) - targets).view(shares, workers, m, G * classes)
-            gradient = (x.transpose(2, 3) @ apart).view(shares, workers, d, G, classes) / (m * classes)
+            residuals = (torch.softmax(logits, -1) - targets).view(shares, workers, m, G * classes)
+            gradient = (x.transpose(2, 3) @ residuals).view(shares, workers, d, G, classes) / (m * classes)
             if noise:
                 s = torch.randn(workers, d, 1, classes, generator=draws, dtype=x.dtype) * math.sqrt(noise / d)
                 gradient = gradient + s
