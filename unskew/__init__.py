@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unskew.version import __version__ as __version__
 
 _PLACES = {
+    "AggregateRule": "unskew.protocol.rules",
     "Batch": "unskew.models.execution",
     "Callback": "unskew.records.recorder",
     "ClientData": "unskew.data.federation",
@@ -48,6 +49,7 @@ _PLACES = {
 _FORMER = {"load": "load_predictor", "Normalisation": "Normalization", "Sync": "SyncRule"}
 
 __all__ = [
+    "AggregateRule",
     "Batch",
     "Callback",
     "ClientData",
@@ -89,7 +91,16 @@ if TYPE_CHECKING:
     from unskew.methods.registry import method
     from unskew.models.execution import Batch
     from unskew.models.spec import ModelSpec
-    from unskew.protocol.rules import ClientRule, Context, DataRule, Method, ServerRule, SyncRule, Updates
+    from unskew.protocol.rules import (
+        AggregateRule,
+        ClientRule,
+        Context,
+        DataRule,
+        Method,
+        ServerRule,
+        SyncRule,
+        Updates,
+    )
     from unskew.records.recorder import Callback
     from unskew.records.result import Result
     from unskew.reporting.report import report

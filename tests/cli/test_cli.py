@@ -282,7 +282,7 @@ def test_methods(capsys):
     for row in rows:
         assert set(row) == {"name", "slots", "needs", "summary", "options", "paper"}
         assert row["slots"]
-        assert set(row["slots"]) <= {"data", "client", "sync", "server"}
+        assert set(row["slots"]) <= {"data", "client", "sync", "aggregate", "server"}
         assert row["summary"]
         assert row["paper"]
     table = call(capsys, "methods").out

@@ -33,6 +33,10 @@ UNNAMED = {
     "fedft": "trains at the server",
     "hfcl": "trains at the server",
     "center": "trains at the server",
+    **dict.fromkeys(
+        ["median", "trimmed", "krum", "multikrum", "bulyan", "geomedian", "cclip", "fltrust"],
+        "combines points; tests/methods/test_robust.py compares with closed forms",
+    ),
 }
 """Methods of which the problem has nothing to say."""
 

@@ -21,7 +21,7 @@ QUICK = {
 }
 BODY = {"fedals", "fedrep"}
 """Methods that need a model with a body."""
-SERVER_DATA = {"feddle", "feddf", "fedft", "hfcl", "center"}
+SERVER_DATA = {"feddle", "feddf", "fedft", "hfcl", "center", "fltrust"}
 
 
 def compare(tmp_path, place=None, **options):
@@ -94,6 +94,7 @@ def bytes_sent(place):
 SUMS = {
     "fedprox:mu=0.1+scaffold": {},
     "fedals+feddyn": {"rounds": 3, "model": "mlp"},
+    "median:bucket=2+fedavgm": {},
     "fedrep+ft": {"participation": 0.7, "rounds": 3, "model": "mlp"},
 }
 SLOW_SUMS = {

@@ -394,7 +394,9 @@ def test_two_sites_that_say_they_are_the_same_client_are_refused(tmp_path):
 def test_sites_that_do_not_come_are_named(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.link.sites = place.sites[:2]
-    with pytest.raises(EngineError, match=r"2 of 3 sites are connected after 0\.05 s\. Connected: .* Missing clients: 2"):
+    with pytest.raises(
+        EngineError, match=r"2 of 3 sites are connected after 0\.05 s\. Connected: .* Missing clients: 2"
+    ):
         deployed(tmp_path, place, Deployment(startup_timeout=0.05))
 
 

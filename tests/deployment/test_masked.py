@@ -250,9 +250,7 @@ def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_
     engine = object.__new__(MaskedEngine)
     engine.terms = SimpleNamespace(method=unskew.methods.registry.method("fedbn"))
     broadcasts = [broadcast(0, client, up=(slice(0, 1 + client),)) for client in range(3)]
-    with pytest.raises(
-        EngineError, match=r"fedbn.exchanged_slices returns different slices .* same slices"
-    ):
+    with pytest.raises(EngineError, match=r"fedbn.exchanged_slices returns different slices .* same slices"):
         list(engine.train(broadcasts))
 
 

@@ -29,7 +29,7 @@ def test_the_tables_of_methods_list_the_catalogue():
 def test_the_table_of_slots_names_every_method():
     rows = table(section(CONCEPTS, "A method is a composition"))
     named = {row[0].strip("`"): re.findall("`(.*?)`", row[2]) for row in rows}
-    assert list(named) == ["data", "client", "sync", "server"]
+    assert list(named) == ["data", "client", "sync", "aggregate", "server"]
     assert named == {slot: [m["name"] for m in describe_all() if slot in m["slots"]] for slot in named}
 
 
@@ -49,7 +49,8 @@ def test_methods_that_refuse_a_task_are_named(title, task):
 
 
 def test_the_hooks_of_the_protocol_are_described_and_no_others():
-    classes = (rules.Rule, rules.DataRule, rules.WithServerHalf, rules.ClientRule, rules.SyncRule, rules.ServerRule)
+    kinds = (rules.Rule, rules.DataRule, rules.WithServerHalf, rules.ClientRule, rules.SyncRule)
+    classes = (*kinds, rules.AggregateRule, rules.ServerRule)
     hooks = {name for cls in classes for name, kind in vars(cls).items() if name[0] != "_" and callable(kind)}
     listed = [re.match(r"`(\w+)\((.*)\)`", row[1]).groups() for row in table(WRITING)]
     assert {name for name, _ in listed} == hooks
@@ -103,9 +104,10 @@ def test_the_section_of_a_method_has_its_shape_and_its_options(entry):
 def test_the_compositions_that_are_not_supported_are_listed():
     """The page tells once that two methods of the slot server do not add up, and what center and feddm refuse."""
     fills_server = {name for name in METHODS if method(name).server is not None}
+    robust = {name for name in METHODS if method(name).aggregate is not None}  # their page lists the others
     for name in set(METHODS) - {"center", "feddm"}:
         refused = set()
-        for other in set(METHODS) - {"center", "feddm", name}:
+        for other in set(METHODS) - {"center", "feddm", name} - robust:
             if not {name, other} <= fills_server:
                 try:
                     method(f"{name}+{other}")

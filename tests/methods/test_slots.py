@@ -219,7 +219,7 @@ def test_a_buffer_averages_each_entry_over_the_updates_that_contain_it():
 class Median(ServerRule):
     """Coordinate-wise median of the updates: needs each of them."""
 
-    name, summary, paper, needs = "median", "for tests", "none", ("individual",)
+    name, summary, paper, needs = "coordinate-median", "for tests", "none", ("individual",)
 
     def step(self, state, updates):
         deltas = torch.stack([u.delta for u in updates])

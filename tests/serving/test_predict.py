@@ -222,7 +222,10 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
         assert [line["group"] for line in csv.DictReader(file)] == ["all", "empty", "north", "south"]
     assert "south" in call(capsys, *arguments).out
     assert unskew.load_predictor(patients / "run").evaluate_file(tmp_path / "new.csv", by="site") == found
-    for text, words in (("age,bmi\n1,2\n", "The label column is required"), ("age,bmi,sick\n1,2,dead\n", "has the class 'dead'")):
+    for text, words in (
+        ("age,bmi\n1,2\n", "The label column is required"),
+        ("age,bmi,sick\n1,2,dead\n", "has the class 'dead'"),
+    ):
         (tmp_path / "bad.csv").write_text(text)
         failed = call(capsys, "evaluate", str(patients / "run"), str(tmp_path / "bad.csv"))
         assert (failed.code, words in " ".join(failed.err.split())) == (2, True)

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 pytest.importorskip("optuna")
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 1, "engine": "inline"}
 NOTHING_TO_TUNE = {"fedavg", "hfcl", "fednova", "fedpvr", "fedbn", "ft", "fedssyn"}
+NOTHING_TO_TUNE |= {"median", "trimmed", "krum", "multikrum", "bulyan", "geomedian", "fltrust"}
 
 
 def ends(space):

@@ -70,6 +70,7 @@ class FedDM(ClientRule, ServerRule):
     name: ClassVar[str] = "feddm"
     summary: ClassVar[str] = "clients send learned images, the server trains on them"
     paper: ClassVar[str] = "Xiong et al. 2022, arXiv:2207.09653"
+    uploads: ClassVar[bool] = True
     # One decade on each side of the paper's 1 and 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"image_lr": log_range(0.1, 10.0), "server_lr": log_range(1e-3, 0.1)}
     needs = ("individual",)

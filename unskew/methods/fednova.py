@@ -37,6 +37,7 @@ class FedNova(ClientRule, ServerRule):
     name: ClassVar[str] = "fednova"
     summary: ClassVar[str] = "averages updates per local step, so clients with more steps get no more weight"
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
+    uploads: ClassVar[bool] = True
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject rules that compute the clients' models from updates, or that send only a part of the model."""

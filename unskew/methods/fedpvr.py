@@ -45,6 +45,7 @@ class FedPVR(ClientRule):
     name: ClassVar[str] = "fedpvr"
     summary: ClassVar[str] = "SCAFFOLD on the classifier only"
     paper: ClassVar[str] = "Li et al. 2022, arXiv:2212.02191"
+    uploads: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
 
     layers: Annotated[int, Field(ge=0)] = 0

@@ -66,6 +66,14 @@ METHODS: dict[str, str] = {
     "fedgen": "unskew.methods.fedgen:FedGen",
     "dense": "unskew.methods.dense:Dense",
     "feddm": "unskew.methods.feddm:FedDM",
+    "median": "unskew.methods.robust.rules:Median",
+    "trimmed": "unskew.methods.robust.rules:Trimmed",
+    "krum": "unskew.methods.robust.rules:Krum",
+    "multikrum": "unskew.methods.robust.rules:MultiKrum",
+    "bulyan": "unskew.methods.robust.rules:Bulyan",
+    "geomedian": "unskew.methods.robust.rules:GeoMedian",
+    "cclip": "unskew.methods.robust.rules:CenteredClipping",
+    "fltrust": "unskew.methods.robust.rules:FLTrust",
 }
 
 REFERENCES: dict[str, str] = {
@@ -113,7 +121,9 @@ def rule_class(name: str) -> type[Rule]:
     if isinstance(cls, type) and issubclass(cls, Rule):
         check_rule_name(cls)
         return cls
-    raise ConfigError(f"{name!r} is not a method: it must be a subclass of ClientRule, ServerRule, Sync or DataRule.")
+    raise ConfigError(
+        f"{name!r} is not a method: it must be a subclass of ClientRule, AggregateRule, ServerRule, SyncRule or DataRule."
+    )
 
 
 def check_rule_name(rule: Rule | type[Rule]) -> None:
@@ -121,16 +131,17 @@ def check_rule_name(rule: Rule | type[Rule]) -> None:
     if not hasattr(rule, "name"):
         cls = rule if isinstance(rule, type) else type(rule)
         raise ConfigError(
-            f"{cls.__name__} needs a name: a method is a subclass of ClientRule, ServerRule, Sync or DataRule with "
-            "name, summary and paper."
+            f"{cls.__name__} needs a name: a method is a subclass of ClientRule, AggregateRule, ServerRule, SyncRule or "
+            "DataRule with name, summary and paper."
         )
 
 
 def rule_slots(cls: type[Rule]) -> list[str]:
-    """Return the slots that a method fills, in the order data, client, sync, server."""
-    from unskew.protocol.rules import ClientRule, DataRule, ServerRule, SyncRule
+    """Return the slots that a method fills, in the order data, client, sync, aggregate, server."""
+    from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, ServerRule, SyncRule
 
-    kinds = {"data": DataRule, "client": ClientRule, "sync": SyncRule, "server": ServerRule}
+    kinds: dict[str, type[Rule]] = {"data": DataRule, "client": ClientRule, "sync": SyncRule}
+    kinds |= {"aggregate": AggregateRule, "server": ServerRule}
     return [slot for slot, kind in kinds.items() if issubclass(cls, kind)]
 
 
@@ -277,7 +288,7 @@ def _add(parts: Sequence[Method]) -> Method:
     total = parts[0]
     for other in parts[1:]:
         filled: dict[str, object] = {}
-        for slot in ("sync", "server", "weights"):
+        for slot in ("sync", "aggregate", "server", "weights"):
             own_rule, other_rule = getattr(total, slot), getattr(other, slot)
             if own_rule is not None and other_rule is not None and own_rule != other_rule:
                 raise MethodConflictError(
@@ -295,7 +306,7 @@ def _add(parts: Sequence[Method]) -> Method:
     twice = next((n for names in slots for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise MethodConflictError(f"{twice} appears twice in {total.name}; write it once with the options you want.")
-    for part in (*total.data, *total.client, total.sync, total.server):
+    for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None
         if reason is not None:
             raise MethodConflictError(reason)

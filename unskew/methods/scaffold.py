@@ -72,6 +72,7 @@ class Scaffold(ClientRule):
     name: ClassVar[str] = "scaffold"
     summary: ClassVar[str] = "control variates correct client drift"
     paper: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1910.06378"
+    uploads: ClassVar[bool] = True
     # The paper's theory requires at least 1; its experiments use 1.
     spaces: ClassVar[Mapping[str, Space]] = {"eta_g": log_range(1.0, 3.0)}
     weights: ClassVar[Weights | None] = "uniform"

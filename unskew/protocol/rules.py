@@ -1,9 +1,9 @@
-"""Base classes of rules, which fill the four slots of a method.
+"""Base classes of rules, which fill the five slots of a method.
 
 A method fills one or more slots: ``data`` (change client data before training), ``client`` (change local training;
-several rules run in sequence), ``sync`` (select the slices of the model that are exchanged in a round) and ``server``
-(compute the next model from updates). Rules are pure functions of tensors: they take state and return new state, so
-every engine can run them.
+several rules run in sequence), ``sync`` (select the slices of the model that are exchanged in a round), ``aggregate``
+(combine the updates of a round into one) and ``server`` (compute the next model from the combined update). Rules are
+pure functions of tensors: they take state and return new state, so every engine can run them.
 
 ``unskew.protocol.messages`` defines the messages between server and client, ``unskew.protocol.context`` the context of
 client rules, and ``unskew.protocol.updates`` the input of the server half.
@@ -83,6 +83,7 @@ class Rule:
             data=(self,) if isinstance(self, DataRule) else (),
             client=(self,) if isinstance(self, ClientRule) else (),
             sync=self if isinstance(self, SyncRule) else None,
+            aggregate=self if isinstance(self, AggregateRule) else None,
             server=self if isinstance(self, ServerRule) else None,
             weights=self.weights,
         )
@@ -218,6 +219,9 @@ class WithServerHalf(Rule):
 
 class ClientRule(WithServerHalf):
     """``client`` slot: changes how a client trains; may include a server half."""
+
+    uploads: ClassVar[bool] = False
+    """True if ``end`` writes to ``ctx.upload``; rules of the aggregate slot do not combine uploads."""
 
     sends_model: ClassVar[bool] = True
     """True if clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
@@ -398,6 +402,23 @@ class SyncRule(WithServerHalf):
         return ()
 
 
+class AggregateRule(WithServerHalf):
+    """``aggregate`` slot: combines the updates of a round into one; without such a rule it is their weighted mean."""
+
+    def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Tensor, Tensor | None]:
+        """Combine updates.
+
+        Args:
+            state: State of the rule's server half.
+            updates: Updates, at least one; iterate over them if ``needs`` includes ``individual``.
+
+        Returns:
+            The new state, the combined update ``[d]`` that the server rule applies, and the new normalization buffers
+            ``[m]``; None for their weighted mean.
+        """
+        raise NotImplementedError
+
+
 class ServerRule(Rule):
     """``server`` slot: computes the next model, ``state["v"]``, from updates."""
 
@@ -468,20 +489,26 @@ def changes_updates(rules: Sequence[ClientRule]) -> bool:
 
 @dataclass(frozen=True)
 class Method:
-    """Federated method: the rules in each of the four slots."""
+    """Federated method: the rules in each of the five slots."""
 
     name: str
     data: tuple[DataRule, ...] = ()
     client: tuple[ClientRule, ...] = ()
     sync: SyncRule | None = None
+    aggregate: AggregateRule | None = None
     server: ServerRule | None = None
     weights: Weights | None = None
     expression: str = field(default="")
 
     @property
+    def halves(self) -> tuple[WithServerHalf, ...]:
+        """Rules that may have state at the server besides the server rule."""
+        return (*self.client, *filter(None, (self.sync, self.aggregate)))
+
+    @property
     def rules(self) -> tuple[Rule, ...]:
         """All rules of the method, each once."""
-        filled = [*self.data, *self.client, *filter(None, (self.sync, self.server))]
+        filled = [*self.data, *self.client, *filter(None, (self.sync, self.aggregate, self.server))]
         return tuple(rule for index, rule in enumerate(filled) if not any(rule is other for other in filled[:index]))
 
     def needs(self, what: str) -> bool:

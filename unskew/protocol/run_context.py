@@ -28,6 +28,8 @@ class PreRunContext:
         delayed: Whether updates may arrive in a later round than their broadcast.
         diagnose: Additional metrics to compute.
         base_run: Whether other runs continue from the end of this one, so that a rule may act only in those.
+        cohort: Number of clients per round.
+        client_weighting: ``samples``, ``uniform``, or ``auto``.
     """
 
     federation: Federation
@@ -37,6 +39,8 @@ class PreRunContext:
     delayed: bool = False
     diagnose: tuple[str, ...] = ()
     base_run: bool = False
+    cohort: int = 1
+    client_weighting: str = "auto"
 
     @cached_property
     def spec(self) -> ModelSpec:

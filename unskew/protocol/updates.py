@@ -177,6 +177,32 @@ class Aggregate:
         self.upload = unflatten_records("upload", tensors)
 
 
+class CombinedUpdate(Aggregate):
+    """Sums of updates whose means were replaced by the result of a rule in the ``aggregate`` slot.
+
+    Args:
+        sums: Sums of the updates.
+        delta: Combined update, ``[d]``.
+        buffers: Combined normalization buffers, ``[m]``; None for their weighted mean.
+    """
+
+    def __init__(self, sums: Aggregate, delta: Tensor, buffers: Tensor | None):
+        super().__init__(sums.single)
+        self.restore(sums.tensors(), sums.count, sums.weight, sums.examples)
+        self._combined = delta
+        self._combined_buffers = buffers
+
+    @property
+    def delta(self) -> Tensor:
+        """Combined update, ``[d]``."""
+        return self._combined
+
+    @property
+    def buffers(self) -> Tensor:
+        """Combined buffers, ``[m]``."""
+        return super().buffers if self._combined_buffers is None else self._combined_buffers
+
+
 class Updates:
     """Usable updates: their ``Aggregate``, and single updates if the rule's ``needs`` include ``individual``.
 

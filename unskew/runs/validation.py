@@ -19,10 +19,11 @@ from unskew.models.spec import ModelSpec
 from unskew.option_parsing import option_defaults
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.requirements import NEEDS
-from unskew.protocol.rules import ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
+from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.metrics import run_metrics
+from unskew.simulation.sampler import Sampler
 
 
 def check_method(
@@ -57,7 +58,18 @@ def check_method(
             )
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
-    run = PreRunContext(federation, build, config.training, config.rounds, delayed, config.diagnose, config.base_run)
+    cohort = Sampler(len(federation.clients), config.participation, config.seed).size
+    run = PreRunContext(
+        federation,
+        build,
+        config.training,
+        config.rounds,
+        delayed,
+        config.diagnose,
+        config.base_run,
+        cohort,
+        config.client_weighting,
+    )
     warnings: list[str] = []
     for rule in method.rules:
         notes = rule.check(run) or ()
@@ -130,7 +142,7 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         MethodConflictError: If a rule reads individual updates.
         ConfigError: If a diagnostic reads individual updates.
     """
-    readers = [rule.name for rule in method.client if "individual" in rule.needs]
+    readers = [rule.name for rule in method.halves if "individual" in rule.needs]
     server = server_rule(method)
     if "individual" in server.needs:
         readers.append(server.name)
@@ -147,7 +159,9 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
 
 def misspelled_hooks(rule: Rule) -> list[str]:
     """Return warnings about names in a custom rule that are similar to hook names, but are never called."""
-    kind = next(kind for kind in (ClientRule, ServerRule, SyncRule, DataRule, Rule) if isinstance(rule, kind))
+    kind = next(
+        kind for kind in (ClientRule, AggregateRule, ServerRule, SyncRule, DataRule, Rule) if isinstance(rule, kind)
+    )
     hooks = [name for name in dir(kind) if not name.startswith("_")]
     own = {name for cls in type(rule).__mro__ if not cls.__module__.startswith("unskew.") for name in vars(cls)}
     misspelled = []
@@ -177,7 +191,7 @@ def check_declarations(rule: Rule) -> None:
             raise ConfigError(f"{name}: {unknown_name('need', str(what), NEEDS)}")
     if rule.weights not in (None, "samples", "uniform"):
         raise ConfigError(f"{name}: weights must be 'samples', 'uniform' or None, not {rule.weights!r}.")
-    for kind, hook in ((ServerRule, "step"), (SyncRule, "exchanged_slices")):
+    for kind, hook in ((ServerRule, "step"), (SyncRule, "exchanged_slices"), (AggregateRule, "combine")):
         if isinstance(rule, kind) and getattr(type(rule), hook) is getattr(kind, hook):
             raise ConfigError(f"{name} is a {kind.__name__}, so it must define the method {hook!r}.")
     if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):

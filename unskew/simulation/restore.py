@@ -74,7 +74,7 @@ def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before:
 
 def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
     state, rules, b, mean, _, _, waiting = _server_part(path, manifest, server)
-    method, known = server.method, () if before is None else (*before.client, before.sync)
+    method, known = server.method, () if before is None else before.halves
     server.state, server.b = server.rule.init(state["v"], server.federation_info), b
     if before is not None and before.server == method.server:
         server.state = state

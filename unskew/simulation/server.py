@@ -27,12 +27,19 @@ from unskew.protocol.messages import (
 from unskew.protocol.rules import Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training_config import Buffers
-from unskew.protocol.updates import Updates
+from unskew.protocol.updates import CombinedUpdate, Updates
 from unskew.seeding import derive
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.parameter_slices import SliceExchange, complement_slices, subtract_slices
 from unskew.simulation.traffic import Traffic, extra_bytes, slice_bytes
-from unskew.simulation.update_buffer import CollectedUpdates, UpdateBuffer, check_state, empty_updates, rule_metrics
+from unskew.simulation.update_buffer import (
+    CollectedUpdates,
+    UpdateBuffer,
+    check_combined,
+    check_state,
+    empty_updates,
+    rule_metrics,
+)
 
 
 @dataclass(frozen=True)
@@ -133,10 +140,8 @@ class Server:
         self.b = self.b0.clone()
         self.state = rule.init(spec.flatten(), self.federation_info)
         check_state(f"{rule.name}.init", self.state, spec.flatten(), self.b)
-        self.halves = {r.name: r for r in (*method.client, *filter(None, [method.sync]))}
-        self.rules = {
-            name: r.server_init(self.v, self.federation_info) for name, r in self.halves.items()
-        }
+        self.halves = {half.name: half for half in method.halves}
+        self.rules = {name: r.server_init(self.v, self.federation_info) for name, r in self.halves.items()}
         self.waiting = empty_updates(method, rule)
         self.traffic = Traffic()
         self.moved = False
@@ -154,7 +159,8 @@ class Server:
         self.best = None
         self.finished = None
         self.evaluates = lambda round: True
-        self.wants_models = "mean_model" in self.needs
+        # A mean of whole models would not be protected by a robust rule in the aggregate slot.
+        self.wants_models = "mean_model" in self.needs and method.aggregate is None
         self.changes_updates = changes_updates(method.client)
         self.parted = method.sync is not None or self.changes_updates
 
@@ -334,6 +340,8 @@ class Server:
                 f"{self.method.name} reads single updates. Return the same slices for all clients of a round, or remove "
                 "one of the two rules."
             )
+        if intake.taken and self.method.aggregate is not None:
+            rules = self._combine(round, intake)
         for gathered in intake.for_rule():
             with self.meter():
                 new_state = self.rule.step(state, self._updates(round, gathered, b if done is None else done))
@@ -344,7 +352,7 @@ class Server:
         sums = intake.whole.aggregate
         if intake.taken:
             all_updates = self._updates(round, intake.whole, self.b)
-            rules = {name: half.server_update(self.rules[name], all_updates) for name, half in self.halves.items()}
+            rules = {name: half.server_update(rules[name], all_updates) for name, half in self.halves.items()}
             # Buffers of updates that wait in the server's buffer move together with the model.
             if done is None:
                 done = b if self.rule.buffer() is not None and sums.moved is not None else sums.buffers
@@ -359,11 +367,27 @@ class Server:
         self.rules = rules
         self.b = b
         self.waiting = intake.waiting
-        if intake.models is not None and "mean_model" in self.needs:
+        if intake.models is not None:
             # A server rule may have changed the mean of exchanged entries, so its model is used there.
             evaluated, mean = self.rule.evaluated(state), intake.models / sums.weight
             self.mean = evaluated if sums.sent is None else torch.where(sums.sent[0], evaluated, mean), sums.all_buffers
         return True
+
+    def _combine(self, round: int, intake: UpdateBuffer) -> dict[str, Tensors]:
+        """Combine each collection of updates by the rule of the aggregate slot; return the new state of all halves."""
+        rule = self.method.aggregate
+        assert rule is not None
+        state = self.rules[rule.name]
+        collections = intake.for_rule()
+        if all(collected is not intake.whole for collected in collections):
+            collections = [*collections, intake.whole]
+        for collected in collections:
+            if collected.aggregate.count:
+                with self.meter():
+                    state, delta, buffers = rule.combine(state, self._updates(round, collected, self.b))
+                check_combined(rule.name, delta, buffers, self.v, self.b)
+                collected.aggregate = CombinedUpdate(collected.aggregate, delta, buffers)
+        return {**self.rules, rule.name: state}
 
     def _updates(self, round: int, gathered: CollectedUpdates, b: Tensor) -> Updates:
         key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)

@@ -119,7 +119,7 @@ class UpdateBuffer:
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
 
     def __post_init__(self) -> None:
-        single = any("individual" in rule.needs for rule in (self.rule, *self.method.client))
+        single = any("individual" in rule.needs for rule in (self.rule, *self.method.halves))
         self.whole = CollectedUpdates(Aggregate(rules_with_single_uploads(self.method)), [] if single else None)
         self.waiting = self.waiting.copy()
 
@@ -170,7 +170,29 @@ def empty_updates(method: Method, rule: ServerRule) -> CollectedUpdates:
         method: Method of the run.
         rule: Server rule of the method.
     """
-    return CollectedUpdates(Aggregate(rules_with_single_uploads(method)), [] if "individual" in rule.needs else None)
+    readers = (rule, *filter(None, [method.aggregate]))
+    single = any("individual" in reader.needs for reader in readers)
+    return CollectedUpdates(Aggregate(rules_with_single_uploads(method)), [] if single else None)
+
+
+def check_combined(name: str, delta: object, buffers: object, v: Tensor, b: Tensor) -> None:
+    """Validate what a rule of the aggregate slot returned.
+
+    Args:
+        name: Name of the rule.
+        delta: Returned update.
+        buffers: Returned buffers, or None.
+        v: Model with the expected shape and data type, ``[d]``.
+        b: Buffers with the expected shape and data type, ``[m]``.
+
+    Raises:
+        ConfigError: If the update or the buffers have another shape or data type.
+    """
+    for what, value, like in (("an update", delta, v), ("buffers", buffers, b)):
+        if value is None and like is b:
+            continue
+        if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
+            raise ConfigError(f"{name}.combine must return {what} as a tensor, {like.dtype} {tuple(like.shape)}.")
 
 
 def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:

@@ -118,7 +118,7 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
             "sent once", None, f"before the first round, the data that {rule.name} generates from the samples"
         )
     readers = [
-        rule.name for rule in (*work.method.client, *filter(None, [work.method.server])) if "individual" in rule.needs
+        rule.name for rule in (*work.method.halves, *filter(None, [work.method.server])) if "individual" in rule.needs
     ]
     if config.secure_aggregation == "required":
         yield Finding("privacy", None, "updates leave this site masked: the server sees only the sum over sites")

@@ -63,6 +63,7 @@ class AutoPeriods(ClientRule, SyncRule):
     name: ClassVar[str] = "fedals"
     summary: ClassVar[str] = "averages each layer as often as its clients' drift asks for"
     paper: ClassVar[str] = "after Gholami and Seferoglu 2024, arXiv:2404.11754"
+    uploads: ClassVar[bool] = True
     needs = ("optimizer", "mean_model")
 
     first: HasPeriods

@@ -1,0 +1,257 @@
+"""Robust aggregation against closed forms, bounds under arbitrary points, and identities."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.federations import blobs
+
+import unskew
+from unskew.errors import MethodConflictError, UnskewError
+from unskew.methods.robust import estimators
+from unskew.protocol.messages import Update
+from unskew.protocol.rules import ServerRule
+
+RULES = ["median", "trimmed", "krum", "multikrum", "bulyan", "geomedian", "cclip"]
+
+
+def points_of(n, d=3, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(n, d)))
+
+
+def centers(points, f):
+    """Every estimator on the same points."""
+    return {
+        "median": estimators.coordinate_median(points),
+        "trimmed": estimators.trimmed_mean(points, f),
+        "krum": points[estimators.krum_order(points, f)[0]],
+        "multikrum": points[estimators.krum_order(points, f)[: len(points) - f]].mean(0),
+        "bulyan": estimators.bulyan(points, f),
+        "geomedian": estimators.geometric_median(points, 200, 1e-12),
+        "cclip": estimators.centered_clipping(points, torch.zeros_like(points[0]), math.inf, 1),
+    }
+
+
+def test_five_points_on_a_line_by_hand():
+    line = torch.tensor([[0.0], [1.0], [2.0], [3.0], [100.0]], dtype=torch.float64)
+    assert estimators.coordinate_median(line) == 2
+    assert estimators.coordinate_median(line[:4]) == 1.5
+    assert estimators.trimmed_mean(line, 1) == 2
+    # With f = 1, two neighbors count: 1 + 4, 1 + 1, 1 + 1, 1 + 4, 97^2 + 98^2; the tie goes to the smaller index.
+    scores = estimators.krum_scores(estimators.squared_distances(line), 2)
+    assert scores.tolist() == [5, 2, 2, 5, 97**2 + 98**2]
+    assert estimators.krum_order(line, 1).tolist() == [1, 2, 0, 3, 4]
+    # From 0 with tau = 1: (0 + 1 + 1 + 1 + 1) / 5, then from 0.8: (-0.8 + 0.2 + 1 + 1 + 1) / 5 further.
+    zero = torch.zeros(1, dtype=torch.float64)
+    assert estimators.centered_clipping(line, zero, 1.0, 1).item() == pytest.approx(0.8, rel=1e-12)
+    assert estimators.centered_clipping(line, zero, 1.0, 2).item() == pytest.approx(0.8 + 2.4 / 5, rel=1e-12)
+    assert estimators.bucket_means(line, torch.tensor([4, 0, 1, 2, 3]), 2).flatten().tolist() == [50, 1.5, 3]
+    # The three nearest points of each: {0, 1, 2}, {0, 1, 2}, {1, 2, 3}, {1, 2, 3}, {2, 3, 100}.
+    assert estimators.nearest_neighbor_means(line, 2).flatten().tolist() == pytest.approx([1, 1, 2, 2, 35])
+
+
+def test_bulyan_equals_repeated_krum_written_with_loops():
+    for seed in range(5):
+        points, f = points_of(11, seed=seed), 2
+        remaining, selected = list(range(11)), []
+        while len(selected) < 11 - 2 * f:
+            scores = {}
+            for i in remaining:
+                others = sorted(float(((points[i] - points[j]) ** 2).sum()) for j in remaining if j != i)
+                scores[i] = sum(others[: max(1, len(remaining) - f - 2)])
+            best = min(remaining, key=lambda i: scores[i])
+            remaining.remove(best)
+            selected.append(best)
+        expected = []
+        for column in points[selected].T.tolist():
+            middle = np.median(column)
+            nearest = sorted(column, key=lambda value: abs(value - middle))[: 11 - 4 * f]
+            expected.append(np.mean(nearest))
+        assert estimators.bulyan(points, f).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_geometric_median_has_no_slope():
+    points = points_of(9)
+    center = estimators.geometric_median(points, 200, 1e-12)
+    differences = points - center
+    assert (differences / differences.norm(dim=1, keepdim=True)).sum(0).norm() < 1e-6
+
+
+@pytest.mark.parametrize("bad", [1e30, -1e30, 0.0])
+def test_any_f_points_leave_the_result_near_the_honest_ones(bad):
+    honest = points_of(9)
+    attacked = torch.cat([torch.full((2, 3), bad, dtype=torch.float64), honest])
+    found = centers(attacked, 2)
+    low, high = honest.min(0).values, honest.max(0).values
+    for name in ("median", "trimmed", "krum", "bulyan"):
+        if name != "krum" or bad:
+            assert ((low <= found[name]) & (found[name] <= high)).all(), name
+    if bad:
+        assert any(torch.equal(found["krum"], point) for point in honest)
+    # Of 11 points 9 are within R of a point, so the geometric median is within 2 R (1 - 2/11) / (1 - 4/11) of it.
+    radius = honest.norm(dim=1).max()
+    assert found["geomedian"].norm() <= 2 * radius * (9 / 11) / (7 / 11) * (1 + 1e-6)
+    clipped = estimators.centered_clipping(attacked, torch.zeros(3, dtype=torch.float64), 1.0, 3)
+    assert clipped.norm() <= 3 * (1 + 1e-12)
+
+
+def test_results_follow_permutations_shifts_and_scales():
+    points, shift = points_of(11), torch.tensor([3.0, -2.0, 0.5], dtype=torch.float64)
+    plain = centers(points, 2)
+    permuted = centers(points[torch.from_numpy(np.random.default_rng(1).permutation(11))], 2)
+    moved = centers(2 * points + shift, 2)
+    for name in RULES:
+        assert torch.allclose(permuted[name], plain[name], rtol=1e-9, atol=1e-12), name
+        assert torch.allclose(moved[name], 2 * plain[name] + shift, rtol=1e-9, atol=1e-9), name
+
+
+def test_without_suspects_the_result_is_the_mean_and_equal_points_stay():
+    points = points_of(7)
+    for name in ("trimmed", "multikrum", "cclip"):
+        assert torch.allclose(centers(points, 0)[name], points.mean(0), rtol=1e-12), name
+    same = torch.ones(11, 4, dtype=torch.float64).mul(3)
+    for name, center in centers(same, 2).items():
+        assert torch.allclose(center, same[0], rtol=1e-12), name
+    order = torch.arange(7)
+    assert torch.equal(estimators.bucket_means(points, order, 1), points)
+    assert torch.allclose(estimators.bucket_means(points, order, 7)[0], points.mean(0), rtol=1e-12)
+
+
+class Captured(ServerRule):
+    """Applies the combined update and stores it with the single ones."""
+
+    name, summary, paper = "captured", "", ""
+    needs = ()
+
+    def __init__(self):
+        self.deltas = []
+
+    def step(self, state, updates):
+        self.deltas.append(updates.aggregate.delta.clone())
+        return {"v": state["v"] + updates.aggregate.delta}
+
+
+def run(method, **options):
+    torch.manual_seed(0)
+    given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "local_steps": 2, "model": "mlp", "precision": "fp64"}
+    return unskew.run(blobs([9, 19, 8, 13, 7, 11, 10, 12]), method=method, **{**given, **options})
+
+
+def near(one, other):
+    return torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "method", ["trimmed:share=0", "multikrum:share=0", "cclip:tau=.inf,steps=1", "median:bucket=8"]
+)
+def test_identities_with_uniform_fedavg(method):
+    expected = run("fedavg", client_weighting="uniform")
+    assert near(run(method.replace(".inf", "inf")).vector, expected.vector)
+
+
+@pytest.mark.parametrize(
+    "method", [*RULES, "fltrust", "median:bucket=2", "krum:mix=nnm+fedadam", "fedprox+trimmed+fedavgm"]
+)
+def test_every_rule_on_every_engine_and_resumed(method, tmp_path):
+    method = method.replace("bulyan", "bulyan:share=0.12")
+    expected = run(method, engine="inline")
+    for engine in ("processes", "vectorized"):
+        assert near(run(method, engine=engine, workers=2).vector, expected.vector)
+    folder = tmp_path / "run"
+    run(method, engine="inline", rounds=2, out=folder, checkpoint_every=1)
+    torch.manual_seed(0)
+    resumed = unskew.resume(folder, rounds=3, federation=blobs([9, 19, 8, 13, 7, 11, 10, 12]))
+    assert torch.equal(resumed.vector, expected.vector)
+
+
+def test_the_combined_update_is_the_estimate_of_the_received_ones(monkeypatch):
+    """The round's median against NumPy, on the updates as the server received them."""
+    seen = []
+    take = Update.is_finite
+
+    def recorded(self):
+        seen.append(self.delta.clone())
+        return take(self)
+
+    monkeypatch.setattr(Update, "is_finite", recorded)
+    captured = Captured()
+    run(["median", captured], engine="inline", rounds=2)
+    rounds = [seen[:8], seen[8:]]
+    assert len(seen) == 16
+    for combined, received in zip(captured.deltas, rounds, strict=True):
+        expected = np.median(torch.stack(received).numpy(), axis=0)
+        assert np.allclose(combined.numpy(), expected, rtol=1e-12, atol=0)
+
+
+def test_buffers_are_the_median_of_the_clients_buffers():
+    class WithBuffers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(72, momentum=1.0)
+            self.head = torch.nn.Linear(72, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(x.flatten(1)))
+
+    torch.manual_seed(0)
+    fed = blobs([8, 8, 8])
+    result = unskew.run(fed, model=WithBuffers(), method="median", rounds=1, local_steps=1, batch_size=8, lr=1e-9)
+    assert fed.normalization is None
+    means = torch.stack([client.x.flatten(1).mean(0) for client in fed.clients])
+    running = result.model.state_dict()["norm.running_mean"]
+    assert torch.allclose(running, means.median(0).values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("scaffold+median", "does not protect what scaffold uploads"),
+        ("fednova+krum", "does not protect what fednova uploads"),
+        ("feddle+median", "reads the update of each client"),
+        ("fedals+krum", "compares whole updates"),
+        ("krum+median", "both fill the slot 'aggregate'"),
+    ],
+)
+def test_conflicts_are_sentences(method, words):
+    with pytest.raises(MethodConflictError, match=words):
+        unskew.method(method)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("krum:share=0.4", {}, "not defined for 8 points"),
+        ("bulyan:share=0.2", {}, "Use a larger participation"),
+        ("median", {"secure_aggregation": "required"}, "reads the update of each individual client"),
+        ("median", {"client_weighting": "samples"}, "weights clients uniformly"),
+        ("fltrust", {"server_data": None}, "needs data at the server"),
+    ],
+)
+def test_what_does_not_fit_is_reported_before_training(method, options, words):
+    fed = blobs([9] * 8, server=method != "fltrust")
+    options.pop("server_data", None)
+    with pytest.raises(UnskewError, match=words):
+        unskew.run(fed, model="mlp", method=method, rounds=1, **options)
+
+
+def test_attackers_do_not_move_a_robust_model():
+    """One client of eight sends -50 times its update: the mean diverges from the honest model, robust rules stay near."""
+
+    class Attack(unskew.ClientRule):
+        name, summary, paper = "attack", "", ""
+
+        def transform_update(self, ctx, carry, delta):
+            return torch.where(ctx.client_info["attacker"] > 0, -50 * delta, delta)
+
+        def client_info(self, data):
+            return {"attacker": torch.tensor(float(data.client.examples == 19))}
+
+    honest = run("fedavg", client_weighting="uniform").vector
+    distance = {
+        method: float((run([Attack(), method], client_weighting="auto").vector - honest).norm())
+        for method in ("fedavg", "median", "trimmed", "krum", "geomedian")
+    }
+    for method in itertools.islice(distance, 1, None):
+        assert distance[method] < 0.1 * distance["fedavg"], distance

@@ -1,0 +1,139 @@
+"""Robust estimators of the center of points: pure functions of ``points [n, d]`` and a number ``f`` of suspected points.
+
+Papers: coordinate-wise median and trimmed mean, Yin et al. 2018, arXiv:1803.01498; Krum, Blanchard et al. 2017,
+arXiv:1703.02757; Bulyan, El Mhamdi et al. 2018, arXiv:1802.07927; geometric median (RFA), Pillutla et al. 2019,
+arXiv:1912.13445; centered clipping, Karimireddy et al. 2021, arXiv:2012.10333; bucketing, Karimireddy et al. 2020,
+arXiv:2006.09365; nearest-neighbor mixing, Allouah et al. 2023, arXiv:2302.01772.
+
+Ties are resolved in favor of the point with the smallest index.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def coordinate_median(points: Tensor) -> Tensor:
+    """Compute the median of each coordinate, ``[d]``; the mean of the two middle values if ``n`` is even.
+
+    >>> coordinate_median(torch.tensor([[1.0], [9.0], [2.0], [4.0]]))
+    tensor([3.])
+    """
+    n = len(points)
+    middle = points.sort(dim=0).values[(n - 1) // 2 : n // 2 + 1]
+    return middle.mean(dim=0)
+
+
+def trimmed_mean(points: Tensor, f: int) -> Tensor:
+    """Compute the mean of each coordinate without its ``f`` largest and ``f`` smallest values, ``[d]``.
+
+    Args:
+        points: Points, ``[n, d]`` with ``n > 2 f``.
+        f: Number of suspected points.
+
+    >>> trimmed_mean(torch.tensor([[-50.0], [1.0], [3.0], [90.0]]), 1)
+    tensor([2.])
+    """
+    return points.sort(dim=0).values[f : len(points) - f].mean(dim=0)
+
+
+def squared_distances(points: Tensor) -> Tensor:
+    """Compute all pairs of squared Euclidean distances, ``[n, n]``, without a tensor of ``n^2 d`` values."""
+    return torch.stack([(points - point).square().sum(dim=1) for point in points])
+
+
+def krum_scores(distances: Tensor, neighbors: int) -> Tensor:
+    """Compute the sum of squared distances of each point to its nearest other points, ``[n]``.
+
+    Args:
+        distances: Squared distances, ``[n, n]``.
+        neighbors: Number of nearest points that count.
+    """
+    return distances.sort(dim=1).values[:, 1 : 1 + neighbors].sum(dim=1)
+
+
+def krum_order(points: Tensor, f: int) -> Tensor:
+    """Return the indices of the points by increasing Krum score, ``[n]``.
+
+    Args:
+        points: Points, ``[n, d]`` with ``n > f + 2``.
+        f: Number of suspected points; the score counts the ``n - f - 2`` nearest neighbors.
+    """
+    neighbors = max(1, len(points) - f - 2)
+    return krum_scores(squared_distances(points), neighbors).argsort(stable=True)
+
+
+def bulyan(points: Tensor, f: int) -> Tensor:
+    """Select ``n - 2 f`` points by repeated Krum, then average per coordinate the ``n - 4 f`` values nearest to the median.
+
+    Args:
+        points: Points, ``[n, d]`` with ``n >= 4 f + 3``.
+        f: Number of suspected points.
+    """
+    n = len(points)
+    distances = squared_distances(points)
+    remaining = list(range(n))
+    selected: list[int] = []
+    for _ in range(n - 2 * f):
+        among = distances[remaining][:, remaining]
+        neighbors = min(len(remaining) - 1, max(1, len(remaining) - f - 2))
+        best = int(krum_scores(among, neighbors).argsort(stable=True)[0])
+        selected.append(remaining.pop(best))
+    chosen = points[selected]
+    order = (chosen - coordinate_median(chosen)).abs().argsort(dim=0, stable=True)
+    return chosen.gather(0, order[: n - 4 * f]).mean(dim=0)
+
+
+def geometric_median(points: Tensor, steps: int, smoothing: float) -> Tensor:
+    """Approximate the point with the smallest sum of distances by smoothed Weiszfeld steps from the mean, ``[d]``.
+
+    Args:
+        points: Points, ``[n, d]``.
+        steps: Number of steps.
+        smoothing: Smallest distance that is divided by.
+    """
+    center = points.mean(dim=0)
+    for _ in range(steps):
+        weights = 1 / (points - center).norm(dim=1).clamp_min(smoothing)
+        center = (weights @ points) / weights.sum()
+    return center
+
+
+def centered_clipping(points: Tensor, center: Tensor, tau: float, steps: int) -> Tensor:
+    """Move a center repeatedly by the mean of the differences to the points, each clipped to the norm ``tau``, ``[d]``.
+
+    Args:
+        points: Points, ``[n, d]``.
+        center: Initial center, ``[d]``.
+        tau: Largest norm of a difference.
+        steps: Number of steps.
+    """
+    for _ in range(steps):
+        differences = points - center
+        norms = differences.norm(dim=1, keepdim=True)
+        scale = (tau / norms.clamp_min(torch.finfo(points.dtype).tiny)).clamp_max(1.0)
+        center = center + (differences * scale).mean(dim=0)
+    return center
+
+
+def bucket_means(points: Tensor, order: Tensor, size: int) -> Tensor:
+    """Average groups of points, ``[ceil(n / size), d]``; the last group may be smaller.
+
+    Args:
+        points: Points, ``[n, d]``.
+        order: Permutation of the points, ``[n]``.
+        size: Number of points in a group.
+    """
+    return torch.stack([group.mean(dim=0) for group in torch.split(points[order], size)])
+
+
+def nearest_neighbor_means(points: Tensor, f: int) -> Tensor:
+    """Replace every point by the mean of its ``n - f`` nearest points, itself included, ``[n, d]``.
+
+    Args:
+        points: Points, ``[n, d]``.
+        f: Number of suspected points.
+    """
+    nearest = squared_distances(points).argsort(dim=1, stable=True)[:, : len(points) - f]
+    return torch.stack([points[index].mean(dim=0) for index in nearest])
