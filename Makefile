@@ -38,7 +38,7 @@ lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constr
 	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-audit.txt
 	touch $@
 
-DOCSTRINGS = --select=DOC1,DOC3,DOC4,DOC6 --style=google --arg-type-hints-in-docstring=False --check-return-types=False \
+DOCSTRINGS = --select=DOC1,DOC3,DOC4 --style=google --arg-type-hints-in-docstring=False --check-return-types=False \
   --check-yield-types=False --skip-checking-short-docstrings=True --skip-checking-raises=True --skip-checking-private-functions=True
 
 audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); bandit on the code; pip-audit on what is installed by version, where the network allows it

@@ -92,6 +92,9 @@ def parse_expression(text: str, opener: str = ":", separator: str = ",") -> Expr
 def parse_seed_list(text: str) -> list[int]:
     """Parse a list of seeds.
 
+    Args:
+        text: Seeds and ranges separated by commas.
+
     Raises:
         ConfigError: If the text is not a list of seeds, a seed occurs twice, or there are more than ``MOST_SEEDS``.
 

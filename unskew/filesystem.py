@@ -54,6 +54,9 @@ def disk_errors(path: Path) -> Iterator[None]:
 def create_file(path: Path) -> BinaryIO:
     """Open a new file for writing.
 
+    Args:
+        path: File to create.
+
     Raises:
         FileExistsError: If the path exists, even as a broken link.
     """
@@ -62,6 +65,9 @@ def create_file(path: Path) -> BinaryIO:
 
 def open_to_append(path: Path) -> int:
     """Open a file for appending without following links, and return its descriptor.
+
+    Args:
+        path: File to open; created if it is missing.
 
     Raises:
         CheckpointError: If the file is a link, or cannot be opened.
@@ -87,6 +93,9 @@ def append_text(path: Path, text: str) -> None:
 def read_file(path: Path) -> bytes:
     """Read a regular file; reading a pipe or device might never end.
 
+    Args:
+        path: File to read.
+
     Raises:
         OSError: If the file cannot be read, or is not a regular file.
     """
@@ -97,6 +106,9 @@ def read_file(path: Path) -> bytes:
 def read_json(path: Path) -> Any:
     """Read a JSON file that may be corrupted.
 
+    Args:
+        path: File to read.
+
     Raises:
         OSError: If the file cannot be read, or is not a regular file.
         ValueError: If the content is not valid; see ``parse_json``.
@@ -106,6 +118,9 @@ def read_json(path: Path) -> Any:
 
 def parse_json(data: bytes) -> Any:
     """Parse JSON that may be corrupted.
+
+    Args:
+        data: Encoded JSON.
 
     Raises:
         ValueError: If the data are not JSON, are nested too deeply, or contain a number that is too large.
@@ -146,6 +161,9 @@ def check_run(folder: Path, resume: bool = False) -> None:
 def check_regular(path: Path) -> None:
     """Validate that a path is a regular file, and not a folder, pipe or device.
 
+    Args:
+        path: Path to check.
+
     Raises:
         OSError: If the path is not a regular file, or does not exist.
     """
@@ -158,6 +176,9 @@ def check_regular(path: Path) -> None:
 
 def check_plain(folder: Path) -> None:
     """Validate that a folder contains only files and folders: writing to a link could change files elsewhere.
+
+    Args:
+        folder: Folder to check.
 
     Raises:
         ConfigError: If there is a link, pipe or device at any depth.
@@ -235,6 +256,9 @@ def _left_over(path: Path) -> bool:
 def is_occupied(folder: Path) -> bool:
     """Return whether a folder has contents, ignoring unfinished files of a killed process.
 
+    Args:
+        folder: Folder to check; it may not exist.
+
     Raises:
         ConfigError: If the path is a file, or cannot be read.
     """
@@ -248,6 +272,9 @@ def is_occupied(folder: Path) -> bool:
 
 def parse_path(path: str | Path) -> Path:
     """Convert the name of a file or folder to a path.
+
+    Args:
+        path: Name as entered by the user.
 
     Raises:
         ConfigError: If the name is empty (a ``Path`` would be the working directory), a URL, or not a valid name.
@@ -344,6 +371,9 @@ def file_lock(path: Path, seconds: float) -> Iterator[None]:
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
     """Context manager that locks an existing folder. The lock ends with the process, even if it is killed.
+
+    Args:
+        folder: Folder to lock.
 
     Raises:
         ConfigError: If another process or thread is using the folder, or it contains a link, pipe or device.

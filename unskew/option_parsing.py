@@ -130,6 +130,9 @@ def check_finite(rule: object, owner: str) -> None:
 def all_finite(values: dict[str, Any]) -> dict[str, Any]:
     """Validate that nested values contain only finite numbers and string keys, as files cannot store others.
 
+    Args:
+        values: Values to check: numbers, texts, lists and dictionaries.
+
     Raises:
         ValueError: If a number is not finite, or a key is not a string.
     """

@@ -142,6 +142,9 @@ def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]
 def parse_numbers(text: str) -> list[float]:
     """Parse the weights of ``--class-weights``.
 
+    Args:
+        text: Numbers separated by commas.
+
     Raises:
         ConfigError: If the text is not a list of numbers.
     """

@@ -30,6 +30,9 @@ def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
     Args:
         table: Table that is too wide.
         console: Console to print to.
+
+    Yields:
+        Rendered lines.
     """
     if table.title:
         yield console.render_str(table.title, style="italic") if isinstance(table.title, str) else table.title

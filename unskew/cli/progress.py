@@ -36,6 +36,9 @@ def make_progress(console: Console, transient: bool = False) -> Iterator[Progres
     Args:
         console: Console to print to.
         transient: Whether the display disappears at the end.
+
+    Yields:
+        The display.
     """
     progress = Progress(
         TextColumn("{task.description}", markup=False),

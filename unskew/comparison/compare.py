@@ -224,7 +224,7 @@ def compare(
             ``local`` (each client alone); those that do not fit are omitted with a note. None means True.
         budget_minutes: Maximum estimated time; a longer comparison raises ``ConfigError``.
         on_estimate: Called with the estimated time as text, unless it is short or unknown.
-        options: Fields of ``unskew.Experiment``.
+        **options: Fields of ``unskew.Experiment``.
 
     Raises:
         ConfigError: If an option is not valid, a method is named twice, ``out`` already exists, or the estimate is
@@ -369,6 +369,9 @@ def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
 
 def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     """Return the seeds as a list; an integer n means 0 to n - 1.
+
+    Args:
+        seeds: Number of seeds, a list of seeds, or an expression such as ``0..2,7``.
 
     Raises:
         ConfigError: If there are no seeds, duplicates or too many seeds.

@@ -39,6 +39,9 @@ def overrides_by_method(each: Any, names: Sequence[str]) -> dict[str, dict[str, 
 def check_same_data(configs: Iterable[Experiment]) -> None:
     """Validate that all methods use the same data.
 
+    Args:
+        configs: Configuration of each method.
+
     Raises:
         ConfigError: If a data field differs between methods.
     """
@@ -54,6 +57,9 @@ def check_same_data(configs: Iterable[Experiment]) -> None:
 
 def check_same_objective(configs: Iterable[Experiment]) -> None:
     """Validate that all methods have the same objective.
+
+    Args:
+        configs: Configuration of each method.
 
     Raises:
         ConfigError: If their objectives differ.

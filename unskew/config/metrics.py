@@ -40,6 +40,9 @@ def metric_name(value: MetricLike) -> str:
 def validate_metric(value: MetricLike) -> MetricLike:
     """Validate one entry of ``metrics``, without importing anything.
 
+    Args:
+        value: Name of a metric, import path, or function.
+
     Raises:
         ValueError: If the metric is unknown, or a function's name is missing or taken.
     """
@@ -60,6 +63,9 @@ def validate_metric(value: MetricLike) -> MetricLike:
 
 def validate_objective(value: MetricLike) -> MetricLike:
     """Validate the objective as far as possible without the data.
+
+    Args:
+        value: Name of a metric, import path, or function.
 
     Raises:
         ValueError: If the metric is unknown.

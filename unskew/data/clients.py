@@ -88,7 +88,8 @@ class DrawnClients(ArrayClients):
         rows: Function that returns the inputs of a client.
         like: An input as an example of shape and dtype, ``[1, ...]``.
         y: Targets of all clients, in order.
-        offsets, splits: As for ``ArrayClients``.
+        offsets: First sample of each client, and the number of samples, ``[K + 1]``.
+        splits: First held-out sample of each client, ``[K]``.
         mapped: Whether the inputs are memory-mapped from files, so that they may not all fit into memory.
 
     Attributes:
@@ -216,6 +217,9 @@ def iterate_batches(parts: Iterable[Tensor], size: int) -> Iterator[Tensor]:
 
     >>> [len(batch) for batch in iterate_batches([torch.zeros(3, 2), torch.zeros(4, 2)], 5)]
     [5, 2]
+
+    Yields:
+        Batches of samples, ``[size, ...]``.
     """
     waiting: list[Tensor] = []
     missing = size

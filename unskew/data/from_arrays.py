@@ -50,6 +50,9 @@ def check_integer(value: object, name: str, least: int | None = None) -> None:
 def check_client_list(clients: object) -> None:
     """Validate that the clients are a list and not empty.
 
+    Args:
+        clients: Value passed as the clients' data.
+
     Raises:
         DataError: If the clients are not a list, or the list is empty.
     """
@@ -94,10 +97,13 @@ def validate_pair(x: object, y: object, who: str, task: str) -> tuple[Tensor, Te
 class InputLocator:
     """Callable that reads ranges of a client's inputs, in the client's order, from the arrays that were passed.
 
-    Attributes:
+    One input in the common dtype of all inputs is available as ``like [1, ...]``.
+
+    Args:
         parts: Arrays of each client: ``(x,)``, of which some rows are held out, or ``(x, x_test)``.
         mapped: Whether some arrays are memory-mapped from files; these are validated when they are read.
-        like: One input, ``[1, ...]``, in the common dtype of all inputs.
+        task: Name of the task.
+        seed: Seed that decides which rows are held out.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, ...]], mapped: bool, task: str, seed: int):
@@ -124,6 +130,11 @@ class InputLocator:
 
     def __call__(self, k: int, start: int, stop: int) -> Tensor:
         """Return the inputs ``start:stop`` of client ``k``; training samples precede held-out samples.
+
+        Args:
+            k: Client number.
+            start: First sample.
+            stop: Sample after the last one.
 
         Raises:
             DataError: If inputs read from a file are not finite.

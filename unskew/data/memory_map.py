@@ -76,6 +76,9 @@ def locate_tensor(x: Tensor) -> MmapLocation | None:
 def open_tensor(piece: MmapLocation) -> Tensor:
     """Map a tensor from its file.
 
+    Args:
+        piece: Location of the tensor in a file.
+
     Raises:
         DataError: If this machine cannot read the file, or the file has a different size.
     """

@@ -27,6 +27,9 @@ VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash
 def with_local_files(spec: DataSpec) -> DataSpec:
     """Return the specification with URLs replaced by downloaded local files.
 
+    Args:
+        spec: Specification of the data.
+
     Raises:
         ConfigError: If the package that reads the URL is not installed.
         DataError: If the file does not exist or cannot be reached.
@@ -44,6 +47,9 @@ def with_local_files(spec: DataSpec) -> DataSpec:
 
 def fetch(url: str) -> Path:
     """Download the file or folder at ``url`` unless it is cached, and return its local path.
+
+    Args:
+        url: Address that fsspec can open.
 
     Raises:
         ConfigError: If the package that reads the URL is not installed.

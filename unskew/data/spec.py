@@ -89,6 +89,9 @@ class Split(NamedTuple):
 def parse_split(text: str) -> Split:
     """Parse ``COLUMN``, ``time:COLUMN``, ``COLUMN,time:COLUMN`` or ``column:COLUMN``.
 
+    Args:
+        text: Value of ``split_by``.
+
     Raises:
         ConfigError: If the text has none of these forms.
 
@@ -146,6 +149,9 @@ class DataSpec:
 def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
     """Return the CSV format that a mapping describes.
 
+    Args:
+        values: Separator, decimal mark and encoding by name.
+
     Raises:
         ConfigError: If the mapping has an unknown key, or a value is not valid.
     """
@@ -183,6 +189,9 @@ def is_table(data: str) -> bool:
 
 def parse_names(value: object) -> tuple[str, ...]:
     """Return the names in a list or in a comma-separated string.
+
+    Args:
+        value: List of names, or names separated by commas.
 
     Raises:
         ConfigError: If the value is neither a string nor a list of strings.

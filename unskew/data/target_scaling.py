@@ -32,6 +32,9 @@ def fit_target_scaling(
 def task_with_moments(found: ColumnMoments) -> Regression:
     """Return the regression task for targets with the given moments.
 
+    Args:
+        found: Mean and standard deviation of each target.
+
     Raises:
         DataError: If the targets are too large for a finite mean and standard deviation.
     """

@@ -75,7 +75,7 @@ def diagnose(
         mu: Strong convexity, if the loss has it. ``epsilon`` is then in units of the loss, by default a tenth of the
             current ``||grad f||^2 / (2 mu)``, which bounds the distance of the loss from its minimum.
         progress: Called with a description and two numbers: the amount done and the total.
-        options: Fields of ``unskew.Experiment``: the data, ``seed``, ``device``, and the budget used for predictions.
+        **options: Fields of ``unskew.Experiment``: the data, ``seed``, ``device``, and the budget used for predictions.
 
     Returns:
         Report with the measurements; see its methods ``as_json`` and ``plot``.
@@ -158,6 +158,9 @@ def diagnose(
 def validate_scope(scope: MeasurementScope) -> MeasurementScope:
     """Validate the scope of a measurement and return it.
 
+    Args:
+        scope: Scope to check.
+
     Raises:
         ConfigError: If a limit is out of range.
     """
@@ -187,6 +190,9 @@ FINAL = "model.safetensors"
 
 def find_run_folder(path: Path) -> Path:
     """Return the run folder of a path to it or to one of its checkpoints.
+
+    Args:
+        path: Run folder or checkpoint folder.
 
     Raises:
         CheckpointError: If the path is neither a run folder nor a checkpoint of one.

@@ -99,6 +99,9 @@ class AdviceContext:
     def under(self, limits: AdviceLimits) -> AdviceContext:
         """Return the context with the limits applied to its configuration.
 
+        Args:
+            limits: Limits stated by the user.
+
         Raises:
             DataError: If the test set has too few samples for the server.
         """

@@ -177,6 +177,9 @@ def validate_advice(
 def check_minutes(minutes: object) -> None:
     """Validate a number of minutes.
 
+    Args:
+        minutes: Value to check.
+
     Raises:
         ConfigError: If the value is not a positive number.
     """

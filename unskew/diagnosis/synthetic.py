@@ -66,6 +66,9 @@ def synthetic_sets(
 def image_files(path: Path) -> list[Path]:
     """Return the parquet files at a path: a file, a folder or a run folder; empty if there are none.
 
+    Args:
+        path: File or folder.
+
     Raises:
         CheckpointError: If the run's summary is corrupted.
     """
@@ -86,6 +89,9 @@ def image_files(path: Path) -> list[Path]:
 
 def read_images(path: Path) -> Pair:
     """Read images and labels from a parquet file, a folder of such files, or a run that generated some.
+
+    Args:
+        path: File or folder.
 
     Raises:
         DataError: If there are no images, or they cannot be read.

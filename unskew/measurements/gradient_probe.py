@@ -94,6 +94,9 @@ class GradientProbe:
             x: Stored samples, ``[n, ...]``.
             y: Targets, ``[n]``.
             size: Samples per batch.
+
+        Yields:
+            Inputs and targets of a batch.
         """
         for index in torch.split(torch.arange(len(y), device=y.device), size):
             yield self.normalize(take_rows(x, index)), y[index].to(self.v.device)

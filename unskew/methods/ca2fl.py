@@ -40,10 +40,6 @@ class CA2FL(ServerRule):
     """Cache-aided asynchronous federated learning.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         buffer_size: Number of updates per server step, ``b``.

@@ -55,10 +55,6 @@ class Dense(ServerRule):
     """Data-free one-shot distillation.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".

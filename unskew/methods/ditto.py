@@ -29,10 +29,6 @@ class Ditto(ClientRule):
     """Personal models near the global one.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         lam: Strength ``lambda`` of the pull towards the global model; with 0 the personal model is trained locally only.
     """
 

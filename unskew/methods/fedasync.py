@@ -32,10 +32,6 @@ class FedAsync(ServerRule):
     """Asynchronous federated optimization.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         alpha0: Weight of an update that is not stale.

@@ -21,9 +21,6 @@ class FedAvg(ServerRule):
     """Federated averaging.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         eta: Server learning rate; 1 is the paper's plain average.
         discard_late: With delays, ignore updates of clients that received the model in an earlier round.
     """

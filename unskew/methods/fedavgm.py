@@ -30,10 +30,6 @@ class FedAvgM(ServerRule):
     """Server momentum.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         beta: Momentum; 0 is FedAvg.
         eta: Server learning rate.
         nesterov: Use Nesterov momentum.

@@ -29,10 +29,6 @@ class FedBuff(ServerRule):
     """Buffered asynchronous aggregation.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         buffer_size: Number of updates per server step, ``b``.

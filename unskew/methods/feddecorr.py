@@ -34,10 +34,6 @@ class FedDecorr(ClientRule):
     """Decorrelation of features.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         beta: Weight of the term; 0 is FedAvg.

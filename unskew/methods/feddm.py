@@ -48,10 +48,6 @@ class FedDM(ClientRule, ServerRule):
     """Distribution matching around the global model.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         sends_model: False, because clients send only their images.
         tasks: Supported tasks.

@@ -45,10 +45,6 @@ class FedDyn(ClientRule, ServerRule):
     """Dynamic regularization.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         alpha: Strength of the regularization.
     """

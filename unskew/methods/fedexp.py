@@ -31,10 +31,6 @@ class FedExP(ClientRule, ServerRule):
     """Extrapolated averaging.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         epsilon: Constant that keeps the step finite if updates cancel.
         evaluate: Evaluated model: ``mean`` of the last two iterates, as in the paper, or the ``last`` one.

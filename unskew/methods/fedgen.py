@@ -54,10 +54,6 @@ class FedGen(ClientRule):
     """Data-free distillation through a generator of features.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.

@@ -61,9 +61,6 @@ class FedAdagrad(_FedOpt):
     """Adagrad at the server.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         eta: Server step, to be tuned.
         beta1: First-moment decay; 0 in the paper.
         tau: Adaptivity: smaller is more adaptive.
@@ -87,9 +84,6 @@ class FedYogi(_FedOpt):
     """Yogi at the server.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         eta: Server step, to be tuned.
         beta1: First-moment decay.
         beta2: Second-moment decay.
@@ -115,9 +109,6 @@ class FedAdam(_FedOpt):
     """Adam at the server.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         eta: Server step, to be tuned.
         beta1: First-moment decay.
         beta2: Second-moment decay.

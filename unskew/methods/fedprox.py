@@ -26,10 +26,6 @@ class FedProx(ClientRule):
     """Proximal local training.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         mu: Strength of the proximal term; 0 is FedAvg.
     """
 

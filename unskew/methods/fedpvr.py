@@ -35,9 +35,6 @@ class FedPVR(ClientRule):
     """Partial variance reduction.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         layers: Number of corrected linear layers, counted from the last; 0 for all of them.
     """

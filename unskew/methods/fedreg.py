@@ -43,10 +43,6 @@ class FedReg(ClientRule):
     """Alleviated forgetting.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".

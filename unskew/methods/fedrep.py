@@ -39,10 +39,6 @@ class FedRep(ClientRule, SyncRule):
     """Shared body with one head per client.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         head_share: Share of the local steps that train the head; the remaining steps train the body.
     """

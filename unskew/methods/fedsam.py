@@ -28,10 +28,6 @@ class FedSAM(ClientRule):
     """Sharpness-aware local training.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         rho: Radius of the perturbation; 0 is FedAvg.
     """
 

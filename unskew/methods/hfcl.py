@@ -28,9 +28,6 @@ class HFCL(TrainsAtServer):
     """Hybrid federated and centralized learning; see ``TrainsAtServer`` for the budget.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         n_s: Weight of the server's update; None: its number of samples, or 1 with uniform client weighting.
     """
 

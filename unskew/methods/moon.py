@@ -39,10 +39,6 @@ class Moon(ClientRule):
     """Model-contrastive learning.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         mu: Weight of the contrastive loss; 0 is FedAvg.

@@ -47,9 +47,6 @@ class Pooled(DataRule):
     """Centralized training on the union of the clients' training samples.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         participation: Share of clients per round in the comparison, which determines the samples per round.
     """
 

@@ -57,10 +57,6 @@ class Scaffold(ClientRule):
     """Stochastic controlled averaging.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         option: Update of the client's variate: ``"I"`` (full gradient at the global model, one more pass over the data)
             or ``"II"`` (from the local steps).

@@ -52,10 +52,6 @@ class VHL(DataRule, ClientRule):
     """Virtual homogeneity learning.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         source: Source of virtual samples: ``gaussian`` clusters for inputs of any shape, or images of an untrained

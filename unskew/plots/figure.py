@@ -75,6 +75,9 @@ def check_ending(figure: Any, path: Path) -> None:
 def check_place(path: Path) -> None:
     """Validate that a figure can be written, before the work for it is done.
 
+    Args:
+        path: File to write.
+
     Raises:
         ConfigError: If the suffix is not a known image format.
         CheckpointError: If the file cannot be written.

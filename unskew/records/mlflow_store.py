@@ -25,6 +25,9 @@ def open_client(folder: Path) -> Any:
     The database is created under a temporary name and then renamed, so a killed process leaves no incomplete database. An
     incomplete or corrupted one is renamed to ``mlflow-damaged.db`` and replaced by a new one.
 
+    Args:
+        folder: Folder of the database.
+
     Raises:
         ConfigError: If MLflow cannot store a database there, or another run holds the lock for too long.
     """

@@ -38,6 +38,9 @@ def html_table(rows: Sequence[Mapping[str, object]]) -> str:
 def to_data_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return rows as a data frame.
 
+    Args:
+        rows: Rows as dictionaries.
+
     Raises:
         ConfigError: If pandas is not installed.
     """

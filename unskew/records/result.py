@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 class Result:
     """A finished run.
 
-    Attributes:
+    All arguments are available as attributes.
+
+    Args:
         history: One dictionary per round: round, accuracy, loss, bytes, seconds and the method's own metrics.
         summary: The contents of ``summary.json``.
-        vector: The final global model, ``[d]``; ``model``: the same as a module in eval mode.
+        model: The final global model as a module in eval mode.
+        vector: Its parameters, ``[d]``.
         folder: The run folder, or None.
         draw: Writes figures of the method into a folder, for methods that have any.
         clients: One dictionary per client, as in ``clients.jsonl``.
@@ -53,6 +56,9 @@ class Result:
 
     def predict(self, x: object) -> list[Any]:
         """Return the name of the most probable class of each input, or the predicted numbers; ``x [n, ...]`` is raw.
+
+        Args:
+            x: Inputs as in the training data, ``[n, ...]``.
 
         Raises:
             ConfigError: If this result does not know the input format of its model.
@@ -90,6 +96,9 @@ class Result:
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
     """Read the history of a run folder.
+
+    Args:
+        folder: Run folder.
 
     Raises:
         CheckpointError: If the file is missing or corrupted.

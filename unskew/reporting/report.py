@@ -77,6 +77,9 @@ def _folder(source: Any) -> Path:
 def check_report_file(file: Path) -> None:
     """Validate that a file may be written: it does not exist, or is a report.
 
+    Args:
+        file: File to write.
+
     Raises:
         ConfigError: If the file exists and is something else.
     """

@@ -64,6 +64,9 @@ def is_usable_number(value: object) -> bool:
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
     """Read every finished run in or below the folders, each once, and return notes on omitted runs.
 
+    Args:
+        folders: Run folders, or folders that contain some.
+
     Raises:
         ConfigError: If a folder does not exist or contains no finished run, or there are too many runs.
         CheckpointError: If a file of a run is corrupted.
@@ -115,6 +118,9 @@ def run_folders(folder: Path) -> list[Path]:
 def read_run(folder: Path) -> RunFiles:
     """Read one run folder.
 
+    Args:
+        folder: Run folder.
+
     Raises:
         ConfigError: If the configuration of the run cannot be read.
         CheckpointError: If another file is missing or corrupted.
@@ -158,6 +164,9 @@ def read_run(folder: Path) -> RunFiles:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file with one JSON object.
 
+    Args:
+        path: File to read.
+
     Raises:
         CheckpointError: If the file is missing or corrupted.
     """
@@ -174,6 +183,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_curves(path: Path) -> dict[str, Any]:
     """Read ``curves.json``; empty if it does not exist.
+
+    Args:
+        path: File to read.
 
     Raises:
         CheckpointError: If the file is corrupted.
@@ -245,6 +257,9 @@ def check_about(about: dict[str, Any], path: Path) -> None:
 
 def read_clients(path: Path) -> list[dict[str, Any]]:
     """Read the records of ``clients.jsonl``; empty if it does not exist.
+
+    Args:
+        path: File to read.
 
     Raises:
         CheckpointError: If the file is corrupted.

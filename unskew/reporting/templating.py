@@ -37,6 +37,10 @@ def render_section(macro: str, **values: Any) -> str:
         macro: Name of a macro in ``sections.html.j2``.
         values: Arguments of the macro.
 
+    Args:
+        macro: Name of the template's macro.
+        **values: Values that the macro uses.
+
     Returns:
         HTML that is marked as safe, so that templates do not escape it again.
     """

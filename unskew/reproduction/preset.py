@@ -101,6 +101,9 @@ def presets_named(ending: str) -> list[str]:
 def load_preset(name: str) -> Preset:
     """Read a preset.
 
+    Args:
+        name: Name of the preset, such as ``fedcog/table-1``, or a YAML file.
+
     Raises:
         ConfigError: If there is no preset of this name, or it is not valid.
     """

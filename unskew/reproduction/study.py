@@ -42,6 +42,9 @@ class Study(Protocol):
     def prepare(self, data_path: str | None) -> None:
         """Load what the parts need, such as data.
 
+        Args:
+            data_path: Folder with data files, or None.
+
         Raises:
             DataError: If the data are not available.
         """
@@ -98,6 +101,9 @@ def study_names() -> list[str]:
 
 def load_study(name: str) -> StudyPreset:
     """Read a preset.
+
+    Args:
+        name: Name of the preset, such as ``fedals/figure-1``, or a YAML file.
 
     Raises:
         ConfigError: If there is no preset of this name, or it is not valid.
@@ -210,6 +216,9 @@ class StudyRuns:
         Args:
             seeds: Seeds of the runs.
             parallel: Number of concurrent parts, or ``auto``.
+
+        Yields:
+            Outcomes of the parts.
         """
         check_parallel(parallel)
         wanted = [(part, seed) for seed in seeds for part in self.parts()]

@@ -37,7 +37,8 @@ class Sweep:
         runs: Folder for run folders, which may be removed afterwards.
         results: Folder of the outcomes.
         extra: Settings of this machine (``data_path``, ``engine``, ``device``).
-        rows, columns: Rows and columns to run; None for all.
+        rows: Rows to run; None for all.
+        columns: Columns to run; None for all.
         follow: Creates the callbacks of a run.
     """
 
@@ -98,6 +99,9 @@ class Sweep:
             seeds: Seeds of the runs.
             parallel: Number of concurrent runs, or ``auto``; with more than one, all runs finish before the first
                 yield.
+
+        Yields:
+            Runs with their outcomes.
         """
         check_parallel(parallel)
         size = self._check(seeds[0])

@@ -73,6 +73,9 @@ COUNTED_OVER = 4000  # rounds of 5 steps, to which parameter counts are scaled
 def value_format(name: str) -> tuple[str, float, int]:
     """Return the title, factor and decimals of a value.
 
+    Args:
+        name: Name of the value.
+
     Raises:
         ConfigError: If the value is unknown.
     """

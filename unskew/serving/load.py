@@ -35,6 +35,9 @@ class ServedModel(Predictor):
 
         Categories that did not occur in training count as missing, with a warning.
 
+        Args:
+            path: File or folder.
+
         Raises:
             DataError: If the file cannot be read, lacks columns, or does not contain inputs of this model.
         """

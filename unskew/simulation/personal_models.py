@@ -101,7 +101,9 @@ def _served(server: Server, clients: Sequence[int], own: bool) -> Served:
         yield serving_model(server.method, server.spec, server.mode, state, server.evaluated, server.evaluated_b, own)
 
 
-def fine_tuned_models(server: Server, engine: Engine, round: int, at_once: int, clients: Sequence[int]) -> Served:
+def fine_tuned_models(
+    server: Server, engine: Engine, round: int, at_once: int, clients: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Fine-tune each client from the final model in one more local training, which sends nothing to the server.
 
     If the result is not finite, the client is served by its model before fine-tuning.

@@ -79,7 +79,7 @@ def tune(
             nodes can access.
         pruning: Whether to end trials early if they are worse than most others after the same number of rounds.
         callback_factory: Returns the callbacks of a run for its title.
-        options: Fields of ``unskew.Experiment``; ``seed`` is the seed of the trials.
+        **options: Fields of ``unskew.Experiment``; ``seed`` is the seed of the trials.
 
     Returns:
         Best options of each method, all trials, and the comparison of the tuned methods on fresh seeds.

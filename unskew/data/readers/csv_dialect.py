@@ -52,6 +52,9 @@ def csv_format(path: Path, requested: CsvSpec) -> CsvSpec:
 def detect_encoding(path: Path) -> str:
     """Return the first encoding of ``utf-8``, ``utf-16``, ``latin-1`` and ``cp1252`` that fits all bytes of a file.
 
+    Args:
+        path: CSV file.
+
     Raises:
         DataError: If the bytes are not text, or have another encoding.
     """

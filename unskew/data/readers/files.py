@@ -29,6 +29,9 @@ class HubDataset(NamedTuple):
 def absolute_path(path: str | Path | None) -> Path | None:
     """Return the absolute path of an existing file or folder; None stays None.
 
+    Args:
+        path: Path to check, or None.
+
     Raises:
         DataError: If the path does not exist.
     """
@@ -136,6 +139,9 @@ def folder_tables(path: Path) -> tuple[Any, Any | None]:
 def class_folders(path: Path) -> dict[str, Path]:
     """Return the folder of each split, which contains one folder of images per class.
 
+    Args:
+        path: Folder with one folder per class, or with ``train`` and ``test``.
+
     Raises:
         DataError: If the folders are missing or not valid.
     """
@@ -185,6 +191,9 @@ def file_tables(path: Path, csv: CsvSpec = DETECTED) -> tuple[Any, Any | None]:
 
 def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the training files and the test files of a table; there may be no test files.
+
+    Args:
+        path: File, or folder of files.
 
     Raises:
         DataError: If there is no file in a supported format.

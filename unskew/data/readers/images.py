@@ -110,6 +110,9 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[b
         column: pyarrow column of encoded images or of file names.
         who: Name of the data, for errors.
         folder: Folder of the files, or None.
+
+    Yields:
+        Encoded bytes of each image.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -97,6 +97,9 @@ class Source:
     def first(self, classes: int | None) -> Source:
         """Return the source with only the samples of the first ``classes`` classes.
 
+        Args:
+            classes: Number of classes to keep; None for all.
+
         Raises:
             ConfigError: If there are fewer classes, or the task is not classification.
             DataError: If no training or no test samples remain.

@@ -108,6 +108,9 @@ def dsprites(path: Path | None = None, count: int | None = None) -> Source:
 def read_original(path: Path) -> np.ndarray:
     """Read the images ``[737280, 64, 64]`` with values 0 and 1 from the original file.
 
+    Args:
+        path: Original ``npz`` file.
+
     Raises:
         DataError: If the file is not the original dSprites file.
     """

@@ -77,6 +77,9 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
 def leaf_root(path: Path) -> Path:
     """Return the folder that contains ``train``: ``path`` or its subfolder ``data``.
 
+    Args:
+        path: Folder of a LEAF data set.
+
     Raises:
         DataError: If neither contains it, or ``train`` has no .json file.
     """

@@ -20,6 +20,9 @@ from unskew.filesystem import check_regular
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """Load the arrays of a file, or map those of a folder, without unpickling.
 
+    Args:
+        path: File ``.npz``, or folder of ``.npy`` files.
+
     Raises:
         DataError: If a file cannot be read, or there are no ``x`` and ``y`` of the same length.
     """
@@ -51,6 +54,9 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def is_array_folder(path: Path) -> Path:
     """Validate that a folder contains ``x.npy`` and ``y.npy``, and return it.
+
+    Args:
+        path: Folder to check.
 
     Raises:
         DataError: If one of the files is missing.

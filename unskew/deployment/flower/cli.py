@@ -29,6 +29,9 @@ QUIET = {
 def program_path(name: str) -> str:
     """Return the path of one of Flower's programs.
 
+    Args:
+        name: Name of the program, such as ``flower-superlink``.
+
     Raises:
         ConfigError: If Flower is not installed.
     """
@@ -72,6 +75,9 @@ class SuperLink:
 
     def control(self, *commands: Sequence[str]) -> str:
         """Run commands of Flower's command line in one process, because it takes seconds to start.
+
+        Args:
+            *commands: Arguments of each command.
 
         Returns:
             The standard output.

@@ -44,6 +44,9 @@ class GridBridge:
     def connect(self, seconds: float) -> None:
         """Wait until Flower's app connects.
 
+        Args:
+            seconds: Longest time to wait, in seconds.
+
         Raises:
             LinkClosedError: If the app does not connect in time.
         """

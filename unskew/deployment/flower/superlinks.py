@@ -71,6 +71,9 @@ class RemoteSuperLink:
     def reopen(self, seconds: float) -> None:
         """Start the app again after a failure of the SuperLink.
 
+        Args:
+            seconds: Longest time to wait for the app, in seconds.
+
         Raises:
             EngineError: If the SuperLink does not come back in time.
         """
@@ -145,6 +148,9 @@ class LocalSuperLink(RemoteSuperLink):
 
         Args:
             further: Further commands of Flower's command line to run after the registration.
+
+        Args:
+            *further: Arguments of further commands to run after the registration.
 
         Raises:
             EngineError: If the SuperLink does not start.

@@ -155,6 +155,9 @@ class OpenSum:
     def carried_out(self, asked: Frame) -> Frame:
         """Reply to the next message, or repeat the reply to an earlier one.
 
+        Args:
+            asked: Message from the server.
+
         Raises:
             InvalidMessageError: If the message is invalid, out of order, or contradicts an earlier one.
         """
@@ -175,6 +178,9 @@ class OpenSum:
 
     def share(self, config: dict[str, Any]) -> Frame:
         """Return encrypted shares of this site's seed and secret key for each site, and commitments to them.
+
+        Args:
+            config: Fields of the server's message.
 
         Raises:
             InvalidMessageError: If the keys are not signed by at least three different sites that received the same model.
@@ -226,6 +232,9 @@ class OpenSum:
 
     def mask(self, config: dict[str, Any]) -> Frame:
         """Return the masked update, or, if shares are wrong, the clients that sent them.
+
+        Args:
+            config: Fields of the server's message.
 
         Raises:
             InvalidMessageError: If shares of too few sites arrived, or commitments are not signed by their site.
@@ -279,6 +288,9 @@ class OpenSum:
     def agree(self, config: dict[str, Any]) -> Frame:
         """Return this site's signature of the list of sites whose masked updates arrived.
 
+        Args:
+            config: Fields of the server's message.
+
         Raises:
             InvalidMessageError: If the list contains sites outside the sum, too few sites, or not this site.
             SumAlreadyOpenedError: If another sum of this round was opened.
@@ -295,6 +307,9 @@ class OpenSum:
 
     def unmask(self, config: dict[str, Any]) -> Frame:
         """Return shares of the seeds of sites on the signed list and of the secret keys of the others; never of both.
+
+        Args:
+            config: Fields of the server's message.
 
         Raises:
             InvalidMessageError: If too few sites of the list have signed it.

@@ -121,6 +121,9 @@ def combine_shares(shares: Mapping[int, int]) -> int:
 def decode_point(encoded: bytes) -> Point:
     """Decode a public key or commitment, an uncompressed point.
 
+    Args:
+        encoded: Bytes of the point.
+
     Raises:
         ValueError: If the point is not on the curve.
     """
@@ -188,6 +191,9 @@ def mask_stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
     Args:
         key: Key, 32 bytes, or a secret integer.
         size: Number of integers.
+
+    Yields:
+        Arrays of 32-bit integers.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 

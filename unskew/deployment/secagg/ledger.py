@@ -45,6 +45,9 @@ class OpenedSumLedger:
     def opened(self, round: int) -> tuple[int, ...]:
         """Return the clients whose sum was opened in this round of the run, or an empty tuple.
 
+        Args:
+            round: Number of the round, from 0.
+
         Raises:
             ConfigError: If sums of another run of the experiment were opened, or the file is corrupted.
         """

@@ -27,6 +27,9 @@ def read_roster(path: Path) -> dict[int, Any]:
     Each line contains a client number and its public key as ``ssh-keygen`` writes it: ``0 ecdsa-sha2-nistp384 AAAA...``.
     Empty lines and lines that start with ``#`` are skipped.
 
+    Args:
+        path: Text file with one client per line.
+
     Raises:
         ConfigError: If the file cannot be read, a line is not valid, or a number or key occurs twice.
     """

@@ -94,7 +94,7 @@ class SumReopenedError(UnskewError):
 class WrongSharesError(UnskewError):
     """Sites have received wrong shares, so the sum must be restarted without their senders.
 
-    Attributes:
+    Args:
         guilty: Sites to leave out, with the reason, and whether it is certainly their fault.
     """
 

@@ -56,6 +56,9 @@ class Deployment:
     def place(self, config: Experiment) -> RemoteSuperLink:
         """Return the SuperLink and sites of the run.
 
+        Args:
+            config: Configuration of the run.
+
         Raises:
             ConfigError: If the deployment does not state the folder and address of a SuperLink.
         """
@@ -111,6 +114,9 @@ class Deployment:
     @staticmethod
     def read(folder: Path) -> Deployment:
         """Read a configuration that ``write`` stored.
+
+        Args:
+            folder: Run folder.
 
         Raises:
             CheckpointError: If the file cannot be read.

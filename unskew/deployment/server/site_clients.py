@@ -197,6 +197,9 @@ class SiteClients(SimulatedClients):
 def check_deployable(config: Experiment) -> None:
     """Validate that the configuration has no field that only a simulation supports.
 
+    Args:
+        config: Configuration of the run.
+
     Raises:
         ConfigError: If it has such a field.
     """

@@ -209,6 +209,9 @@ class SiteManager:
     def check_stopped(self, between_rounds: bool = False) -> None:
         """Interrupt the run if the operator requested it and no work of a round would be lost.
 
+        Args:
+            between_rounds: Whether no round is in progress.
+
         Raises:
             RunInterrupted: If the operator requested the end of the run.
         """
@@ -259,6 +262,9 @@ class SiteManager:
             strict: Whether all sites must reply, without a timeout.
             least: Required number of replies, if larger than ``min_updates``.
             without: Consequence of a missing reply, for the warning.
+
+        Yields:
+            Client number and result of ``take``.
 
         Raises:
             EngineError: If too few sites reply in time and ``on_timeout`` is ``abort``.

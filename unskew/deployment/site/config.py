@@ -26,6 +26,9 @@ LONGEST_SOCKET = 100
 def parse_address(value: str) -> str:
     """Validate an address of the form ``HOST:PORT`` and return it.
 
+    Args:
+        value: Text to parse.
+
     Raises:
         ValueError: If the text is not an address.
 
@@ -132,6 +135,9 @@ class SiteConfig(Section):
 
 def load_site_config(path: Path) -> SiteConfig:
     """Read and validate a ``site.yaml``.
+
+    Args:
+        path: YAML file.
 
     Raises:
         ConfigError: If the configuration is not valid.

@@ -116,6 +116,9 @@ class SiteData:
     def check_kind(self, reference: DataSchema) -> None:
         """Validate that task, classes, targets and columns match the server's.
 
+        Args:
+            reference: Data schema of the server.
+
         Raises:
             ConfigError: If targets or columns differ from the server's.
             DataError: If there are no training samples, or a class is unknown to the server.

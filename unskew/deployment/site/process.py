@@ -181,6 +181,9 @@ class SiteProcess:
     def agreed(self, digest: str) -> Experiment:
         """Return the experiment with a digest.
 
+        Args:
+            digest: Digest that the server sent.
+
         Raises:
             ConfigError: If the site has not agreed to the experiment.
         """
@@ -293,6 +296,9 @@ def key_fingerprint(public_key: Path) -> str:
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Context manager that interrupts the main thread after a number of seconds.
+
+    Args:
+        seconds: Time limit in seconds.
 
     Raises:
         SiteTimeoutError: If the time limit is exceeded.

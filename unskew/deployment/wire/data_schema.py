@@ -127,6 +127,9 @@ class DataSchema:
     def read(config: dict[str, Any]) -> DataSchema:
         """Read a schema from the fields of a message.
 
+        Args:
+            config: Fields of the message.
+
         Raises:
             InvalidMessageError: If the message does not contain a valid schema.
         """

@@ -48,6 +48,9 @@ class Blob:
     def check(self, name: str) -> None:
         """Validate dtype, shape and number of bytes.
 
+        Args:
+            name: Name of the array, for the error message.
+
         Raises:
             FrameError: If the dtype cannot be sent, or the number of bytes does not match the shape.
         """

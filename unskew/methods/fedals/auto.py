@@ -51,9 +51,6 @@ class AutoPeriods(ClientRule, SyncRule):
     """FedALS with periods adapted to the measured drift.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         first: Plain FedALS with the periods of the first epoch.
         budget: Average number of communicated parameters per round, as a share of all parameters.

@@ -57,10 +57,6 @@ class FedALS(SyncRule):
     """Adaptive local steps.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         summary_metrics: Metrics of the method that the run summary repeats.
         alpha: Number of rounds between two averages of the body.

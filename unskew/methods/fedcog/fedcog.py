@@ -55,10 +55,6 @@ class FedCOG(ClientRule):
     """Consensus-oriented generation.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         n: Number ``N`` of generated inputs.

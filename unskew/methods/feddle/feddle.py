@@ -84,10 +84,6 @@ class Feddle(ServerRule):
     """Aggregation by a search along the latest updates with the server's data.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
-        spaces: Search spaces of ``unskew tune``.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         steps_without: ``updates``, because the server also steps in rounds without updates.

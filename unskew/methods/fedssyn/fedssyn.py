@@ -71,9 +71,6 @@ class Fedssyn(DataRule):
     """Synthetic data shuffling.
 
     Attributes:
-        name: Name of the method in expressions.
-        summary: Description in one line.
-        paper: Reference of the paper.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".

@@ -27,6 +27,9 @@ def to_records(frame: Frame) -> RecordDict:
 def to_frame(content: RecordDict) -> Frame:
     """Convert records of ``to_records`` to a message.
 
+    Args:
+        content: Records of a Flower message.
+
     Raises:
         FrameError: If there are other records, or an array has another encoding.
     """
