@@ -33,6 +33,7 @@ def measured(monkeypatch):
     """A long run on one core; the given seconds are those of one step alone and of each group size, also in later runs."""
     monkeypatch.setattr(auto_select, "MIN_STEPS", 1)
     monkeypatch.setattr(auto_select, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(auto_select, "LONG_STEP", float("inf"))
     monkeypatch.setattr(auto_select, "num_cores", lambda: 1)
     monkeypatch.setattr(auto_select.calibration, "load_measurement", lambda key: None)
     monkeypatch.setattr(auto_select.calibration, "save_measurement", lambda key, measurement: None)
@@ -187,6 +188,7 @@ def counted(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(auto_select, "MIN_STEPS", 1)
     monkeypatch.setattr(auto_select, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(auto_select, "LONG_STEP", float("inf"))
     monkeypatch.setattr(auto_select.processes, "fork_available", lambda: True)
     monkeypatch.setattr(auto_select, "num_cores", lambda: 2)
     timed = []

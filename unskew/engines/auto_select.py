@@ -21,7 +21,7 @@ from unskew.filesystem import read_json, write_atomic
 from unskew.models.grouped.context import GroupedModel, grouped_unchecked
 
 FILE = "engine.json"
-MIN_STEPS = 500
+MIN_STEPS = 150
 """Local steps of all clients in all rounds, below which nothing is measured."""
 SHORT_SECONDS = 6.0
 """Estimated duration of a run below which groups of clients are not timed."""
@@ -29,6 +29,8 @@ LONG_SECONDS = 30.0
 """Estimated duration from which groups are timed for every model, not only for those with short steps."""
 SHORT_STEP = 4e-3
 """CPU seconds of a local step below which a model is likely to train faster in groups."""
+LONG_STEP = 50e-3
+"""CPU seconds of a local step from which groups are not timed: such models keep a core busy by themselves."""
 MIN_FULL_SHARE = 0.5
 """Share of full batches below which clients are not grouped."""
 GROUP_SIZES = (8, 25)
@@ -207,7 +209,8 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
     duration = budget.total_steps * alone / plain.workers
     groups, form = _group_sizes(request, plain, setup, budget), None
     if groups != [1]:
-        worth_it = duration >= LONG_SECONDS or (duration >= SHORT_SECONDS and alone < SHORT_STEP)
+        worth_it = duration >= SHORT_SECONDS and alone < SHORT_STEP
+        worth_it = worth_it or (duration >= LONG_SECONDS and alone < LONG_STEP)
         stored = known is not None and all(f"{plain.workers}x{k}" in known.processes for k in groups)
         form = grouped_unchecked(setup.spec) if worth_it or stored or plain.clients_per_group > 1 else None
         groups = groups if form is not None else [1]
