@@ -294,6 +294,23 @@ def regrets(name: str, workload: Workload, repetitions: int, trials: int) -> dic
     return row
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the mean regrets as a Markdown table; each cell has the cold and the warm value."""
+    conditions = [(length, state) for state in ("idle", "disturbed") for length in ("short", "long")]
+    header = ["workload", "fastest round", *(f"{length}, {state}" for length, state in conditions)]
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    for row in rows:
+        cells = []
+        for length, state in conditions:
+            means = [
+                statistics.mean(row["regret"][f"{length}, {start}, {state}"]["values"]) for start in ("cold", "warm")
+            ]
+            cells.append(" / ".join(f"{mean:.2f}" for mean in means))
+        fastest = min(row["round"], key=lambda kind: row["round"][kind])
+        lines.append(f"| {row['workload']} | {fastest} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure the workloads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -313,6 +330,7 @@ def main() -> None:
         for name, make in workloads(x, y).items()
         if not args.only or args.only in name
     ]
+    print(f"\n{table(rows)}")
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 
