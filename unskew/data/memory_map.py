@@ -28,7 +28,9 @@ class MmapLocation:
         path: Path of the file.
         bytes: Size of the file, to detect a different file with the same name.
         offset: Offset of the tensor in the file, in bytes.
-        dtype, shape, strides: Data type, shape and strides of the tensor.
+        dtype: Data type of the tensor.
+        shape: Shape of the tensor.
+        strides: Steps between neighboring elements along each dimension, in elements.
     """
 
     path: str

@@ -15,7 +15,8 @@ class PixelScaling:
     """Scaling of intensities to model inputs: ``(intensity - mean) / std`` per channel; the default is the identity.
 
     Attributes:
-        mean, std: One number per channel, or one number for all channels.
+        mean: Intensity subtracted from each channel; one number applies to all channels.
+        std: Divisor of each channel; one number applies to all channels.
     """
 
     mean: tuple[float, ...] = (0.0,)

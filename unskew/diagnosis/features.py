@@ -131,22 +131,27 @@ class SkewFeatures:
         task: Name of the task.
         images: Whether inputs are 8-bit images.
         pixels: Longer side of the images.
-        clients, mean_size: Number of clients, and mean number of training samples.
+        clients: Number of clients.
+        mean_size: Mean number of training samples of a client.
         even: Effective number of clients divided by their number, 1 if sizes are equal.
-        participation, rounds, tau, momentum: Training budget; ``tau`` is the number of local steps of a mean client.
+        participation: Share of the clients that take part in a round.
+        rounds: Number of rounds; smaller than ``asked`` if the traffic limit requires it.
+        tau: Number of local steps per round of a client of mean size.
+        momentum: Momentum of the clients' optimizer.
         by_epochs: Whether larger clients take more steps.
         rate: Learning rate of the clients.
         delayed: Whether updates arrive late.
         skew: Total variation distance of clients' labels from all clients', minus the expected distance by chance; 0 to
             1.
-        distance, chance: That distance as measured, and the expected distance by chance for clients of these sizes.
+        distance: Mean total variation distance of clients' labels from all clients', as measured.
+        chance: Expected ``distance`` by chance for clients of these sizes.
         features: Share of the variance of inputs within a class that is between clients; None if not measured.
         dissimilarity: ``zeta^2``, corrected for finite clients, divided by ``||grad f||^2``.
         noise: ``sigma^2`` divided by batch size and ``zeta^2``: local steps from which drift exceeds noise.
         linear: Share of the parameters that are in linear layers.
         norms: Whether the model has normalization buffers.
         predicted: Corollary I's rounds with a quarter of shuffled synthetic data, relative to those without.
-        asked: Configured rounds; ``rounds`` is smaller if the traffic limit requires it.
+        asked: Configured number of rounds.
         over_traffic: FedAvg's traffic divided by the limit; None without a limit.
     """
 

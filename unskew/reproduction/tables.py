@@ -130,10 +130,14 @@ class TableEntry:
     """One number of a table, over seeds, in the table's unit.
 
     Attributes:
-        value, row, column: Position in the table.
+        value: Name of the value, as in ``VALUES``.
+        row: Row of the table.
+        column: Column of the table.
         seeds: Seeds of ``mean`` and ``std``.
-        published: Paper's number, if it has the same data (and target); ``difference``: ours minus the paper's, if it
-            also has the same model.
+        mean: Mean over the seeds.
+        std: Standard deviation over the seeds; 0 for a single seed.
+        published: Paper's number; None if the paper has none for the same data (and target).
+        difference: ``mean`` minus ``published``; None if the paper has no number for the same data and model.
         paired: Mean and standard deviation of the differences per seed to the table's first row, and the number of
             seeds; some seeds may lack the number.
         interval: 95 % interval of the mean of these differences, by Student's t; None for fewer than two seeds.

@@ -18,6 +18,7 @@ class Classification(Task):
     """One class per sample, ``y [B]``: mean cross-entropy, softmax, accuracy.
 
     Attributes:
+        name: Name of the task.
         weights: Class weights, by which the loss of each sample is multiplied; empty means no weights.
     """
 

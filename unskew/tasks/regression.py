@@ -26,9 +26,15 @@ class Regression(Task):
     targets.
 
     Attributes:
+        name: Name of the task.
+        scored: Primary metric, R².
+        labeled: False, because samples have no classes to count.
+        figures: Names of the metrics in addition to loss and R².
+        lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         kind: Loss: ``mse``, ``mae`` or ``huber``.
         delta: Error at which the Huber loss becomes linear, in standard deviations.
-        mean, std: Mean and standard deviation of each target over all clients' training samples.
+        mean: Mean of each target over all clients' training samples, ``[T]``, in original units.
+        std: Standard deviation of each target over all clients' training samples, ``[T]``, in original units.
     """
 
     name: ClassVar[str] = "regression"

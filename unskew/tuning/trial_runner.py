@@ -51,7 +51,9 @@ class TuningPlan:
         trials: Number of trials per method.
         pruning: Whether trials may be pruned.
         folder: Folder of the tuning, or None.
-        federation: Data given in Python, or None; ``model``: model given in Python, or None.
+        federation: Data given in Python; None if the fields in ``values`` describe them.
+        model: Model given in Python; None if the fields in ``values`` describe it.
+        personal: Names of the methods whose trials are judged by their personal models; filled by ``check``.
     """
 
     methods: list[str]

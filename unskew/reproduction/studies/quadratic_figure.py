@@ -36,11 +36,14 @@ class QuadraticStudy:
     """Figure 2 of Fedssyn.
 
     Attributes:
-        workers, dimension, pairs: Number of workers ``n``, dimension ``d``, and pairs of each worker ``n_i``.
+        workers: Number of workers ``n``.
+        dimension: Dimension ``d`` of the problem.
+        pairs: Number of data pairs of each worker, ``n_i``.
         zeta2: Dissimilarity of the workers' gradients at 0, in expectation.
         rounds: Communication rounds.
-        curve_shares, curve_step, curve_noise: Shares, step size and noises ``sigma^2`` of panel (a), of which the paper gives
-            only the noises.
+        curve_shares: Shuffled shares ``p`` of panel (a); not stated in the paper.
+        curve_step: Step size of panel (a); not stated in the paper.
+        curve_noise: Noises ``sigma^2`` of panel (a), as in the paper.
         shares: Number of shares from 0 to 1 in panels (b) and (c), which have no noise.
         steps: Number of step sizes to try: the smallest of 40 from 1e-6 to 100, evenly spaced on a logarithmic scale.
         epsilon: Accuracy of panel (b).
