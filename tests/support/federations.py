@@ -5,16 +5,17 @@ import torch
 
 from unskew import Federation, ServerRule
 
+SMALL_COHORT = {"krum": "krum:share=0", "multikrum": "multikrum:share=0", "bulyan": "bulyan:share=0"}
+"""Methods that need many clients by default, as expressions for a few."""
+
 QUICK = {
+    **SMALL_COHORT,
     "dense": "dense:epochs=2,g_steps=2,batch=8",
     "fedgen": "fedgen:gen_steps=10",
     "feddm": "feddm:images=2,server_epochs=2,image_lr=0.1",
     "fedssyn": "fedssyn:generator=vae-small,epochs=1",
-    "krum": "krum:share=0",
-    "multikrum": "multikrum:share=0",
-    "bulyan": "bulyan:share=0",
 }
-"""Methods whose papers' defaults are too much work for a test of every method, or need more clients."""
+"""Methods whose papers' defaults are too much work for a test of every method, or that need more clients."""
 
 
 def blobs(sizes, classes=3, shape=(2, 6, 6), seed=0, skew=True, server=True):
