@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,8 +16,29 @@ from unskew.data.spec import DataSpec
 RECENT = 16 << 20
 """Size of the cache for inputs of recently drawn clients, in bytes."""
 
-Rows = Callable[[int, int, int], Tensor]
-"""Function ``(client, start, stop)`` that returns the inputs of a range of the client's samples."""
+TOGETHER = 1 << 20
+"""Size up to which the inputs of consecutive clients are gathered at once, in bytes."""
+
+
+class Rows(Protocol):
+    """Inputs of all clients, which are gathered when they are requested."""
+
+    def __call__(self, k: int, start: int, stop: int) -> Tensor:
+        """Return the inputs ``start:stop`` of client ``k``.
+
+        Args:
+            k: Client index.
+            start: First sample of the client to return.
+            stop: End of the range, exclusive.
+        """
+
+    def several(self, first: int, last: int) -> Tensor:
+        """Return all inputs of the clients ``first:last``, client by client.
+
+        Args:
+            first: First client.
+            last: End of the range, exclusive.
+        """
 
 
 @dataclass(frozen=True)
@@ -117,10 +139,12 @@ class DrawnClients(ArrayClients):
         return self.gathered(torch.device("cpu"))
 
     def gathered(self, device: torch.device) -> Tensor:
-        """Copy all inputs into one new array on a device, client by client."""
+        """Copy all inputs into one new array on a device, chunk by chunk."""
         x = allocate_inputs(len(self.y), self.like, device)
-        for k, part in enumerate(self.inputs()):
-            x[int(self.offsets[k]) : int(self.offsets[k + 1])] = part.to(device)
+        start = 0
+        for part in self.inputs():
+            x[start : start + len(part)] = part.to(device)
+            start += len(part)
         return x
 
     def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
@@ -140,8 +164,17 @@ class DrawnClients(ArrayClients):
         return int(self.offsets[k + 1] - self.offsets[k]) * self.like.numel() * self.like.element_size()
 
     def inputs(self) -> Iterator[Tensor]:
-        """Return the inputs, one array per client."""
-        return (self.rows(k, 0, int(self.offsets[k + 1] - self.offsets[k])) for k in range(len(self)))
+        """Iterate over the inputs, one array per client or, if clients are small and in memory, for several of them."""
+        together = 0 if self.mapped else TOGETHER // (self.like.numel() * self.like.element_size())
+        first = 0
+        while first < len(self):
+            last = int(np.searchsorted(self.offsets, self.offsets[first] + together, side="right")) - 1
+            if last > first + 1:
+                yield self.rows.several(first, last)
+            else:
+                last = first + 1
+                yield self.rows(first, 0, int(self.offsets[last] - self.offsets[first]))
+            first = last
 
     def to(self, device: torch.device) -> ArrayClients:
         """Move the clients to a device. Memory-mapped inputs stay in their files and are moved batch by batch."""

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.client_arrays import check_client_targets, check_shapes, read_clients
 from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs, joined_clients, take_rows
 from unskew.data.frames import encode_text_labels, frames_to_arrays
 from unskew.data.from_arrays import (
     check_client_list,
     check_integer,
     fit_normalization,
-    read_clients,
     unpack_pair,
     validate_class_names,
     validate_pair,
@@ -252,12 +252,7 @@ class Federation:
         pairs = {"the test set": validate_pair(*unpack_pair(test, "test"), "the test set", task)}
         if server is not None:
             pairs["the server"] = validate_pair(*unpack_pair(server, "server"), "the server", task)
-        firsts = [parts[0] for parts in readers.parts]
-        shape = tuple(firsts[0].shape[1:])
-        named = [(f"client {k}", x) for k, x in enumerate(firsts)]
-        for who, inputs in [*named, *((w, x) for w, (x, _) in pairs.items())]:
-            if tuple(inputs.shape[1:]) != shape:
-                raise DataError(f"{who} has inputs of shape {tuple(inputs.shape[1:])}, but client 0 has shape {shape}.")
+        check_shapes(readers, {who: x for who, (x, _) in pairs.items()})
         if classes is None:
             own = server_in_domain or server is None
             in_domain = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
@@ -267,11 +262,12 @@ class Federation:
             check_differ(in_domain, task)
         else:
             check_integer(classes, "classes", least=2 if task == "classification" else 1)
-        for who, pair in [*((who, readers.told(k, ys[k])) for k, (who, _) in enumerate(named)), *pairs.items()]:
+        check_client_targets(readers, ys, classes, task)
+        for who, pair in pairs.items():
             own = server_in_domain or who != "the server"
             check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])
-        offsets = np.concatenate([[0], np.cumsum([len(y) for y in ys])])
-        y_all, begins = torch.cat(ys), offsets[:-1] + np.array(splits)
+        offsets = readers.offsets
+        y_all, begins = ys[0], offsets[:-1] + splits
         fingerprint = compute_fingerprint(y_all.numpy(), offsets)
         trained_for = None
         stats_traffic = None

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import reduce
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.clients import concatenate_inputs, take_rows
-from unskew.data.memory_map import mapped_array
 from unskew.data.normalization import Normalization
 from unskew.data.validation import (
     as_targets,
-    check_finite,
     check_printable,
     mask_padding,
     normalize_inputs_layout,
@@ -94,111 +90,6 @@ def validate_pair(x: object, y: object, who: str, task: str) -> tuple[Tensor, Te
     return to_model_layout(mask_padding(inputs, task)), targets
 
 
-class InputLocator:
-    """Callable that reads ranges of a client's inputs, in the client's order, from the arrays that were passed.
-
-    One input in the common dtype of all inputs is available as ``like [1, ...]``.
-
-    Args:
-        parts: Arrays of each client: ``(x,)``, of which some rows are held out, or ``(x, x_test)``.
-        mapped: Whether some arrays are memory-mapped from files; these are validated when they are read.
-        task: Name of the task.
-        seed: Seed that decides which rows are held out.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Tensor, ...]], mapped: bool, task: str, seed: int):
-        self.parts = parts
-        self.mapped = mapped
-        self.task = task
-        self.seed = seed
-        self.dtype = reduce(torch.promote_types, (x.dtype for arrays in parts for x in arrays))
-        self.like = parts[0][0][:1].to(self.dtype)
-
-    def all(self) -> Iterator[Tensor]:
-        """Iterate over all arrays."""
-        return (x for arrays in self.parts for x in arrays)
-
-    def told(self, k: int, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return placeholder inputs of client ``k`` that match its targets ``y`` in shape, without reading its inputs.
-
-        Args:
-            k: Client index.
-            y: Targets of the client, ``[n]``.
-        """
-        x = self.parts[k][0]
-        return x[:1].expand(len(y), *x.shape[1:]), y
-
-    def __call__(self, k: int, start: int, stop: int) -> Tensor:
-        """Return the inputs ``start:stop`` of client ``k``; training samples precede held-out samples.
-
-        Args:
-            k: Client number.
-            start: First sample.
-            stop: Sample after the last one.
-
-        Raises:
-            DataError: If inputs read from a file are not finite.
-        """
-        x, *test = self.parts[k]
-        if not test:
-            chunks = [read_rows(x, holdout_order(len(x), self.seed, k)[start:stop])]
-        else:
-            cuts = (slice(start, min(stop, len(x))), slice(max(0, start - len(x)), max(0, stop - len(x))))
-            chunks = [part[cut] for part, cut in zip((x, *test), cuts, strict=True) if cut.start < cut.stop]
-        if self.mapped:
-            check_finite(chunks, f"client {k}")
-        tensors = [to_model_layout(mask_padding(chunk, self.task).to(self.dtype)) for chunk in chunks or [x[:0]]]
-        return tensors[0] if len(tensors) == 1 else concatenate_inputs(tensors)
-
-
-def read_clients(
-    clients: Iterable[object], task: str, holdout: float, seed: int
-) -> tuple[InputLocator, list[Tensor], list[int]]:
-    """Validate the data of all clients and split off their held-out samples.
-
-    Args:
-        clients: Inputs and targets of each client.
-        task: Name of the task.
-        holdout: Share of held-out samples.
-        seed: Random seed of the split.
-
-    Returns:
-        Locator of the inputs; targets of each client, training samples first; and numbers of training samples.
-
-    Raises:
-        DataError: If a client's data are not ``(x, y)`` or ``(x, y, x_test, y_test)``, or are not valid.
-    """
-    parts: list[tuple[Tensor, ...]] = []
-    ys = []
-    splits = []
-    mapped = False
-    for k, arrays in enumerate(clients):
-        if not isinstance(arrays, tuple | list) or len(arrays) not in (2, 4):
-            raise DataError(f"Client {k} must be (x, y) or (x, y, x_test, y_test).")
-        in_file = any(mapped_array(x) is not None for x in arrays[::2])
-        mapped = mapped or in_file
-        x, y = read_tensors(arrays[0], arrays[1], f"client {k}", task, in_file)
-        if len(arrays) == 2:
-            parts.append((x,))
-            ys.append(y[holdout_order(len(y), seed, k)])
-            splits.append(num_training_samples(len(y), holdout))
-            continue
-        xt, yt = read_tensors(arrays[2], arrays[3], f"client {k} (test)", task, in_file)
-        if x.shape[1:] != xt.shape[1:]:
-            raise DataError(
-                f"Client {k} has training inputs of shape {tuple(x.shape[1:])}, but test inputs of "
-                f"{tuple(xt.shape[1:])}."
-            )
-        if y.shape[1:] != yt.shape[1:]:
-            raise DataError(
-                f"Client {k} has {y.shape[1]} labels in its training data, but {yt.shape[1]} in its test data."
-            )
-        parts.append((x, xt))
-        ys.append(torch.cat([y, yt]))
-        splits.append(len(x))
-    return InputLocator(parts, mapped, task, seed), ys, splits
-
-
 def read_tensors(x: object, y: object, who: str, task: str, mapped: bool = False) -> tuple[Tensor, Tensor]:
     """Return inputs and targets as tensors of the same length.
 
@@ -230,29 +121,6 @@ def check_lengths(inputs: int, targets: int, who: str) -> None:
     """
     if inputs != targets:
         raise DataError(f"{who[0].upper()}{who[1:]} has {inputs} inputs but {targets} labels.")
-
-
-def holdout_order(n: int, seed: int, k: int) -> Tensor:
-    """Return the random order of a client's samples, of which the last ones are held out.
-
-    Args:
-        n: Number of samples.
-        seed: Random seed of the split.
-        k: Client index.
-    """
-    own = seed * 1_000_003 + k
-    own = own if -LARGEST <= own < 2 * LARGEST else own % LARGEST  # the range that PyTorch accepts as a seed
-    return torch.randperm(n, generator=torch.Generator().manual_seed(own))
-
-
-def read_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows, read along their memory layout.
-
-    Args:
-        x: Inputs, ``[n, ...]``.
-        rows: Indices of the rows to read, ``[B]``.
-    """
-    return take_rows(x, rows) if x.dim() == 4 and x.permute(0, 2, 3, 1).is_contiguous() else x.index_select(0, rows)
 
 
 def num_training_samples(n: int, holdout: object) -> int:

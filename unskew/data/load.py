@@ -219,7 +219,9 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     rng = purpose_generator(seed, "holdout")
     keys = rng.random(len(owner))
     held_out = np.zeros(len(owner), bool)
-    splits = parts.offsets[:-1] + np.array([num_training_samples(int(n), spec.holdout) for n in parts.sizes])
+    distinct, kind = np.unique(parts.sizes, return_inverse=True)
+    num_training = np.array([num_training_samples(int(n), spec.holdout) for n in distinct])
+    splits = parts.offsets[:-1] + num_training[kind]
     split = parse_split(spec.split_by) if spec.split_by is not None else Split()
     if split.group is not None or split.time is not None:
         own = [parts.indices(k) for k in range(parts.clients)]

@@ -71,7 +71,7 @@ def as_tensor(values: object, problem: str) -> Tensor:
         raise DataError(f"{problem}: {error}.") from error
     if tensor.is_complex():
         raise DataError(f"{problem}: they are complex. Pass real and imaginary parts, or magnitudes.")
-    return tensor.detach().cpu()
+    return tensor.detach().cpu() if isinstance(values, Tensor) else tensor
 
 
 def special_kind(values: object) -> str | None:
@@ -94,14 +94,20 @@ def special_kind(values: object) -> str | None:
 
 def tensor_from_numpy(values: object) -> Tensor:
     """Convert an array to a tensor over the same memory, or over a copy if PyTorch does not support its strides."""
+    if isinstance(values, np.ndarray) and values.flags.writeable:  # the usual case, which needs no filter of warnings
+        return _tensor_from_numpy(values)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes to it
-        if isinstance(values, np.ndarray) and values.ndim:
-            try:
-                return torch.from_numpy(values)
-            except ValueError:
-                pass
-        return torch.from_numpy(np.ascontiguousarray(values))
+        warnings.simplefilter("ignore")  # PyTorch warns that the memory is read-only; nothing writes to it
+        return _tensor_from_numpy(values)
+
+
+def _tensor_from_numpy(values: object) -> Tensor:
+    if isinstance(values, np.ndarray) and values.ndim:
+        try:
+            return torch.from_numpy(values)
+        except ValueError:
+            pass
+    return torch.from_numpy(np.ascontiguousarray(values))
 
 
 def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
@@ -130,9 +136,10 @@ def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> T
         DataError: If the inputs are empty, not numeric, not finite, or have the shape of neither images nor a table.
     """
     x = as_tensor(values, f"The inputs of {who} are not a numeric array")
-    if not 2 <= x.dim() <= 4 or (len(x) and 0 in x.shape):
-        raise DataError(f"The inputs of {who} have shape {tuple(x.shape)}; expected [n, features] or images.")
-    if len(x) == 0:
+    shape = x.shape
+    if not 2 <= len(shape) <= 4 or (shape[0] and 0 in shape):
+        raise DataError(f"The inputs of {who} have shape {tuple(shape)}; expected [n, features] or images.")
+    if shape[0] == 0:
         raise DataError(f"The data of {who} is empty. At least one sample is needed.")
     if checked:
         check_finite([x], who)

@@ -139,17 +139,18 @@ def stored_content(prepared: PreparedData) -> str:
     return f"{crc:08x}"
 
 
-def check_data(extra: dict[str, Any], prepared: PreparedData) -> None:
+def check_data(extra: dict[str, Any], prepared: PreparedData, content: str) -> None:
     """Validate that a run is resumed with the same data.
 
     Args:
         extra: Additional values of the checkpoint.
         prepared: Data of the resumed run.
+        content: Checksum of these data, from ``stored_content``.
 
     Raises:
         CheckpointError: If the data differ from those of the run.
     """
-    before, now = (extra["data"], extra.get("content")), (data_identity(prepared), stored_content(prepared))
+    before, now = (extra["data"], extra.get("content")), (data_identity(prepared), content)
     if before[0] != now[0] or before[1] not in (None, now[1]):
         texts = [f"{identity}, content {content}" for identity, content in (now, before)]
         raise CheckpointError(

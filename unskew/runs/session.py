@@ -210,7 +210,7 @@ class Session:
         extra, done = manifest["extra"], int(manifest["round"])
         check_same(extra["config"], self.config)
         check_target_rounds(extra["config"].get("rounds"), done, self.config)
-        check_data(extra, self.prepared)
+        check_data(extra, self.prepared, self._content())
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:
             raise CheckpointError("The delay trace has changed since the run started. Resume it with the same file.")

@@ -188,10 +188,10 @@ def client_rows(
         counts = enumerate(federation.label_distribution()[0])
         holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in counts}
     if isinstance(clients, ArrayClients):
-        held_out = clients.offsets[1:] - clients.splits
+        num_samples, held_out = federation.sizes, clients.offsets[1:] - clients.splits
         few = len(clients) <= MOST_CLIENTS
         listed = range(len(clients)) if few else sorted({*took_part, *figures})
-        sizes = {k: (int(federation.sizes[k]), int(held_out[k])) for k in listed}
+        sizes = {k: (int(num_samples[k]), int(held_out[k])) for k in listed}
     else:
         sizes = {k: (clients[k].examples, len(clients[k].y_test)) for k in figures}
     return [

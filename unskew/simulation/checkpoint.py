@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
                 "last": server.last,
                 "version": server.version,
                 "sent": {client: [sent.version, sent.born] for client, sent in server.sent.items()},
-                "traffic": asdict(server.traffic),
+                "traffic": vars(server.traffic),
                 "waiting": server.waiting.about(),
                 "in_flight": [update.fields() for update in network.pending],
                 "extra": extra,
