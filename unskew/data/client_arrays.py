@@ -72,6 +72,11 @@ class InputLocator:
     def __call__(self, k: int, start: int, stop: int) -> Tensor:
         """Return the inputs ``start:stop`` of client ``k``; training samples precede held-out samples.
 
+        Args:
+            k: Client index.
+            start: First sample of the client to return.
+            stop: End of the range, exclusive.
+
         Raises:
             DataError: If inputs read from a file are not finite.
         """
@@ -255,6 +260,9 @@ def joined(arrays: Iterable[Array]) -> Iterator[Array]:
 
     Args:
         arrays: Arrays and tensors of at least one dimension.
+
+    Yields:
+        The joined arrays, in order.
     """
     block: list[Any] = []
     kind: object = None
