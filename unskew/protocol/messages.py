@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,27 +15,12 @@ Slices = tuple[slice, ...]
 Record = TypeVar("Record")
 
 
-def finite_flags(tensors: Sequence[Tensor]) -> list[bool]:
-    """Return for each tensor whether every element is finite; a device is read once for all of its tensors.
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every element is finite.
 
-    A sum propagates NaN and infinity, and is much faster than checking each element. Only tensors whose sum is not finite
-    are checked element by element, because the sum of finite elements may overflow.
-
-    Args:
-        tensors: Tensors of any shape and type.
-
-    >>> finite_flags([torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.nan]), torch.tensor([3e38, 3e38])])
-    [True, False, True]
+    The sum propagates NaN and infinity, and is much faster than checking each element.
     """
-    places: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        places.setdefault(tensor.device, []).append(index)
-    flags = [True] * len(tensors)
-    for indices in places.values():
-        sums = torch.stack([tensors[index].sum().to(torch.float32) for index in indices]).tolist()
-        for index, total in zip(indices, sums, strict=True):
-            flags[index] = math.isfinite(total) or bool(torch.isfinite(tensors[index]).all())
-    return flags
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def replace_fields(record: Record, **fields: Any) -> Record:
@@ -187,8 +172,6 @@ class Update:
         last: The client's previous update, ``[d]``; the server adds it for rules that need it. None for the first
             update.
         version: Number of updates that the server had applied at broadcast.
-        known_finite: Whether the engine has found all numbers finite, many clients at once. It is not an argument, so
-            that ``dataclasses.replace`` with other tensors resets it.
     """
 
     client: int
@@ -208,14 +191,11 @@ class Update:
     b_start: Tensor | None = None
     last: Tensor | None = None
     version: int = 0
-    known_finite: bool = field(default=False, init=False)
 
     def is_finite(self) -> bool:
         """Return whether all numbers are finite, both uploaded tensors and client state."""
-        if self.known_finite:
-            return True
         uploads = [t for tensors in self.upload.values() for t in tensors.values()]
-        return all(finite_flags([self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
+        return all(map(is_finite, [self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that are not tensors, as JSON values."""
