@@ -1,11 +1,13 @@
 """Training on a device that holds shapes and no numbers: what mixes devices, or reads a number in the loop, fails there.
 
-It is no GPU, but finds on any machine what a GPU would refuse, or wait for at every step.
+It is no GPU, but finds on any machine what a GPU would refuse, or wait for at every step. Reads of the device and transfers
+to it are counted: a round may take a constant number of them, whatever the number of clients.
 """
 
 import pytest
 import torch
 from support.federations import QUICK, SmallBatchNorm, blobs
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unskew import ModelSpec, method
 from unskew.engines.base import EngineConfig
@@ -17,6 +19,7 @@ from unskew.protocol.training_config import Training
 from unskew.simulation.server import Server
 from unskew.tasks.registry import TASKS
 
+META = torch.device("meta")
 NOT_HERE = {"vhl": "has images made before training", "feddm": "sends images of the classes that a client has"}
 ACTING = {
     "fedcog": "fedcog:start_round=0,g_steps=2,n=8",
@@ -26,31 +29,107 @@ COUNTED = ("fedcog", "fedcog-authors", "fedgen")  # of their clients' labels, wh
 ALL_METHODS = sorted(set(METHODS) - set(NOT_HERE))
 CASES = [(name, there) for name in ALL_METHODS for there in (False, True) if not (there and name in COUNTED)]
 FEW = [("scaffold", True), ("fedcog", False)]
+AT_SERVER = ("center", "dense", "feddf", "feddle", "fedft", "fltrust", "hfcl")
+"""Methods that train at the server, for which there is nothing here."""
+READING = ("bulyan", "ca2fl", "fedexp", "krum")
+"""Methods whose server rule reads numbers of the device."""
+WITH_SERVER = sorted(set(ALL_METHODS) - set(AT_SERVER) - set(READING) - set(COUNTED))
+MOST_TRANSFERS = 20
+"""Transfers of a round of three steps: some for the broadcasts, and three per step if the data are elsewhere."""
+
+
+MOVES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+"""Operators that move tensors, and the position of the tensor to move."""
+
+
+class Counts(TorchDispatchMode):
+    """Counts transfers to the meta device, and replaces and counts reads of it."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.reads, self.transfers = 0, 0
+        tolist, tensor = torch.Tensor.tolist, torch.tensor
+
+        def read(values):
+            if values.device != META:
+                return tolist(values)
+            self.reads += 1
+            return tolist(torch.zeros(values.shape))
+
+        def create(*args, **kwargs):
+            self.transfers += torch.device(kwargs.get("device") or "cpu") == META
+            return tensor(*args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, "tolist", read)
+        monkeypatch.setattr(torch, "tensor", create)  # not dispatched
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        source = args[MOVES[function]] if function in MOVES else None
+        if isinstance(source, torch.Tensor):
+            self.transfers += source.device != META and result.device == META
+        return result
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    return Counts(monkeypatch)
+
+
+class Cohort:
+    """Clients of three sizes, and their server, in the memory of the CPU or on the meta device."""
+
+    def __init__(self, name, there, clients, server_device="cpu", augment=False):
+        federation = blobs([16, 11, 13] * (clients // 3))
+        what = method(ACTING.get(name, QUICK.get(name, name)))
+        spec = ModelSpec(SmallBatchNorm(), federation.shape, federation.classes).to(torch.device(server_device))
+        training = Training(local_steps=3, local_epochs=None, batch_size=8, lr=0.1, momentum=0.5, augment=augment)
+        data = federation.to(META) if there else federation
+        setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, META)
+        self.server = Server(what, server_rule(what), spec, FederationInfo.of(federation), what.weights or "samples")
+        self.server.moved = True  # otherwise two models are compared, of which the meta device has no numbers
+        self.engine, self.clients = VectorizedEngine(setup), clients
+
+    def train(self, round):
+        return list(self.engine.train([self.server.broadcast(round, client) for client in range(self.clients)]))
+
+
+def train_and_count(counts, *args, **options):
+    cohort = Cohort(*args, **options)
+    cohort.train(0)  # what a rule reads of a client's data once is not counted
+    counts.reads = counts.transfers = 0
+    with counts:
+        updates = cohort.train(1)
+        assert all(update.is_finite() for update in updates)  # which the engine found out for all of them
+    assert counts.reads == 1  # the losses, when all is done
+    assert {update.delta.device.type for update in updates} == {"meta"}
+    assert [update.metrics["steps"] for update in updates] == [3] * len(updates)
+    return counts.transfers
 
 
 @pytest.mark.parametrize(
     ("name", "there"), [pytest.param(*case, marks=[] if case in FEW else pytest.mark.slow) for case in CASES]
 )
-def test_a_cohort_trains_there_and_is_read_once(name, there, monkeypatch):
-    federation, read = blobs([16, 16, 16]), []
-    what = method(ACTING.get(name, QUICK.get(name, name)))
-    spec = ModelSpec(SmallBatchNorm(), federation.shape, federation.classes)
-    training = Training(local_steps=3, local_epochs=None, batch_size=8, lr=0.1)
-    device = torch.device("meta")
-    data = federation.to(device) if there else federation
-    setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, device)
-    facts = FederationInfo.of(federation)
-    server = Server(what, server_rule(what), spec, facts, what.weights or "samples")
-    engine, before = VectorizedEngine(setup), torch.Tensor.tolist
+def test_a_cohort_trains_there_and_is_read_once(name, there, counts):
+    transfers = [train_and_count(counts, name, there, clients) for clients in (3, 9)]
+    assert transfers[0] == transfers[1] <= MOST_TRANSFERS
 
-    def tolist(tensor):
-        if tensor.device.type == "cpu":
-            return before(tensor)
-        read.append(tensor)
-        return before(torch.zeros(tensor.shape))
 
-    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
-    updates = list(engine.train([server.broadcast(1, client) for client in range(3)]))
-    assert len(read) == 1  # the losses, when all is done
-    assert {update.delta.device.type for update in updates} == {"meta"}
-    assert [update.metrics["steps"] for update in updates] == [3, 3, 3]
+@pytest.mark.parametrize("there", [True, False])
+def test_augmentation_is_moved_at_once(there, counts):
+    transfers = [train_and_count(counts, "fedavg", there, clients, augment=True) for clients in (3, 9)]
+    assert transfers[0] == transfers[1] <= MOST_TRANSFERS
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "scaffold" else pytest.mark.slow) for name in WITH_SERVER]
+)
+def test_a_round_of_client_and_server_reads_twice(name, counts):
+    for clients in (3, 12):
+        cohort = Cohort(name, True, clients, server_device="meta")
+        cohort.server.step(0, cohort.train(0))
+        counts.reads = counts.transfers = 0
+        with counts:
+            cohort.server.step(1, cohort.train(1))
+        assert counts.reads <= 2  # the losses, and whether the server's new tensors are finite
+        assert counts.transfers <= MOST_TRANSFERS // 2

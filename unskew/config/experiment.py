@@ -142,8 +142,8 @@ class Experiment(Section):
     """Nesterov momentum of the client's SGD."""
     clip_grad_norm: Positive | None = None
     """Maximum gradient norm; larger gradients of clients are clipped."""
-    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
-    """Training precision; ``bf16`` is autocast with fp32 weights."""
+    precision: Literal["fp32", "tf32", "fp64", "bf16"] = "fp32"
+    """Training precision; ``tf32`` differs from ``fp32`` on CUDA only; ``bf16`` is autocast with fp32 weights."""
     network: NetworkConfig = NetworkConfig()
     """Simulated network between clients and server."""
 

@@ -22,6 +22,7 @@ from unskew.diagnosis.features import AdviceContext
 from unskew.diagnosis.report import DiagnosisReport
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_sets
 from unskew.engines.cpu import default_torch_modes
+from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, list_items, short_repr
 from unskew.filesystem import parse_path as named_place
@@ -135,10 +136,13 @@ def diagnose(
     )
     ids = selected_clients(fed, scope)
     sets, source = synthetic_sets(synthetic, fed, scope, ids)
-    measured = [
-        measure(GradientProbe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, label, progress)
-        for label, v, b in models_to_measure(None if run is None else Path(run), spec)
-    ]
+    with device_modes(device, config.precision):
+        measured = [
+            measure(
+                GradientProbe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, label, progress
+            )
+            for label, v, b in models_to_measure(None if run is None else Path(run), spec)
+        ]
     facts = {
         "data": fed.name,
         "partition": fed.partition,

@@ -41,6 +41,11 @@ class BatchPlan:
             self.batches = list(torch.split(torch.cat(self.batches).to(device), sizes))
         return self
 
+    def draw_augmentation(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the crop offsets ``[B, 2]`` and flips ``[B]`` of every step, the same that ``augment`` would draw."""
+        assert self._augment is not None, "this plan does not augment images"
+        return [draw_crop_and_flip(len(batch), PADDING, self._augment) for batch in self.batches]
+
     def augment(self, x: Tensor) -> Tensor:
         """Crop and flip the images of the next step; must be called once per step, in order."""
         if self._augment is None or x.dim() != 4:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from unskew.data.pixel_scaling import PixelScaling
 from unskew.engines import optimizers
@@ -42,17 +43,20 @@ def client_key(seed: int, broadcast: Broadcast) -> Tensor:
     return torch.tensor(derive(seed, "key", broadcast.round, broadcast.client))
 
 
-def to_device(nested: dict[str, Tensors], device: torch.device) -> dict[str, Tensors]:
-    """Move tensors to ``device`` and sort them by name, as stacking requires; on the CPU they are not copied.
+def sort_by_name(nested: dict[str, Tensors]) -> dict[str, Tensors]:
+    """Sort tensors by rule and name, as stacking requires."""
+    # Tensors from a checkpoint are in another order than those that a rule has written since.
+    return {rule: dict(sorted(tensors.items())) for rule, tensors in sorted(nested.items())}
+
+
+def move_to(tree: Any, device: torch.device) -> Any:
+    """Move the tensors in nested containers to ``device``; those that are there are not copied.
 
     Args:
-        nested: Tensors by rule and name.
+        tree: Nested containers of tensors, some of which may be None.
         device: Device to move to.
     """
-    # Tensors from a checkpoint are in another order than those that a rule has written since.
-    return {
-        rule: {name: t.to(device) for name, t in sorted(tensors.items())} for rule, tensors in sorted(nested.items())
-    }
+    return pytree.tree_map(lambda leaf: None if leaf is None else leaf.to(device), tree)
 
 
 class ClientInputs:
@@ -62,7 +66,7 @@ class ClientInputs:
         self.setup = setup
         federation, spec = setup.federation, setup.spec
         self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, setup.device)
-        self.common = to_device(setup.common, setup.device)
+        self.common = move_to(sort_by_name(setup.common), setup.device)
         self.fixed: dict[str, Any] = {
             "spec": spec,
             "task": setup.task,
@@ -71,6 +75,7 @@ class ClientInputs:
             "pixels": PixelScaling.of(federation),
         }
         self.facts = lru_cache(maxsize=REMEMBERED)(self._client_info)
+        self._cached_masks = lru_cache(maxsize=8)(self._new_masks)
 
     def _client_info(self, client: int) -> dict[str, Tensors]:
         """Return the ``client_info`` of each rule for one client."""
@@ -78,23 +83,29 @@ class ClientInputs:
         data = ClientDataView.of(self.setup.federation, client, self.normalize, like, self.setup.seed)
         return {rule.name: rule.client_info(data) for rule in self.setup.rules}
 
+    def _new_masks(self, edges: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        slices, spec = tuple(slice(*pair) for pair in edges), self.setup.spec
+        return slices_mask(slices, spec.size).to(device), buffer_mask(spec, slices).to(device)
+
+    def _masks(self, slices: Slices, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the cached masks of parameters ``[d]`` and buffers ``[m]`` in slices; most clients share them."""
+        return self._cached_masks(tuple((span.start, span.stop) for span in slices), device)
+
     def initial_params(self, broadcast: Broadcast) -> Tensor:
-        """Return the initial parameters: the broadcast, except for slices that stayed at the client."""
-        own = broadcast.state.model
+        """Return the initial parameters, not moved yet: the broadcast, except for slices that stayed at the client."""
+        own, v = broadcast.state.model, broadcast.v
         if broadcast.down is None or own is None:
-            return broadcast.v.to(self.setup.device)
-        return torch.where(
-            slices_mask(broadcast.down, len(own)).to(broadcast.v.device), broadcast.v, own.to(broadcast.v.device)
-        ).to(self.setup.device)
+            return v
+        return torch.where(self._masks(broadcast.down, v.device)[0], v, own.to(v.device))
 
     def initial_buffers(self, broadcast: Broadcast) -> Tensor:
-        """Return the initial buffers: the broadcast, except for those that stayed at the client."""
+        """Return the initial buffers, not moved yet: the broadcast, except for those that stayed at the client."""
         b, own = broadcast.b, broadcast.state.buffers
         if own is not None and self.setup.buffers == "local":
-            b = own
-        elif own is not None and self.setup.buffers == "average" and broadcast.down is not None:
-            b = torch.where(buffer_mask(self.setup.spec, broadcast.down).to(b.device), b, own.to(b.device))
-        return b.to(self.setup.device)
+            return own
+        if own is not None and self.setup.buffers == "average" and broadcast.down is not None:
+            return torch.where(self._masks(broadcast.down, b.device)[1], b, own.to(b.device))
+        return b
 
     def optimizer_state(self, broadcast: Broadcast, v: Tensor) -> Tensors:
         """Return the optimizer state at the first step: a new one, or the one that stayed at the client.
@@ -108,7 +119,7 @@ class ClientInputs:
         return optimizers.init_state(self.setup.training, v, has_frozen_parameters(self.setup.rules) or broadcast.keeps)
 
     def of(self, broadcast: Broadcast, plan: BatchPlan, full_gradient: Tensor | None) -> dict[str, Any]:
-        """Return the tensors that differ between clients; ``state``, ``download`` and ``client_info`` are by rule.
+        """Return the tensors that differ between clients, by rule if they are a rule's, before they are moved to the device.
 
         Args:
             broadcast: Message from the server.
@@ -120,23 +131,23 @@ class ClientInputs:
         epoch = len(self.setup.training.cuts(self.setup.federation.clients[broadcast.client].examples))
 
         def scalar(value: float) -> Tensor:
-            return torch.tensor(float(value), dtype=v.dtype, device=device)
+            return torch.tensor(float(value), dtype=v.dtype)
 
         def mask(slices: Slices | None) -> Tensor | None:
-            return None if slices is None else slices_mask(slices, len(v)).to(device)
+            return None if slices is None else self._masks(slices, device)[0]
 
         return {
             "v_global": v,
             "b_global": self.initial_buffers(broadcast),
-            "key": client_key(self.setup.seed, broadcast).to(device),
+            "key": client_key(self.setup.seed, broadcast),
             "steps": scalar(len(plan.batches)),
             "epoch_steps": scalar(epoch),
             "weight": scalar(broadcast.weight),
             "full_gradient": full_gradient,
             "sent": mask(broadcast.up),
             "received": mask(broadcast.down),
-            "state": to_device(broadcast.state.rules, device),
-            "download": to_device(broadcast.download, device),
+            "state": sort_by_name(broadcast.state.rules),
+            "download": sort_by_name(broadcast.download),
             "facts": self.facts(broadcast.client),
         }
 
@@ -201,22 +212,21 @@ def apply_end_hooks(
     return [(ctx.state, ctx.upload) for ctx in ctxs], delta
 
 
-def local_update(broadcast: Broadcast, v_start: Tensor, v: Tensor) -> Tensor:
+def local_update(sent: Tensor | None, v_sent: Tensor, v_start: Tensor, v: Tensor) -> Tensor:
     """Return the local model minus the broadcast model, ``[d]``; 0 on slices that are not uploaded.
 
     In a deployment, the client sends its values on slices that it uploads without having received them, and the server
     computes the difference.
 
     Args:
-        broadcast: Message from the server.
+        sent: Mask of the slices that are uploaded, ``[d]``; None for all.
+        v_sent: Broadcast model, ``[d]``.
         v_start: Parameters at the first step, ``[d]``.
-        v: Parameters after local training, ``[d]``.
+        v: Parameters after local training, ``[d]``; or of several clients, ``[k, d]``, as may be the other values.
     """
-    if broadcast.up is None:
+    if sent is None:
         return v - v_start
-    return torch.where(
-        slices_mask(broadcast.up, len(v)).to(v.device), v - broadcast.v.to(v.device), torch.zeros_like(v)
-    )
+    return torch.where(sent, v - v_sent, torch.zeros_like(v))
 
 
 def pack_update(
@@ -269,7 +279,7 @@ def pack_update(
 
 def update_to_dict(record: Broadcast | Update) -> dict[str, Any]:
     """Return the fields of a record, not copied, with the client state as flat tensors."""
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    values = {f.name: getattr(record, f.name) for f in fields(record) if f.init}
     return {**values, "state": record.state.tensors()}
 
 

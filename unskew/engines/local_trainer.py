@@ -13,7 +13,7 @@ from unskew.data.federation import take_rows
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import BatchPlan
-from unskew.engines.client_inputs import ClientInputs, apply_end_hooks, client_key, local_update, pack_update
+from unskew.engines.client_inputs import ClientInputs, apply_end_hooks, client_key, local_update, move_to, pack_update
 from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.execution import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
@@ -107,16 +107,16 @@ class LocalTrainer:
         """Compute the gradient of the client's mean loss at its initial model, ``[d]``; None if no rule needs it."""
         if not self.needs_full_gradient:
             return None
-        client, v = self.setup.federation.clients[broadcast.client], self.inputs.initial_params(broadcast)
+        client, device = self.setup.federation.clients[broadcast.client], self.setup.device
+        v = self.inputs.initial_params(broadcast).to(device)
+        key = client_key(self.setup.seed, broadcast).to(device)
         self.model.start(self.inputs.initial_buffers(broadcast))
         grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
         total = torch.zeros_like(v)
-        for cut in torch.split(torch.arange(client.examples), self.setup.training.batch_size):
-            index = cut.to(client.y.device)
+        for index in torch.split(torch.arange(client.examples, device=client.y.device), self.setup.training.batch_size):
             x = self.inputs.normalize(take_rows(client.x, index))
-            key = client_key(self.setup.seed, broadcast).to(x.device)
-            batch = Batch(x, client.y[index].to(x.device), key, torch.tensor(0))
-            total.add_(grad_fn(v, batch), alpha=len(cut) / client.examples)
+            batch = Batch(x, client.y[index].to(device), key, torch.tensor(0))
+            total.add_(grad_fn(v, batch), alpha=len(index) / client.examples)
         return total
 
     def train(self, broadcast: Broadcast) -> Update:
@@ -124,7 +124,7 @@ class LocalTrainer:
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
         plan = BatchPlan(training, client.examples, setup.seed, broadcast.round, broadcast.client).to(client.y.device)
-        inputs = self.inputs.of(broadcast, plan, self.full_gradient(broadcast))
+        inputs = move_to(self.inputs.of(broadcast, plan, self.full_gradient(broadcast)), device)
         ctxs = self.inputs.contexts(inputs, self.model, broadcast.round)
         v_start, key = inputs["v_global"], inputs["key"]
         pairs = list(zip(setup.rules, ctxs, strict=True))
@@ -160,7 +160,8 @@ class LocalTrainer:
             total += self.model.loss
 
         ctxs = self.inputs.contexts(inputs, self.model, broadcast.round, ended=True)
-        written, delta = apply_end_hooks(setup.rules, ctxs, carries, v, local_update(broadcast, v_start, v))
+        delta = local_update(inputs["sent"], broadcast.v.to(device), v_start, v)
+        written, delta = apply_end_hooks(setup.rules, ctxs, carries, v, delta)
         metrics = {
             "loss": float(total) / max(1, len(plan.batches)),
             "steps": float(len(plan.batches)),

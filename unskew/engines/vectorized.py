@@ -2,38 +2,120 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from pathlib import Path
+
+import torch
 
 from unskew.engines.base import EngineConfig
+from unskew.engines.device import DeviceMemory
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.vmap_trainer import GroupTrainer, client_kind
+from unskew.filesystem import read_json, write_atomic
+from unskew.models.grouped.context import grouped_form
+from unskew.models.unfolded import unfolded_convolutions
 from unskew.protocol.messages import Broadcast, Update
 
 WIDTH = 64
-"""Largest number of clients mapped at once; a larger cohort is split."""
+"""Largest number of clients mapped at once on a device whose memory is not measured; a larger cohort is split."""
+PROBE_WIDTH = 8
+"""Number of clients whose memory is measured before the first larger group."""
+MAX_WIDTH = 512
+"""Largest number of clients mapped at once, whatever the memory."""
+MEMORY_SHARE = 0.8
+"""Share of the free memory that a group may take: batches differ, and memory is fragmented."""
 
 
 class VectorizedEngine:
-    """Maps local training over the clients of a cohort."""
+    """Maps local training over the clients of a cohort.
+
+    On a CUDA device, the number of clients mapped at once follows from the memory that a small group takes, and is halved
+    if memory is exhausted. A round is trained with one width, so that a resumed run, which knows it, repeats every bit.
+
+    Args:
+        setup: Configuration of the engine.
+        memory: Memory of the device; None for that of a CUDA device. On other devices, nothing is measured.
+        convolution: Convolutions of several clients: ``grouped`` as ``vmap`` maps them, ``channels_last`` for one grouped
+            network, or ``unfold`` for matrix products.
+
+    Attributes:
+        name: Name of the engine.
+        width: Largest number of clients mapped at once; None until it is measured.
+    """
 
     name = "vectorized"
 
-    def __init__(self, setup: EngineConfig):
+    def __init__(self, setup: EngineConfig, memory: DeviceMemory | None = None, convolution: str = "grouped"):
         self.setup = setup
-        self.trainer = GroupTrainer(setup, LocalTrainer(setup))
+        self.memory = DeviceMemory(setup.device) if memory is None and setup.device.type == "cuda" else memory
+        form = grouped_form(setup.spec) if convolution == "channels_last" else None
+        self.trainer = GroupTrainer(setup, LocalTrainer(setup), form)
+        self.unfold = convolution == "unfold"
+        self.width = WIDTH if self.memory is None else None
+        if any(type(part).__module__.startswith("transformers.") for part in setup.spec.module.modules()):
+            self.width = 1  # one client of a pretrained model fills a device
+        self._file: Path | None = None
+
+    def remember_width(self, file: Path, resume: bool) -> None:
+        """Store a measured width in a JSON file.
+
+        Args:
+            file: File in the run folder.
+            resume: Whether to use the width that is stored there.
+        """
+        if self.width is None:
+            self._file = file
+            self.width = read_json(file).get("width") if resume and file.is_file() else None
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort and yield its updates in order."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for index, broadcast in enumerate(broadcasts):
             groups[client_kind(broadcast)].append(index)
-        done: dict[int, Update] = {}
-        for group in groups.values():
-            for first in range(0, len(group), WIDTH):
-                part = group[first : first + WIDTH]
-                done.update(zip(part, self.trainer.mapped([broadcasts[p] for p in part]), strict=True))
-        return (done[index] for index in range(len(broadcasts)))
+        largest = max(groups.values(), key=len, default=[])
+        if self.width is None and len(largest) > PROBE_WIDTH:
+            self._measure_width([broadcasts[index] for index in largest[:PROBE_WIDTH]])
+        while True:
+            width = self.width or PROBE_WIDTH
+            parts = [group[i : i + width] for group in groups.values() for i in range(0, len(group), width)]
+            done: dict[int, Update] = {}
+            try:
+                for part in parts:
+                    sent = [broadcasts[index] for index in part]
+                    updates = [self.trainer.single.train(sent[0])] if width == 1 else self._mapped(sent)
+                    done.update(zip(part, updates, strict=True))
+                return (done[index] for index in range(len(broadcasts)))
+            except torch.OutOfMemoryError:
+                if width == 1 or self.memory is None:
+                    raise
+            # Outside of the handler, because its traceback refers to the tensors of the failed group.
+            done.clear()
+            self.memory.release()
+            self._set_width(width // 2)
 
     def close(self) -> None:
         """Do nothing, because there is nothing to release."""
+
+    def _mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
+        with unfolded_convolutions(self.setup.spec.module, self.unfold):
+            return self.trainer.mapped(broadcasts)
+
+    def _measure_width(self, probe: Sequence[Broadcast]) -> None:
+        """Train a small group, discard its updates, and set the width from the memory that it took."""
+        assert self.memory is not None
+        width = len(probe) // 2  # if not even the small group fits
+        try:
+            each = max(1, self.memory.peak_of(lambda: self._mapped(probe)) // len(probe))
+            width = min(MAX_WIDTH, int(MEMORY_SHARE * self.memory.free()) // each)
+        except torch.OutOfMemoryError:
+            pass
+        self.memory.release()
+        # A power of two, so that a little more or less free memory does not change the groups.
+        self._set_width(1 << (max(1, width).bit_length() - 1))
+
+    def _set_width(self, width: int) -> None:
+        self.width = width
+        if self._file is not None:
+            write_atomic(self._file, (json.dumps({"engine": self.name, "width": width}, indent=2) + "\n").encode())

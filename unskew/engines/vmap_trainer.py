@@ -7,8 +7,8 @@ and with them the results.
 from __future__ import annotations
 
 import importlib
+import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from unskew.data.federation import ClientData, take_rows
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import BatchPlan
 from unskew.engines.client_inputs import apply_end_hooks, local_update, pack_update
+from unskew.engines.group_batches import GroupBatches
 from unskew.engines.local_trainer import (
     LocalTrainer,
     base_loss,
@@ -32,20 +32,33 @@ from unskew.errors import UnskewError
 from unskew.models.execution import Batch, FunctionalModel
 from unskew.models.grouped.context import GroupedModel, use_grouped
 from unskew.protocol.context import Context
-from unskew.protocol.messages import Broadcast, Tensors, Update
+from unskew.protocol.messages import Broadcast, Tensors, Update, replace_fields
+from unskew.protocol.rules import ClientRule
 from unskew.seeding import derive, fold
 
 Tree = Any
 
 
-def stack_trees(trees: Sequence[Tree]) -> tuple[Tree, Tree]:
-    """Stack trees along a leading client axis; ``in_dims`` is None for leaves that all clients share."""
+def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tree, Tree]:
+    """Stack trees along a leading client axis on ``device``, with one transfer per leaf for all clients.
+
+    Args:
+        trees: Tree of each client.
+        device: Device to move to.
+
+    Returns:
+        Stacked tree, and the ``in_dims`` of its leaves: None for leaves that all clients share.
+    """
     leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
     layout = pytree.tree_flatten(trees[0])[1]
     stacked, dims = [], []
     for column in zip(*leaves, strict=True):
         alike = all(leaf is column[0] for leaf in column)  # including None, for values that no rule needs
-        stacked.append(column[0] if alike else torch.stack(column))
+        if alike:
+            stacked.append(None if column[0] is None else column[0].to(device))
+        else:
+            together = len({leaf.device for leaf in column}) == 1  # state from a checkpoint is on the CPU
+            stacked.append(torch.stack(column if together else [leaf.to(device) for leaf in column]).to(device))
         dims.append(None if alike else 0)
     return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
 
@@ -145,6 +158,8 @@ class GroupTrainer:
         self, setup: EngineConfig, single: LocalTrainer, form: GroupedModel | None = None, views: bool = False
     ):
         self.setup, self.single, self.form, self.views = setup, single, form, views
+        # Encoded uploads are other tensors than those that are checked for all clients at once.
+        self.encodes = any(type(rule).encode_upload is not ClientRule.encode_upload for rule in setup.rules)
 
     def train(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Train clients of one kind, as one network if possible.
@@ -171,18 +186,17 @@ class GroupTrainer:
 
     def _mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         setup, training, device, round = self.setup, self.setup.training, self.setup.device, broadcasts[0].round
-        clients = [setup.federation.clients[broadcast.client] for broadcast in broadcasts]
         plans = [
-            BatchPlan(training, client.examples, setup.seed, round, broadcast.client).to(client.y.device)
-            for client, broadcast in zip(clients, broadcasts, strict=True)
+            BatchPlan(training, setup.federation.clients[sent.client].examples, setup.seed, round, sent.client)
+            for sent in broadcasts
         ]
+        batches = GroupBatches(setup, [broadcast.client for broadcast in broadcasts], plans)
         inputs = self.single.inputs
         singly = [
             inputs.of(broadcast, plan, self.single.full_gradient(broadcast))
             for broadcast, plan in zip(broadcasts, plans, strict=True)
         ]
-        starts = [own["v_global"] for own in singly]
-        stacked, dims = stack_trees(singly)
+        stacked, dims = stack_trees(singly, device)
 
         def ctxs_of(stacked: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
             model = FunctionalModel(setup.spec, b)
@@ -212,14 +226,13 @@ class GroupTrainer:
             _, ctxs = ctxs_of(stacked, b, ended=True)
             return apply_end_hooks(setup.rules, ctxs, carries, v, delta)
 
-        b = torch.stack([own["b_global"] for own in singly])
-        v = torch.stack(starts)
-        moments = [
-            inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, starts, strict=True)
-        ]
+        def rows(name: str) -> Tensor:
+            value: Tensor = stacked[name]  # copied, because training overwrites it
+            return torch.stack([value] * len(broadcasts)) if dims[name] is None else value.clone()
+
+        b, v, keys, counts = (rows(name) for name in ("b_global", "v_global", "key", "steps"))
+        moments = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, v, strict=True)]
         state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
-        keys = torch.stack([own["key"] for own in singly])
-        counts = torch.stack([own["steps"] for own in singly])
         total = torch.zeros(len(broadcasts), dtype=v.dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):
             torch.manual_seed(derive(setup.seed, "vmap", round, broadcasts[0].client))
@@ -230,15 +243,12 @@ class GroupTrainer:
                 rule_generated_samples(setup.rules, select_rows(carries, k)) if broadcast.show else {}
                 for k, broadcast in enumerate(broadcasts)
             ]
-            numbers = torch.arange(max(len(plan.batches) for plan in plans), device=device)
+            numbers = torch.arange(len(batches.steps), device=device)
             for t, at in enumerate(numbers):
-                for size, index in self._same_size(plans, t, device):
-                    who = range(len(broadcasts)) if index is None else index.tolist()
-                    batch = self._batch(
-                        [clients[k] for k in who], [plans[k] for k in who], t, at, select_rows(keys, index)
-                    )
+                for group in batches.steps[t]:
+                    index = group.positions
+                    batch = self._batch(*batches.stored_batch(group), at, select_rows(keys, index))
                     batch = batch._replace(lr=training.rate(round, t))
-                    assert batch.x.shape[1] == size
                     args = (
                         select_rows(stacked, index, dims),
                         *(select_rows(x, index) for x in (b, v, carries, state)),
@@ -250,16 +260,17 @@ class GroupTrainer:
                         replace_rows(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
                     )
                     total = replace_rows(total, index, select_rows(total, index) + new[4])
-            deltas = torch.stack([local_update(broadcast, starts[k], v[k]) for k, broadcast in enumerate(broadcasts)])
+            v_sent, _ = stack_trees([broadcast.v for broadcast in broadcasts], device)
+            deltas = local_update(stacked["sent"], v_sent, stacked["v_global"], v)
             written, deltas = self._map(end, (dims, 0, 0, 0, 0), stacked, b, carries, v, deltas)
-        losses = (total / counts.clamp_min(1)).tolist()
+        losses, finite = self._read(total / counts.clamp_min(1), (deltas, b, v, written, state))
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
         # Each client gets an equal share of the group's time.
         spent = {
             "setup_seconds": (ready - began) / len(broadcasts),
             "train_seconds": (self._now() - ready) / len(broadcasts),
         }
-        return [
+        updates = [
             pack_update(
                 setup, broadcast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
                 {"loss": losses[k], "steps": float(len(plans[k].batches)), **spent},
@@ -267,6 +278,17 @@ class GroupTrainer:
             )
             for k, broadcast in enumerate(broadcasts)
         ]  # fmt: skip
+        return [replace_fields(update, known_finite=known) for update, known in zip(updates, finite, strict=True)]
+
+    def _read(self, losses: Tensor, results: Tree) -> tuple[list[float], list[bool]]:
+        """Return the clients' losses, and for which all results are known to be finite, in one read of the device."""
+        k = len(losses)
+        leaves = [leaf for leaf in pytree.tree_leaves(results) if leaf.numel()]
+        if self.views or self.encodes:  # another process checks the updates, or other tensors are sent
+            return losses.tolist(), [False] * k
+        sums = [leaf.reshape(k, -1).sum(1).to(losses.dtype) for leaf in leaves]
+        values, *columns = torch.stack([losses, *sums]).tolist()
+        return values, [all(map(math.isfinite, row)) for row in zip(*columns, strict=True)]
 
     def _now(self) -> float:
         """Return the time after all work queued on the device is done."""
@@ -274,27 +296,10 @@ class GroupTrainer:
             torch.cuda.synchronize(self.setup.device)
         return time.perf_counter()
 
-    @staticmethod
-    def _same_size(plans: Sequence[BatchPlan], t: int, device: torch.device) -> list[tuple[int, Tensor | None]]:
-        """Group the clients that still train at step ``t`` by batch size; an index of None means all clients."""
-        sizes: dict[int, list[int]] = defaultdict(list)
-        for k, plan in enumerate(plans):
-            if t < len(plan.batches):
-                sizes[len(plan.batches[t])].append(k)
-        return [
-            (size, None if len(who) == len(plans) else torch.tensor(who, device=device)) for size, who in sizes.items()
-        ]
-
-    def _batch(
-        self, clients: Sequence[ClientData], plans: Sequence[BatchPlan], t: int, at: Tensor, keys: Tensor
-    ) -> Batch:
-        index = [plan.batches[t] for plan in plans]
-        xs = [p.augment(take_rows(c.x, i)) for c, p, i in zip(clients, plans, index, strict=True)]
-        # One transfer and one normalization for the whole group.
-        flat = self.single.inputs.normalize(torch.cat(xs))
+    def _batch(self, stored: Tensor, y: Tensor, at: Tensor, keys: Tensor) -> Batch:
+        flat = self.single.inputs.normalize(stored)
         if flat.dim() == 4 and self.form is None:
-            x = torch.stack(flat.chunk(len(clients)))
+            x = torch.stack(flat.chunk(len(y)))
         else:
-            x = torch.unflatten(flat, 0, (len(clients), -1))
-        y = torch.stack([client.y[i] for client, i in zip(clients, index, strict=True)])
-        return Batch(x, y.to(keys.device), fold(keys, at) if self.single.model.stream else keys, at)
+            x = torch.unflatten(flat, 0, (len(y), -1))
+        return Batch(x, y, fold(keys, at) if self.single.model.stream else keys, at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,12 +15,19 @@ Slices = tuple[slice, ...]
 Record = TypeVar("Record")
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Return whether every element is finite.
+def finite_flags(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each tensor whether every element is finite; a device is read once for all of its tensors.
 
-    The sum propagates NaN and infinity, and is much faster than checking each element.
+    A sum propagates NaN and infinity, and is much faster than checking each element; only sums of large elements may
+    overflow.
     """
-    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+    flags = [True] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        indices = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        sums = torch.stack([tensors[index].sum().to(torch.float32) for index in indices]).tolist()
+        for index, total in zip(indices, sums, strict=True):
+            flags[index] = math.isfinite(total) or bool(torch.isfinite(tensors[index]).all())
+    return flags
 
 
 def replace_fields(record: Record, **fields: Any) -> Record:
@@ -172,6 +179,7 @@ class Update:
         last: The client's previous update, ``[d]``; the server adds it for rules that need it. None for the first
             update.
         version: Number of updates that the server had applied at broadcast.
+        known_finite: Whether the engine found all numbers finite; ``dataclasses.replace`` resets it.
     """
 
     client: int
@@ -191,11 +199,14 @@ class Update:
     b_start: Tensor | None = None
     last: Tensor | None = None
     version: int = 0
+    known_finite: bool = field(default=False, init=False)
 
     def is_finite(self) -> bool:
         """Return whether all numbers are finite, both uploaded tensors and client state."""
+        if self.known_finite:
+            return True
         uploads = [t for tensors in self.upload.values() for t in tensors.values()]
-        return all(map(is_finite, [self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
+        return all(finite_flags([self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that are not tensors, as JSON values."""

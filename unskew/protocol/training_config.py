@@ -30,7 +30,8 @@ class Training:
         nesterov: Whether SGD uses Nesterov momentum.
         clip_grad_norm: Largest norm of a gradient, or None.
         augment: Whether to apply random crops (padding 4) and horizontal flips.
-        precision: ``fp32``, ``fp64`` or ``bf16`` (autocast of the forward pass; weights stay fp32).
+        precision: ``fp32``, ``tf32`` (TensorFloat-32 on CUDA), ``fp64`` or ``bf16`` (autocast of the forward pass; weights
+            stay fp32).
         lr_schedule: Schedule expression, see ``unskew.protocol.lr_schedule``.
         lr_schedule_per: Whether the schedule counts rounds or local steps; ``step`` needs ``local_steps``.
         rounds: Number of rounds in the run, which some schedules depend on.
@@ -48,7 +49,7 @@ class Training:
     nesterov: bool = False
     clip_grad_norm: float | None = None
     augment: bool = False
-    precision: Literal["fp32", "fp64", "bf16"] = "fp32"
+    precision: Literal["fp32", "tf32", "fp64", "bf16"] = "fp32"
     lr_schedule: str = "constant"
     lr_schedule_per: Literal["round", "step"] = "round"
     rounds: int = 1

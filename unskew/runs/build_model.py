@@ -19,7 +19,7 @@ from unskew.protocol.rules import Method
 from unskew.seeding import derive
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None, method: Method) -> ModelSpec:

@@ -16,6 +16,7 @@ from unskew.data.load import federation_of
 from unskew.data.spec import TABLES
 from unskew.data.task_options import apply_task_options
 from unskew.engines.cpu import default_torch_modes
+from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import check_run, folder_lock, output_folder, parse_path, read_json
@@ -169,10 +170,11 @@ def _execute(
     spec, warnings = check_method(config, original, model, method)
     check_given_set(config, method)
     original = match_model_input_range(original, spec)
-    prepared = prepare(method, original, config, device, folder, shared, callbacks)
-    everyone = [*callbacks, *trackers]
-    parts = assemble(config, prepared, original, spec, method, device, folder, everyone)
-    return Session(parts, warnings=warnings).run(resume)
+    with device_modes(device, config.precision):
+        prepared = prepare(method, original, config, device, folder, shared, callbacks)
+        everyone = [*callbacks, *trackers]
+        parts = assemble(config, prepared, original, spec, method, device, folder, everyone)
+        return Session(parts, warnings=warnings).run(resume)
 
 
 def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Federation:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
+from unskew.engines.auto_select import FILE, EngineChoice, EngineRequest, choose_engine
 from unskew.engines.base import Engine
 from unskew.engines.registry import make_engine
+from unskew.engines.vectorized import VectorizedEngine
 from unskew.filesystem import write_atomic
 from unskew.runs.assembly import RunParts
 from unskew.runs.personal_model_files import kept_personal_models
@@ -35,7 +36,10 @@ class SimulatedClients:
         request = EngineRequest(config.engine, config.workers, config.clients_per_group, config.ray.address)
         choice = choose_engine(request, parts.setup, parts.sampler.size, config.rounds, parts.folder, resume)
         ray = config.ray.model_dump(exclude_none=True, exclude={"state"}) if choice.engine == "ray" else None
-        return make_engine(choice.engine, parts.setup, choice.workers, choice.clients_per_group, ray), choice
+        engine = make_engine(choice.engine, parts.setup, choice.workers, choice.clients_per_group, ray)
+        if isinstance(engine, VectorizedEngine) and parts.folder is not None:
+            engine.remember_width(parts.folder / FILE, resume)
+        return engine, choice
 
     def evaluates(self, t: int) -> bool:
         """Return whether the model is evaluated after round ``t``."""

@@ -19,8 +19,8 @@ from unskew.protocol.messages import (
     Slices,
     Tensors,
     Update,
+    finite_flags,
     flatten_records,
-    is_finite,
     num_bytes,
     replace_fields,
 )
@@ -360,7 +360,9 @@ class Server:
         elif done is not None:
             b = done
         after = all_tensors(state, rules, b)
-        if any(is_finite(t) and not is_finite(after.get(name, t)) for name, t in self.tensors().items()):
+        before = {name: t for name, t in all_tensors(self.state, self.rules, self.b).items() if name in after}
+        flags = finite_flags([*before.values(), *(after[name] for name in before)])
+        if any(was and not now for was, now in zip(flags[: len(before)], flags[len(before) :], strict=True)):
             return False
         self.moved = self.moved or not torch.equal(state["v"], self.v)
         self.state = state

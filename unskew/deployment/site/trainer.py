@@ -28,6 +28,7 @@ from unskew.deployment.wire.messages import (
 )
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record, gather_slices
 from unskew.engines.base import EngineConfig
+from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import Broadcast, Update
@@ -139,7 +140,8 @@ class SiteTrainer:
             received: Data received before the first round.
         """
         broadcast = self._cast(request, state, training=True)
-        update = self._trainer_for(request, received).train(broadcast)
+        with device_modes(self.device, self.config.precision):
+            update = self._trainer_for(request, received).train(broadcast)
         state.keep(broadcast.round, broadcast.state.updated(update.state))
         return update, broadcast
 
@@ -221,7 +223,9 @@ class SiteTrainer:
                 slices = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
                 down = complement_slices(slices, self.spec.size) if slices else None
                 start = b if mode == "average" else self.spec.flatten_buffers()
-                update = self._trainer_for(request, received).train(replace(broadcast, b=start, down=down, report=True))
+                local = replace(broadcast, b=start, down=down, report=True)
+                with device_modes(self.device, self.config.precision):
+                    update = self._trainer_for(request, received).train(local)
                 own_model = (update.report["v"], update.buffers) if update.is_finite() else own_model
             own = self.evaluator.one(*own_model, self.data)
             figures["own_accuracy"], figures["own_loss"] = own.accuracy, own.loss

@@ -23,6 +23,7 @@ from unskew.data.spec import DataSpec
 from unskew.engines.base import EngineConfig
 from unskew.engines.client_inputs import update_from_dict, update_to_dict
 from unskew.engines.cpu import keep_freed_memory
+from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.mmap_pickle import dump_mmap, load_mmap
 from unskew.engines.ray.messages import as_array, as_tensor, restore_shared
@@ -102,7 +103,9 @@ def train_group(run: str, everything: list[Any], common: list[Any], packed: list
             _begin(run, *ray.get(everything[0]))
         shared = ray.get(common[0])
         broadcasts = [load_client_state(update_from_dict(Broadcast, restore_shared(entry, shared))) for entry in packed]
-        updates = _trainers[run].train(broadcasts)
+        trainer = _trainers[run]
+        with device_modes(trainer.setup.device, trainer.setup.training.precision):
+            updates = trainer.train(broadcasts)
         return True, (
             [update_to_dict(store_client_state(*entry)) for entry in zip(broadcasts, updates, strict=True)],
             previous_attempts(ray),

@@ -1,0 +1,82 @@
+"""Batches of several clients in one round, moved to the device at once and gathered by one kernel per step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unskew.data.augment import crop_and_flip
+from unskew.data.clients import ArrayClients, DrawnClients, take_rows
+from unskew.engines.base import EngineConfig
+from unskew.engines.batches import PADDING, BatchPlan
+
+
+class StepGroup(NamedTuple):
+    """Clients with batches of one size in one step, and the sample indices of each of them."""
+
+    clients: list[int]
+    batches: list[Tensor]
+    positions: Tensor | None = None  # of the clients, on the device; None if these are all clients
+    rows: Tensor | None = None  # of all samples in the array that the clients share
+    moves: tuple[Tensor, Tensor] | None = None  # crop offsets and flips of all samples
+
+
+class GroupBatches:
+    """Batches of several clients; those of one step are one gather if the clients share an array.
+
+    Args:
+        setup: Configuration of the engine.
+        numbers: Client numbers.
+        plans: Sample indices of each client, in the order of ``numbers``.
+    """
+
+    def __init__(self, setup: EngineConfig, numbers: Sequence[int], plans: Sequence[BatchPlan]):
+        source = setup.federation.clients
+        self.device = setup.device
+        self.shared = source if isinstance(source, ArrayClients) and not isinstance(source, DrawnClients) else None
+        self.clients = [source[number] for number in numbers]
+        data_device = self.clients[0].y.device
+        if self.shared is None:
+            plans = [plan.to(client.y.device) for plan, client in zip(plans, self.clients, strict=True)]
+        by_size: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for k, plan in enumerate(plans):
+            for t, batch in enumerate(plan.batches):
+                by_size[t, len(batch)].append(k)
+        sizes = sorted(by_size, key=lambda size: (size[0], by_size[size][0]))
+        groups = [StepGroup(by_size[t, size], [plans[k].batches[t] for k in by_size[t, size]]) for t, size in sizes]
+        lengths = [size * len(by_size[t, size]) for t, size in sizes]
+        if self.shared is not None and groups:
+            starts = torch.tensor([self.shared.bounds(numbers[k])[0] for group in groups for k in group.clients])
+            counts = torch.tensor([size for t, size in sizes for _ in by_size[t, size]])
+            rows = torch.cat([batch for group in groups for batch in group.batches]) + starts.repeat_interleave(counts)
+            split = torch.split(rows.to(data_device), lengths)
+            groups = [group._replace(rows=own) for group, own in zip(groups, split, strict=True)]
+        if setup.training.augment and len(setup.federation.shape) == 3 and groups:
+            drawn = [plan.draw_augmentation() for plan in plans]
+            every = [drawn[k][t] for (t, _), group in zip(sizes, groups, strict=True) for k in group.clients]
+            moves = [torch.split(torch.cat(parts).to(data_device), lengths) for parts in zip(*every, strict=True)]
+            groups = [group._replace(moves=own) for group, own in zip(groups, zip(*moves, strict=True), strict=True)]
+        some = [k for group in groups if len(group.clients) < len(plans) for k in group.clients]
+        positions = torch.tensor(some, dtype=torch.int64).to(self.device) if some else torch.empty(0)
+        self.steps: list[list[StepGroup]] = [[] for _ in range(max(len(plan.batches) for plan in plans))]
+        for (t, _), group in zip(sizes, groups, strict=True):
+            if len(group.clients) < len(plans):
+                group = group._replace(positions=positions[: len(group.clients)])
+                positions = positions[len(group.clients) :]
+            self.steps[t].append(group)
+
+    def stored_batch(self, group: StepGroup) -> tuple[Tensor, Tensor]:
+        """Return the stored inputs ``[k B, ...]`` of a group, and the targets ``[k, B, ...]`` on the device."""
+        if self.shared is not None and group.rows is not None:
+            x, y = take_rows(self.shared.x, group.rows), self.shared.y.index_select(0, group.rows)
+        else:
+            chosen = [(self.clients[k], index) for k, index in zip(group.clients, group.batches, strict=True)]
+            x = torch.cat([take_rows(client.x, index) for client, index in chosen])
+            y = torch.cat([client.y.index_select(0, index) for client, index in chosen])
+        if group.moves is not None:
+            x = crop_and_flip(x, *group.moves, PADDING)
+        return x, torch.unflatten(y, 0, (len(group.clients), -1)).to(self.device)
