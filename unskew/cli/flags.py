@@ -38,6 +38,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     ),
     "rounds": (int, "Communication rounds."),
     "participation": (float, "Share of clients per round."),
+    "sampling": (str, "Cohorts: fixed, or poisson (each client with probability participation)."),
     "local_steps": (int, "Mini-batch steps per client and round."),
     "local_epochs": (int, "Passes over a client's data per round."),
     "batch_size": (int, "Samples per step."),
@@ -70,7 +71,7 @@ SERVER = ("server_data", "server_data_path")
 BUDGET = ("local_steps", "local_epochs", "batch_size")
 OBJECTIVE = ("loss", "class_weights")
 OPTIMIZER = ("optimizer", "lr", "lr_schedule", "momentum", "weight_decay")
-TRAINING = ("model", "rounds", "participation", *BUDGET, *OPTIMIZER, *OBJECTIVE, "client_weighting")
+TRAINING = ("model", "rounds", "participation", "sampling", *BUDGET, *OPTIMIZER, *OBJECTIVE, "client_weighting")
 MACHINE = ("engine", "device", "delay")
 EVALUATION = ("eval_every", "metrics", "objective", "early_stopping", "keep", "target")
 PANELS = {
@@ -99,6 +100,7 @@ DEFAULTS = {
     "client_weighting": "auto",
     "rounds": "50",
     "participation": "1",
+    "sampling": "fixed",
     "local_epochs": "5",
     "batch_size": "64",
     "optimizer": "sgd",

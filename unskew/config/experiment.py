@@ -114,6 +114,8 @@ class Experiment(Section):
     """Number of communication rounds."""
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of clients per round."""
+    sampling: Literal["fixed", "poisson"] = "fixed"
+    """Cohorts of a ``fixed`` size, or ``poisson``: each client takes part with probability ``participation``."""
     local_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Mini-batch steps per client and round; cannot be combined with ``local_epochs``."""
     local_epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None

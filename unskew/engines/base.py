@@ -12,6 +12,7 @@ import torch
 from unskew.data.federation import Federation
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Broadcast, Tensors, Update
+from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import ClientRule
 from unskew.protocol.training_config import Buffers, Training
 from unskew.tasks.base import Task
@@ -38,6 +39,8 @@ class EngineConfig:
         stall_warning_seconds: Warn through ``warn`` after this many seconds without a reply from any worker.
         warn: Called with warnings for the user.
         retried: Called with the number of clients that are trained again because a worker or a node died.
+        plan: Schedule of the run.
+        keeps_encoded: Whether updates keep their encoded streams, which a site sends.
     """
 
     spec: ModelSpec
@@ -52,6 +55,8 @@ class EngineConfig:
     stall_warning_seconds: float = 600.0
     warn: Callable[[str], None] = warnings.warn
     retried: Callable[[int], None] = ignore_retries
+    plan: RoundPlan = field(default_factory=RoundPlan)
+    keeps_encoded: bool = False
 
 
 class Engine(Protocol):

@@ -21,6 +21,7 @@ from unskew.models.spec import slices_mask
 from unskew.protocol.context import Context, ReadOnlyDict
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update
+from unskew.protocol.payload import EncodedUpload, UploadContext, encode_upload
 from unskew.protocol.rules import ClientRule
 from unskew.seeding import derive
 
@@ -254,7 +255,12 @@ def pack_update(
         moments: State of the optimizer, if it stays at the client.
     """
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
-    upload = {r.name: r.encode_upload(u) for r, (_, u) in zip(setup.rules, written, strict=True) if u}
+    upload = {r.name: u for r, (_, u) in zip(setup.rules, written, strict=True) if u}
+    sent = EncodedUpload(delta, upload, {}, {}, None)
+    if any(rule.encodes for rule in setup.rules):
+        ctx = UploadContext(broadcast.round, broadcast.client, setup.seed, setup.spec, broadcast.up, setup.plan)
+        sent = encode_upload(setup.rules, delta, upload, rules, broadcast.download, ctx)
+        rules |= {name: state for name, state in sent.state.items() if state}
     parted = broadcast.up is not None
     state = ClientState(
         rules,
@@ -267,13 +273,15 @@ def pack_update(
         born=broadcast.round,
         examples=setup.federation.clients[broadcast.client].examples,
         weight=broadcast.weight,
-        delta=delta,
+        delta=sent.delta,
         buffers=b,
-        upload=upload,
+        upload=sent.upload,
         state=state,
         metrics=metrics,
         report={"v": v} if broadcast.report else {},
         made=made,
+        sent_bytes=sent.size,
+        encoded=sent.encoded if setup.keeps_encoded else {},
     )
 
 

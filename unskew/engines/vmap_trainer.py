@@ -33,7 +33,6 @@ from unskew.models.execution import Batch, FunctionalModel
 from unskew.models.grouped.context import GroupedModel, use_grouped
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update, replace_fields
-from unskew.protocol.rules import ClientRule
 from unskew.seeding import derive, fold
 
 Tree = Any
@@ -159,7 +158,7 @@ class GroupTrainer:
     ):
         self.setup, self.single, self.form, self.views = setup, single, form, views
         # Encoded uploads are other tensors than those that are checked for all clients at once.
-        self.encodes = any(type(rule).encode_upload is not ClientRule.encode_upload for rule in setup.rules)
+        self.encodes = any(rule.encodes for rule in setup.rules)
 
     def train(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Train clients of one kind, as one network if possible.

@@ -31,7 +31,7 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
+from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates, UploadContext
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, normal
@@ -174,12 +174,13 @@ class FedDM(ClientRule, ServerRule):
         ctx.state["x"] = carry["x"]
         ctx.upload.update(x=carry["x"], present=carry["present"])
 
-    def encode_upload(self, upload: Tensors) -> Tensors:
-        """Return the images and labels of the client's classes."""
-        which = torch.nonzero(upload["present"])[:, 0]
-        small = torch.uint8 if len(upload["present"]) <= 256 else torch.int16
-        x = upload["x"][which].flatten(0, 1).to(torch.float32)
-        return {"x": x, "y": which.repeat_interleave(self.images).to(small)}
+    def encode(self, payload: Tensors, state: Tensors, ctx: UploadContext) -> tuple[Tensors, Tensors]:
+        """Send the images and labels of the client's classes, and no update."""
+        present = payload["feddm/present"]
+        which = torch.nonzero(present)[:, 0]
+        small = torch.uint8 if len(present) <= 256 else torch.int16
+        x = payload["feddm/x"][which].flatten(0, 1).to(torch.float32)
+        return {"feddm/x": x, "feddm/y": which.repeat_interleave(self.images).to(small)}, state
 
     def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
         """Return the initial images of the round, of all classes."""

@@ -14,7 +14,7 @@ is that of the objective with these weights (see ``unskew.methods.scaffold``). I
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -28,6 +28,7 @@ from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ClientRule, Context, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.training_config import Training
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class FedPVR(ClientRule):
     summary: ClassVar[str] = "SCAFFOLD on the classifier only"
     paper: ClassVar[str] = "Li et al. 2022, arXiv:2212.02191"
     uploads: ClassVar[bool] = True
+    private: ClassVar[Mapping[str, Callable[[Training], float]]] = {"change": lambda training: training.step_length}
     weights: ClassVar[Weights | None] = "uniform"
 
     layers: Annotated[int, Field(ge=0)] = 0

@@ -74,6 +74,15 @@ METHODS: dict[str, str] = {
     "geomedian": "unskew.methods.robust.rules:GeoMedian",
     "cclip": "unskew.methods.robust.rules:CenteredClipping",
     "fltrust": "unskew.methods.robust.rules:FLTrust",
+    "dp": "unskew.methods.dp:DP",
+    "topk": "unskew.methods.compression.rules:TopK",
+    "randk": "unskew.methods.compression.rules:RandK",
+    "qsgd": "unskew.methods.compression.rules:QSGD",
+    "sign": "unskew.methods.compression.rules:Sign",
+    "int8": "unskew.methods.compression.rules:Int8",
+    "fp16": "unskew.methods.compression.rules:FP16",
+    "bf16": "unskew.methods.compression.rules:BF16",
+    "powersgd": "unskew.methods.compression.rules:PowerSGD",
 }
 
 REFERENCES: dict[str, str] = {
@@ -306,6 +315,11 @@ def _add(parts: Sequence[Method]) -> Method:
     twice = next((n for names in slots for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise MethodConflictError(f"{twice} appears twice in {total.name}; write it once with the options you want.")
+    for stage in ("clip", "compress"):
+        codecs = [rule.name for rule in total.client if rule.encodes and rule.stage == stage]
+        if len(codecs) > 1:
+            what = "clip and protect" if stage == "clip" else "compress"
+            raise MethodConflictError(f"{codecs[0]} and {codecs[1]} both {what} what a client sends; use one of them.")
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None
         if reason is not None:

@@ -37,7 +37,7 @@ additional untracked gradients of other rules (FedSAM, Ditto) are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -50,6 +50,7 @@ from unskew.models.execution import Batch, GradFn
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range
+from unskew.protocol.training_config import Training
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Scaffold(ClientRule):
     summary: ClassVar[str] = "control variates correct client drift"
     paper: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1910.06378"
     uploads: ClassVar[bool] = True
+    private: ClassVar[Mapping[str, Callable[[Training], float]]] = {"change": lambda training: training.step_length}
     # The paper's theory requires at least 1; its experiments use 1.
     spaces: ClassVar[Mapping[str, Space]] = {"eta_g": log_range(1.0, 3.0)}
     weights: ClassVar[Weights | None] = "uniform"

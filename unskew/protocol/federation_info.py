@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take_rows
 from unskew.data.normalization import Normalization
+from unskew.protocol.round_plan import RoundPlan
 from unskew.seeding import generator
 from unskew.tasks.base import Task
 
@@ -31,6 +32,7 @@ class FederationInfo:
         class_counts: Returns training samples per client and class, ``[K, C]``; may be slow.
         sizes: Returns ``size`` of all clients, ``[K]``; may be slow.
         weights: Weighting of clients in means: by samples, or uniform.
+        plan: Schedule of the run.
     """
 
     clients: int
@@ -43,6 +45,7 @@ class FederationInfo:
     class_counts: Callable[[], np.ndarray]
     sizes: Callable[[], np.ndarray]
     weights: Literal["samples", "uniform"] = "uniform"
+    plan: RoundPlan = field(default_factory=RoundPlan)
 
     def weight(self, client: int) -> float:
         """Return the aggregation weight ``w_k`` of a client before normalization."""

@@ -152,7 +152,7 @@ class Broadcast:
     kept: tuple[str, str] | None = None
 
 
-FIELDS = ("client", "born", "examples", "weight", "metrics", "arrived", "version")
+FIELDS = ("client", "born", "examples", "weight", "metrics", "arrived", "version", "sent_bytes")
 """Fields of an update that are not tensors."""
 
 
@@ -179,6 +179,8 @@ class Update:
         last: The client's previous update, ``[d]``; the server adds it for rules that need it. None for the first
             update.
         version: Number of updates that the server had applied at broadcast.
+        sent_bytes: Number of bytes of the encoded update and uploads; None if they are sent as vectors.
+        encoded: Encoded streams, kept only at sites that send them as a message.
         known_finite: Whether the engine found all numbers finite; ``dataclasses.replace`` resets it.
     """
 
@@ -199,6 +201,8 @@ class Update:
     b_start: Tensor | None = None
     last: Tensor | None = None
     version: int = 0
+    sent_bytes: int | None = None
+    encoded: Tensors = field(default_factory=dict)
     known_finite: bool = field(default=False, init=False)
 
     def is_finite(self) -> bool:

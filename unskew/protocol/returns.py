@@ -69,7 +69,17 @@ TENSORS = ("a dictionary of tensors by name", _tensors)
 FIGURES = ("a dictionary of metrics by name, each a number or a list of numbers", _figures)
 RETURNS: dict[str, tuple[str, Check]] = {
     **dict.fromkeys(
-        ("server_init", "download", "server_update", "client_info", "begin", "encode_upload", "init", "step"), TENSORS
+        ("server_init", "download", "server_update", "client_info", "begin", "decode", "init", "step"), TENSORS
+    ),
+    "encode": (
+        "a pair of dictionaries of tensors by name: streams and state",
+        lambda value, _: isinstance(value, tuple) and len(value) == 2 and all(map(_tensors, value)),
+    ),
+    "combine": (
+        "the new state, a dictionary of tensors, and a Combined with a tensor delta",
+        lambda value, _: (
+            isinstance(value, tuple) and len(value) == 2 and _tensors(value[0]) and hasattr(value[1], "delta")
+        ),
     ),
     "metrics": FIGURES,
     "round_metrics": FIGURES,

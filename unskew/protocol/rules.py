@@ -11,7 +11,7 @@ client rules, and ``unskew.protocol.updates`` the input of the server half.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -26,9 +26,14 @@ from unskew.protocol.data_preparation import NOWHERE, ClientPayloads, PreparedDa
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.messages import Slices as Slices
 from unskew.protocol.messages import Tensors as Tensors
+from unskew.protocol.payload import Stage as Stage
+from unskew.protocol.payload import UploadContext as UploadContext
 from unskew.protocol.returns import wrap_hooks
+from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space
+from unskew.protocol.training_config import Training
+from unskew.protocol.updates import Combined as Combined
 from unskew.protocol.updates import Updates as Updates
 
 Weights = Literal["samples", "uniform"]
@@ -221,7 +226,14 @@ class ClientRule(WithServerHalf):
     """``client`` slot: changes how a client trains; may include a server half."""
 
     uploads: ClassVar[bool] = False
-    """True if ``end`` writes to ``ctx.upload``; rules of the aggregate slot do not combine uploads."""
+    """True if ``end`` writes to ``ctx.upload``; robust rules of the aggregate slot do not combine uploads."""
+
+    private: ClassVar[Mapping[str, Callable[[Training], float]]] = {}
+    """Scale of each upload ``[d]`` that differential privacy may clip and add noise to, as a function of the training
+    configuration: times the scale, the upload has the unit of an update. Other uploads conflict with ``dp``."""
+
+    stage: ClassVar[Stage] = "transform"
+    """Stage at which ``encode`` runs, see ``unskew.protocol.payload``."""
 
     sends_model: ClassVar[bool] = True
     """True if clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
@@ -325,16 +337,38 @@ class ClientRule(WithServerHalf):
         """
         return None
 
-    def encode_upload(self, upload: Tensors) -> Tensors:
-        """Encode ``ctx.upload``, written in ``end``, for sending; shapes may depend on the values.
+    @property
+    def encodes(self) -> bool:
+        """Whether the rule encodes what a client sends."""
+        return type(self).encode is not ClientRule.encode
+
+    def encode(self, payload: Tensors, state: Tensors, ctx: UploadContext) -> tuple[Tensors, Tensors]:
+        """Encode all that a client sends, after training.
 
         Only rules that need single updates may send tensors whose shapes differ between clients: other uploads are
         summed.
 
         Args:
-            upload: Tensors by name.
+            payload: Streams by name, see ``unskew.protocol.payload``.
+            state: State of this rule at this client.
+            ctx: Upload: round, client, slices and what the server half sent.
+
+        Returns:
+            The encoded streams, and the new state, which is kept if the server accepts the update.
         """
-        return upload
+        return payload, state
+
+    def decode(self, payload: Tensors, ctx: UploadContext) -> Tensors:
+        """Decode at the server what ``encode`` returned; it may have been sent by a hostile client.
+
+        Args:
+            payload: Encoded streams by name.
+            ctx: Upload: round, client and slices.
+
+        Raises:
+            UnskewError: If the payload is invalid.
+        """
+        return payload
 
     def personal(self, state: Tensors) -> Tensor | None:
         """Return the personal model of a client, ``[d]``, or None if the global model serves it.
@@ -405,18 +439,49 @@ class SyncRule(WithServerHalf):
 class AggregateRule(WithServerHalf):
     """``aggregate`` slot: combines the updates of a round into one; without such a rule it is their weighted mean."""
 
-    def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Tensor, Tensor | None]:
+    combines_empty: ClassVar[bool] = False
+    """True if ``combine`` is also called in rounds without updates, and the server rule applies its result."""
+
+    hidden_metrics: Collection[str] = ()
+    """Metrics of a round that are not recorded, such as the clients' training loss."""
+
+    def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
         """Combine updates.
 
         Args:
             state: State of the rule's server half.
-            updates: Updates, at least one; iterate over them if ``needs`` includes ``individual``.
+            updates: Updates, at least one unless ``combines_empty``; iterate over them if ``needs`` includes
+                ``individual``.
 
         Returns:
-            The new state, the combined update ``[d]`` that the server rule applies, and the new normalization buffers
-            ``[m]``; None for their weighted mean.
+            The new state, and the combined update that the server rule applies.
         """
         raise NotImplementedError
+
+    def metrics(self, state: Tensors) -> dict[str, Any]:
+        """Return the rule's metrics of the round for ``metrics.jsonl``: numbers, or lists of numbers.
+
+        Args:
+            state: State of the rule's server half.
+        """
+        return {}
+
+    def summary_fields(self, state: Tensors, plan: RoundPlan) -> dict[str, Any]:
+        """Return fields of the run summary, such as a guarantee of the finished run.
+
+        Args:
+            state: State of the rule's server half.
+            plan: Schedule of the run.
+        """
+        return {}
+
+    def stop_reason(self, state: Tensors) -> str | None:
+        """Return the reason why no further round may follow, as a sentence; None to continue.
+
+        Args:
+            state: State of the rule's server half.
+        """
+        return None
 
 
 class ServerRule(Rule):
@@ -483,8 +548,8 @@ class ServerRule(Rule):
 
 
 def changes_updates(rules: Sequence[ClientRule]) -> bool:
-    """Return whether some rule sends something other than the local update."""
-    return any(type(rule).transform_update is not ClientRule.transform_update for rule in rules)
+    """Return whether some rule sends something other than the local update, computed from the received model."""
+    return any(rule.encodes or type(rule).transform_update is not ClientRule.transform_update for rule in rules)
 
 
 @dataclass(frozen=True)
@@ -503,7 +568,7 @@ class Method:
     @property
     def halves(self) -> tuple[WithServerHalf, ...]:
         """Rules that may have state at the server besides the server rule."""
-        return (*self.client, *filter(None, (self.sync, self.aggregate)))
+        return tuple(dict.fromkeys((*self.client, *filter(None, (self.sync, self.aggregate)))))
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from unskew.data.federation import Federation, ServerData
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.training_config import Training
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.training_config import Buffers, Training
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,11 @@ class PreRunContext:
         delayed: Whether updates may arrive in a later round than their broadcast.
         diagnose: Additional metrics to compute.
         base_run: Whether other runs continue from the end of this one, so that a rule may act only in those.
-        cohort: Number of clients per round.
+        plan: Schedule of the run.
         client_weighting: ``samples``, ``uniform``, or ``auto``.
+        buffers: Treatment of normalization buffers.
+        secure_aggregation: Whether the server sees only sums.
+        save_samples: Whether generated samples are plotted.
     """
 
     federation: Federation
@@ -39,8 +43,11 @@ class PreRunContext:
     delayed: bool = False
     diagnose: tuple[str, ...] = ()
     base_run: bool = False
-    cohort: int = 1
+    plan: RoundPlan = field(default_factory=RoundPlan)
     client_weighting: str = "auto"
+    buffers: Buffers = "average"
+    secure_aggregation: bool = False
+    save_samples: bool = False
 
     @cached_property
     def spec(self) -> ModelSpec:

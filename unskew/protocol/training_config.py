@@ -60,6 +60,11 @@ class Training:
         return self.optimizer == "sgd" and not self.momentum and not self.weight_decay and self.clip_grad_norm is None
 
     @property
+    def step_length(self) -> float:
+        """Learning rate times the configured steps or epochs of a round: times a gradient, the size of an update."""
+        return self.lr * (self.local_steps or self.local_epochs or 1)
+
+    @property
     def schedule(self) -> LRSchedule:
         """Parsed learning-rate schedule."""
         return _parsed(self.lr_schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +11,11 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Tensors, Update, flatten_records, unflatten_records
+from unskew.protocol.noise import NoiseSource
+from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.server_training import ServerTraining
 
+DEFAULT_PLAN = RoundPlan()
 Masks = tuple[Tensor, Tensor]
 """Masks of entries of the model, ``[d]``, and of its normalization statistics, ``[m]``."""
 
@@ -123,6 +127,11 @@ class Aggregate:
         self.sent = self.entries[0] > 0, self.entries[1] > 0
 
     @property
+    def total(self) -> Tensor | None:
+        """Weighted sum of the updates, ``[d]``; None without updates."""
+        return self._delta
+
+    @property
     def delta(self) -> Tensor:
         """Weighted mean of the updates, ``[d]``; zero in entries that no update contains."""
         assert self._delta is not None, "an aggregate of no update has no mean"
@@ -177,20 +186,39 @@ class Aggregate:
         self.upload = unflatten_records("upload", tensors)
 
 
+class Combined(NamedTuple):
+    """Result of a rule in the ``aggregate`` slot.
+
+    Attributes:
+        delta: Combined update, ``[d]``.
+        buffers: New normalization buffers, ``[m]``; None for the weighted mean.
+        upload: Sums of the rules' uploads by rule and name; None for the plain sums.
+        weight: Number of updates, or sum of their weights, that other rules are given; None for the real one.
+    """
+
+    delta: Tensor
+    buffers: Tensor | None = None
+    upload: dict[str, Tensors] | None = None
+    weight: float | None = None
+
+
 class CombinedUpdate(Aggregate):
     """Sums of updates whose means were replaced by the result of a rule in the ``aggregate`` slot.
 
     Args:
         sums: Sums of the updates.
-        delta: Combined update, ``[d]``.
-        buffers: Combined normalization buffers, ``[m]``; None for their weighted mean.
+        combined: Result of the rule.
     """
 
-    def __init__(self, sums: Aggregate, delta: Tensor, buffers: Tensor | None):
+    def __init__(self, sums: Aggregate, combined: Combined):
         super().__init__(sums.single)
         self.restore(sums.tensors(), sums.count, sums.weight, sums.examples)
-        self._combined = delta
-        self._combined_buffers = buffers
+        self._combined = combined.delta
+        self._combined_buffers = combined.buffers
+        if combined.upload is not None:
+            self.upload = combined.upload
+        if combined.weight is not None:
+            self.count, self.weight = round(combined.weight), combined.weight
 
     @property
     def delta(self) -> Tensor:
@@ -220,6 +248,8 @@ class Updates:
         at_server: Resources for training at the server; None only in updates that are created by hand.
         version: Number of updates that the server applied before these.
         arrivals: Number of updates that had arrived in the round when these were complete.
+        plan: Schedule of the run.
+        noise: Source of the server's noise.
     """
 
     def __init__(
@@ -234,6 +264,8 @@ class Updates:
         at_server: ServerTraining | None = None,
         version: int = 0,
         arrivals: int = 0,
+        plan: RoundPlan = DEFAULT_PLAN,
+        noise: NoiseSource | None = None,
     ):
         self.round = round
         self.aggregate = aggregate
@@ -245,6 +277,17 @@ class Updates:
         self._at_server = at_server
         self.version = version
         self.arrivals = arrivals
+        self.plan = plan
+        self._noise = NoiseSource(0) if noise is None else noise
+
+    def normal(self, number: int, like: Tensor) -> Tensor:
+        """Return standard normal noise of the server, which clients of a real run cannot predict.
+
+        Args:
+            number: Number of the draw within the round.
+            like: Tensor with the shape, dtype and device of the noise.
+        """
+        return self._noise.normal(self.round, number, like)
 
     @property
     def at_server(self) -> ServerTraining:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,9 +14,11 @@ from unskew.engines.base import EngineConfig
 from unskew.methods.fedavg import server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
+from unskew.protocol.noise import NoiseSource
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, Recorder
 from unskew.runs.metrics import RunMetrics, run_metrics
+from unskew.runs.round_plan import make_round_plan
 from unskew.runs.state_stores import make_client_store
 from unskew.runs.validation import resolve_weighting
 from unskew.simulation.client_store import ClientStore
@@ -75,6 +77,7 @@ def assemble(
     device: torch.device,
     folder: Path | None = None,
     callbacks: Sequence[Callback] = (),
+    deployed: bool = False,
 ) -> RunParts:
     """Create the parts of a run, and count the traffic of the data preparation.
 
@@ -87,6 +90,8 @@ def assemble(
         device: Device for computations.
         folder: Run folder; None writes nothing.
         callbacks: Callbacks of the run.
+        deployed: Whether clients are real sites, which know the seed: noise and Poisson cohorts are then drawn from the
+            system's entropy.
     """
     spec = spec.to(device)
     if device.type != "cpu":
@@ -101,11 +106,23 @@ def assemble(
         ClientStore(None if folder is None else folder / name) for name in ("clients", "cache", "in-flight")
     )
     store = make_client_store(config, folder, clients)
-    sampler = Sampler(len(federation.clients), config.participation, config.seed)
+    plan = make_round_plan(config, len(federation.clients), method)
+    secret = None if deployed and config.sampling == "poisson" else config.seed
+    sampler = Sampler(len(federation.clients), config.participation, secret, config.sampling)
     observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
     trainer = ServerTrainer(spec, federation, config.training, device, sampler.size, observed, weights)
     server = Server(
-        method, rule, spec, prepared.federation_info, weights, config.buffers, store, config.seed, trainer, cache
+        method,
+        rule,
+        spec,
+        replace(prepared.federation_info, plan=plan),
+        weights,
+        config.buffers,
+        store,
+        config.seed,
+        trainer,
+        cache,
+        NoiseSource(None if deployed else config.seed),
     )
     traffic = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
     for client, (up, down) in (*traffic, *prepared.traffic):
@@ -127,6 +144,7 @@ def assemble(
         config.stall_warning_seconds,
         recorder.warn,
         recorder.retried,
+        plan,
     )
     return RunParts(
         config=config,

@@ -91,7 +91,8 @@ class Session:
                 )
             for text in texts:
                 self.recorder.warn(text)
-            rounds = range(start, start if self.stopping.should_stop else self.config.rounds)
+            ended = self.stopping.should_stop or self._stop_reason() is not None
+            rounds = range(start, start if ended else self.config.rounds)
             run_rounds(rounds, self.parts.sampler, self.server, engine, self.network, self._finished)
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
@@ -171,13 +172,21 @@ class Session:
                 **figures,
             }
         )
-        last = done == self.config.rounds or self.stopping.should_stop
+        reason = self._stop_reason() if done < self.config.rounds else None
+        if reason is not None:
+            self.recorder.warn(reason)
+        last = done == self.config.rounds or self.stopping.should_stop or reason is not None
         if last and self.samples and self.folder and (nothing := self.samples.draw(self.folder / "samples")):
             self.recorder.warn(nothing)
         if last or done % self.config.checkpoint_every == 0:
             self._save(done)
         self.clients.finished_round(t, last)
         return last
+
+    def _stop_reason(self) -> str | None:
+        """Return the reason why the method allows no further round, or None."""
+        rule = self.method.aggregate
+        return None if rule is None else rule.stop_reason(self.server.rules[rule.name])
 
     def _save(self, done: int) -> None:
         if self.folder is None or done == self._saved:

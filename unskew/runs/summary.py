@@ -106,6 +106,8 @@ def summarize(
         summary["report_bytes_up"] = traffic.reports
     if server.method.data and prepared.training.local_steps is None:
         summary["local_epochs"] = epochs_per_round(prepared)
+    if (rule := server.method.aggregate) is not None:
+        summary |= rule.summary_fields(server.rules[rule.name], server.federation_info.plan)
     summary |= prepared.about
     if config.target is not None:
         row = first_reaching(history, config.target, objective)

@@ -23,7 +23,7 @@ from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, R
 from unskew.protocol.run_context import PreRunContext
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.metrics import run_metrics
-from unskew.simulation.sampler import Sampler
+from unskew.runs.round_plan import make_round_plan
 
 
 def check_method(
@@ -58,7 +58,6 @@ def check_method(
             )
     delayed = config.network.delay != "none"
     build = partial(initial_spec, config, federation, model, method)
-    cohort = Sampler(len(federation.clients), config.participation, config.seed).size
     run = PreRunContext(
         federation,
         build,
@@ -67,8 +66,11 @@ def check_method(
         delayed,
         config.diagnose,
         config.base_run,
-        cohort,
+        make_round_plan(config, len(federation.clients), method),
         config.client_weighting,
+        config.buffers,
+        config.secure_aggregation == "required",
+        config.save_samples,
     )
     warnings: list[str] = []
     for rule in method.rules:
@@ -150,6 +152,12 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         raise MethodConflictError(
             f"{readers[0]} reads the update of each individual client, but with secure_aggregation=required the server "
             "sees only their weighted sum. Use a method that needs only sums (see unskew methods), or turn it off."
+        )
+    codec = next((rule.name for rule in method.client if rule.encodes and rule.stage == "compress"), None)
+    if codec is not None:
+        raise MethodConflictError(
+            f"A sum of updates that {codec} has compressed cannot be decoded, but secure_aggregation=required lets the "
+            "server see only sums. Remove one of the two."
         )
     if diagnose:
         raise ConfigError(

@@ -42,6 +42,7 @@ class UpdateFields(ManifestPart):
     metrics: dict[str, Annotated[float, BeforeValidator(number)]]
     arrived: Annotated[int, Field(strict=True, ge=-1, lt=LARGEST)]
     version: Count
+    sent_bytes: Count | None
 
 
 class WaitingUpdates(ManifestPart):

@@ -24,6 +24,7 @@ from unskew.protocol.messages import (
     num_bytes,
     replace_fields,
 )
+from unskew.protocol.noise import NoiseSource
 from unskew.protocol.rules import Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training_config import Buffers
@@ -66,6 +67,7 @@ class Server:
         seed: Seed of the run.
         at_server: Resources for training at the server; None if no rule needs them.
         cache: Storage for the last updates of the clients, for rules that need them; None for memory only.
+        noise: Source of the server's noise; None derives it from the seed.
 
     Attributes:
         b: Normalization buffers of the global model, ``[m]``; the model itself is ``v``.
@@ -123,8 +125,10 @@ class Server:
         seed: int = 0,
         at_server: ServerTraining | None = None,
         cache: ClientStore | None = None,
+        noise: NoiseSource | None = None,
     ):
         self.at_server = at_server
+        self.noise = NoiseSource(seed) if noise is None else noise
         self.method = method
         self.rule = rule
         self.spec = spec
@@ -292,7 +296,7 @@ class Server:
                 self.cache.put(update.client, {"delta": update.delta.cpu()})
         self.version += len(taken)
         self.num_skipped += len(self.skipped_clients)
-        return {
+        metrics = {
             "updates": len(taken),
             "skipped": len(self.skipped_clients),
             "train_loss": intake.sums["loss"] / len(taken) if taken else math.nan,
@@ -302,6 +306,10 @@ class Server:
             **rule_metrics(self.rule, self.state),
             **self._held(round),
         }
+        rule = self.method.aggregate
+        if rule is None:
+            return metrics
+        return metrics | dict.fromkeys(rule.hidden_metrics, math.nan) | rule_metrics(rule, self.rules[rule.name])
 
     def _held(self, round: int) -> dict[str, Any]:
         """Return the round metrics on the rule's buffer, its cache, and the exchanged slices."""
@@ -317,7 +325,8 @@ class Server:
         _, up = self.exchange.slices(self.rules, update.born, update.client, self.last.get(update.client))
         statistics = self.exchange.buffer_masks(up, update.buffers) if self.mode != "local" else 0
         model = slice_bytes(up, update.delta) if self.sends_model else 0
-        self.traffic.count(update.client, "up", model + extra_bytes(update.upload, up, update.delta), statistics)
+        sent = model + extra_bytes(update.upload, up, update.delta) if update.sent_bytes is None else update.sent_bytes
+        self.traffic.count(update.client, "up", sent, statistics)
         self.traffic.reports += num_bytes(update.report.values())
         if self.mode == "local" or update.report:  # all other buffers are averaged only for evaluation
             self.traffic.reports += num_bytes([update.buffers]) - statistics
@@ -340,7 +349,9 @@ class Server:
                 f"{self.method.name} reads single updates. Return the same slices for all clients of a round, or remove "
                 "one of the two rules."
             )
-        if intake.taken and self.method.aggregate is not None:
+        rule = self.method.aggregate
+        combined = rule is not None and (bool(intake.taken) or rule.combines_empty)
+        if combined:
             rules = self._combine(round, intake)
         for gathered in intake.for_rule():
             with self.meter():
@@ -350,7 +361,7 @@ class Server:
             sent = gathered.aggregate.sent
             state = self.exchange.only_sent(sent, {name: t for name, t in new_state.items() if name != "b"}, state)
         sums = intake.whole.aggregate
-        if intake.taken:
+        if intake.taken or combined:
             all_updates = self._updates(round, intake.whole, self.b)
             rules = {name: half.server_update(rules[name], all_updates) for name, half in self.halves.items()}
             # Buffers of updates that wait in the server's buffer move together with the model.
@@ -384,11 +395,14 @@ class Server:
         if all(collected is not intake.whole for collected in collections):
             collections = [*collections, intake.whole]
         for collected in collections:
-            if collected.aggregate.count:
+            if collected.aggregate.count or rule.combines_empty:
+                if not collected.aggregate.count and self.method.sync is not None:
+                    _, up = self.exchange.slices(self.rules, round, 0, self.last.get(0))
+                    collected.aggregate.sent = self.exchange.masks(up, self.v.device)
                 with self.meter():
-                    state, delta, buffers = rule.combine(state, self._updates(round, collected, self.b))
-                check_combined(rule.name, delta, buffers, self.v, self.b)
-                collected.aggregate = CombinedUpdate(collected.aggregate, delta, buffers)
+                    state, combined = rule.combine(state, self._updates(round, collected, self.b))
+                check_combined(rule.name, combined, self.v, self.b)
+                collected.aggregate = CombinedUpdate(collected.aggregate, combined)
         return {**self.rules, rule.name: state}
 
     def _updates(self, round: int, gathered: CollectedUpdates, b: Tensor) -> Updates:
@@ -404,6 +418,8 @@ class Server:
             at_server=self.at_server and self.at_server.in_round(round),
             version=self.version,
             arrivals=gathered.arrivals,
+            plan=self.federation_info.plan,
+            noise=self.noise,
         )
 
     def _keep(self, update: Update) -> None:

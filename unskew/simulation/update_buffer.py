@@ -12,8 +12,8 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.protocol.messages import ClientState, Tensors, Update, replace_fields
-from unskew.protocol.rules import Method, ServerRule
-from unskew.protocol.updates import Aggregate, Masks
+from unskew.protocol.rules import AggregateRule, Method, ServerRule
+from unskew.protocol.updates import Aggregate, Combined, Masks
 from unskew.tasks.registry import TASKS
 
 FIGURES = ("loss", "setup_seconds", "train_seconds")
@@ -153,7 +153,8 @@ class UpdateBuffer:
 
     def for_rule(self) -> list[CollectedUpdates]:
         """Return the collected updates for the server rule: the whole round, or each full buffer."""
-        if self.rule.buffer() is None and self.taken:
+        empty = self.method.aggregate is not None and self.method.aggregate.combines_empty
+        if self.rule.buffer() is None and (self.taken or empty):
             return [self.whole]
         return self.complete or ([empty_updates(self.method, self.rule)] if self.rule.steps_without else [])
 
@@ -175,20 +176,19 @@ def empty_updates(method: Method, rule: ServerRule) -> CollectedUpdates:
     return CollectedUpdates(Aggregate(rules_with_single_uploads(method)), [] if single else None)
 
 
-def check_combined(name: str, delta: object, buffers: object, v: Tensor, b: Tensor) -> None:
+def check_combined(name: str, combined: Combined, v: Tensor, b: Tensor) -> None:
     """Validate what a rule of the aggregate slot returned.
 
     Args:
         name: Name of the rule.
-        delta: Returned update.
-        buffers: Returned buffers, or None.
+        combined: Combined update.
         v: Model with the expected shape and data type, ``[d]``.
         b: Buffers with the expected shape and data type, ``[m]``.
 
     Raises:
         ConfigError: If the update or the buffers have another shape or data type.
     """
-    for what, value, like in (("an update", delta, v), ("buffers", buffers, b)):
+    for what, value, like in (("an update", combined.delta, v), ("buffers", combined.buffers, b)):
         if value is None and like is b:
             continue
         if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
@@ -220,11 +220,11 @@ def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
             )
 
 
-def rule_metrics(rule: ServerRule, state: Tensors) -> dict[str, Any]:
-    """Return the round metrics of a server rule.
+def rule_metrics(rule: ServerRule | AggregateRule, state: Tensors) -> dict[str, Any]:
+    """Return the round metrics of a rule.
 
     Args:
-        rule: Server rule of the method.
+        rule: Server rule or aggregate rule of the method.
         state: State of the rule.
 
     Raises:

@@ -25,16 +25,10 @@ from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.wire.frames import SIZES, Frame
 from unskew.deployment.wire.messages import broadcast_digest, check_reply_matches, encode_broadcast, read_text
-from unskew.deployment.wire.tensor_codec import (
-    DTYPES,
-    NAMES,
-    InvalidMessageError,
-    encode_record,
-    scatter_slices,
-    slices_length,
-)
+from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.protocol.messages import Broadcast, ClientState, Update, unflatten_records
+from unskew.protocol.payload import scatter_slices, slices_length
 from unskew.protocol.rules import Method
 from unskew.simulation.update_buffer import FIGURES
 

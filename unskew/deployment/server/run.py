@@ -171,7 +171,7 @@ def _carried_out(
         prepared = run_data_rules(
             method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm
         )
-        parts = assemble(config, prepared, federation, spec, method, device, folder, followers)
+        parts = assemble(config, prepared, federation, spec, method, device, folder, followers, deployed=True)
         present = None
         if deployment.quorum is not None:
             present = Membership(sites, door, prepared.federation, deployment.quorum)

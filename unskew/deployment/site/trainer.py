@@ -26,13 +26,15 @@ from unskew.deployment.wire.messages import (
     read_text,
     request_digest,
 )
-from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record, gather_slices
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import Broadcast, Update
+from unskew.protocol.payload import gather_slices
 from unskew.runs.build_model import initial_spec, match_model_input_range
+from unskew.runs.round_plan import make_round_plan
 from unskew.runs.validation import resolve_weighting
 from unskew.simulation import personal_models
 from unskew.simulation.evaluate import Evaluator
@@ -127,6 +129,8 @@ class SiteTrainer:
             self.device,
             self.config.buffers,
             received.common,
+            plan=make_round_plan(self.config, self.total, self.method),
+            keeps_encoded=True,
         )
         self._trainer = key, LocalTrainer(setup)
         return self._trainer[1]

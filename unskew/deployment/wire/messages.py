@@ -19,12 +19,10 @@ from unskew.deployment.wire.tensor_codec import (
     decode_record,
     encode_record,
     encode_tensor,
-    gather_slices,
     parse_slices,
-    scatter_slices,
     slices_as_text,
-    slices_length,
 )
+from unskew.errors import UnskewError
 from unskew.models.layer_groups import buffer_mask
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import (
@@ -37,6 +35,17 @@ from unskew.protocol.messages import (
     num_bytes,
     unflatten_records,
 )
+from unskew.protocol.payload import (
+    UPDATE,
+    UploadContext,
+    compresses,
+    decode_payload,
+    gather_slices,
+    scatter_slices,
+    slices_length,
+    unpack_streams,
+)
+from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Method, changes_updates
 from unskew.protocol.training_config import Buffers
 from unskew.simulation.parameter_slices import subtract_slices
@@ -68,6 +77,11 @@ class WireContext:
     def sends_model(self) -> bool:
         """Return whether clients send the model back."""
         return all(rule.sends_model for rule in self.method.client)
+
+    @property
+    def compressed(self) -> bool:
+        """Return whether clients send encoded streams instead of vectors."""
+        return compresses(self.method.client)
 
     @property
     def names(self) -> set[str]:
@@ -284,9 +298,12 @@ def encode_update(update: Update, broadcast: Broadcast, terms: WireContext, abou
         about: Further fields.
     """
     arrays = {"update/buffers": encode_tensor(update.buffers[terms.sent(broadcast).to(update.buffers.device)])}
-    if terms.sends_model:
-        arrays["update/delta"] = encode_tensor(gather_slices(update.delta, broadcast.up))
-    arrays |= encode_rules("upload", update.upload, broadcast.up, terms.spec.size)
+    if terms.compressed:
+        arrays |= encode_record("encoded", update.encoded)
+    else:
+        if terms.sends_model:
+            arrays["update/delta"] = encode_tensor(gather_slices(update.delta, broadcast.up))
+        arrays |= encode_rules("upload", update.upload, broadcast.up, terms.spec.size)
     arrays |= encode_record("report", update.report)
     config = {
         **about,
@@ -316,7 +333,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
     spec, config = terms.spec, frame.config
     if frame.kind != "update":
         raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'update'")
-    check_records(frame, ("update", "upload", f"upload{SLICED}", "report"))
+    check_records(frame, ("update", "report", *(("encoded",) if terms.compressed else ("upload", f"upload{SLICED}"))))
     check_reply_matches(config, broadcast, examples)
     if len(frame.figures) > FIGURES:
         raise InvalidMessageError(f"it has {len(frame.figures)} metrics, above the limit of {FIGURES}")
@@ -325,7 +342,15 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
         raise InvalidMessageError(f"it contains {min(extra)[:60]!r}, which was not requested")
     v = broadcast.v
     delta = torch.zeros_like(v)
-    if terms.sends_model:
+    sent_bytes = None
+    uploads = decode_rules(frame, "upload", broadcast.up, spec.size)
+    if terms.compressed:
+        if "delta" in tensors:
+            raise InvalidMessageError("it contains 'delta', but its update must be compressed")
+        encoded = decode_record(frame, "encoded")
+        delta, uploads = decode_streams(encoded, broadcast, terms)
+        sent_bytes = num_bytes(encoded.values())
+    elif terms.sends_model:
         sent = check_tensor(
             "update/delta", tensors.get("delta"), v, slices_length(broadcast.up, spec.size), terms.norm, finite=False
         )
@@ -348,14 +373,52 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
         buffers=b.to(v.device),
         upload={
             rule: {name: t.to(v.device) for name, t in tensors.items()}
-            for rule, tensors in terms.check_extras(
-                "upload", decode_rules(frame, "upload", broadcast.up, spec.size), finite=False
-            ).items()
+            for rule, tensors in terms.check_extras("upload", uploads, finite=False).items()
         },
         state=ClientState() if config.get("usable") is True else ClientState(rules=unusable),
         metrics={name: float(value) for name, value in frame.figures.items()},
         report={name: t.to(v.device) for name, t in report.items()},
+        sent_bytes=sent_bytes,
     )
+
+
+def decode_streams(encoded: Tensors, broadcast: Broadcast, terms: WireContext) -> tuple[Tensor, Tensors]:
+    """Decode and validate the compressed streams of an update.
+
+    Args:
+        encoded: Encoded streams by name.
+        broadcast: Broadcast that the client was trained from.
+        terms: Wire context.
+
+    Returns:
+        The update ``[d]``, and the rules' uploads by ``RULE/NAME``.
+
+    Raises:
+        InvalidMessageError: If the streams are invalid or too large.
+    """
+    spec, v = terms.spec, broadcast.v
+    allowed = terms.largest + 8 * spec.size
+    if num_bytes(encoded.values()) > allowed:
+        raise InvalidMessageError(f"encoded has more than {allowed} bytes")
+    ctx = UploadContext(broadcast.round, broadcast.client, 0, spec, broadcast.up, RoundPlan())
+    try:
+        streams = decode_payload(terms.method.client, encoded, ctx)
+    except UnskewError as error:
+        raise InvalidMessageError(str(error).rstrip(".")) from error
+    check_tensor("update/delta", streams.get(UPDATE), v, ctx.size, terms.norm, finite=False)
+    delta, upload = unpack_streams(streams, ctx)
+    assert delta is not None
+    return delta.to(v.device), {name: t for rule, ts in upload.items() for name, t in rule_streams(rule, ts).items()}
+
+
+def rule_streams(rule: str, tensors: Tensors) -> Tensors:
+    """Return a rule's tensors by ``RULE/NAME``.
+
+    Args:
+        rule: Name of the rule.
+        tensors: Tensors by name.
+    """
+    return {f"{rule}/{name}": t for name, t in tensors.items()}
 
 
 def check_reply_matches(config: dict[str, Any], broadcast: Broadcast, examples: int) -> None:

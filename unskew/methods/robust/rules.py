@@ -20,7 +20,7 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.methods.robust import estimators
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import AggregateRule, Method, Tensors, Updates, Weights
+from unskew.protocol.rules import AggregateRule, Combined, Method, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
@@ -102,11 +102,11 @@ class RobustRule(AggregateRule):
         Raises:
             ConfigError: If the rule is not defined for so few clients.
         """
-        points = math.ceil(run.cohort / self.bucket)
-        f = self.suspected(run.cohort)
+        points = math.ceil(run.plan.cohort / self.bucket)
+        f = self.suspected(run.plan.cohort)
         if self.largest_f(points) < f or points < 1:
             raise ConfigError(
-                f"{self.name} is not defined for {points} points (cohort {run.cohort}, bucket {self.bucket}) with {f} "
+                f"{self.name} is not defined for {points} points (cohort {run.plan.cohort}, bucket {self.bucket}) with {f} "
                 "suspected. Use a larger participation, a smaller share, or a smaller bucket."
             )
         if run.client_weighting == "samples":
@@ -116,7 +116,7 @@ class RobustRule(AggregateRule):
             )
         return ()
 
-    def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Tensor, Tensor | None]:
+    def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
         """Apply bucketing or mixing, then the rule; buffers are the median.
 
         Args:
@@ -124,7 +124,7 @@ class RobustRule(AggregateRule):
             updates: Updates of the round, at least one.
 
         Returns:
-            The new state, the combined update ``[d]`` and the median of the buffers ``[m]``.
+            The new state, and the combined update ``[d]`` with the median of the buffers ``[m]``.
 
         Raises:
             ConfigError: If a client rule sends uploads without declaring them.
@@ -146,7 +146,7 @@ class RobustRule(AggregateRule):
             points = estimators.nearest_neighbor_means(points, f)
         delta = self.center(points, f, state, updates)
         buffers = estimators.coordinate_median(torch.stack([update.buffers for update in clients]))
-        return self.next_state(state, delta), delta, buffers
+        return self.next_state(state, delta), Combined(delta, buffers)
 
     def next_state(self, state: Tensors, delta: Tensor) -> Tensors:
         """Return the state for the next round.

@@ -1,0 +1,1 @@
+"""Compression of uploads: sparse, quantized and low-rank codes of vectors."""

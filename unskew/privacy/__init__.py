@@ -1,0 +1,1 @@
+"""Privacy accounting of client-level Gaussian mechanisms."""

@@ -1,0 +1,368 @@
+"""Privacy accounting of client-level Gaussian mechanisms: epsilon of a history of rounds, and the noise for an epsilon.
+
+In each round, a mechanism adds Gaussian noise with standard deviation ``z C`` to a sum of clipped updates. Each client
+contributes at most ``C`` in norm. Neighboring data sets differ in one client, added or removed. There are two cases:
+
+- Without amplification by sampling, the rounds compose to one Gaussian mechanism with ``mu = sqrt(sum_t z_t^-2)``, whose
+  guarantee is known exactly (Balle and Wang 2018, arXiv:1805.06530; Dong et al. 2019, arXiv:1905.02383)::
+
+      delta(epsilon) = Phi(mu/2 - epsilon/mu) - e^epsilon Phi(-mu/2 - epsilon/mu)
+
+- With Poisson cohorts, each client takes part in a round with probability ``q``, independently of the others, and nobody can
+  predict the cohort. Two upper bounds are available from opacus: ``rdp`` (Mironov et al. 2019, arXiv:1908.10530) and ``prv``
+  (Gopi et al. 2021, arXiv:2106.02848), which is tighter and slower.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from unskew.errors import ConfigError
+
+Accountant = Literal["rdp", "prv"]
+ACCOUNTANTS: tuple[str, ...] = get_args(Accountant)
+COHORT_PER_BIT_NOISE = 20
+"""Cohort size divided by the noise of the clipping bit (Andrew et al. 2021, arXiv:1905.03871)."""
+MARGIN = 1e-13  # relative, of ``log delta``; larger than its rounding errors
+LARGER_ORDERS = (72, 80, 96, 128, 192, 256, 384, 512, 768, 1024)  # for an epsilon below 0.2; opacus' orders end at 63
+EPSILON_ERROR = 0.01  # of PRV, as in opacus
+LARGEST_DOMAIN = 2**24  # number of points of a PRV
+LARGEST_LOSS = 500.0  # PRV computes e^t in float64, which ends at t = 709
+SMALLEST_NOISE, LARGEST_NOISE = (
+    1e-3,
+    1e6,
+)  # of the accountants; below, opacus' sums may overflow, and epsilon exceeds 1e5
+
+
+@dataclass(frozen=True)
+class GaussianRounds:
+    """A number of equal rounds of a Gaussian mechanism.
+
+    Attributes:
+        noise: Noise multiplier ``z``: standard deviation of the noise divided by the clipping norm.
+        rate: Probability with which a client is in a cohort, in (0, 1]; 1 claims no amplification by sampling.
+        steps: Number of rounds.
+
+    Raises:
+        ConfigError: If a value is out of its range.
+    """
+
+    noise: float
+    rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not self.noise >= 0:
+            raise ConfigError(f"The noise multiplier is {self.noise}; it must be 0 or a positive number.")
+        if not 0 < self.rate <= 1:
+            raise ConfigError(f"The sampling rate is {self.rate}; it must be above 0 and at most 1.")
+        if self.steps < 0:
+            raise ConfigError(f"The number of rounds is {self.steps}; it must be 0 or a positive integer.")
+
+
+def epsilon(history: Iterable[GaussianRounds], delta: float, accountant: str = "rdp") -> float:
+    """Compute an upper bound of the ``epsilon`` spent by a history of rounds.
+
+    If no entry claims amplification (all rates are 1), the value is exact, and the accountant does not matter.
+
+    Args:
+        history: Rounds so far; entries may differ in noise and rate.
+        delta: Probability ``delta`` of the guarantee, in (0, 1).
+        accountant: Privacy accountant for rates below 1: ``rdp`` (Renyi) or ``prv`` (tighter, slower).
+
+    Returns:
+        The bound; 0 for an empty history, infinity without noise.
+
+    Raises:
+        ConfigError: If ``delta`` is out of its range, the accountant is unknown, or opacus is needed and not installed.
+
+    >>> round(epsilon([GaussianRounds(2.0, 1.0, 4), GaussianRounds(2.0, 1.0, 6)], delta=1e-3), 6)
+    5.587133
+    """
+    if accountant not in ACCOUNTANTS:
+        raise ConfigError(f"There is no privacy accountant {accountant!r}. Use {' or '.join(ACCOUNTANTS)}.")
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta is {delta}; it must be between 0 and 1.")
+    history = _merge(history)
+    if not history:
+        return 0.0
+    if any(entry.noise == 0 for entry in history):
+        return math.inf
+    if all(entry.rate == 1 for entry in history):
+        return exact_epsilon(math.hypot(*(math.sqrt(entry.steps) / entry.noise for entry in history)), delta)
+    return rdp_epsilon(history, delta) if accountant == "rdp" else prv_epsilon(history, delta)
+
+
+def _merge(history: Iterable[GaussianRounds]) -> tuple[GaussianRounds, ...]:
+    """Merge equal rounds, so that the result does not depend on their order or on how they are divided into entries."""
+    steps: dict[tuple[float, float], int] = {}
+    for entry in history:
+        key = entry.noise, entry.rate
+        steps[key] = steps.get(key, 0) + entry.steps
+    return tuple(GaussianRounds(noise, rate, count) for (noise, rate), count in sorted(steps.items()) if count)
+
+
+def exact_epsilon(mu: float, delta: float) -> float:
+    """Compute the exact ``epsilon`` of a Gaussian mechanism, rounded up slightly.
+
+    With ``s = epsilon/mu``, ``phi`` the normal density and ``R(x) = Phi(-x) / phi(x)`` (Mills' ratio), the guarantee is
+    ``delta = phi(s - mu/2) (R(s - mu/2) - R(s + mu/2))``. Its logarithm neither overflows nor cancels. It is solved for ``s``
+    by bisection.
+
+    Args:
+        mu: Sensitivity divided by the standard deviation of the noise; ``sqrt(T) / z`` for T rounds.
+        delta: Probability ``delta`` of the guarantee, in (0, 1).
+
+    Returns:
+        The smallest ``epsilon``; 0 if ``epsilon = 0`` already satisfies ``delta``, infinity if it exceeds all floats.
+
+    >>> round(exact_epsilon(1.0, 1e-5), 6)
+    4.377178
+    """
+    if math.isinf(mu * mu):
+        return math.inf
+    if mu == 0 or math.erf(mu / math.sqrt(8)) <= delta:
+        return 0.0
+    target = math.log(delta) - MARGIN * max(1.0, -math.log(delta))
+    low, high = 0.0, mu / 2 + 1
+    while _log_delta(high, mu) > target:
+        low, high = high, high + 2 * (high - mu / 2)
+    for _ in range(200):
+        middle = (low + high) / 2
+        if not low < middle < high or high - low <= 1e-15 * high:
+            break
+        if _log_delta(middle, mu) > target:
+            low = middle
+        else:
+            high = middle
+    return mu * high * (1 + 1e-12)
+
+
+def _log_delta(s: float, mu: float) -> float:
+    """Compute ``log delta(epsilon)`` at ``epsilon = s mu``."""
+    a, b = s - mu / 2, s + mu / 2
+    log_density = -a * a / 2 - math.log(2 * math.pi) / 2
+    if a < -1:  # R(a) may overflow here, and the difference of the two probabilities does not cancel
+        return math.log(math.erfc(a / math.sqrt(2)) / 2 - math.exp(log_density) * _mills(b)[0])
+    if mu > 0.25:
+        return log_density + math.log(_mills(a)[0] - _mills(b)[0])
+    # R(a) - R(b) would cancel; it is the integral of -R'(x) = 1 - x R(x) from a to b (five-point Gauss quadrature).
+    total = sum(weight * _mills(s + mu / 2 * node)[1] for node, weight in _GAUSS)
+    return log_density + math.log(mu / 2 * total)
+
+
+_GAUSS = [(0.0, 128 / 225)] + [
+    (sign * math.sqrt(5 - root * 2 * math.sqrt(10 / 7)) / 3, (322 + root * 13 * math.sqrt(70)) / 900)
+    for root in (1, -1)
+    for sign in (1, -1)
+]
+"""Nodes and weights of the five-point Gauss-Legendre quadrature on [-1, 1]."""
+
+
+def _mills(x: float) -> tuple[float, float]:
+    """Compute Mills' ratio ``R(x) = Phi(-x) / phi(x)`` and ``1 - x R(x)``, for ``x >= -1.25``."""
+    if x < 6:
+        ratio = math.sqrt(math.pi / 2) * math.exp(x * x / 2) * math.erfc(x / math.sqrt(2))
+        return ratio, 1 - x * ratio
+    fraction = 0.0  # R(x) = 1 / (x + 1 / (x + 2 / (x + 3 / ...)))
+    for k in range(80, 0, -1):
+        fraction = k / (x + fraction)
+    return 1 / (x + fraction), fraction / (x + fraction)
+
+
+def _opacus() -> Any:
+    try:
+        import opacus.accountants
+        import opacus.accountants.analysis.rdp
+    except ImportError as error:
+        raise ConfigError(
+            "Privacy accounting with Poisson cohorts needs opacus: pip install 'unskew[privacy]'."
+        ) from error
+    return opacus.accountants
+
+
+def _orders() -> tuple[float, ...]:
+    return tuple(map(float, (*_opacus().RDPAccountant.DEFAULT_ALPHAS, *LARGER_ORDERS)))
+
+
+@lru_cache(maxsize=1024)
+def _rdp_per_step(noise: float, rate: float) -> tuple[float, ...]:
+    """Compute the Renyi divergence of one round at each order; cached, since epsilon is computed in every round."""
+    if noise < SMALLEST_NOISE:
+        return (math.inf,) * len(_orders())
+    compute = _opacus().analysis.rdp.compute_rdp
+    return tuple(max(0.0, float(compute(q=rate, noise_multiplier=noise, steps=1, orders=order))) for order in _orders())
+
+
+def rdp_epsilon(history: Iterable[GaussianRounds], delta: float) -> float:
+    """Compute an upper bound of ``epsilon`` with Renyi differential privacy.
+
+    Args:
+        history: Rounds so far, with positive noise.
+        delta: Probability ``delta`` of the guarantee, in (0, 1).
+
+    Raises:
+        ConfigError: If opacus is not installed.
+    """
+    divergences = [0.0] * len(_orders())
+    for entry in history:
+        per_step = _rdp_per_step(entry.noise, entry.rate)
+        divergences = [total + entry.steps * step for total, step in zip(divergences, per_step, strict=True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the bound is valid even if the best order is the smallest or largest one
+        bound, _ = _opacus().analysis.rdp.get_privacy_spent(orders=_orders(), rdp=divergences, delta=delta)
+    return max(0.0, float(bound))
+
+
+@lru_cache(maxsize=1024)
+def _prv_epsilon(history: tuple[GaussianRounds, ...], delta: float) -> float:
+    bound = rdp_epsilon(history, delta)
+    delta_error = delta / 1000
+    rounds = sum(entry.steps for entry in history)
+    losses = [rdp_epsilon(history, delta_error / 4)]
+    losses += [
+        rdp_epsilon([GaussianRounds(entry.noise, entry.rate, 1)], delta_error / (8 * rounds)) for entry in history
+    ]
+    mesh = EPSILON_ERROR / math.sqrt(rounds * math.log(12 / delta_error) / 2)
+    if max(losses) > LARGEST_LOSS or max(losses) > LARGEST_DOMAIN * mesh / 2:
+        return bound
+    accountant = _opacus().PRVAccountant()
+    accountant.history = [(entry.noise, entry.rate, entry.steps) for entry in history]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # log(1 - q) at q = 1, and overflows that are replaced
+            upper = float(accountant.get_epsilon(delta, eps_error=EPSILON_ERROR, delta_error=delta_error))
+    except (RuntimeError, ValueError):  # the discretization is too coarse for this delta or noise
+        return bound
+    return max(0.0, min(bound, upper)) if math.isfinite(upper) else bound
+
+
+def prv_epsilon(history: Iterable[GaussianRounds], delta: float) -> float:
+    """Compute an upper bound of ``epsilon`` with privacy loss random variables.
+
+    The result is the upper bound of PRV, not its estimate, or the bound of RDP if that is lower. PRV adds up to 0.01, so RDP
+    is lower if epsilon is very small. If PRV cannot be computed (epsilon of several hundred, extremely small delta), the
+    result is the bound of RDP.
+
+    Args:
+        history: Rounds so far, with positive noise.
+        delta: Probability ``delta`` of the guarantee, in (0, 1).
+
+    Raises:
+        ConfigError: If opacus is not installed.
+    """
+    return _prv_epsilon(_merge(history), delta)
+
+
+def noise_for(target_epsilon: float, delta: float, rate: float, steps: int, accountant: str = "rdp") -> float:
+    """Find the smallest noise multiplier with which a number of rounds spends at most ``target_epsilon``.
+
+    Args:
+        target_epsilon: Privacy budget.
+        delta: Probability ``delta`` of the guarantee, in (0, 1).
+        rate: Probability with which a client is in a cohort, in (0, 1]; 1 claims no amplification by sampling.
+        steps: Number of rounds.
+        accountant: Privacy accountant for rates below 1: ``rdp`` or ``prv``.
+
+    Returns:
+        The noise multiplier, at most 0.1 % larger than necessary.
+
+    Raises:
+        ConfigError: If no noise multiplier reaches the budget, or opacus is needed and not installed.
+
+    >>> round(noise_for(5.587133, delta=1e-3, rate=1.0, steps=10), 2)
+    2.0
+    """
+    if not 0 < target_epsilon < math.inf:
+        raise ConfigError(f"No noise reaches epsilon={target_epsilon:g}. Use a positive number, such as epsilon=5.")
+
+    def is_within(noise: float) -> bool:
+        return epsilon([GaussianRounds(noise, rate, steps)], delta, accountant) <= target_epsilon
+
+    if is_within(0.0):  # without rounds
+        return 0.0
+    low = high = 1.0
+    while not is_within(high):
+        low, high = high, 2 * high
+        if high > LARGEST_NOISE:
+            raise ConfigError(
+                f"No noise multiplier up to {LARGEST_NOISE:g} reaches epsilon={target_epsilon:g} for delta={delta:g} with "
+                f"the accountant {accountant}. Use a larger epsilon, or fewer rounds."
+            )
+    while is_within(low):
+        low, high = low / 2, low
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        if is_within(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def smallest_cohort(noise: float) -> int:
+    """Return the smallest cohort size for which adaptive clipping with the bit noise ``cohort / 20`` is possible.
+
+    >>> smallest_cohort(1.0), smallest_cohort(1.25)
+    (11, 13)
+    """
+    size = max(1, math.floor(noise * COHORT_PER_BIT_NOISE / 2))
+    while noise >= 2 * size / COHORT_PER_BIT_NOISE:
+        size += 1
+    return size
+
+
+def split_noise(noise: float, bit_noise: float) -> float:
+    """Compute the noise multiplier of the update under adaptive clipping.
+
+    The update and the clipping bit are both noised. Together they cost as much as one Gaussian mechanism with ``noise``::
+
+        z_update = (z^-2 - (2 sigma_b)^-2)^(-1/2)
+
+    Args:
+        noise: Noise multiplier ``z`` of both together.
+        bit_noise: Standard deviation ``sigma_b`` of the noise of the summed clipping bits.
+
+    Raises:
+        ConfigError: If the bit alone costs more than both together may cost.
+
+    >>> round(split_noise(1.0, 50 / 20), 7)
+    1.0206207
+    """
+    if noise == 0:
+        return 0.0
+    if noise >= 2 * bit_noise:
+        raise ConfigError(
+            f"Adaptive clipping with the noise multiplier {noise:g} needs a bit noise above {noise / 2:g}, not "
+            f"{bit_noise:g}. With the default bit noise, cohort / {COHORT_PER_BIT_NOISE}, a cohort of {smallest_cohort(noise)} "
+            "clients suffices."
+        )
+    share = noise / (2 * bit_noise)
+    return noise / math.sqrt((1 - share) * (1 + share))
+
+
+def default_delta(clients: int) -> float:
+    """Return the default of ``delta``, ``K^-1.1`` for K clients."""
+    return float(clients**-1.1)
+
+
+def check_delta(delta: float, clients: int) -> None:
+    """Validate that ``delta`` is positive and below ``1/K`` (raises ``ConfigError`` otherwise).
+
+    Args:
+        delta: Probability ``delta`` of the guarantee.
+        clients: Number of clients K.
+    """
+    if not 0 < delta < 1 / clients:
+        remedy = f"such as {default_delta(clients):.2g}" if clients > 1 else "which needs at least two clients"
+        raise ConfigError(
+            f"delta={delta:g} must be positive and below 1/{clients}, the reciprocal of the number of clients. "
+            f"Use a smaller value, {remedy}."
+            if delta > 0
+            else f"delta={delta:g} must be positive. Use a value below 1/{clients}, {remedy}."
+        )

@@ -1,0 +1,41 @@
+"""Public schedule of a run: number of rounds, size and sampling of cohorts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Sampling = Literal["fixed", "poisson"]
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Schedule of a run, which server and clients know before the first round.
+
+    Attributes:
+        rounds: Number of rounds ``T``.
+        clients: Number of clients ``K``.
+        participation: Share of clients per round, ``q``.
+        cohort: Number of clients per round, ``m``; with Poisson cohorts the expected number, rounded.
+        sampling: ``fixed`` cohorts of ``m`` clients, or ``poisson``: each client is drawn with probability ``q``.
+        scales: Factors that give the uploads of client rules the unit of an update, by ``RULE/NAME``; see
+            ``ClientRule.private``.
+    """
+
+    rounds: int = 1
+    clients: int = 1
+    participation: float = 1.0
+    cohort: int = 1
+    sampling: Sampling = "fixed"
+    scales: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def divisor(self) -> float:
+        """Expected number of clients per round, ``m`` or ``q K``, which does not depend on who replied."""
+        return self.participation * self.clients if self.sampling == "poisson" else float(self.cohort)
+
+    @property
+    def amplification(self) -> float:
+        """Sampling rate that a privacy accountant may use: ``q`` with Poisson cohorts, 1 without amplification."""
+        return self.participation if self.sampling == "poisson" else 1.0
