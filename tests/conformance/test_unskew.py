@@ -37,6 +37,11 @@ UNNAMED = {
         ["median", "trimmed", "krum", "multikrum", "bulyan", "geomedian", "cclip", "fltrust"],
         "combines points; tests/methods/test_robust.py compares with closed forms",
     ),
+    "dp": "adds noise; tests/methods/test_dp.py compares with its definition",
+    **dict.fromkeys(
+        ["topk", "randk", "qsgd", "sign", "int8", "fp16", "bf16", "powersgd"],
+        "encodes what is sent; tests/methods/test_compression_codes.py compares with NumPy",
+    ),
 }
 """Methods of which the problem has nothing to say."""
 

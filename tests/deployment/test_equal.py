@@ -18,6 +18,7 @@ QUICK = {
     "fedcog": "fedcog:start_round=1",
     "fedcog-authors": "fedcog-authors:start_round=1",
     "fedssyn": "fedssyn:generator=vae-small,epochs=1,n_syn=10",
+    "dp": "dp:noise=0,clip=0.05",  # the noise of a deployed run is not that of the simulator
 }
 BODY = {"fedals", "fedrep"}
 """Methods that need a model with a body."""
@@ -95,6 +96,9 @@ SUMS = {
     "fedprox:mu=0.1+scaffold": {},
     "fedals+feddyn": {"rounds": 3, "model": "mlp"},
     "median:bucket=2+fedavgm": {},
+    "scaffold+dp:noise=0,clip=0.05+fedadam": {},
+    "scaffold+topk:share=0.1": {},
+    "fedals+powersgd": {"rounds": 3, "model": "mlp"},
     "fedrep+ft": {"participation": 0.7, "rounds": 3, "model": "mlp"},
 }
 SLOW_SUMS = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from support import ray_nodes
-from support.federations import SmallBatchNorm, blobs
+from support.federations import blobs, small_model
 from support.ray_nodes import STORE, TOKEN, Node, cluster
 from test_engines import ALL_METHODS, EARLY, SUMS
 
@@ -43,7 +43,7 @@ def train(method, engine, address=None, ray=None, **options):
     torch.manual_seed(0)
     settings = {"rounds": 4, "participation": 0.5, "local_steps": 2, "batch_size": 8, "lr": 0.05, **options}
     return unskew.run(
-        blobs([9, 14, 11, 8, 12, 10, 9, 9]), model=SmallBatchNorm(), method=EARLY.get(method, method), engine=engine,
+        blobs([9, 14, 11, 8, 12, 10, 9, 9]), model=small_model(method), method=EARLY.get(method, method), engine=engine,
         ray={"address": address, "deadline": 240, **(ray or {})}, **settings,
     )  # fmt: skip
 

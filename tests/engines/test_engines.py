@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 import torch
-from support.federations import QUICK, SmallBatchNorm, blobs
+from support.federations import QUICK, SmallBatchNorm, blobs, small_model
 from support.slow import slow_but
 from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near
 
@@ -53,7 +53,7 @@ def train(method, engine, precision="fp64", **options):
     method = EARLY.get(method, method)
     given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.5, "local_epochs": 2, **options}
     return unskew.run(
-        blobs(SIZES), model=SmallBatchNorm(), method=method, engine=engine, precision=precision, workers=2, **given
+        blobs(SIZES), model=small_model(method), method=method, engine=engine, precision=precision, workers=2, **given
     )
 
 

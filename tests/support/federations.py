@@ -5,8 +5,15 @@ import torch
 
 from unskew import Federation, ServerRule
 
-SMALL_COHORT = {"krum": "krum:share=0", "multikrum": "multikrum:share=0", "bulyan": "bulyan:share=0"}
-"""Methods that need many clients by default, as expressions for a few."""
+SMALL_COHORT = {
+    "krum": "krum:share=0",
+    "multikrum": "multikrum:share=0",
+    "bulyan": "bulyan:share=0",
+    "dp": "dp:noise=0.5,adaptive=false",
+    "topk": "topk:share=0.5",
+    "randk": "randk:share=0.5",
+}
+"""Methods that need many clients or options, as expressions for a few."""
 
 QUICK = {
     **SMALL_COHORT,
@@ -54,6 +61,11 @@ class SmallBatchNorm(torch.nn.Module):
         x = torch.relu(self.norm(self.conv(x)))
         x = torch.nn.functional.max_pool2d(x, 2).flatten(1)
         return self.fc(self.drop(x))
+
+
+def small_model(method):
+    """A model with BatchNorm; one without for methods that do not support it."""
+    return "mlp" if "dp" in str(method) else SmallBatchNorm()
 
 
 class Spy(ServerRule):

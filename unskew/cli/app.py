@@ -46,6 +46,7 @@ from unskew.cli.export import export
 from unskew.cli.flags import DATA, EVALUATION, EXAMPLES, MACHINE, SERVER, TRAINING, Sections
 from unskew.cli.init import init
 from unskew.cli.predict import predict
+from unskew.cli.privacy import privacy
 from unskew.cli.report import report, report_after_runs
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
@@ -267,6 +268,7 @@ app.command(cls=Sections)(diagnose)
 app.command()(evaluate)
 app.command()(export)
 app.command()(predict)
+app.command()(privacy)
 app.command()(report)
 app.command()(reproduce)
 app.command(cls=Sections)(tune)

@@ -129,9 +129,10 @@ def exact_epsilon(mu: float, delta: float) -> float:
     if mu == 0 or math.erf(mu / math.sqrt(8)) <= delta:
         return 0.0
     target = math.log(delta) - MARGIN * max(1.0, -math.log(delta))
-    low, high = 0.0, mu / 2 + 1
-    while _log_delta(high, mu) > target:
-        low, high = high, high + 2 * (high - mu / 2)
+    low, width = 0.0, max(1.0, 1e-15 * mu)
+    while _log_delta(mu / 2 + width, mu) > target:
+        low, width = mu / 2 + width, 2 * width
+    high = mu / 2 + width
     for _ in range(200):
         middle = (low + high) / 2
         if not low < middle < high or high - low <= 1e-15 * high:
@@ -229,7 +230,9 @@ def _prv_epsilon(history: tuple[GaussianRounds, ...], delta: float) -> float:
         rdp_epsilon([GaussianRounds(entry.noise, entry.rate, 1)], delta_error / (8 * rounds)) for entry in history
     ]
     mesh = EPSILON_ERROR / math.sqrt(rounds * math.log(12 / delta_error) / 2)
-    if max(losses) > LARGEST_LOSS or max(losses) > LARGEST_DOMAIN * mesh / 2:
+    points = 2 * max(losses) / mesh
+    rounding_error = 2**-52 * math.sqrt(points)  # of delta, by the Fourier transforms
+    if max(losses) > LARGEST_LOSS or points > LARGEST_DOMAIN or rounding_error > delta_error:
         return bound
     accountant = _opacus().PRVAccountant()
     accountant.history = [(entry.noise, entry.rate, entry.steps) for entry in history]
@@ -246,7 +249,7 @@ def prv_epsilon(history: Iterable[GaussianRounds], delta: float) -> float:
     """Compute an upper bound of ``epsilon`` with privacy loss random variables.
 
     The result is the upper bound of PRV, not its estimate, or the bound of RDP if that is lower. PRV adds up to 0.01, so RDP
-    is lower if epsilon is very small. If PRV cannot be computed (epsilon of several hundred, extremely small delta), the
+    is lower if epsilon is very small. If PRV cannot be computed (epsilon of several hundred, delta below about 1e-10), the
     result is the bound of RDP.
 
     Args:
@@ -339,8 +342,8 @@ def split_noise(noise: float, bit_noise: float) -> float:
     if noise >= 2 * bit_noise:
         raise ConfigError(
             f"Adaptive clipping with the noise multiplier {noise:g} needs a bit noise above {noise / 2:g}, not "
-            f"{bit_noise:g}. With the default bit noise, cohort / {COHORT_PER_BIT_NOISE}, a cohort of {smallest_cohort(noise)} "
-            "clients suffices."
+            f"{bit_noise:g}. With the default bit noise, cohort / {COHORT_PER_BIT_NOISE}, a cohort of "
+            f"{smallest_cohort(noise)} clients suffices."
         )
     share = noise / (2 * bit_noise)
     return noise / math.sqrt((1 - share) * (1 + share))
@@ -358,11 +361,10 @@ def check_delta(delta: float, clients: int) -> None:
         delta: Probability ``delta`` of the guarantee.
         clients: Number of clients K.
     """
+    if clients < 2:
+        raise ConfigError("Client-level privacy needs at least two clients.")
     if not 0 < delta < 1 / clients:
-        remedy = f"such as {default_delta(clients):.2g}" if clients > 1 else "which needs at least two clients"
         raise ConfigError(
-            f"delta={delta:g} must be positive and below 1/{clients}, the reciprocal of the number of clients. "
-            f"Use a smaller value, {remedy}."
-            if delta > 0
-            else f"delta={delta:g} must be positive. Use a value below 1/{clients}, {remedy}."
+            f"delta={delta:g} must be above 0 and below 1/{clients}, the reciprocal of the number of clients. "
+            f"Use {default_delta(clients):.2g}, the default, or a smaller value."
         )

@@ -91,6 +91,8 @@ class Session:
                 )
             for text in texts:
                 self.recorder.warn(text)
+            if start < self.config.rounds and (reason := self._stop_reason()) is not None:
+                self.recorder.warn(reason)
             ended = self.stopping.should_stop or self._stop_reason() is not None
             rounds = range(start, start if ended else self.config.rounds)
             run_rounds(rounds, self.parts.sampler, self.server, engine, self.network, self._finished)

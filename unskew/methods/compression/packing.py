@@ -92,7 +92,7 @@ def long_uniform(key: Tensor, n: int) -> Tensor:
     """
     key = key.reshape(())
     numbers = torch.empty(n, device=key.device)
-    for index, chunk in enumerate(numbers.split(CHUNK)):
+    for index, chunk in enumerate(torch.split(numbers, CHUNK)):
         chunk.copy_(uniform(fold(key, index), (len(chunk),)))
     return numbers
 
@@ -106,7 +106,7 @@ def long_hashes(key: Tensor, n: int) -> Tensor:
     """
     key = fold(key.reshape(()), 0)
     hashes = torch.arange(n, device=key.device)
-    for chunk in hashes.split(CHUNK):
+    for chunk in torch.split(hashes, CHUNK):
         chunk.copy_(fold(key, chunk))
     return hashes
 

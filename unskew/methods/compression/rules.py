@@ -290,7 +290,7 @@ class FP16(Compressor):
 
     name: ClassVar[str] = "fp16"
     summary: ClassVar[str] = "rounds the update to half precision"
-    paper: ClassVar[str] = "IEEE 754 binary16"
+    paper: ClassVar[str] = "Micikevicius et al. 2017, arXiv:1710.03740"
 
     def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
         """Round the entries."""

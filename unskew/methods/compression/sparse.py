@@ -18,6 +18,8 @@ from unskew.protocol.messages import Tensors
 def sparse_count(share: float, n: int) -> int:
     """Return the number of entries that a sparse code of a vector contains, ``ceil(share n)``.
 
+    Products slightly above an integer, because of rounding, count as the integer.
+
     Args:
         share: Share of the entries, in (0, 1].
         n: Length of the vector.
@@ -30,7 +32,8 @@ def sparse_count(share: float, n: int) -> int:
     """
     if not 0 < share <= 1:
         raise UnskewError(f"share must be above 0 and at most 1, not {share}.")
-    return min(n, max(1, math.ceil(round(share * n, 9))))
+    product = share * n
+    return min(n, max(1, math.ceil(round(product - 4 * math.ulp(product), 9))))
 
 
 def _sends_indices(k: int, n: int) -> bool:
