@@ -1,5 +1,6 @@
 """Who takes part, and who drops out: decided by the seed and the round alone."""
 
+import itertools
 import math
 
 import numpy as np
@@ -120,3 +121,32 @@ def test_a_dropped_client_is_as_if_it_were_not_in_the_round(monkeypatch):
                 unskew.run(blobs([6, 7, 8, 9]), model="logistic", method="scaffold", rounds=3, lr=0.1, engine="inline")
             )
     assert torch.equal(results[0].vector, results[1].vector)
+
+
+def test_poisson_cohorts_draw_each_client_independently_with_the_rate():
+    sampler, rounds = Sampler(20, 0.15, 3, "poisson"), 4000
+    drawn = np.zeros((rounds, 20))
+    for t in range(rounds):
+        drawn[t, sampler.draw(t)] = 1
+    deviation = math.sqrt(0.15 * 0.85 / rounds)
+    assert abs(drawn.mean(0) - 0.15).max() < 5 * deviation
+    sizes = drawn.sum(1)
+    assert sizes.var() == pytest.approx(20 * 0.15 * 0.85, rel=0.2)  # fixed cohorts have 0
+    assert (sizes == 0).any()
+    assert sampler.draw(5) == Sampler(20, 0.15, 3, "poisson").draw(5)
+    assert 7 not in {k for t in range(50) for k in sampler.draw(t, in_flight=[7])}
+    secret = Sampler(1000, 0.5, None, "poisson")
+    assert secret.draw(0) != secret.draw(0)
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+def test_empty_rounds_leave_the_model_unchanged_and_are_counted(engine):
+    fed = blobs([9, 8])
+    given = {"model": "mlp", "rounds": 8, "local_steps": 1, "batch_size": 4, "participation": 0.3, "workers": 2}
+    result = unskew.run(fed, sampling="poisson", engine=engine, **given)
+    sizes = [row["cohort"] for row in result.history]
+    assert len(sizes) == 8
+    assert 0 in sizes
+    for before, row in itertools.pairwise(result.history):
+        if row["cohort"] == 0:
+            assert (row["loss"], row["bytes_up"]) == (before["loss"], before["bytes_up"])

@@ -83,7 +83,8 @@ def encode_powersgd(
     """Approximate every matrix ``M [a, b]`` by ``P Q'^T`` with orthonormalized ``P = M Q`` and ``Q' = M^T P``.
 
     A convolution is a matrix of outputs by remaining axes. Vectors, and matrices that would shrink less than twofold, are
-    sent uncompressed. The columns of ``Q`` are scaled to norm 1 before use, which changes no result but avoids overflow.
+    sent uncompressed. The columns of ``Q`` are scaled to the largest magnitude 1 before use, which changes no result but
+    avoids overflow.
 
     Args:
         v: Vector, ``[n]``. A matrix with an entry that is not finite gets a ``P`` of NaN.
@@ -117,11 +118,11 @@ def encode_powersgd(
         finite = tensor.isfinite().all()
         matrix = torch.where(finite, tensor, 0).reshape(layer.rows, layer.columns)
         old = flat.reshape(layer.columns, layer.rank)
-        norms = old.norm(dim=0)
-        left = _orthonormalized(matrix @ (old / torch.where(norms > 0, norms, 1)))
+        peaks = old.abs().amax(dim=0)
+        left = _orthonormalized(matrix @ (old / torch.where(peaks > 0, peaks, 1)))
         right = matrix.T @ left
-        norms = right.norm(dim=0)
-        starts.append(torch.where((norms > 0) & norms.isfinite(), right, old))
+        peaks = right.abs().amax(dim=0)
+        starts.append(torch.where((peaks > 0) & peaks.isfinite(), right, old))
         lefts.append(torch.where(finite, left, torch.nan))
         rights.append(right)
     code = {

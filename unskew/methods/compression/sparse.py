@@ -45,7 +45,7 @@ def _largest_entries(v: Tensor, k: int) -> Tensor:
     """Return a mask of the ``k`` entries of largest magnitude, ``[n]``: NaN counts as infinite, ties go to small indices."""
     magnitude = v.abs()
     magnitude = torch.where(magnitude.isnan(), torch.inf, magnitude)
-    threshold = magnitude.kthvalue(len(v) - k + 1).values
+    threshold = magnitude.topk(k, sorted=False).values.min()  # deterministic on a GPU, unlike kthvalue
     mask = magnitude > threshold
     tied = (magnitude == threshold).nonzero().flatten()
     mask[tied[: k - int(mask.sum())]] = True
@@ -126,7 +126,7 @@ def randk_indices(key: Tensor, k: int, n: int) -> Tensor:
     if k in (0, n):
         return torch.arange(k, device=key.device)
     hashes = long_hashes(key, n)
-    return (hashes <= hashes.kthvalue(k).values).nonzero().flatten()
+    return (hashes <= hashes.topk(k, largest=False, sorted=False).values.max()).nonzero().flatten()
 
 
 def encode_randk(v: Tensor, share: float, key: Tensor) -> Tensors:

@@ -1,0 +1,169 @@
+"""Compression of uploads in runs: error feedback, exact bytes, engines, resuming, hostile messages."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.federations import blobs
+from support.sites import TINY, LoopPlace, Told, deployed
+
+import unskew
+from unskew.deployment.wire.frames import Blob
+from unskew.deployment.wire.tensor_codec import encode_tensor
+from unskew.errors import MethodConflictError, UnskewError
+from unskew.methods.compression.rules import BF16, FP16, QSGD, Int8, PowerSGD, RandK, Sign, TopK
+from unskew.models.spec import ModelSpec
+from unskew.protocol.payload import UploadContext, uploaded_shapes
+from unskew.protocol.round_plan import RoundPlan
+
+SPEC = ModelSpec(torch.nn.Linear(20, 5), (20,), 5, dtype=torch.float64)
+SIZE = SPEC.size
+RULES = [TopK(share=0.1), RandK(share=0.1), QSGD(bucket=32), Sign(), Int8(bucket=32), FP16(), BF16(), PowerSGD(rank=1)]
+FEW = {"rounds": 3, "local_steps": 2, "batch_size": 4, "lr": 0.05, "engine": "inline"}
+SIZES = [9, 14, 11, 8]
+
+
+def context(round=0, client=0, up=None):
+    return UploadContext(round, client, 0, SPEC, up, RoundPlan())
+
+
+def vectors(count):
+    return torch.from_numpy(np.random.default_rng(0).normal(size=(count, SIZE)))
+
+
+def bytes_of(method, d, shapes):
+    """The formulas of the documentation for float32."""
+    k = math.ceil(round(0.01 * d, 9))
+    matrices = [(s[0], math.prod(s[1:])) for s in shapes if len(s) > 1]
+    low_rank = sum(2 * (a + b) if 2 * 2 * (a + b) <= a * b else a * b for a, b in matrices)
+    return {
+        "topk": 4 * k + min(4 * k, math.ceil(d / 8)) + 4,
+        "randk": 4 * k + 8,
+        "qsgd": 4 * math.ceil(d / 512) + math.ceil(d * 5 / 8),
+        "sign": sum(math.ceil(math.prod(s) / 8) + 4 for s in shapes),
+        "int8": d + 4 * math.ceil(d / 512),
+        "fp16": 2 * d,
+        "bf16": 2 * d,
+        "powersgd": 4 * (low_rank + sum(s[0] for s in shapes if len(s) == 1)),
+    }[method]
+
+
+@pytest.mark.parametrize("name", ["topk", "randk", "qsgd", "sign", "int8", "fp16", "bf16", "powersgd"])
+def test_the_traffic_of_a_run_is_the_formula(name):
+    result = unskew.run(blobs(SIZES), model="mlp", method=name, **FEW)
+    shapes = [tuple(p.shape) for p in result.model.parameters()]
+    assert result.summary["bytes_up"] == 3 * 4 * bytes_of(name, len(result.vector), shapes)
+    assert result.summary["bytes_down"] == 3 * 4 * 4 * len(result.vector)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_what_is_sent_and_what_is_left_add_up_to_the_updates(rule):
+    """``sum_t c_t + e_T = sum_t u_t``, also for an upload of a rule."""
+    rule = type(rule)(**{**rule.__dict__, "feedback": True})
+    state, total = {}, torch.zeros(SIZE, dtype=torch.float64)
+    for round, update in enumerate(vectors(6)):
+        sent, state = rule.encode({"update": update, "other/x": -update}, state, context(round))
+        decoded = rule.decode(sent, context(round))
+        total += decoded["update"]
+    assert torch.allclose(total + state["update#error"], vectors(6).sum(0), rtol=1e-9, atol=1e-9)
+    assert state["other.x#error"].shape == (SIZE,)
+
+
+def test_errors_of_slices_wait_until_the_slices_are_sent():
+    rule, up = TopK(share=0.1), (slice(3, 53),)
+    _, state = rule.encode({"update": vectors(1)[0]}, {}, context())
+    before = state["update#error"].clone()
+    sent, state = rule.encode({"update": torch.zeros(50, dtype=torch.float64)}, state, context(1, up=up))
+    decoded = rule.decode(sent, context(1, up=up))["update"]
+    assert torch.equal(decoded + state["update#error"][3:53], before[3:53])
+    assert torch.equal(state["update#error"][:3], before[:3])
+    assert uploaded_shapes(SPEC, up) == [(50,)]
+    assert uploaded_shapes(SPEC, (slice(0, 100), slice(102, 105))) == [(5, 20), (3,)]
+
+
+def test_error_feedback_reaches_an_optimum_that_the_code_alone_misses():
+    """Gradient descent on ``|A x - b|^2`` with one entry per step, and one bit per entry."""
+    draws = np.random.default_rng(1)
+    target = torch.from_numpy(draws.normal(size=SIZE))
+    curvature = torch.from_numpy(draws.uniform(0.5, 1.5, size=SIZE))
+
+    def distance(rule, steps=3000):
+        x, state = torch.zeros(SIZE, dtype=torch.float64), {}
+        for t in range(steps):
+            update = -0.02 * curvature * (x - target)
+            sent, state = rule.encode({"update": update}, state, context(t))
+            x = x + rule.decode(sent, context(t))["update"]
+        return float((x - target).norm())
+
+    assert distance(Sign()) < 1e-3 < distance(Sign(feedback=False))
+    assert distance(TopK(share=0.05), 4000) < 1e-6
+
+
+@pytest.mark.parametrize("method", ["topk:share=1", "powersgd:rank=1000", "qsgd:levels=16384,bucket=1"])
+def test_full_codes_are_no_compression(method):
+    plain, coded = (unskew.run(blobs(SIZES), model="mlp", method=m, **FEW).vector for m in ("fedavg", method))
+    assert torch.allclose(plain, coded, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["scaffold+topk:share=0.1", "fedals:alpha=2+powersgd", "feddyn+qsgd"])
+def test_resumed_runs_and_other_engines_give_the_same(method, tmp_path):
+    given = {**FEW, "participation": 0.5, "rounds": 4, "checkpoint_every": 1, "precision": "fp64"}
+    fed = blobs(SIZES)
+    whole = unskew.run(fed, model="mlp", method=method, **given)
+    unskew.run(fed, model="mlp", method=method, out=tmp_path / "a", **{**given, "rounds": 2})
+    resumed = unskew.resume(tmp_path / "a", federation=fed, rounds=4)
+    assert torch.equal(resumed.vector, whole.vector)
+    assert resumed.summary["bytes_up"] == whole.summary["bytes_up"]
+    for engine in ("processes", "vectorized"):
+        other = unskew.run(fed, model="mlp", method=method, workers=2, **{**given, "engine": engine})
+        assert torch.allclose(other.vector, whole.vector, rtol=1e-8, atol=1e-10)
+        assert other.summary["bytes_up"] == whole.summary["bytes_up"]
+
+
+def test_late_updates_are_compressed_too():
+    result = unskew.run(blobs(SIZES), model="mlp", method="topk+fedavg", network="fixed:1", **{**FEW, "rounds": 4})
+    d = len(result.vector)
+    assert result.summary["bytes_up"] == sum(row["updates"] for row in result.history) * bytes_of("topk", d, [])
+
+
+def with_arrays(frame, **changes):
+    arrays = {name: changes.get(name.partition(":")[2], blob) for name, blob in frame.arrays.items()}
+    return replace(frame, arrays={name: blob for name, blob in arrays.items() if blob is not None})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda f: with_arrays(f, values=None), "topk"),
+        (lambda f: with_arrays(f, count=Blob("int32", (1,), b"\xff\xff\xff\x7f")), "topk"),
+        (lambda f: replace(f, arrays={**f.arrays, "encoded/x/y": Blob("uint8", (1,), b"a")}), "no rule of"),
+        (lambda f: replace(f, arrays={**f.arrays, "upload/x/y": Blob("uint8", (1,), b"a")}), "was not requested"),
+        (lambda f: replace(f, arrays={**f.arrays, "encoded/update": encode_tensor(torch.zeros(650))}), "not compressed"),
+    ],
+)
+def test_invalid_codes_of_a_site_are_rejected_and_named(spoil, reason, tmp_path):
+    told, place = Told(), LoopPlace(tmp_path, {**TINY, "method": "topk"})
+    place.link.spoil = lambda client, asked, answer: (
+        spoil(answer) if answer.kind == "update" and client == 1 else answer
+    )
+    result, _ = deployed(tmp_path, place, told=told, method="topk")
+    assert [row["updates"] for row in result.history] == [2, 2]
+    assert any(reason in text for text in told.warnings if "site-1" in text), told.warnings
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "error"),
+    [
+        ("topk+qsgd", {}, MethodConflictError),
+        ("topk+dp:noise=1", {}, MethodConflictError),
+        ("feddm+topk", {}, MethodConflictError),
+        ("topk", {"secure_aggregation": "required"}, MethodConflictError),
+        ("topk:share=0", {}, UnskewError),
+        ("powersgd:rank=0", {}, UnskewError),
+    ],
+)
+def test_what_cannot_be_combined_is_reported_before_training(method, options, error):
+    with pytest.raises(error):
+        unskew.run(blobs(SIZES), model="mlp", method=method, rounds=1, **options)
