@@ -34,6 +34,7 @@ _PLACES = {
     "SyncRule": "unskew.protocol.rules",
     "UnskewError": "unskew.errors",
     "Updates": "unskew.protocol.rules",
+    "audit_privacy": "unskew.runs.privacy_audit",
     "compare": "unskew.comparison.compare",
     "diagnose": "unskew.diagnosis.diagnose",
     "export": "unskew.serving.export",
@@ -68,6 +69,7 @@ __all__ = [
     "SyncRule",
     "UnskewError",
     "Updates",
+    "audit_privacy",
     "compare",
     "diagnose",
     "export",
@@ -104,6 +106,7 @@ if TYPE_CHECKING:
     from unskew.records.recorder import Callback
     from unskew.records.result import Result
     from unskew.reporting.report import report
+    from unskew.runs.privacy_audit import audit_privacy
     from unskew.runs.run import resume, run
     from unskew.serving.export import export
     from unskew.serving.load import load_predictor

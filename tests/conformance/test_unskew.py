@@ -37,6 +37,7 @@ UNNAMED = {
         ["median", "trimmed", "krum", "multikrum", "bulyan", "geomedian", "cclip", "fltrust"],
         "combines points; tests/methods/test_robust.py compares with closed forms",
     ),
+    "smooth": "averages over rounds; tests/methods/test_robust.py compares with its definition",
     "dp": "adds noise; tests/methods/test_dp.py compares with its definition",
     **dict.fromkeys(
         ["topk", "randk", "qsgd", "sign", "int8", "fp16", "bf16", "powersgd"],

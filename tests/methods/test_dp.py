@@ -119,7 +119,9 @@ def test_the_clipping_norm_reaches_the_quantile(quantile, start):
     plan = RoundPlan(clients=50, cohort=50)
     rule = DP(noise=0.0, clip=start, quantile=quantile)
     norms = np.linspace(0.5, 1.5, 50)
-    state = rule.server_init(torch.zeros(SIZE, dtype=torch.float64), FederationInfo(**{**facts(50).__dict__, "plan": plan}))
+    state = rule.server_init(
+        torch.zeros(SIZE, dtype=torch.float64), FederationInfo(**{**facts(50).__dict__, "plan": plan})
+    )
     for round in range(120):
         limit = float(state["clip"])
         bits = [{"dp": {"bits": torch.tensor([0.5 if norm <= limit else -0.5])}} for norm in norms]
@@ -145,7 +147,7 @@ def test_resumed_runs_and_other_engines_have_the_same_noise(method, tmp_path):
     resumed = unskew.resume(tmp_path / "a", federation=blobs(SIZES), rounds=4)
     assert torch.equal(resumed.vector, whole.vector)
     assert resumed.summary["epsilon"] == whole.summary["epsilon"]
-    vectorized = run(method, rounds=4, **given, **{"engine": "vectorized"})
+    vectorized = run(method, rounds=4, **given, engine="vectorized")
     assert torch.allclose(vectorized.vector, whole.vector, rtol=1e-9, atol=1e-12)
     counts = [row["cohort"] for row in whole.history]
     assert len(set(counts)) > 1
@@ -205,7 +207,20 @@ def test_an_update_that_is_not_finite_contributes_nothing():
 
 @pytest.mark.parametrize(
     "method",
-    ["fedgen", "feddf", "dense", "feddle", "fedasync", "ca2fl", "fedbuff", "fednova", "fedexp", "median", "center", "feddm"],
+    [
+        "fedgen",
+        "feddf",
+        "dense",
+        "feddle",
+        "fedasync",
+        "ca2fl",
+        "fedbuff",
+        "fednova",
+        "fedexp",
+        "median",
+        "center",
+        "feddm",
+    ],
 )
 def test_methods_that_need_more_than_a_private_sum_are_rejected(method):
     with pytest.raises(MethodConflictError):

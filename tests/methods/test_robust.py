@@ -255,3 +255,35 @@ def test_attackers_do_not_move_a_robust_model():
     }
     for method in itertools.islice(distance, 1, None):
         assert distance[method] < 0.1 * distance["fedavg"], distance
+
+
+@pytest.mark.parametrize("form", ["mean", "heavy"])
+def test_smooth_sends_the_momentum_of_updates(form):
+    """With a learning rate of the server of 0 all rounds start from one model, so the updates are those of batches."""
+
+    class Watch(ServerRule):
+        name, summary, paper = "watch", "", ""
+        needs = ("individual",)
+        rows: list = []
+
+        def step(self, state, updates):
+            self.rows.append([update.delta.clone() for update in updates])
+            return {"v": state["v"]}
+
+    def sent(method):
+        Watch.rows = []
+        fed = blobs([9, 14, 11])
+        unskew.run(fed, model="mlp", method=[*method, Watch()], rounds=4, local_steps=2, batch_size=4, precision="fp64")
+        return Watch.rows
+
+    plain, smooth = sent([]), sent([f"smooth:beta=0.8,form={form}"])
+    share = 1.0 if form == "heavy" else 0.2
+    for client in range(3):
+        momentum = 0
+        for t in range(4):
+            momentum = 0.8 * momentum + share * plain[t][client]
+            assert torch.allclose(smooth[t][client], momentum, rtol=1e-9, atol=1e-12)
+
+
+def test_smooth_without_momentum_is_the_method_alone():
+    assert torch.equal(run("smooth:beta=0+median").vector, run("median").vector)

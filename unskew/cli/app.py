@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unskew.cli import info as cli_info
+from unskew.cli.audit_privacy import audit_privacy
 from unskew.cli.common import (
     SEEDS,
     AsJson,
@@ -269,6 +270,7 @@ app.command()(evaluate)
 app.command()(export)
 app.command()(predict)
 app.command()(privacy)
+app.command("audit-privacy")(audit_privacy)
 app.command()(report)
 app.command()(reproduce)
 app.command(cls=Sections)(tune)

@@ -129,6 +129,7 @@ EXAMPLES = {
     "evaluate": "unskew evaluate runs/digits-fedavg-seed0 new.csv",
     "report": "unskew report runs/compare-digits",
     "reproduce": "unskew reproduce --list",
+    "audit-privacy": "unskew audit-privacy runs/private --canaries 50",
     "privacy": "unskew privacy --clients 3383 --cohort 120 --rounds 100 --noise 1.2",
     "tune": "unskew tune fedavg fedprox --trials 10",
 }

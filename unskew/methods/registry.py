@@ -74,6 +74,7 @@ METHODS: dict[str, str] = {
     "geomedian": "unskew.methods.robust.rules:GeoMedian",
     "cclip": "unskew.methods.robust.rules:CenteredClipping",
     "fltrust": "unskew.methods.robust.rules:FLTrust",
+    "smooth": "unskew.methods.smooth:Smooth",
     "dp": "unskew.methods.dp:DP",
     "topk": "unskew.methods.compression.rules:TopK",
     "randk": "unskew.methods.compression.rules:RandK",

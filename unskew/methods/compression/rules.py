@@ -20,7 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.errors import UnskewError
+from unskew.errors import ConfigError, UnskewError
 from unskew.methods.compression import codes
 from unskew.protocol.payload import UPDATE, gather_slices, scatter_slices
 from unskew.protocol.rules import ClientRule, Method, Stage, Tensors, UploadContext
@@ -185,7 +185,7 @@ class RandK(Compressor):
 
     Attributes:
         share: Share of entries that are sent.
-        feedback: Keep the error at the client and add it to the next update.
+        feedback: Not supported.
     """
 
     name: ClassVar[str] = "randk"
@@ -193,6 +193,21 @@ class RandK(Compressor):
     paper: ClassVar[str] = "Konečný et al. 2016, arXiv:1610.05492"
 
     share: Share = 0.01
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that there is no error feedback, which diverges with a code that scales up.
+
+        Args:
+            run: Configuration, federation and model of the run.
+
+        Raises:
+            ConfigError: If error feedback is on.
+        """
+        if self.feedback:
+            raise ConfigError(
+                "randk scales up what it sends, so error feedback would diverge. Use topk, or feedback=false."
+            )
+        return super().check(run)
 
     def key_client(self, ctx: UploadContext) -> int:
         """Draw the same entries for all clients."""
