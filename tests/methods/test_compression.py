@@ -17,6 +17,7 @@ from unskew.methods.compression.rules import BF16, FP16, QSGD, Int8, PowerSGD, R
 from unskew.models.spec import ModelSpec
 from unskew.protocol.payload import UploadContext, uploaded_shapes
 from unskew.protocol.round_plan import RoundPlan
+from unskew.simulation.sampler import Sampler
 
 SPEC = ModelSpec(torch.nn.Linear(20, 5), (20,), 5, dtype=torch.float64)
 SIZE = SPEC.size
@@ -122,6 +123,38 @@ def test_resumed_runs_and_other_engines_give_the_same(method, tmp_path):
         assert other.summary["bytes_up"] == whole.summary["bytes_up"]
 
 
+@pytest.mark.parametrize("name", ["topk:share=0.05", "sign", "powersgd", "int8"])
+def test_the_broadcast_is_compressed_and_counted(name, tmp_path):
+    """A client pays for the codes that it has missed, or for the whole model."""
+    given = {**FEW, "rounds": 6, "participation": 0.5, "precision": "fp64", "checkpoint_every": 1}
+    fed = blobs(SIZES)
+    both = unskew.run(fed, model="mlp", method=f"{name}{':' if ':' not in name else ','}down=true", **given)
+    unskew.run(fed, model="mlp", method=f"{name}{':' if ':' not in name else ','}down=true", out=tmp_path / "a",
+               **{**given, "rounds": 3})  # fmt: skip
+    assert torch.equal(unskew.resume(tmp_path / "a", federation=fed, rounds=6).vector, both.vector)
+    up = unskew.run(fed, model="mlp", method=name, **given)
+    assert both.summary["bytes_up"] == up.summary["bytes_up"]
+    whole, code = 8 * len(up.vector), up.summary["bytes_up"] // (6 * 2)
+    last, expected = {}, 0
+    for t in range(6):
+        for k in Sampler(4, 0.5, 0).draw(t):
+            expected += min(whole, code * (t - last[k])) if k in last else whole
+            last[k] = t
+    assert both.summary["bytes_down"] == expected < up.summary["bytes_down"]
+
+
+def test_a_compressed_broadcast_follows_the_model():
+    """After the model stops, what clients have reaches it."""
+    rule = TopK(share=0.1, down=True)
+    v = vectors(1)[0]
+    state = rule.server_init(torch.zeros(SIZE, dtype=torch.float64), None)
+    for t in range(12):
+        state, model, size = rule.compress_broadcast(state, v, t, 0, SPEC)
+        state = {**state, "broadcast_model": model}
+        assert size == 8 * 11 + 14 + 4
+    assert torch.equal(model, v)
+
+
 def test_late_updates_are_compressed_too():
     result = unskew.run(blobs(SIZES), model="mlp", method="topk+fedavg", network="fixed:1", **{**FEW, "rounds": 4})
     d = len(result.vector)
@@ -166,6 +199,8 @@ def test_invalid_codes_of_a_site_are_rejected_and_named(spoil, reason, tmp_path)
         ("topk:share=0", {}, UnskewError),
         ("powersgd:rank=0", {}, UnskewError),
         ("randk:feedback=true", {}, UnskewError),
+        ("randk:down=true", {}, UnskewError),
+        ("fedals+topk:down=true", {}, MethodConflictError),
     ],
 )
 def test_what_cannot_be_combined_is_reported_before_training(method, options, error):

@@ -259,22 +259,22 @@ def test_attackers_do_not_move_a_robust_model():
 
 @pytest.mark.parametrize("form", ["mean", "heavy"])
 def test_smooth_sends_the_momentum_of_updates(form):
-    """With a learning rate of the server of 0 all rounds start from one model, so the updates are those of batches."""
+    """With a server that does not step, all rounds start from one model."""
+    rows = []
 
     class Watch(ServerRule):
         name, summary, paper = "watch", "", ""
         needs = ("individual",)
-        rows: list = []
 
         def step(self, state, updates):
-            self.rows.append([update.delta.clone() for update in updates])
+            rows.append([update.delta.clone() for update in updates])
             return {"v": state["v"]}
 
     def sent(method):
-        Watch.rows = []
+        rows.clear()
         fed = blobs([9, 14, 11])
         unskew.run(fed, model="mlp", method=[*method, Watch()], rounds=4, local_steps=2, batch_size=4, precision="fp64")
-        return Watch.rows
+        return list(rows)
 
     plain, smooth = sent([]), sent([f"smooth:beta=0.8,form={form}"])
     share = 1.0 if form == "heavy" else 0.2

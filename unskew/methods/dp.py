@@ -409,7 +409,8 @@ class DP(ClientRule, AggregateRule):
         text = (
             f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, added or removed, against everyone who "
             f"sees the released models; {cohorts}, {accountant} accountant. Not covered: the server, which sees clipped "
-            "updates; metrics on the clients' held-out samples; choices made with the same data, such as tuning and early stopping"
+            "updates; metrics on the clients' held-out samples; choices made with the same data, such as tuning and early "
+            "stopping"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
         return {"epsilon": spent, "delta": delta, "noise_multiplier": z, "privacy": text}

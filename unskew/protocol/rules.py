@@ -370,6 +370,24 @@ class ClientRule(WithServerHalf):
         """
         return payload
 
+    def compress_broadcast(
+        self, state: Tensors, v: Tensor, round: int, seed: int, spec: ModelSpec
+    ) -> tuple[Tensors, Tensor, int] | None:
+        """Compress the model that the server broadcasts in a round.
+
+        Args:
+            state: State of the rule's server half.
+            v: Model of the server, ``[d]``.
+            round: Number of the round, from 0.
+            seed: Seed of the run.
+            spec: Layout of the model.
+
+        Returns:
+            The new state, the model ``[d]`` that clients have after decoding, and the number of bytes for a client that has
+            the model of the last broadcast; None to broadcast the model itself.
+        """
+        return None
+
     def personal(self, state: Tensors) -> Tensor | None:
         """Return the personal model of a client, ``[d]``, or None if the global model serves it.
 

@@ -25,7 +25,7 @@ from unskew.protocol.messages import (
     replace_fields,
 )
 from unskew.protocol.noise import NoiseSource
-from unskew.protocol.rules import Method, ServerRule, changes_updates
+from unskew.protocol.rules import ClientRule, Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training_config import Buffers
 from unskew.protocol.updates import CombinedUpdate, Updates
@@ -159,6 +159,7 @@ class Server:
         self.watchers = []
         self.meter = nullcontext
         self.exchange = SliceExchange(method.sync, spec)
+        self.compressor = next((r for r in method.client if compresses_broadcast(r)), None)
         self.mean = None
         self.best = None
         self.finished = None
@@ -206,18 +207,41 @@ class Server:
         """
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
         report = self.wants_models and self.parted and self.evaluates(round)
-        broadcast = replace_fields(self._cast(round, client, self.v, self.b, down, up), report=report)
+        model = self._broadcast_model(round)
+        broadcast = replace_fields(self._cast(round, client, model, self.b, down, up), report=report)
         # If only slices are exchanged, a client may start from its own buffers.
         statistics_too = "sent_statistics" in self.needs and self.mode == "average" and self.method.sync is None
         if "sent_model" in self.needs or statistics_too:
-            v, b = (self.v if "sent_model" in self.needs else None), (broadcast.b if statistics_too else None)
+            v, b = (model if "sent_model" in self.needs else None), (broadcast.b if statistics_too else None)
             self.sent[client] = SentModel(self.version, round, v, b)
         statistics = self.exchange.buffer_masks(down, self.b) if self.mode == "average" else 0
-        sent = slice_bytes(down, self.v) + extra_bytes(broadcast.download, down, self.v)
+        sent = self._model_bytes(round, client, down) + extra_bytes(broadcast.download, down, self.v)
         if self.changes_updates:  # the client needs the server's values wherever it uploads a difference
             sent += slice_bytes(subtract_slices(up, down, len(self.v)), self.v)
         self.traffic.count(client, "down", sent, statistics)
         return broadcast
+
+    def _broadcast_model(self, round: int) -> Tensor:
+        """Return the model that clients have after the broadcast of a round, ``[d]``."""
+        if self.compressor is None:
+            return self.v
+        name = self.compressor.name
+        sizes = self.rules[name]["broadcast_bytes"]
+        if len(sizes) <= round:
+            result = self.compressor.compress_broadcast(self.rules[name], self.v, round, self.seed, self.spec)
+            assert result is not None
+            state, model, size = result
+            # Rounds without a cohort have no broadcast.
+            sizes = torch.cat([sizes, sizes.new_zeros(round - len(sizes)), sizes.new_tensor([size])])
+            self.rules = {**self.rules, name: {**state, "broadcast_model": model, "broadcast_bytes": sizes}}
+        return self.rules[name]["broadcast_model"]
+
+    def _model_bytes(self, round: int, client: int, down: Slices | None) -> int:
+        """Return the bytes of the model for one client: the codes that it has missed, or the whole model if smaller."""
+        whole, last = slice_bytes(down, self.v), self.last.get(client)
+        if self.compressor is None or last is None:
+            return whole
+        return min(whole, int(self.rules[self.compressor.name]["broadcast_bytes"][last + 1 : round + 1].sum()))
 
     def lost(self, client: int) -> None:
         """Forget a client that dropped out and will send no update."""
@@ -411,7 +435,7 @@ class Server:
             round=round,
             aggregate=gathered.aggregate,
             individual=gathered.individual,
-            v_global=self.v,
+            v_global=self.v if self.compressor is None else self._broadcast_model(round),
             b_global=b,
             spec=self.spec,
             key=key,
@@ -426,6 +450,11 @@ class Server:
         """Store the client's state and the round of its update."""
         self.store.keep(update.client, update.state, update.kept)
         self.last[update.client] = update.born
+
+
+def compresses_broadcast(rule: ClientRule) -> bool:
+    """Return whether a rule compresses the model that the server broadcasts."""
+    return bool(getattr(rule, "down", False)) and type(rule).compress_broadcast is not ClientRule.compress_broadcast
 
 
 def all_tensors(state: Tensors, rules: dict[str, Tensors], b: Tensor) -> Tensors:

@@ -22,7 +22,11 @@ from torch import Tensor
 
 from unskew.errors import ConfigError, UnskewError
 from unskew.methods.compression import codes
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.messages import num_bytes
 from unskew.protocol.payload import UPDATE, gather_slices, scatter_slices
+from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import ClientRule, Method, Stage, Tensors, UploadContext
 from unskew.protocol.run_context import PreRunContext
 from unskew.seeding import derive, fold
@@ -38,11 +42,13 @@ class Compressor(ClientRule):
 
     Attributes:
         feedback: Keep the error of the code at the client and add it to the next update.
+        down: Compress the broadcast, too.
     """
 
     stage: ClassVar[Stage] = "compress"
 
     feedback: bool = False
+    down: bool = False
 
     def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
         """Return the code of a vector.
@@ -76,6 +82,10 @@ class Compressor(ClientRule):
         private = next((rule.name for rule in method.client if rule.encodes and rule.stage == "clip"), None)
         if private is not None:
             return f"A decoded update may be longer than the one that {private} has clipped. Remove {self.name}."
+        if self.down and method.sync is not None:
+            return (
+                f"{self.name}:down=true needs a broadcast of the whole model, and {method.sync.name} sends parts of it."
+            )
         return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
@@ -115,6 +125,41 @@ class Compressor(ClientRule):
                 memory["error"] = scatter_slices(whole, ctx.up, left)
             new |= {f"{label_of(stream)}#{name}": t for name, t in memory.items()}
         return sent, new
+
+    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+        """Start from the initial model, if the broadcast is compressed.
+
+        Args:
+            v: Initial model, ``[d]``.
+            facts: Server's information about the federation.
+        """
+        if not self.down:
+            return {}
+        return {"broadcast_model": v, "broadcast_bytes": torch.zeros(0, dtype=torch.int64)}
+
+    def compress_broadcast(
+        self, state: Tensors, v: Tensor, round: int, seed: int, spec: ModelSpec
+    ) -> tuple[Tensors, Tensor, int] | None:
+        """Send the code of the difference between the model and what clients have: ``w <- w + decode(C(v - w))``.
+
+        The error of the code remains in the difference of the next round.
+
+        Args:
+            state: State of the server half, with ``w``.
+            v: Model of the server, ``[d]``.
+            round: Number of the round, from 0.
+            seed: Seed of the run.
+            spec: Layout of the model.
+        """
+        if not self.down:
+            return None
+        ctx = UploadContext(round, 0, seed, spec, None, RoundPlan())
+        memory = {name.partition("#")[2]: t for name, t in state.items() if name.startswith("code#")}
+        key = torch.tensor(derive(seed, "broadcast compression", round), device=v.device)
+        before = state["broadcast_model"]
+        code = self.compress(v - before, memory, key, ctx)
+        new = {**state, **{f"code#{name}": t for name, t in memory.items()}}
+        return new, before + self.expand(code, ctx), num_bytes(code.values())
 
     def key_client(self, ctx: UploadContext) -> int:
         """Return the client number of the random key.
@@ -159,6 +204,7 @@ class TopK(Compressor):
     Attributes:
         share: Share of entries that are sent.
         feedback: Keep the error at the client and add it to the next update.
+        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "topk"
@@ -186,6 +232,7 @@ class RandK(Compressor):
     Attributes:
         share: Share of entries that are sent.
         feedback: Not supported.
+        down: Not supported.
     """
 
     name: ClassVar[str] = "randk"
@@ -203,10 +250,8 @@ class RandK(Compressor):
         Raises:
             ConfigError: If error feedback is on.
         """
-        if self.feedback:
-            raise ConfigError(
-                "randk scales up what it sends, so error feedback would diverge. Use topk, or feedback=false."
-            )
+        if self.feedback or self.down:
+            raise ConfigError("randk scales up what it sends, so feedback=true and down=true would diverge. Use topk.")
         return super().check(run)
 
     def key_client(self, ctx: UploadContext) -> int:
@@ -230,6 +275,7 @@ class QSGD(Compressor):
         levels: Number of levels ``s`` above 0; 15 need 5 bits with the sign.
         bucket: Number of entries that share a norm.
         feedback: Keep the error at the client and add it to the next update.
+        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "qsgd"
@@ -254,6 +300,7 @@ class Sign(Compressor):
 
     Attributes:
         feedback: Keep the error at the client and add it to the next update.
+        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "sign"
@@ -278,6 +325,7 @@ class Int8(Compressor):
     Attributes:
         bucket: Number of entries that share a scale.
         feedback: Keep the error at the client and add it to the next update.
+        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "int8"
@@ -301,6 +349,7 @@ class FP16(Compressor):
 
     Attributes:
         feedback: Keep the error at the client and add it to the next update.
+        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "fp16"
@@ -322,6 +371,7 @@ class BF16(Compressor):
 
     Attributes:
         feedback: Keep the error at the client and add it to the next update.
+        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "bf16"
@@ -344,6 +394,7 @@ class PowerSGD(Compressor):
     Attributes:
         rank: Rank of the approximation.
         feedback: Keep the error at the client and add it to the next update.
+        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "powersgd"
