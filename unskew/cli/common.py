@@ -112,6 +112,7 @@ def is_config_file(word: str) -> bool:
 
 def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]:
     """Return the values of the configuration file, overridden by flags, which are overridden by ``--set``."""
+    from unskew.attacks.registry import attack_values
     from unskew.config.loader import load_yaml, set_field
     from unskew.provenance import TRUST
 
@@ -119,11 +120,15 @@ def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]
     for section, field in (("network", "delay"), ("text", "columns")):
         if isinstance(values.get(section), str | list):  # expand the short form, so that --set can add other fields
             values[section] = {field: values[section]}
+    if isinstance(values.get("attack"), str):
+        values["attack"] = attack_values(values["attack"])
     flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
     if flags.get("class_weights", "balanced") != "balanced":
         flags["class_weights"] = parse_numbers(flags["class_weights"])
     if "delay" in flags:
         flags["network"] = {"delay": flags.pop("delay")}
+    if "attack" in flags:  # replaces the attack of the file, whose options another kind does not have
+        values["attack"] = attack_values(flags.pop("attack"))
     texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
     if any(texts.values()):
         flags["text"] = {field: value for field, value in texts.items() if value is not None}

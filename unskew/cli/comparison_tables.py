@@ -164,6 +164,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
         return language_table(rows)
     several = F1 if rows[0].get("micro_f1") is not None else {}
     errors = [name for name in ("mae", "rmse") if name in rows[0]]
+    attack = {"attack success": "backdoor_success"} if "backdoor_success" in rows[0] else {}
     own = client_metric_name(judge.name, primary_metric_name(rows[0]))
     columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
     columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
@@ -171,14 +172,16 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     better = " (lower is better)" if judge.lower_is_better else ""
     title = f"Test {judge.title}{unit_text(judge)}{better}, {mean_std_text(rows[0])}"
     title = REFERENCES if rows[0].get("reference") else title
-    table = MethodRows(title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *COST)
+    table = MethodRows(
+        title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *attack, *COST
+    )
     for row in rows:
         table.add_row(
             MethodExpressionCell(method_title(row)),
             *(value_cell(row, judge, name) for name in columns.values()),
             rounds_cell(row),
             *(format_number(row.get(name), std_text(row, name)) for name in errors),
-            *(format_percent(row[name], std_text(row, name)) for name in several.values()),
+            *(format_percent(row.get(name), std_text(row, name)) for name in (several | attack).values()),
             megabytes_cell(row["bytes_up"]),
             megabytes_cell(row["bytes_down"]),
             f"{row['seconds']:.1f}",

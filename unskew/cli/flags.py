@@ -54,6 +54,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     "engine": (str, "auto, inline, processes, vectorized, ray, or the engine of a plugin."),
     "device": (str, "auto, cpu, cuda, cuda:1."),
     "delay": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
+    "attack": (str, "Clients that attack the run: signflip:share=0.2,scale=2, labelflip, backdoor, ..."),
     "eval_every": (int, "Number of rounds between evaluations."),
     "metrics": (str, "Additional metrics: auroc,auprc,f1,balanced_accuracy,ece,recall,package.module:function."),
     "objective": (str, "Metric that judges runs: auto, accuracy, auroc, auprc, loss, r2, worst_client, ..."),
@@ -72,7 +73,7 @@ BUDGET = ("local_steps", "local_epochs", "batch_size")
 OBJECTIVE = ("loss", "class_weights")
 OPTIMIZER = ("optimizer", "lr", "lr_schedule", "momentum", "weight_decay")
 TRAINING = ("model", "rounds", "participation", "sampling", *BUDGET, *OPTIMIZER, *OBJECTIVE, "client_weighting")
-MACHINE = ("engine", "device", "delay")
+MACHINE = ("engine", "device", "delay", "attack")
 EVALUATION = ("eval_every", "metrics", "objective", "early_stopping", "keep", "target")
 PANELS = {
     "Data": (*DATA, *SERVER),

@@ -76,6 +76,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
             for label, whose in (("per client", "client"), ("personal models", "personal"))
             if f"{whose}_{scored}_mean" in summary
         ),
+        *(
+            [("attack success", f"{format_percent(summary['backdoor_success'])}%")]
+            if "backdoor_success" in summary
+            else []
+        ),
         ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
         ("partition hash", str(summary["partition_hash"])),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters, buffers: {summary['buffers']}"),

@@ -46,6 +46,7 @@ FIELDS = (
     "engine",
     "device",
     "delay",
+    "attack",
     "eval_every",
     "metrics",
     "objective",

@@ -44,6 +44,7 @@ def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]
         spelling: Expression of the reference.
     """
     fields = {**values, "network": "none", "secure_aggregation": "off", "diagnose": [], "synthetic": None}
+    fields["attack"] = None
     fields |= {"save_samples": False, "base_run": False, "client_weighting": "auto", "buffers": "average"}
     if is_local(spelling):
         return {**fields, "early_stopping": None, "keep": "last", "eval_every": ROUNDS}
@@ -74,7 +75,7 @@ def applicable_references(
             continue
         chosen = method(spelling)
         try:
-            check_method(config.model_copy(update={"diagnose": ()}), federation, model, chosen)
+            check_method(config.model_copy(update={"diagnose": (), "attack": None}), federation, model, chosen)
         except UnskewError as error:
             notes.append(f"{spelling} is left out: {error}")
         else:

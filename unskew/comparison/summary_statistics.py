@@ -33,7 +33,8 @@ def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
     )
     judged = (name for key in dict.fromkeys([scored, objective]) for name in (key, f"best_{key}"))
     kept_keys = (name for name in (f"kept_{key}" for key in (scored, objective)) if name in summary)
-    return tuple(dict.fromkeys([*judged, "loss", *over_clients, *summary.get("own_metrics", ()), *kept_keys]))
+    attack = [name for name in ("backdoor_success",) if name in summary]
+    return tuple(dict.fromkeys([*judged, "loss", *over_clients, *summary.get("own_metrics", ()), *kept_keys, *attack]))
 
 
 def mean_std(values: Sequence[float]) -> Spread:

@@ -15,6 +15,7 @@ import yaml
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticSerializationError
 
+from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split
@@ -148,6 +149,8 @@ class Experiment(Section):
     """Training precision; ``tf32`` differs from ``fp32`` on CUDA only; ``bf16`` is autocast with fp32 weights."""
     network: NetworkConfig = NetworkConfig()
     """Simulated network between clients and server."""
+    attack: AnyAttack | None = None
+    """Clients that attack the run: an expression such as ``signflip:share=0.2``, or a mapping with ``kind``."""
 
     secure_aggregation: Literal["off", "required"] = "off"
     """``required``: the server sees only the weighted sum of a round's updates; methods that need more are rejected."""
@@ -209,6 +212,11 @@ class Experiment(Section):
         name, _ = parse_engine(value)
         return name + value[len(name) :]
 
+    @pydantic.field_validator("attack", mode="before")
+    @classmethod
+    def _attack_options(cls, value: Any) -> Any:
+        return attack_values(value)
+
     @pydantic.field_serializer("metrics", "objective")
     def _paths(self, value: Any) -> Any:
         return [metric_reference(path) for path in value] if isinstance(value, tuple) else metric_reference(value)
@@ -264,6 +272,8 @@ class Experiment(Section):
         if info.context is None or not info.context.get("method_given"):
             method(self.method)
         self._check_metrics()
+        if self.attack is not None:
+            check_attack_options(self.attack, self.rounds)
         for name in self.diagnose:
             if name not in DIAGNOSES and name not in own_diagnostics():
                 raise ValueError(unknown_name("diagnostic", name, [*DIAGNOSES, *own_diagnostics()]).rstrip("."))

@@ -9,6 +9,7 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
+from unskew.attacks.registry import OPTIONS
 from unskew.config.experiment import Experiment
 from unskew.config.renamed import FORMER_FIELDS, OF_OTHERS
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
@@ -45,6 +46,7 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
             *NetworkConfig.model_fields,
             *TextConfig.model_fields,
             *CsvConfig.model_fields,
+            *OPTIONS,
         }
         where = ".".join(str(part) for part in first["loc"] if part in fields)
         reason = plain_message(first["msg"])

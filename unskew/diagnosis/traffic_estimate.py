@@ -45,6 +45,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
         "early_stopping": None,
         "lr_schedule": "constant",
         "network": type(config.network)(),
+        "attack": None,
         "trackers": (),
         "save_samples": False,
         "diagnose": (),

@@ -135,6 +135,8 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
             metric_title(metric.title, metric): (metric_cell(metric), metric.name)
             for metric in secondary_metrics(rows[0])
         }
+        if "backdoor_success" in rows[0]:
+            columns["attack success, %"] = (percent_cell, "backdoor_success")
         columns["loss"] = (loss_cell, "loss")
         columns |= {name.upper(): (loss_cell, name) for name in ("mae", "rmse") if name in rows[0]}
     per, write = " %" if own.percent else "", metric_cell(own)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from unskew.attacks.attackers import Attackers
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.engines.base import EngineConfig
-from unskew.methods.fedavg import server_rule
+from unskew.methods.fedavg import FedAvg, server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.noise import NoiseSource
@@ -50,6 +51,7 @@ class RunParts:
         evaluator: Evaluates models on test data.
         recorder: Writes metrics and warnings.
         setup: Configuration of the engine.
+        attackers: Clients that attack, or None.
     """
 
     config: Experiment
@@ -66,6 +68,7 @@ class RunParts:
     evaluator: Evaluator
     recorder: Recorder
     setup: EngineConfig
+    attackers: Attackers | None = None
 
 
 def assemble(
@@ -146,6 +149,11 @@ def assemble(
         recorder.retried,
         plan,
     )
+    attackers = None
+    if config.attack is not None:
+        eta = rule.eta if isinstance(rule, FedAvg) else 1.0
+        attackers = Attackers(config.attack, len(federation.clients), config.seed, eta)
+        server.attack_state = attackers.state
     return RunParts(
         config=config,
         prepared=prepared,
@@ -161,4 +169,5 @@ def assemble(
         evaluator=Evaluator(spec, original, task, device, metrics.computed),
         recorder=recorder,
         setup=setup,
+        attackers=attackers,
     )

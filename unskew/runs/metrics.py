@@ -30,6 +30,7 @@ SUMMARY = {
     ),
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
     *("kept_round", "client", "name", "samples", "num_held_out", "class_counts"),
+    *("attackers", "attacker", "backdoor_success"),
 }
 """Keys of rounds, summaries and client rows, which are not allowed as names of custom metrics."""
 PREFIXES = ("synthetic_", "best_", "client_", "clients_", "personal_", "validation_", "local_", "server_")

@@ -95,7 +95,8 @@ class Session:
                 self.recorder.warn(reason)
             ended = self.stopping.should_stop or self._stop_reason() is not None
             rounds = range(start, start if ended else self.config.rounds)
-            run_rounds(rounds, self.parts.sampler, self.server, engine, self.network, self._finished)
+            attackers = self.parts.attackers
+            run_rounds(rounds, self.parts.sampler, self.server, engine, self.network, self._finished, attackers)
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self.recorder.warn(run_warnings.model_unchanged_warning(self.network, len(rounds)))
@@ -114,7 +115,10 @@ class Session:
         client_scores |= self.stopping.summary()
         if self.best.active:
             client_scores |= kept_metrics(self.recorder.history, self.best.round, self.metrics)
-        summary = summarize(self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics)
+        who = () if attackers is None else attackers.clients
+        summary = summarize(
+            self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics, who
+        )
         if self.folder is not None:
             self.recorder.check_folder()
             write_artifacts(
@@ -150,7 +154,11 @@ class Session:
         done = t + 1
         self.clients.finishing_round(t, figures)
         score = None
-        if self.clients.evaluates(t):
+        evaluated = self.clients.evaluates(t)
+        if self.parts.attackers is not None:
+            predict = partial(self.evaluator.predict_classes, self.server.evaluated, self.server.evaluated_b)
+            figures |= self.parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
+        if evaluated:
             score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
             figures |= self.stopping.figures(self.server)
             self.best.offer(done, figures.get(self.stopping.score))

@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from unskew.engines.auto_select import FILE, EngineChoice, EngineRequest, choose_engine
-from unskew.engines.base import Engine
+from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.registry import make_engine
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.filesystem import write_atomic
+from unskew.protocol.messages import Broadcast, Update
 from unskew.runs.assembly import RunParts
 from unskew.runs.personal_model_files import kept_personal_models
 from unskew.runs.summary import client_metrics, client_rows
 from unskew.simulation import personal_models
 from unskew.simulation.evaluate import ClientScores, Models
+
+
+class SwitchingEngine:
+    """Engine that is replaced by another one in a later round, when clients start to train on other data.
+
+    Args:
+        engine: Engine of the earlier rounds.
+        create: Creates the engine of the later rounds.
+        start: First round of the other engine, from 0.
+    """
+
+    def __init__(self, engine: Engine, create: Callable[[], Engine], start: int):
+        self.engine = engine
+        self.name = engine.name
+        self._create: Callable[[], Engine] | None = create
+        self._start = start
+
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
+        """Train a cohort and yield its updates in order."""
+        if self._create is not None and broadcasts and broadcasts[0].round >= self._start:
+            self.engine.close()
+            self.engine = self._create()
+            self._create = None
+        return self.engine.train(broadcasts)
+
+    def close(self) -> None:
+        """Release processes and memory."""
+        self.engine.close()
 
 
 class SimulatedClients:
@@ -36,10 +67,21 @@ class SimulatedClients:
         request = EngineRequest(config.engine, config.workers, config.clients_per_group, config.ray.address)
         choice = choose_engine(request, parts.setup, parts.sampler.size, config.rounds, parts.folder, resume)
         ray = config.ray.model_dump(exclude_none=True, exclude={"state"}) if choice.engine == "ray" else None
-        engine = make_engine(choice.engine, parts.setup, choice.workers, choice.clients_per_group, ray)
-        if isinstance(engine, VectorizedEngine) and parts.folder is not None:
-            engine.remember_width(parts.folder / FILE, resume)
-        return engine, choice
+
+        def create(setup: EngineConfig, again: bool = resume) -> Engine:
+            engine = make_engine(choice.engine, setup, choice.workers, choice.clients_per_group, ray)
+            if isinstance(engine, VectorizedEngine) and parts.folder is not None:
+                engine.remember_width(parts.folder / FILE, again)
+            return engine
+
+        attackers = parts.attackers
+        if attackers is None or not attackers.poisons_data:
+            return create(parts.setup), choice
+        poisoned = replace(parts.setup, federation=attackers.poisoned(parts.setup.federation))
+        start = attackers.attack.from_round - 1
+        if start == 0:
+            return create(poisoned), choice
+        return SwitchingEngine(create(parts.setup), partial(create, poisoned, again=True), start), choice
 
     def evaluates(self, t: int) -> bool:
         """Return whether the model is evaluated after round ``t``."""
@@ -98,5 +140,7 @@ class SimulatedClients:
         elif personal_models.has_personal_models(parts.method, parts.spec):
             own = evaluate(partial(personal_models.kept_model, server))
         federation = parts.evaluator.federation
-        figures = client_metrics(scores, own, parts.metrics, federation.client_names)
-        return figures, client_rows(federation, scores, own, server.last)
+        attackers = () if parts.attackers is None else parts.attackers.clients
+        honest = scores.without(attackers), None if own is None else own.without(attackers)
+        figures = client_metrics(*honest, parts.metrics, federation.client_names)
+        return figures, client_rows(federation, scores, own, server.last, attackers)

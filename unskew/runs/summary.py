@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from unskew.config.experiment import Experiment
@@ -25,6 +25,7 @@ MEASURED = (
     "gradients/",
     "updates/",
     "server/",
+    "backdoor_success",
 )
 """Names, or prefixes of names, of the last round's metrics that are copied to the summary."""
 
@@ -41,6 +42,7 @@ def summarize(
     client_scores: dict[str, Any],
     choice: EngineChoice,
     metrics: RunMetrics,
+    attackers: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Build ``summary.json``: the run, its final and best metrics, traffic and time.
 
@@ -52,6 +54,7 @@ def summarize(
         client_scores: Metrics over clients, and those of early stopping.
         choice: Engine that trained the clients.
         metrics: Metrics of the run.
+        attackers: Numbers of the clients that attack.
     """
     federation, spec = prepared.federation, server.spec
     task, own = federation.objective, {figure.name for figure in server.rule.summary_metrics}
@@ -109,6 +112,8 @@ def summarize(
     if (rule := server.method.aggregate) is not None:
         summary |= rule.summary_fields(server.rules[rule.name], server.federation_info.plan)
     summary |= prepared.about
+    if attackers:
+        summary["attackers"] = list(attackers)
     if config.target is not None:
         row = first_reaching(history, config.target, objective)
         summary["target"] = config.target
@@ -164,7 +169,11 @@ def counted_class_names(federation: Federation) -> tuple[str, ...]:
 
 
 def client_rows(
-    federation: Federation, scores: ClientScores, personal: ClientScores | None, took_part: Iterable[int] = ()
+    federation: Federation,
+    scores: ClientScores,
+    personal: ClientScores | None,
+    took_part: Iterable[int] = (),
+    attackers: Collection[int] = (),
 ) -> list[dict[str, Any]]:
     """Build the rows of ``clients.jsonl``, one per client.
 
@@ -176,6 +185,7 @@ def client_rows(
         scores: Scores of the final model on the evaluated clients.
         personal: Scores of personal models, or None.
         took_part: Clients whose updates were aggregated.
+        attackers: Clients that attack; their rows are marked.
     """
     scored = federation.objective.scored
     known = {scored: scores.accuracies, "loss": scores.losses, **scores.others}
@@ -200,6 +210,7 @@ def client_rows(
         {
             "client": k,
             **({"name": names[k]} if names else {}),
+            **({"attacker": True} if k in attackers else {}),
             "samples": samples,
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),

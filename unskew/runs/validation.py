@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from functools import partial
 
+from unskew.attacks.attackers import check_attack
 from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
 from unskew.config.renamed import FORMER_HOOKS
 from unskew.data.federation import Federation
@@ -46,6 +47,10 @@ def check_method(
     """
     check_task(method, federation)
     run_metrics(config, federation)
+    if config.attack is not None:
+        check_attack(config.attack, federation, config.seed)
+        if method.name in REFERENCES:
+            raise ConfigError(f"{method.name} trains without a server that clients could attack. Remove attack.")
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     coded = [encoder.name for encoder in federation.encoders if encoder.kind == "category"]
     if config.secure_aggregation == "required":

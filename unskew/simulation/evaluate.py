@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -87,6 +87,15 @@ class ClientScores:
             **({f"{name}_worst_name": client_names[int(ids[worst])]} if client_names else {}),
             f"{name}_worst_decile": float(-decile if metric.lower_is_better else decile),
         }
+
+    def without(self, clients: Collection[int]) -> ClientScores:
+        """Return the scores of all other clients."""
+        others = ~np.isin(self.ids, list(clients))
+        if len(self.ids) != len(self.accuracies) or others.all():
+            return self
+        metrics = {name: values[others] for name, values in self.others.items()}
+        losses = self.losses[others] if len(self.losses) else self.losses
+        return replace(self, accuracies=self.accuracies[others], losses=losses, ids=self.ids[others], others=metrics)
 
 
 class Evaluator:
@@ -172,6 +181,19 @@ class Evaluator:
                 logits = predict(self.normalize(x[first : first + size])).logits
                 losses_list.append(self.task.losses(logits, target).to(torch.float64))
         return torch.cat(losses_list)
+
+    def predict_classes(self, v: Tensor, b: Tensor, x: Tensor) -> Tensor:
+        """Return the predicted class of every sample, ``[n]``; -1 if its logits are not finite.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+            x: Stored samples, ``[n, ...]``.
+        """
+        with num_threads(self.threads):
+            predict = self.model.predict(v, b)
+            logits = [predict(self.normalize(part)).logits for part in iterate_batches([x], self.batch)]
+        return torch.cat([torch.where(part.isfinite().all(1), part.argmax(1), -1) for part in logits])
 
     def evaluate_test(self, v: Tensor, b: Tensor) -> Score:
         """Evaluate the model on the test set.

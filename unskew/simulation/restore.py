@@ -35,12 +35,13 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         CheckpointError: If the checkpoint is of another model or method, or is corrupted.
     """
     with checkpoint_errors(path):
-        state, rules, b, server.mean, server.best, sent, waiting = _server_part(path, manifest, server)
+        state, rules, b, server.mean, server.best, sent, waiting, attack = _server_part(path, manifest, server)
         # The state of a rule may grow, so its keys are not compared; the options were compared with the configuration.
         same_types = state["v"].dtype == server.v.dtype and b.dtype == server.b.dtype
         if not same_types or state.keys() != server.state.keys() or {*manifest["rules"]} != {*server.halves}:
             raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
         server.state, server.b = state, b
+        server.attack_state.update(attack)
         server.version = manifest["version"]
         server.sent = sent
         server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
@@ -73,7 +74,7 @@ def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before:
 
 
 def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
-    state, rules, b, mean, _, _, waiting = _server_part(path, manifest, server)
+    state, rules, b, mean, _, _, waiting, _ = _server_part(path, manifest, server)
     method, known = server.method, () if before is None else before.halves
     server.state, server.b = server.rule.init(state["v"], server.federation_info), b
     if before is not None and before.server == method.server:
@@ -112,8 +113,8 @@ def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
 
 def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
-) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, SentModel], Tensors]:
-    """Load server state, rules, buffers, mean model, best model, sent models and buffered updates."""
+) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, SentModel], Tensors, Tensors]:
+    """Load server state, rules, buffers, mean model, best model, sent models, buffered updates and attackers' state."""
     device, clients = server.b.device, server.federation_info.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     if tensors["state/v"].shape != server.v.shape or tensors["b"].shape != server.b.shape:
@@ -123,8 +124,9 @@ def _server_part(
     numbers = [int(k) for part in ("last", "sent") for k in manifest[part]]
     if max([*numbers, *(fields["client"] for fields in manifest["in_flight"])], default=0) >= clients:
         raise ValueError(f"it names a client beyond the {clients} that there are")
-    state, waiting = (
-        {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)} for kind in ("state/", "waiting/")
+    state, waiting, attack = (
+        {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
+        for kind in ("state/", "waiting/", "attack/")
     )
     mean, best = (
         (tensors[f"{kind}/v"], tensors[f"{kind}/b"]) if f"{kind}/v" in tensors else None for kind in ("mean", "best")
@@ -133,7 +135,7 @@ def _server_part(
         int(k): SentModel(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
         for k, (version, born) in manifest["sent"].items()
     }
-    return state, unflatten_records("rules", tensors), tensors["b"], mean, best, sent, waiting
+    return state, unflatten_records("rules", tensors), tensors["b"], mean, best, sent, waiting, attack
 
 
 UPDATE = {
@@ -163,6 +165,8 @@ def _sized_at_server(name: str) -> str | None:
         return "v" if kind == "sent" else "b"
     if kind == "waiting":
         return UPDATE.get(rest.partition("/")[2])
+    if name in ("attack/direction", "attack/previous"):
+        return "v"
     return {"state/v": "v", "mean/v": "v", "best/v": "v", "b": "b", "mean/b": "b", "best/b": "b"}.get(name)
 
 

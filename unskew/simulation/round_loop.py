@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from unskew.attacks.attackers import Attackers
 from unskew.engines.base import Engine
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
@@ -49,6 +50,7 @@ def run_rounds(
     engine: Engine,
     network: Network,
     finished: Callable[[int, dict[str, Any]], bool],
+    attackers: Attackers | None = None,
 ) -> None:
     """Run the rounds.
 
@@ -60,6 +62,7 @@ def run_rounds(
         network: Delivers the updates.
         finished: Called with the number and the metrics of a round, to evaluate, record and save it; returns whether
             the round was the last one.
+        attackers: Replace the updates of attackers; None for an honest run.
     """
     with interruptible() as stopped:
         for t in rounds:
@@ -68,7 +71,10 @@ def run_rounds(
             dropped = {k for k in cohort if network.drops(t, k)}
             for k in dropped:
                 server.lost(k)
-            results = train_clients(engine, [broadcast for broadcast in broadcasts if broadcast.client not in dropped])
+            trained = [broadcast for broadcast in broadcasts if broadcast.client not in dropped]
+            results: Iterable[Update] = train_clients(engine, trained)
+            if attackers is not None:
+                results = attackers.replace_updates(t, server.v, trained, results)
             arrivals = network.deliver(t, results)
             figures = server.step(t, arrivals)
             if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):

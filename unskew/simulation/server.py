@@ -90,6 +90,7 @@ class Server:
         wants_models: Whether clients report their whole models in evaluated rounds if updates do not determine them.
         meter: Context manager around the aggregation of updates, which measures its cost.
         watchers: Called with every usable update: diagnostics of single updates, which are not part of the method.
+        attack_state: State of simulated attackers, which checkpoints store.
     """
 
     b: Tensor
@@ -112,6 +113,7 @@ class Server:
     wants_models: bool
     meter: Callable[[], AbstractContextManager[None]]
     watchers: list[Callable[[Update], None]]
+    attack_state: Tensors
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class Server:
         self.version = 0
         self.sent = {}
         self.watchers = []
+        self.attack_state = {}
         self.meter = nullcontext
         self.exchange = SliceExchange(method.sync, spec)
         self.compressor = next((r for r in method.client if compresses_broadcast(r)), None)
@@ -196,7 +199,8 @@ class Server:
         sent = {f"sent/{sent.born}": sent.v for sent in self.sent.values() if sent.v is not None}
         sent |= {f"sent-b/{sent.born}": sent.b for sent in self.sent.values() if sent.b is not None}
         best = {} if self.best is None else {"best/v": self.best[0], "best/b": self.best[1]}
-        return {**all_tensors(self.state, self.rules, self.b), **mean, **waiting, **sent, **best}
+        attack = {f"attack/{name}": t for name, t in self.attack_state.items()}
+        return {**all_tensors(self.state, self.rules, self.b), **mean, **waiting, **sent, **best, **attack}
 
     def broadcast(self, round: int, client: int) -> Broadcast:
         """Create the broadcast for ``client`` in ``round`` and count its bytes.

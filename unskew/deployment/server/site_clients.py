@@ -208,6 +208,8 @@ def check_deployable(config: Experiment) -> None:
             "network.delay and network.drop simulate delayed and lost messages, which occur on real machines anyway. "
             "Remove them from the experiment."
         )
+    if config.attack is not None:
+        raise ConfigError("attack simulates hostile clients and is not supported over real sites. Remove it.")
     at_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if at_clients:
         raise ConfigError(

@@ -1,0 +1,1 @@
+"""Attackers of a simulation: clients that train on changed data or send changed updates."""
