@@ -107,6 +107,11 @@ def std_text(row: dict[str, Any], name: str) -> float | None:
     return row.get(f"{name}_std") if row["seeds"] > 1 else None
 
 
+def epsilon_cell(value: float | None) -> str:
+    """Format epsilon; ``-`` for methods without differential privacy."""
+    return "-" if value is None else f"{value:.3g}"
+
+
 def megabytes_cell(value: float | None) -> str:
     """Format traffic in MB; ``-`` for references, which have none."""
     return "-" if value is None else format_megabytes(value)
@@ -165,6 +170,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     several = F1 if rows[0].get("micro_f1") is not None else {}
     errors = [name for name in ("mae", "rmse") if name in rows[0]]
     attack = {"attack success": "backdoor_success"} if "backdoor_success" in rows[0] else {}
+    private = ["epsilon"] if any(row.get("epsilon") is not None for row in rows) else []
     own = client_metric_name(judge.name, primary_metric_name(rows[0]))
     columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
     columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
@@ -173,7 +179,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     title = f"Test {judge.title}{unit_text(judge)}{better}, {mean_std_text(rows[0])}"
     title = REFERENCES if rows[0].get("reference") else title
     table = MethodRows(
-        title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *attack, *COST
+        title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *attack, *private, *COST
     )
     for row in rows:
         table.add_row(
@@ -182,6 +188,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
             rounds_cell(row),
             *(format_number(row.get(name), std_text(row, name)) for name in errors),
             *(format_percent(row.get(name), std_text(row, name)) for name in (several | attack).values()),
+            *(epsilon_cell(row.get(name)) for name in private),
             megabytes_cell(row["bytes_up"]),
             megabytes_cell(row["bytes_down"]),
             f"{row['seconds']:.1f}",

@@ -136,6 +136,9 @@ class Comparison:
             for key in (*averaged_keys(summaries[0]), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
+            if "epsilon" in summaries[0]:
+                spent = [summary["epsilon"] for summary in summaries]
+                row["epsilon"] = None if None in spent else max(spent)
             row |= {
                 "target": self.target,
                 "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,
