@@ -44,7 +44,7 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "bytes_total": ("MB of all clients in all rounds", 1e-6, 1),
     "bytes_to_target": ("MB of all clients to the target accuracy, over the seeds that reach it", 1e-6, 1),
     "saving": ("saving of traffic to the target over the first row, at least, %", 100, 1),
-    "epsilon": ("epsilon spent by a client's generator", 1, 2),
+    "epsilon": ("epsilon spent", 1, 2),
     "scalars_per_client": ("parameters up and down per client in 20,000 steps, billions", 1e-9, 4),
     "updates/norm": ("length of an update, mean over the last round's", 1, 4),
     "updates/norm_min": ("length of the shortest update of the last round", 1, 4),
