@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Slices, Tensors, num_bytes
 from unskew.protocol.round_plan import RoundPlan
-
-if TYPE_CHECKING:
-    from unskew.protocol.rules import ClientRule
 
 Stage = Literal["transform", "clip", "compress"]
 STAGES = ("transform", "clip", "compress")
@@ -60,6 +57,42 @@ class UploadContext:
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the uploaded parameters, in order; of a parameter that is uploaded in parts, the part is flat."""
         return uploaded_shapes(self.spec, self.up)
+
+
+class Codec(Protocol):
+    """Client rule that may encode what a client sends, see ``unskew.protocol.rules.ClientRule``."""
+
+    @property
+    def name(self) -> str:
+        """Name of the rule."""
+
+    @property
+    def stage(self) -> Stage:
+        """Stage at which the rule encodes."""
+
+    @property
+    def encodes(self) -> bool:
+        """Return whether the rule encodes at all."""
+
+    def encode(self, payload: Tensors, state: Tensors, ctx: UploadContext) -> tuple[Tensors, Tensors]:
+        """Encode the payload at the client.
+
+        Args:
+            payload: Streams by name.
+            state: State of the rule at the client.
+            ctx: Upload.
+
+        Returns:
+            The encoded streams and the new state.
+        """
+
+    def decode(self, payload: Tensors, ctx: UploadContext) -> Tensors:
+        """Decode the payload at the server.
+
+        Args:
+            payload: Encoded streams by name.
+            ctx: Upload.
+        """
 
 
 def uploaded_shapes(spec: ModelSpec, up: Slices | None) -> list[tuple[int, ...]]:
@@ -120,7 +153,7 @@ def scatter_slices(into: Tensor, slices: Slices | None, values: Tensor) -> Tenso
     return into
 
 
-def codecs_of(rules: Sequence[ClientRule]) -> list[ClientRule]:
+def codecs_of(rules: Sequence[Codec]) -> list[Codec]:
     """Return the rules that encode the payload, in the order in which they do.
 
     Args:
@@ -129,7 +162,7 @@ def codecs_of(rules: Sequence[ClientRule]) -> list[ClientRule]:
     return sorted((rule for rule in rules if rule.encodes), key=lambda rule: STAGES.index(rule.stage))
 
 
-def compresses(rules: Sequence[ClientRule]) -> bool:
+def compresses(rules: Sequence[Codec]) -> bool:
     """Return whether some rule compresses the payload, so that the encoded streams are sent instead of vectors."""
     return any(rule.encodes and rule.stage == "compress" for rule in rules)
 
@@ -169,7 +202,7 @@ def unpack_streams(payload: Tensors, ctx: UploadContext) -> tuple[Tensor | None,
     return full.get(UPDATE), ordered
 
 
-def decode_payload(rules: Sequence[ClientRule], payload: Tensors, ctx: UploadContext) -> Tensors:
+def decode_payload(rules: Sequence[Codec], payload: Tensors, ctx: UploadContext) -> Tensors:
     """Decode a payload at the server.
 
     Args:
@@ -205,7 +238,7 @@ class EncodedUpload:
 
 
 def encode_upload(
-    rules: Sequence[ClientRule],
+    rules: Sequence[Codec],
     delta: Tensor,
     upload: dict[str, Tensors],
     state: dict[str, Tensors],

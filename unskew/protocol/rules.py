@@ -339,7 +339,7 @@ class ClientRule(WithServerHalf):
 
     @property
     def encodes(self) -> bool:
-        """Whether the rule encodes what a client sends."""
+        """Return whether the rule encodes what a client sends."""
         return type(self).encode is not ClientRule.encode
 
     def encode(self, payload: Tensors, state: Tensors, ctx: UploadContext) -> tuple[Tensors, Tensors]:

@@ -26,7 +26,6 @@ from unskew.runs.build_model import initial_spec
 from unskew.runs.run import load_federation_for, run_experiment
 from unskew.seeding import derive, normal
 
-PURPOSE = "canary"
 TRUST = "Pass trust_code=True if you trust it."
 
 
@@ -38,7 +37,7 @@ def canary_direction(seed: int, client: int, like: Tensor) -> Tensor:
         client: Client number; numbers beyond the clients give directions that nobody sends.
         like: Vector with the size, dtype and device.
     """
-    direction = normal(torch.tensor(derive(seed, PURPOSE, 0, client), device=like.device), tuple(like.shape))
+    direction = normal(torch.tensor(derive(seed, "canary", 0, client), device=like.device), tuple(like.shape))
     unit: Tensor = (direction / direction.norm()).to(like.dtype)
     return unit
 
@@ -114,8 +113,7 @@ def audit_privacy(folder: str | Path, canaries: int = 50, trust_code: bool = Fal
     Raises:
         ConfigError: If the folder has no run with ``dp``, or there are too few clients.
     """
-    place = parse_path(folder)
-    config = experiment(load_yaml(place / "config.yaml", None if trust_code else TRUST))
+    config = experiment(load_yaml(parse_path(folder) / "config.yaml", None if trust_code else TRUST))
     return audit(config, canaries)
 
 

@@ -242,10 +242,10 @@ class Server:
 
     def _model_bytes(self, round: int, client: int, down: Slices | None) -> int:
         """Return the bytes of the model for one client: the codes that it has missed, or the whole model if smaller."""
-        whole, last = slice_bytes(down, self.v), self.last.get(client)
+        full_size, last = slice_bytes(down, self.v), self.last.get(client)
         if self.compressor is None or last is None:
-            return whole
-        return min(whole, int(self.rules[self.compressor.name]["broadcast_bytes"][last + 1 : round + 1].sum()))
+            return full_size
+        return min(full_size, int(self.rules[self.compressor.name]["broadcast_bytes"][last + 1 : round + 1].sum()))
 
     def lost(self, client: int) -> None:
         """Forget a client that dropped out and will send no update."""

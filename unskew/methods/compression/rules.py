@@ -33,7 +33,6 @@ from unskew.seeding import derive, fold
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Whole = Annotated[int, Field(ge=1, le=1 << 30)]
-PURPOSE = "compression"
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Compressor(ClientRule):
         """
         sent: Tensors = {}
         new = dict(state)
-        base = torch.tensor(derive(ctx.seed, PURPOSE, ctx.round, self.key_client(ctx)))
+        base = torch.tensor(derive(ctx.seed, "compression", ctx.round, self.key_client(ctx)))
         for number, (stream, v) in enumerate(sorted(payload.items())):
             if not v.is_floating_point() or v.shape != (ctx.size,):
                 sent[stream] = v
@@ -121,8 +120,8 @@ class Compressor(ClientRule):
             sent |= {f"{stream}:{name}": t for name, t in code.items()}
             if self.feedback:
                 left = v - self.expand(code, ctx)
-                whole = v.new_zeros(ctx.spec.size) if error is None else error.clone()
-                memory["error"] = scatter_slices(whole, ctx.up, left)
+                all_errors = v.new_zeros(ctx.spec.size) if error is None else error.clone()
+                memory["error"] = scatter_slices(all_errors, ctx.up, left)
             new |= {f"{label_of(stream)}#{name}": t for name, t in memory.items()}
         return sent, new
 
