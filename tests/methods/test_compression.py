@@ -147,10 +147,9 @@ def test_a_compressed_broadcast_follows_the_model():
     """After the model stops, what clients have reaches it."""
     rule = TopK(share=0.1, down=True)
     v = vectors(1)[0]
-    state = rule.server_init(torch.zeros(SIZE, dtype=torch.float64), None)
+    state, model = {}, torch.zeros(SIZE, dtype=torch.float64)
     for t in range(12):
-        state, model, size = rule.compress_broadcast(state, v, t, 0, SPEC)
-        state = {**state, "broadcast_model": model}
+        state, model, size = rule.compress_broadcast(state, v, model, t, 0, SPEC)
         assert size == 8 * 11 + 14 + 4
     assert torch.equal(model, v)
 

@@ -182,6 +182,12 @@ def test_a_run_that_starts_from_another_adds_its_privacy(tmp_path):
     run(method, out=tmp_path / "a", rounds=2)
     rest = run(method, rounds=4, start_from=str(tmp_path / "a"))
     assert rest.summary["epsilon"] == pytest.approx(epsilon([GaussianRounds(1.2, 1.0, 4)], 0.01))
+    other = run(method.replace("1.2", "2.4"), rounds=3, start_from=str(tmp_path / "a"))
+    both = [GaussianRounds(1.2, 1.0, 2), GaussianRounds(2.4, 1.0, 1)]
+    assert other.summary["epsilon"] == pytest.approx(epsilon(both, 0.01))
+    run("fedavg", out=tmp_path / "b", rounds=2)
+    with pytest.raises(ConfigError, match="trained without dp"):
+        run(method, rounds=4, start_from=str(tmp_path / "b"))
 
 
 def test_an_update_that_is_not_finite_contributes_nothing():
@@ -240,6 +246,7 @@ def test_methods_that_need_more_than_a_private_sum_are_rejected(method):
         ("dp:noise=1,adaptive=false", {"model": "resnet20"}, "normalization buffers"),
         ("dp:noise=1,clip=inf", {}, "clip=inf"),
         ("scaffold+dp:noise=1,adaptive=false,public_sizes=true", {}, "nothing besides the model"),
+        ("scaffold+dp:noise=1,adaptive=false", {"local_steps": None, "local_epochs": 1}, "needs local_steps"),
     ],
 )
 def test_what_would_not_be_protected_is_reported_before_training(method, options, words):

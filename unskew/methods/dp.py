@@ -84,6 +84,7 @@ class DP(ClientRule, AggregateRule):
     weights: ClassVar[Weights | None] = "uniform"
     stage: ClassVar[Stage] = "clip"
     combines_empty: ClassVar[bool] = True
+    continued: ClassVar[tuple[str, ...]] = ("spent",)
     spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.01, 10.0)}
 
     noise: NonNegative | None = None
@@ -164,6 +165,11 @@ class DP(ClientRule, AggregateRule):
             raise ConfigError(
                 "dp weights clients uniformly, because their numbers of samples are private. Remove "
                 "client_weighting=samples, or set dp:public_sizes=true if they are public."
+            )
+        if run.plan.scales and run.training.local_steps is None:
+            raise ConfigError(
+                f"{next(iter(run.plan.scales)).partition('/')[0]}+dp needs local_steps, because the number of steps in an "
+                "epoch depends on the clients' private numbers of samples. Set local_steps instead of local_epochs."
             )
         if self.public_sizes and run.plan.scales:
             raise ConfigError("dp:public_sizes=true supports only methods that send nothing besides the model.")
@@ -409,8 +415,8 @@ class DP(ClientRule, AggregateRule):
         text = (
             f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, added or removed, against everyone who "
             f"sees the released models; {cohorts}, {accountant} accountant. Not covered: the server, which sees clipped "
-            "updates; metrics on the clients' held-out samples; choices made with the same data, such as tuning and early "
-            "stopping"
+            "updates; files other than the model, such as cohort sizes, class counts and metrics on the clients' held-out "
+            "samples; choices made with the same data, such as tuning and early stopping"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
         return {"epsilon": spent, "delta": delta, "noise_multiplier": z, "privacy": text}

@@ -194,6 +194,10 @@ class DataRule(Rule):
 class WithServerHalf(Rule):
     """Base class of rules that run at clients and may also have state at the server."""
 
+    continued: ClassVar[tuple[str, ...]] = ()
+    """Entries of the server half's state that a run takes from the run that it starts from, also if the rule's options
+    differ; that run must then have the rule, too."""
+
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Return the initial state of the rule's server half, by name.
 
@@ -370,23 +374,29 @@ class ClientRule(WithServerHalf):
         """
         return payload
 
+    @property
+    def compresses_broadcast(self) -> bool:
+        """Return whether the server calls ``compress_broadcast``; one rule of a method may."""
+        return False
+
     def compress_broadcast(
-        self, state: Tensors, v: Tensor, round: int, seed: int, spec: ModelSpec
-    ) -> tuple[Tensors, Tensor, int] | None:
+        self, state: Tensors, v: Tensor, before: Tensor, round: int, seed: int, spec: ModelSpec
+    ) -> tuple[Tensors, Tensor, int]:
         """Compress the model that the server broadcasts in a round.
 
         Args:
             state: State of the rule's server half.
             v: Model of the server, ``[d]``.
+            before: Model that clients have after the last broadcast, ``[d]``; first the initial model.
             round: Number of the round, from 0.
             seed: Seed of the run.
             spec: Layout of the model.
 
         Returns:
-            The new state, the model ``[d]`` that clients have after decoding, and the number of bytes for a client that has
-            the model of the last broadcast; None to broadcast the model itself.
+            The new state, the model ``[d]`` that clients have after decoding, and the number of bytes for a client that
+            has received the last broadcast.
         """
-        return None
+        raise NotImplementedError
 
     def personal(self, state: Tensors) -> Tensor | None:
         """Return the personal model of a client, ``[d]``, or None if the global model serves it.

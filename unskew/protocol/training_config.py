@@ -61,8 +61,8 @@ class Training:
 
     @property
     def step_length(self) -> float:
-        """Learning rate times the configured steps or epochs of a round: times a gradient, the size of an update."""
-        return self.lr * (self.local_steps or self.local_epochs or 1)
+        """Learning rate times the configured number of steps: times a gradient, the size of an update."""
+        return self.lr * (self.local_steps or 1)
 
     @property
     def schedule(self) -> LRSchedule:

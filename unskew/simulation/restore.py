@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load
 from torch import Tensor
 
-from unskew.errors import CheckpointError
+from unskew.errors import CheckpointError, ConfigError
 from unskew.protocol.messages import ClientState, Tensors, Update, unflatten_records
 from unskew.protocol.rules import Method
 from unskew.simulation.checkpoint import CACHE, CLIENTS, FLYING, checkpoint_errors
@@ -87,7 +87,13 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
         fresh, old = half.server_init(state["v"], server.federation_info), rules.get(name, {})
         # A rule that starts in a later round may have stored state in shared rounds, even with other options.
         alike = half in method.client and name in manifest["rules"] and tensor_shapes(old) == tensor_shapes(fresh)
-        server.rules[name] = old if half in known or alike else fresh
+        if half.continued and name not in manifest["rules"]:
+            raise ConfigError(
+                f"The run that start_from names was trained without {name}, so nothing that follows can have its guarantee. "
+                f"Start from a run with {name}, or from none."
+            )
+        continued = {entry: old[entry] for entry in half.continued if entry in old}
+        server.rules[name] = old if half in known or alike else {**fresh, **continued}
         shared |= {name} if half in known or alike else set()
     parted = before is not None and method.sync is not None and before.sync is not None
     if parted:

@@ -25,7 +25,7 @@ from unskew.protocol.messages import (
     replace_fields,
 )
 from unskew.protocol.noise import NoiseSource
-from unskew.protocol.rules import ClientRule, Method, ServerRule, changes_updates
+from unskew.protocol.rules import Method, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training_config import Buffers
 from unskew.protocol.updates import CombinedUpdate, Updates
@@ -162,7 +162,10 @@ class Server:
         self.attack_state = {}
         self.meter = nullcontext
         self.exchange = SliceExchange(method.sync, spec)
-        self.compressor = next((r for r in method.client if compresses_broadcast(r)), None)
+        self.compressor = next((r for r in method.client if r.compresses_broadcast), None)
+        if self.compressor is not None:
+            first = {"broadcast_model": self.v, "broadcast_bytes": torch.zeros(0, dtype=torch.int64)}
+            self.rules[self.compressor.name] = {**self.rules[self.compressor.name], **first}
         self.mean = None
         self.best = None
         self.finished = None
@@ -232,9 +235,10 @@ class Server:
         name = self.compressor.name
         sizes = self.rules[name]["broadcast_bytes"]
         if len(sizes) <= round:
-            result = self.compressor.compress_broadcast(self.rules[name], self.v, round, self.seed, self.spec)
-            assert result is not None
-            state, model, size = result
+            before = self.rules[name]["broadcast_model"]
+            state, model, size = self.compressor.compress_broadcast(
+                self.rules[name], self.v, before, round, self.seed, self.spec
+            )
             # Rounds without a cohort have no broadcast.
             sizes = torch.cat([sizes, sizes.new_zeros(round - len(sizes)), sizes.new_tensor([size])])
             self.rules = {**self.rules, name: {**state, "broadcast_model": model, "broadcast_bytes": sizes}}
@@ -454,11 +458,6 @@ class Server:
         """Store the client's state and the round of its update."""
         self.store.keep(update.client, update.state, update.kept)
         self.last[update.client] = update.born
-
-
-def compresses_broadcast(rule: ClientRule) -> bool:
-    """Return whether a rule compresses the model that the server broadcasts."""
-    return bool(getattr(rule, "down", False)) and type(rule).compress_broadcast is not ClientRule.compress_broadcast
 
 
 def all_tensors(state: Tensors, rules: dict[str, Tensors], b: Tensor) -> Tensors:

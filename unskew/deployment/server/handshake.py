@@ -51,7 +51,7 @@ def check_method_over_sites(
     """
     reference = apply_task_options(reference, config.loss, config.class_weights)
     spec, warnings = check_method(config, reference, None, method)
-    both_ways = next((rule.name for rule in method.client if getattr(rule, "down", False)), None)
+    both_ways = next((rule.name for rule in method.client if rule.compresses_broadcast), None)
     if both_ways is not None:
         raise ConfigError(
             f"{both_ways}:down=true is available in simulations only; over sites, only uploads are compressed."

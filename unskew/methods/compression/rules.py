@@ -23,7 +23,6 @@ from torch import Tensor
 from unskew.errors import ConfigError, UnskewError
 from unskew.methods.compression import codes
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import num_bytes
 from unskew.protocol.payload import UPDATE, gather_slices, scatter_slices
 from unskew.protocol.round_plan import RoundPlan
@@ -125,37 +124,29 @@ class Compressor(ClientRule):
             new |= {f"{label_of(stream)}#{name}": t for name, t in memory.items()}
         return sent, new
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """Start from the initial model, if the broadcast is compressed.
-
-        Args:
-            v: Initial model, ``[d]``.
-            facts: Server's information about the federation.
-        """
-        if not self.down:
-            return {}
-        return {"broadcast_model": v, "broadcast_bytes": torch.zeros(0, dtype=torch.int64)}
+    @property
+    def compresses_broadcast(self) -> bool:
+        """Return whether the broadcast is compressed, too."""
+        return self.down
 
     def compress_broadcast(
-        self, state: Tensors, v: Tensor, round: int, seed: int, spec: ModelSpec
-    ) -> tuple[Tensors, Tensor, int] | None:
+        self, state: Tensors, v: Tensor, before: Tensor, round: int, seed: int, spec: ModelSpec
+    ) -> tuple[Tensors, Tensor, int]:
         """Send the code of the difference between the model and what clients have: ``w <- w + decode(C(v - w))``.
 
         The error of the code remains in the difference of the next round.
 
         Args:
-            state: State of the server half, with ``w``.
+            state: State of the server half.
             v: Model of the server, ``[d]``.
+            before: Model that clients have, ``w``, ``[d]``.
             round: Number of the round, from 0.
             seed: Seed of the run.
             spec: Layout of the model.
         """
-        if not self.down:
-            return None
         ctx = UploadContext(round, 0, seed, spec, None, RoundPlan())
         memory = {name.partition("#")[2]: t for name, t in state.items() if name.startswith("code#")}
         key = torch.tensor(derive(seed, "broadcast compression", round), device=v.device)
-        before = state["broadcast_model"]
         code = self.compress(v - before, memory, key, ctx)
         new = {**state, **{f"code#{name}": t for name, t in memory.items()}}
         return new, before + self.expand(code, ctx), num_bytes(code.values())
