@@ -11,6 +11,7 @@ from support.sites import TINY, deployed
 from support.slow import slow_but
 
 import unskew
+from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS
 
 QUICK = {
@@ -174,3 +175,21 @@ def test_fedals_is_evaluated_in_rounds_in_which_the_whole_model_is_averaged(tmp_
     simulated = unskew.run(**{**TINY, **options})
     assert [row["accuracy"] for row in result.history[1::2]] == [row["accuracy"] for row in simulated.history[1::2]]
     assert not [name for _, frame in place.link.received for name in frame.arrays if name.startswith("report/")]
+
+
+def test_the_noise_and_the_cohorts_of_a_deployment_cannot_be_predicted_from_the_seed(tmp_path):
+    options = {"method": "dp:noise=1,adaptive=false", "sampling": "poisson", "participation": 0.6, "rounds": 6}
+    first, _ = deployed(tmp_path / "a", **options)
+    second, _ = deployed(tmp_path / "b", **options)
+    simulated = unskew.run(**{**TINY, **options})
+    assert not torch.equal(first.vector, second.vector)
+    assert not torch.equal(first.vector, simulated.vector)
+    cohorts = [tuple(row["cohort"] for row in run.history) for run in (first, second, simulated)]
+    assert len(set(cohorts)) > 1
+    assert first.summary["epsilon"] == simulated.summary["epsilon"] > 0
+    assert first.summary["privacy"] == simulated.summary["privacy"]
+
+
+def test_a_compressed_broadcast_is_rejected_over_sites(tmp_path):
+    with pytest.raises(ConfigError, match="simulations only"):
+        deployed(tmp_path, method="topk:down=true")

@@ -43,6 +43,7 @@ def close(one, other, by=1e-5):
     ("method", "options"),
     [
         ("scaffold", {"rounds": 2}),
+        ("scaffold+dp:noise=0,clip=0.05", {"rounds": 2}),
         pytest.param("fedals+fedexp", {"rounds": 3, "model": "mlp"}, marks=pytest.mark.slow),
         pytest.param("fedprox+feddyn", {}, marks=pytest.mark.slow),
         pytest.param("fednova", {}, marks=pytest.mark.slow),
@@ -225,6 +226,8 @@ def test_plain_updates_and_numbers_that_are_not_finite_are_not_added(tmp_path):
         ({"clients": 2}, ConfigError, "needs at least 3 sites in a round, but there are 2"),
         ({"participation": 0.5}, ConfigError, "needs at least 3 sites in a round"),
         ({"method": "fedbuff"}, ConfigError, "empties its buffer"),
+        ({"sampling": "poisson"}, ConfigError, "Poisson cohort may have fewer than three sites"),
+        ({"method": "topk"}, MethodConflictError, "compressed cannot be decoded"),
         ({"method": "fedasync"}, MethodConflictError, "reads the update of each individual client"),
     ],
 )

@@ -71,11 +71,11 @@ def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
 
 
 def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
-    """Collect the warnings of all runs, each once, with the runs in which it occurred."""
+    """Collect warnings, guarantees and attackers of all runs, each once, with the runs in which it occurred."""
     messages: dict[str, list[str]] = {}
     for method_runs in part.series:
         for run in method_runs.runs:
-            for text in run.warnings:
+            for text in [*run.warnings, *trust_notes(run)]:
                 messages.setdefault(text, []).append(f"{method_runs.label}, seed {run.summary['seed']}")
     entries = [("; ".join(runs), text) for text, runs in messages.items()]
     uneven = weighting_mismatch_note(
@@ -85,6 +85,19 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
         len({row["samples"] for row in run.clients}) > 1 for method_runs in part.series for run in method_runs.runs
     )
     return [("all runs", uneven), *entries] if uneven and unequal else entries
+
+
+def trust_notes(run: RunFiles) -> list[str]:
+    """Return sentences on the privacy guarantee and the attackers of a run."""
+    notes = []
+    privacy, attackers = run.summary.get("privacy"), run.summary.get("attackers")
+    if isinstance(privacy, str):
+        notes.append(f"Privacy: {privacy}")
+    attack = run.config.get("attack")
+    if isinstance(attackers, list) and isinstance(attack, dict):
+        shown = ", ".join(str(client) for client in attackers[:20]) + (" and others" if len(attackers) > 20 else "")
+        notes.append(f"Attack: {attack.get('kind')} by clients {shown}.")
+    return notes
 
 
 def versions_and_machines(runs: Sequence[RunFiles]) -> list[tuple[int, dict[str, Any]]]:

@@ -85,6 +85,11 @@ def check_method_over_sites(
                 "secure_aggregation=required allows the server to see only sums over all sites. Standardize the data at the "
                 "sites and remove task, missing, categories and dates, or turn secure aggregation off."
             )
+        if config.sampling == "poisson":
+            raise ConfigError(
+                "A Poisson cohort may have fewer than three sites, whose sum must not be opened. Use sampling=fixed with "
+                "secure_aggregation=required, or turn secure aggregation off."
+            )
         check_maskable(method, cohort, deployment.asynchronous)
     return spec, warnings
 
