@@ -33,6 +33,7 @@ from unskew.reproduction.preset import (
 )
 from unskew.reproduction.settings import settings_note
 from unskew.reproduction.study import study_names
+from unskew.runs.round_plan import make_round_plan
 from unskew.runs.run import run_experiment
 
 FEW = ["FedAvg", "FedCOG"]
@@ -72,7 +73,7 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
                 chosen = method(config.method)
                 run = PreRunContext(
                     federation, lambda: SPEC, config.training, config.rounds, delayed,
-                    base_run=config.base_run,
+                    base_run=config.base_run, plan=make_round_plan(config, config.clients or len(federation.clients), chosen),
                 )  # fmt: skip
                 for rule in (*chosen.client, *filter(None, [chosen.server])):
                     rule.check(run)

@@ -1,5 +1,7 @@
 """Small federations and models that show mistakes: unequal clients, skewed classes, BatchNorm, dropout."""
 
+import re
+
 import numpy as np
 import torch
 
@@ -65,7 +67,7 @@ class SmallBatchNorm(torch.nn.Module):
 
 def small_model(method):
     """A model with BatchNorm; one without for methods that do not support it."""
-    return "mlp" if "dp" in str(method) else SmallBatchNorm()
+    return "mlp" if re.search(r"\bdp\b", str(method)) else SmallBatchNorm()
 
 
 class Spy(ServerRule):

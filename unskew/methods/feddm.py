@@ -176,11 +176,12 @@ class FedDM(ClientRule, ServerRule):
 
     def encode(self, payload: Tensors, state: Tensors, ctx: UploadContext) -> tuple[Tensors, Tensors]:
         """Send the images and labels of the client's classes, and no update."""
-        present = payload["feddm/present"]
+        present = payload[f"{self.name}/present"]
         which = torch.nonzero(present)[:, 0]
         small = torch.uint8 if len(present) <= 256 else torch.int16
-        x = payload["feddm/x"][which].flatten(0, 1).to(torch.float32)
-        return {"feddm/x": x, "feddm/y": which.repeat_interleave(self.images).to(small)}, state
+        x = payload[f"{self.name}/x"][which].flatten(0, 1).to(torch.float32)
+        y = which.repeat_interleave(self.images).to(small)
+        return {f"{self.name}/x": x, f"{self.name}/y": y}, state
 
     def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
         """Return the initial images of the round, of all classes."""

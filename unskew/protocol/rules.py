@@ -596,7 +596,8 @@ class Method:
     @property
     def halves(self) -> tuple[WithServerHalf, ...]:
         """Rules that may have state at the server besides the server rule."""
-        return tuple(dict.fromkeys((*self.client, *filter(None, (self.sync, self.aggregate)))))
+        others = (part for part in (self.sync, self.aggregate) if part is not None)
+        return (*self.client, *(part for part in others if not any(part is rule for rule in self.client)))
 
     @property
     def rules(self) -> tuple[Rule, ...]:
