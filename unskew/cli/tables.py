@@ -81,7 +81,6 @@ def summary_table(summary: dict[str, Any]) -> Table:
             if "backdoor_success" in summary
             else []
         ),
-        *([("privacy", summary["privacy"])] if "privacy" in summary else []),
         ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
         ("partition hash", str(summary["partition_hash"])),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters, buffers: {summary['buffers']}"),

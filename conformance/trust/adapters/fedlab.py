@@ -10,7 +10,7 @@ import torch
 from fedlab.contrib.compressor import QSGDCompressor, TopkCompressor
 
 from conformance.trust import inputs
-from conformance.trust.ours import qsgd_uniform
+from unskew.methods.compression.packing import long_uniform
 
 ALONE = ("fedlab==1.3.0",)
 
@@ -34,14 +34,13 @@ def _sparse(share: float, vector: np.ndarray) -> list[float]:
 
 def run() -> dict[str, list]:
     """Return the decoded vectors."""
-    drawn = [(vector, qsgd_uniform(number, len(vector))) for number, vector in enumerate(inputs.vectors())]
+    drawn = [(vector, long_uniform(torch.tensor(number), len(vector))) for number, vector in enumerate(inputs.vectors())]
+    sparse = [_sparse(share, v) for (share, _), v in zip(inputs.SHARES, inputs.sparse_vectors(), strict=True)]
     return {
         "qsgd": [_quantized(vector, uniform) for vector, uniform in drawn],
         "qsgd, norm": [_with_norm(vector, uniform) for vector, uniform in drawn],
-        "topk": [
-            _sparse(share, vector)
-            for (share, _), vector in zip(inputs.SHARES, inputs.sparse_vectors(), strict=True)
-        ],
+        "topk": sparse[:3],
+        "topk, rounding": sparse[3:],
     }
 
 

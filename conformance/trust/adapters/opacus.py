@@ -11,8 +11,6 @@ from opacus.optimizers import AdaClipDPOptimizer
 
 from conformance.trust import inputs
 
-SHARED = True
-"""The package is in the environment of unskew, which uses it."""
 
 
 def _norms(clip: float, quantile: float) -> list[float]:

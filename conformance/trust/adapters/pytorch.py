@@ -11,8 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from conformance.trust import inputs
 
-SHARED = True
-"""The package is in the environment of unskew, which uses it."""
 
 
 class _Bucket:
