@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from unskew.methods.compression.rules import PowerSGD
 from unskew.methods.dp import DP
 from unskew.methods.robust import estimators
 from unskew.models.spec import ModelSpec
+from unskew.privacy import accounting
 from unskew.privacy.accounting import GaussianRounds, epsilon, noise_for, split_noise
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import ClientState, Update
@@ -38,6 +40,21 @@ def rounds_epsilon(setting: Setting, accountant: str) -> float:
         accountant: Accountant, ``rdp`` or ``prv``.
     """
     return epsilon([GaussianRounds(setting.noise, setting.rate, setting.rounds)], setting.delta, accountant)
+
+
+def integer_order_epsilon(setting: Setting) -> float:
+    """Return epsilon of a setting with the integer orders of the Renyi accountant only."""
+    per_round = accounting._rdp_per_step(setting.noise, setting.rate)
+    orders, divergences = zip(
+        *(
+            (order, setting.rounds * divergence)
+            for order, divergence in zip(accounting._orders(), per_round, strict=True)
+            if order.is_integer()
+        ),
+        strict=True,
+    )
+    spent, _ = accounting._opacus().analysis.rdp.get_privacy_spent(orders=orders, rdp=divergences, delta=setting.delta)
+    return max(0.0, float(spent))
 
 
 def noise_of(target: tuple[float, float, float, int]) -> float:
@@ -145,19 +162,29 @@ def clipping_norms(case: tuple[float, float], inverted: bool = False) -> list[fl
     return sequence
 
 
-def noised(case: tuple[float, float], like_flower: bool = False) -> list[float]:
+def noised(case: tuple[float, float]) -> list[float]:
     """Return the combined update, and the next clipping norm, of a round in which every standard normal draw is 1.
 
     Args:
         case: Initial clipping norm and quantile.
-        like_flower: Invert the bits, and scale the noise by the next clipping norm.
     """
-    rounds = PrivateRounds(case, noise=1.0, inverted=like_flower)
-    before, update = rounds.clip, rounds.step()
-    if like_flower:
-        noise = split_noise(1.0, inputs.CLIENTS / 20) / inputs.CLIENTS
-        update = update + noise * (rounds.clip - before)
+    rounds = PrivateRounds(case, noise=1.0)
+    update = rounds.step()
     return [*update.tolist(), rounds.clip]
+
+
+def noised_by_the_next_norm(case: tuple[float, float]) -> list[float]:
+    """Return ``noised`` with the inverted bit, without clamping its share, and with noise scaled by the next norm.
+
+    Args:
+        case: Initial clipping norm and quantile.
+    """
+    clip, quantile = case
+    bit_noise = inputs.CLIENTS / 20
+    share = (float((inputs.norms() > clip).sum()) + bit_noise) / inputs.CLIENTS
+    next_clip = clip * math.exp(-inputs.CLIP_LR * (share - quantile))
+    update = PrivateRounds(case).step() + split_noise(1.0, bit_noise) * next_clip / inputs.CLIENTS
+    return [*update.tolist(), next_clip]
 
 
 def krum(points: Array, f: int, neighbors: int, keep: int = 0) -> Array:
@@ -226,13 +253,14 @@ def sparse(share: float, vector: Array) -> Array:
     return codes.decode_topk(codes.encode_topk(v, share), len(v), v.dtype).numpy()
 
 
-class _Parameters(torch.nn.Module):
-    def __init__(self, shapes: tuple[tuple[int, ...], ...]):
-        super().__init__()
-        self.parts = torch.nn.ParameterList(torch.zeros(shape) for shape in shapes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+def _linear_layers(shapes: tuple[tuple[int, ...], ...]) -> ModelSpec:
+    """Return a model of linear layers with these shapes of weights and biases."""
+    layers = [
+        torch.nn.Linear(shape[1], shape[0], bias=following is not None and len(following) == 1)
+        for shape, following in zip(shapes, (*shapes[1:], None), strict=True)
+        if len(shape) == 2
+    ]
+    return ModelSpec(torch.nn.Sequential(*layers), (shapes[0][1],), shapes[-1][0], dtype=torch.float64)
 
 
 def low_rank(case: tuple[tuple[tuple[int, ...], ...], int, int, int]) -> Array:
@@ -242,7 +270,7 @@ def low_rank(case: tuple[tuple[tuple[int, ...], ...], int, int, int]) -> Array:
         case: Shapes of the parameters, rank, number of rounds, and random seed of the updates.
     """
     shapes, rank, rounds, seed = case
-    rule, spec = PowerSGD(rank=rank), ModelSpec(_Parameters(shapes), (1,), 1, dtype=torch.float64)
+    rule, spec = PowerSGD(rank=rank), _linear_layers(shapes)
     state: Tensors = {f"{UPDATE}#start": torch.from_numpy(inputs.start(shapes, rank))}
     decoded = []
     for round, vector in enumerate(inputs.matrices(shapes, rounds, seed)):

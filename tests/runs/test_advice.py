@@ -86,7 +86,7 @@ def test_limits_leave_out_what_does_not_fit(report):
     assert set(left) == {"feddle", "fedssyn"}
     assert "individual client" in left["feddle"]
     assert "epsilon = 5" in left["fedssyn"]
-    assert any("without differential privacy" in note for note in advice.notes)
+    assert any("add dp:epsilon=" in note for note in advice.notes)
     assert len(advice.setting.federation.test[1]) == len(report.setting.federation.test[1]) - 50
     # FedAvg sends 2 x 4 x 650 bytes to and from each of five clients, SCAFFOLD twice that.
     each = 2 * 4 * 650 * 5

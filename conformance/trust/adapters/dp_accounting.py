@@ -36,9 +36,10 @@ def _noise(epsilon: float, delta: float, rate: float, rounds: int) -> float:
 def run() -> dict[str, list]:
     """Return epsilon of all settings, and the noise for some epsilons."""
     sampled = inputs.sampled_settings()
+    integer = [order for order in inputs.ORDERS if float(order).is_integer()]
     return {
         "rdp": [_epsilon(rdp.RdpAccountant(), setting) for setting in sampled],
-        "rdp, our orders": [_epsilon(rdp.RdpAccountant(inputs.ORDERS), setting) for setting in sampled],
+        "rdp, integer orders": [_epsilon(rdp.RdpAccountant(integer), setting) for setting in sampled],
         "pld": [_epsilon(pld.PLDAccountant(), setting) for setting in sampled],
         "exact": [
             float(dp_accounting.get_epsilon_gaussian(setting.noise / math.sqrt(setting.rounds), setting.delta))

@@ -38,13 +38,14 @@ def _norms(clip: float, quantile: float) -> list[float]:
 
 def run() -> dict[str, list]:
     """Return epsilon of all settings with Poisson cohorts, and the sequences of clipping norms."""
-    found: dict[str, list] = {"rdp": [], "prv": []}
+    found: dict[str, list] = {"rdp": [], "rdp, our orders": [], "prv": []}
     for rate, noise, rounds, delta in inputs.sampled_settings():
         rdp, prv = RDPAccountant(), PRVAccountant()
         rdp.history = prv.history = [(noise, rate, rounds)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found["rdp"].append(float(rdp.get_epsilon(delta)))
+            found["rdp, our orders"].append(float(rdp.get_privacy_spent(delta=delta, alphas=inputs.ORDERS)[0]))
             found["prv"].append(float(prv.get_epsilon(delta, eps_error=0.01, delta_error=delta / 1000)))
     return {**found, "norms": [_norms(*case) for case in inputs.CLIPPINGS]}
 

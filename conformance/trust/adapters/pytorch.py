@@ -54,7 +54,7 @@ def run() -> dict[str, list]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     edge = (inputs.EDGE_SHAPES, inputs.EDGE_RANK, 1, 20)
     found = {
-        "powersgd": [_decoded(inputs.SHAPES, inputs.RANK, 4, seed, 2.0) for seed in (10, 11)],
+        "powersgd": [_decoded(inputs.SHAPES, inputs.RANK, 4, seed, 2.0) for seed in (10,)],
         "powersgd, twofold": [_decoded(*edge, 2.0)],
         "powersgd, below twofold": [_decoded(*edge, 1.9)],
     }
