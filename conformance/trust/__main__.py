@@ -58,9 +58,7 @@ def main() -> int:
         print(f"{library} ...", file=sys.stderr, flush=True)
         results["libraries"][library] = outputs(library, options.environments)
     results |= {"date": str(date.today()), "python": platform.python_version(), "unskew": __version__}
-    results["differences"] = {
-        comparison.library: {} for comparisons in SECTIONS.values() for comparison in comparisons
-    }
+    results["differences"] = {comparison.library: {} for comparisons in SECTIONS.values() for comparison in comparisons}
     for comparison in (comparison for comparisons in SECTIONS.values() for comparison in comparisons):
         library = results["libraries"].get(comparison.library, {})
         if "values" in library:

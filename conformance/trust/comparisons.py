@@ -140,7 +140,9 @@ ACCOUNTANTS = [
         slow=True,
     ),
     Comparison("dp_accounting", "epsilon without amplification, exact", "exact", SETTINGS, _rdp, 1e-6),
-    Comparison("dp_accounting", "noise multiplier for an epsilon, RDP", "noise", inputs.TARGETS, ours.noise_of, 1e-3, slow=True),
+    Comparison(
+        "dp_accounting", "noise multiplier for an epsilon, RDP", "noise", inputs.TARGETS, ours.noise_of, 1e-3, slow=True
+    ),
     Comparison("prv_accountant", "epsilon, PRV upper bound", "upper", SAMPLED, _prv, 1e-3, slow=True),
     Comparison("prv_accountant", "epsilon without amplification, PRV estimate", "exact", SETTINGS, _rdp, 1e-3),
 ]

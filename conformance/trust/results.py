@@ -25,6 +25,15 @@ def read() -> dict[str, Any]:
     return json.loads(RESULTS.read_text())
 
 
+def run_line(results: dict[str, Any]) -> str:
+    """Return the sentence of the page on the run.
+
+    Args:
+        results: Results of all libraries.
+    """
+    return f"Run on {results['date']} with unskew {results['unskew']} and Python {results['python']} on CPU."
+
+
 def number(value: float) -> str:
     """Format a difference."""
     if value == 0:

@@ -10,7 +10,7 @@ McMahan, Ramage, Talwar, Zhang, "Learning Differentially Private Recurrent Langu
 Andrew, Thakkar, McMahan, Ramaswamy, "Differentially Private Learning with Adaptive Clipping", 2021, arXiv:1905.03871: ``C``
 follows the quantile ``gamma`` of the norms, estimated from one bit per client, ``b_k = 1`` if ``|u_k| <= C``::
 
-    b~ = 1/2 + (sum_S (b_k - 1/2) + N(0, sigma_b^2)) / m,    clamped to [0, 1]
+    b~ = 1/2 + (sum_S (b_k - 1/2) + N(0, sigma_b^2)) / m,    clamped to [0, 1] (the paper does not clamp)
     C <- C exp(-eta_C (b~ - gamma))
     z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)       noise of the updates, so that both releases cost as much as ``z``
 

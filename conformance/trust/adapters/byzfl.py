@@ -52,9 +52,7 @@ def run() -> dict[str, list]:
     sets = inputs.point_sets()
     found = {name: [rule()(points).tolist() for points in sets] for name, rule in RULES.items()}
     centered = [points - points.mean(0) for points in sets]
-    moved = [
-        RULES["geomedian"]()(points) + original.mean(0) for points, original in zip(centered, sets, strict=True)
-    ]
+    moved = [RULES["geomedian"]()(points) + original.mean(0) for points, original in zip(centered, sets, strict=True)]
     honest = [points[: -inputs.ATTACKERS] for points in sets]
     return {
         **found,

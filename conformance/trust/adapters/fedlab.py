@@ -17,7 +17,7 @@ ALONE = ("fedlab==1.3.0",)
 
 def _quantized(vector: np.ndarray, uniform: torch.Tensor) -> list[float]:
     compressor = QSGDCompressor(n_bit=inputs.LEVELS.bit_length() - 1)
-    with mock.patch("torch.rand", lambda size: uniform):
+    with mock.patch("torch.rand", return_value=uniform):
         return compressor.decompress(compressor.compress(torch.from_numpy(vector))).tolist()
 
 
@@ -34,7 +34,9 @@ def _sparse(share: float, vector: np.ndarray) -> list[float]:
 
 def run() -> dict[str, list]:
     """Return the decoded vectors."""
-    drawn = [(vector, long_uniform(torch.tensor(number), len(vector))) for number, vector in enumerate(inputs.vectors())]
+    drawn = [
+        (vector, long_uniform(torch.tensor(number), len(vector))) for number, vector in enumerate(inputs.vectors())
+    ]
     sparse = [_sparse(share, v) for (share, _), v in zip(inputs.SHARES, inputs.sparse_vectors(), strict=True)]
     return {
         "qsgd": [_quantized(vector, uniform) for vector, uniform in drawn],

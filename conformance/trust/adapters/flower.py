@@ -79,9 +79,7 @@ def run() -> dict[str, list]:
         **found,
         "norms": [_norms(*case) for case in inputs.CLIPPINGS],
         "clipped mean": [_round(_strategy(*case), inputs.updates()).tolist() for case in inputs.CLIPPINGS],
-        "noise split": [
-            float(Strategy(FedAvg(), noise, cohort).noise_multiplier) for noise, cohort in inputs.NOISES
-        ],
+        "noise split": [float(Strategy(FedAvg(), noise, cohort).noise_multiplier) for noise, cohort in inputs.NOISES],
         "noised": [_noise_of_ones(*case) for case in inputs.CLIPPINGS],
         "zero update": [_zero_update()],
     }

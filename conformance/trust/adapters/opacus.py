@@ -12,7 +12,6 @@ from opacus.optimizers import AdaClipDPOptimizer
 from conformance.trust import inputs
 
 
-
 def _norms(clip: float, quantile: float) -> list[float]:
     """Return the clipping norms after each step, with clients' updates as per-sample gradients."""
     parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))

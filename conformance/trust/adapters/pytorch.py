@@ -12,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from conformance.trust import inputs
 
 
-
 class _Bucket:
     """Gradients of all parameters in one buffer, with the interface that the hook reads."""
 
