@@ -1,5 +1,7 @@
 """Small federations and models that show mistakes: unequal clients, skewed classes, BatchNorm, dropout."""
 
+import re
+
 import numpy as np
 import torch
 
@@ -10,6 +12,7 @@ SMALL_COHORT = {
     "multikrum": "multikrum:share=0",
     "bulyan": "bulyan:share=0",
     "dp": "dp:noise=0.5,adaptive=false",
+    "dpsgd": "dpsgd:noise=0.5",
     "topk": "topk:share=0.5",
     "randk": "randk:share=0.5",
 }
@@ -65,7 +68,7 @@ class SmallBatchNorm(torch.nn.Module):
 
 def small_model(method):
     """A model with BatchNorm; one without for methods that do not support it."""
-    return "mlp" if "dp" in str(method) else SmallBatchNorm()
+    return "mlp" if re.search(r"\bdp(sgd)?\b", str(method)) else SmallBatchNorm()
 
 
 class Spy(ServerRule):
