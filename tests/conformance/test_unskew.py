@@ -39,6 +39,7 @@ UNNAMED = {
     ),
     "smooth": "averages over rounds; tests/methods/test_robust.py compares with its definition",
     "dp": "adds noise; tests/methods/test_dp.py compares with its definition",
+    "dpsgd": "adds noise; tests/methods/test_dpsgd.py compares with its definition",
     **dict.fromkeys(
         ["topk", "randk", "qsgd", "sign", "int8", "fp16", "bf16", "powersgd"],
         "encodes what is sent; tests/methods/test_compression_codes.py compares with NumPy",

@@ -20,7 +20,9 @@ QUICK = {
     "fedcog-authors": "fedcog-authors:start_round=1",
     "fedssyn": "fedssyn:generator=vae-small,epochs=1,n_syn=10",
     "dp": "dp:noise=0,clip=0.05",  # the noise of a deployed run is not that of the simulator
+    "dpsgd": "dpsgd:noise=0,clip=0.5",  # nor are its Poisson batches, unless all samples are in them
 }
+FULL_BATCHES = {"dpsgd": {"batch_size": 200}}
 BODY = {"fedals", "fedrep"}
 """Methods that need a model with a body."""
 SERVER_DATA = {"feddle", "feddf", "fedft", "hfcl", "center", "fltrust"}
@@ -145,6 +147,7 @@ def test_statistics_are_sent_over_sites_as_they_are_counted(name, options, tmp_p
 @pytest.mark.parametrize("name", slow_but(["fedssyn", "vhl"], sorted(METHODS)))
 def test_every_method_gives_the_numbers_of_the_simulator(name, tmp_path):
     options = {"server_data": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else {}
+    options = FULL_BATCHES.get(name, options)
     compare(tmp_path, method=QUICK.get(name, name), **options)
 
 
@@ -188,6 +191,20 @@ def test_the_noise_and_the_cohorts_of_a_deployment_cannot_be_predicted_from_the_
     assert len(set(cohorts)) > 1
     assert first.summary["epsilon"] == simulated.summary["epsilon"] > 0
     assert first.summary["privacy"] == simulated.summary["privacy"]
+
+
+def test_the_batches_and_the_noise_of_sites_cannot_be_predicted_from_the_seed(tmp_path):
+    """Not even the batches: without noise, sites train on others."""
+    for noise in (0, 1):
+        options = {"method": f"dpsgd:noise={noise}"}
+        first, _ = deployed(tmp_path / f"a{noise}", **options)
+        second, _ = deployed(tmp_path / f"b{noise}", **options)
+        simulated = unskew.run(**{**TINY, **options})
+        assert not torch.equal(first.vector, second.vector)
+        assert not torch.equal(first.vector, simulated.vector)
+        assert first.summary["epsilon"] == simulated.summary["epsilon"]
+        assert [row["epsilon"] for row in first.clients] == [row["epsilon"] for row in simulated.clients]
+        assert all(not row["train_loss"] for row in first.history)
 
 
 def test_a_compressed_broadcast_is_rejected_over_sites(tmp_path):

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from support.sites import TINY
-from test_equal import BODY, QUICK, SERVER_DATA, SLOW_SUMS, SUMS
+from test_equal import BODY, FULL_BATCHES, QUICK, SERVER_DATA, SLOW_SUMS, SUMS
 from test_flower import real
 
 import unskew
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, *real]
 
 
 def values_of(name):
-    sums = {**SUMS, **SLOW_SUMS}
+    sums = {**SUMS, **SLOW_SUMS, **FULL_BATCHES}
     more = {"server_data": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else sums.get(name, {})
     return {**TINY, "clients": 4, "method": QUICK.get(name, name), **more}
 

@@ -6,7 +6,7 @@ from support.pages import ROOT
 
 PURPOSES = """
 attack noise; attackers; augment; backdoor images; batches; broadcast compression; canary; client's generator;
-cohort; compression; delay; diagnosed clients; diagnosed images; diagnosed samples; drop; evaluated clients;
+cohort; compression; delay; diagnosed clients; diagnosed images; diagnosed samples; dpsgd client; drop; evaluated clients;
 exemplars; export; feddm client; fedgen client; generator; generator epoch; generator noise; generator sample;
 generator step; generator subset; holdout; initial model; keep_samples; key; logistic noise; logistic shuffle;
 logistic split; power iteration; quadratic order; quadratic problem; quadratic shuffle; server; server noise;

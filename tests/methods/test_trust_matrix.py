@@ -14,6 +14,7 @@ SIZES = [9, 14, 11, 8, 12, 10]
 FEW = {"rounds": 3, "local_steps": 2, "batch_size": 4, "lr": 0.05, "precision": "fp64", "model": "mlp"}
 DP = "dp:noise=0.2,adaptive=false,clip=1"
 MEDIAN, KRUM, TOPK, RANDK = "median:bucket=2", "krum:share=0", "topk:share=0.2", "randk:share=0.3"
+DPSGD = "dpsgd:noise=0.4"
 ATTACK = {"attack": {"kind": "signflip", "share": 0.2}}
 LATE, SECURE = {"network": "fixed:1"}, {"secure_aggregation": "required"}
 SINGLE = "reads the update of each individual client"
@@ -36,6 +37,12 @@ RUNS += [
     (f"fedals:alpha=2+{TOPK}+{MEDIAN}", {}),
     (f"scaffold+{RANDK}", {}),
     ("smooth+cclip+fedadam", ATTACK),
+    *(
+        (f"{DPSGD}+{other}", {})
+        for other in (f"scaffold+{DP}", f"fedprox+{TOPK}", MEDIAN, KRUM, "fedals:alpha=2", "fedrep")
+    ),
+    *((f"{DPSGD}+{other}", {}) for other in ("fednova", "feddyn", "fedbuff:buffer_size=3", "smooth+ft")),
+    *((DPSGD, options) for options in (ATTACK, LATE, SECURE)),
 ]
 
 REJECTED = [

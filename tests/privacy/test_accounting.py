@@ -154,11 +154,12 @@ def test_the_divergence_of_a_round_is_computed_once(opacus, monkeypatch):
     calls = []
     compute = opacus.accountants.analysis.rdp.compute_rdp
     monkeypatch.setattr(
-        "opacus.accountants.analysis.rdp.compute_rdp", lambda **options: calls.append(1) or compute(**options)
+        "opacus.accountants.analysis.rdp.compute_rdp",
+        lambda **options: calls.append(options["orders"]) or compute(**options),
     )
     spent = [epsilon([GaussianRounds(1.2345, 0.0321, steps)], 1e-5) for steps in range(1, 6)]
     assert spent == sorted(spent)
-    assert len(calls) == len(accounting._orders())
+    assert len(calls) == len(set(calls)) <= len(accounting._orders())
 
 
 @pytest.mark.parametrize(

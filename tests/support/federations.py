@@ -12,6 +12,7 @@ SMALL_COHORT = {
     "multikrum": "multikrum:share=0",
     "bulyan": "bulyan:share=0",
     "dp": "dp:noise=0.5,adaptive=false",
+    "dpsgd": "dpsgd:noise=0.5",
     "topk": "topk:share=0.5",
     "randk": "randk:share=0.5",
 }
@@ -67,7 +68,7 @@ class SmallBatchNorm(torch.nn.Module):
 
 def small_model(method):
     """A model with BatchNorm; one without for methods that do not support it."""
-    return "mlp" if re.search(r"\bdp\b", str(method)) else SmallBatchNorm()
+    return "mlp" if re.search(r"\bdp(sgd)?\b", str(method)) else SmallBatchNorm()
 
 
 class Spy(ServerRule):

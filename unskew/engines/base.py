@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from unskew.data.federation import Federation
+from unskew.engines.batches import BatchPlan
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.round_plan import RoundPlan
@@ -41,6 +42,8 @@ class EngineConfig:
         retried: Called with the number of clients that are trained again because a worker or a node died.
         plan: Schedule of the run.
         keeps_encoded: Whether updates keep their encoded streams, which a site sends.
+        secret_noise: Whether Poisson batches and private noise come from the system's entropy, because the server of a
+            real run knows its seed.
     """
 
     spec: ModelSpec
@@ -57,6 +60,20 @@ class EngineConfig:
     retried: Callable[[int], None] = ignore_retries
     plan: RoundPlan = field(default_factory=RoundPlan)
     keeps_encoded: bool = False
+    secret_noise: bool = False
+
+    def batch_plan(self, round: int, client: int) -> BatchPlan:
+        """Draw the batches of a client in a round.
+
+        Args:
+            round: Number of the round, from 0.
+            client: Client number.
+        """
+        poisson = any(rule.poisson_batches for rule in self.rules)
+        examples = self.federation.clients[client].examples
+        return BatchPlan(
+            self.training, examples, self.seed, round, client, poisson, secret=poisson and self.secret_noise
+        )
 
 
 class Engine(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 from torch import Tensor
@@ -21,18 +22,48 @@ class BatchPlan:
 
     Epochs are reshuffled and the last batch of an epoch may be smaller, as with a PyTorch ``DataLoader``. With
     ``local_steps``, a new epoch starts whenever the data are used up.
+
+    Args:
+        training: Budget of the client.
+        examples: Number of samples of the client.
+        seed: Seed of the run.
+        round: Number of the round, from 0.
+        client: Client number.
+        poisson: Draw Poisson batches with the same number of steps, see ``draw_poisson_batch``.
+        secret: Draw from the system's entropy, because others know the seed.
+
+    Attributes:
+        batches: Sample indices of each step.
+        weights: Weights of the rows of Poisson batches in each step; None for other batches.
     """
 
-    def __init__(self, training: Training, examples: int, seed: int, round: int, client: int):
+    def __init__(
+        self,
+        training: Training,
+        examples: int,
+        seed: int,
+        round: int,
+        client: int,
+        poisson: bool = False,
+        secret: bool = False,
+    ):
         if not examples:
             raise DataError(f"Client {client} has no samples to train on. Remove it from the federation.")
         draws = generator(seed, "batches", round, client)
+        flips = generator(seed, "augment", round, client) if training.augment else None
+        for rng in (draws, flips) if secret else ():
+            if rng is not None:
+                rng.manual_seed(int.from_bytes(os.urandom(8)) >> 1)
         cuts, steps = training.cuts(examples), training.steps(examples, client)
         self.batches: list[Tensor] = []
+        self.weights: list[Tensor] | None = None
+        if poisson:
+            drawn = [draw_poisson_batch(examples, training.batch_size, draws) for _ in range(steps)]
+            self.batches, self.weights = [index for index, _ in drawn], [weight for _, weight in drawn]
         while len(self.batches) < steps:
             order = torch.randperm(examples, generator=draws)
             self.batches += [order[cut] for cut in cuts[: steps - len(self.batches)]]
-        self._augment = generator(seed, "augment", round, client) if training.augment else None
+        self._augment = flips
 
     def to(self, device: torch.device) -> BatchPlan:
         """Move the index tensors to ``device``, in one transfer for all steps."""
@@ -52,6 +83,27 @@ class BatchPlan:
             return x
         offsets, flips = draw_crop_and_flip(len(x), PADDING, self._augment)
         return crop_and_flip(x, offsets.to(x.device), flips.to(x.device), PADDING)
+
+
+def draw_poisson_batch(examples: int, size: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw a batch that contains each sample with probability ``size / examples``, independently.
+
+    The batch is filled up with rows of weight 0 to a multiple of ``2 ceil(sqrt(size))``, which is about two standard
+    deviations of its size, so that few different sizes occur. It has at least one row, and no row is ever left out.
+
+    Args:
+        examples: Number of samples.
+        size: Expected number of samples in the batch.
+        rng: Random generator.
+
+    Returns:
+        Sample indices in ascending order, and weights, 1 or 0, of the rows.
+    """
+    chosen = torch.nonzero(torch.rand(examples, generator=rng, dtype=torch.float64) < size / examples).flatten()
+    multiple = 2 * math.ceil(math.sqrt(size))
+    rows = min(examples, max(1, math.ceil(len(chosen) / multiple)) * multiple)
+    index = torch.cat([chosen, chosen.new_zeros(rows - len(chosen))])
+    return index, (torch.arange(rows) < len(chosen)).to(torch.float32)
 
 
 class InputNormalizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -74,6 +74,7 @@ class ClientInputs:
             "training": setup.training,
             "plain_sgd": setup.training.plain_sgd and not has_frozen_parameters(setup.rules),
             "pixels": PixelScaling.of(federation),
+            "secret_noise": setup.secret_noise,
         }
         self.facts = lru_cache(maxsize=REMEMBERED)(self._client_info)
         self._cached_masks = lru_cache(maxsize=8)(self._new_masks)
@@ -81,7 +82,8 @@ class ClientInputs:
     def _client_info(self, client: int) -> dict[str, Tensors]:
         """Return the ``client_info`` of each rule for one client."""
         like = torch.empty(0, dtype=self.setup.spec.dtype, device=self.setup.device)
-        data = ClientDataView.of(self.setup.federation, client, self.normalize, like, self.setup.seed)
+        plan = replace(self.setup.plan, training=self.setup.training)
+        data = ClientDataView.of(self.setup.federation, client, self.normalize, like, self.setup.seed, plan)
         return {rule.name: rule.client_info(data) for rule in self.setup.rules}
 
     def _new_masks(self, edges: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:

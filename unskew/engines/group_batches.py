@@ -23,6 +23,7 @@ class StepGroup(NamedTuple):
     positions: Tensor | None = None  # of the clients, on the device; None if these are all clients
     rows: Tensor | None = None  # of all samples in the array that the clients share
     moves: tuple[Tensor, Tensor] | None = None  # crop offsets and flips of all samples
+    weights: Tensor | None = None  # of the rows of Poisson batches, [k, B]
 
 
 class GroupBatches:
@@ -64,6 +65,9 @@ class GroupBatches:
         positions = torch.tensor(some, dtype=torch.int64).to(self.device) if some else torch.empty(0)
         self.steps: list[list[StepGroup]] = [[] for _ in range(max(len(plan.batches) for plan in plans))]
         for (t, _), group in zip(sizes, groups, strict=True):
+            weights = [plan.weights[t] for k in group.clients if (plan := plans[k]).weights is not None]
+            if weights:
+                group = group._replace(weights=torch.stack(weights).to(self.device))
             if len(group.clients) < len(plans):
                 group = group._replace(positions=positions[: len(group.clients)])
                 positions = positions[len(group.clients) :]

@@ -12,7 +12,6 @@ from torch import Tensor
 from unskew.data.federation import take_rows
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
-from unskew.engines.batches import BatchPlan
 from unskew.engines.client_inputs import ClientInputs, apply_end_hooks, client_key, local_update, move_to, pack_update
 from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.execution import Batch, BoundModel, LossFn, Model
@@ -123,7 +122,7 @@ class LocalTrainer:
         """Run the local training of one client from its broadcast."""
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
-        plan = BatchPlan(training, client.examples, setup.seed, broadcast.round, broadcast.client).to(client.y.device)
+        plan = setup.batch_plan(broadcast.round, broadcast.client).to(client.y.device)
         inputs = move_to(self.inputs.of(broadcast, plan, self.full_gradient(broadcast)), device)
         ctxs = self.inputs.contexts(inputs, self.model, broadcast.round)
         v_start, key = inputs["v_global"], inputs["key"]
@@ -148,7 +147,8 @@ class LocalTrainer:
             at = torch.tensor(step)
             now = training.at(broadcast.round, step)
             y, own_key = client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key
-            batch = Batch(x, y, own_key, at, lr=now.lr)
+            weight = None if plan.weights is None else plan.weights[step].to(device)
+            batch = Batch(x, y, own_key, at, lr=now.lr, weight=weight)
             moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
             try:
                 g = grad_fn(v, batch)

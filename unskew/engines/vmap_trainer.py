@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
-from unskew.engines.batches import BatchPlan
 from unskew.engines.client_inputs import apply_end_hooks, local_update, pack_update
 from unskew.engines.group_batches import GroupBatches
 from unskew.engines.local_trainer import (
@@ -185,10 +184,7 @@ class GroupTrainer:
 
     def _mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         setup, training, device, round = self.setup, self.setup.training, self.setup.device, broadcasts[0].round
-        plans = [
-            BatchPlan(training, setup.federation.clients[sent.client].examples, setup.seed, round, sent.client)
-            for sent in broadcasts
-        ]
+        plans = [setup.batch_plan(round, sent.client) for sent in broadcasts]
         batches = GroupBatches(setup, [broadcast.client for broadcast in broadcasts], plans)
         inputs = self.single.inputs
         singly = [
@@ -247,13 +243,14 @@ class GroupTrainer:
                 for group in batches.steps[t]:
                     index = group.positions
                     batch = self._batch(*batches.stored_batch(group), at, select_rows(keys, index))
-                    batch = batch._replace(lr=training.rate(round, t))
+                    batch = batch._replace(lr=training.rate(round, t), weight=group.weights)
                     args = (
                         select_rows(stacked, index, dims),
                         *(select_rows(x, index) for x in (b, v, carries, state)),
                         batch,
                     )
-                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None, None))  # type: ignore[arg-type]
+                    weighted = None if group.weights is None else 0
+                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None, None, weighted))  # type: ignore[arg-type]
                     new = self._map(step, in_dims, *args)
                     b, v, carries, state = (
                         replace_rows(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)

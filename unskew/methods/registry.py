@@ -76,6 +76,7 @@ METHODS: dict[str, str] = {
     "fltrust": "unskew.methods.robust.rules:FLTrust",
     "smooth": "unskew.methods.smooth:Smooth",
     "dp": "unskew.methods.dp:DP",
+    "dpsgd": "unskew.methods.dpsgd:DPSGD",
     "topk": "unskew.methods.compression.rules:TopK",
     "randk": "unskew.methods.compression.rules:RandK",
     "qsgd": "unskew.methods.compression.rules:QSGD",
@@ -309,7 +310,7 @@ def _add(parts: Sequence[Method]) -> Method:
         total = Method(
             name=f"{total.name}+{other.name}",
             data=total.data + other.data,
-            client=total.client + other.client,
+            client=tuple(sorted(total.client + other.client, key=lambda rule: not rule.poisson_batches)),
             **filled,  # type: ignore[arg-type]
         )
     slots = ([rule.name for rule in slot] for slot in (total.data, total.client))

@@ -29,6 +29,7 @@ class Batch(NamedTuple):
         step: Index of the local step.
         track: Whether a pass updates the normalization buffers.
         lr: Learning rate of the local step.
+        weight: Weight of each sample, ``[B]``: 1, or 0 for rows that only fill up a Poisson batch; None if all count.
     """
 
     x: Tensor
@@ -37,6 +38,7 @@ class Batch(NamedTuple):
     step: Tensor
     track: bool = True
     lr: float = math.nan
+    weight: Tensor | None = None
 
     def untracked(self) -> Batch:
         """Return the same batch with ``track=False``, so that its pass does not update normalization buffers."""

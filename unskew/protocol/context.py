@@ -58,6 +58,8 @@ class Context:
         full_gradient: Gradient of the client's whole objective at ``v_global``, ``[d]``, if a rule needs it.
         sent: Mask of the parameters that the client uploads after this round, boolean ``[d]``; None if all.
         received: Mask of the parameters that the client downloaded before this round, boolean ``[d]``; None if all.
+        secret_noise: Whether noise that protects the client must come from the system's entropy instead of ``key``, which
+            the server of a real run knows.
     """
 
     round: int
@@ -81,6 +83,7 @@ class Context:
     full_gradient: Tensor | None = None
     sent: Tensor | None = None
     received: Tensor | None = None
+    secret_noise: bool = False
 
     @property
     def lr(self) -> float:

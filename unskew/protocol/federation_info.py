@@ -16,6 +16,8 @@ from unskew.protocol.round_plan import RoundPlan
 from unskew.seeding import generator
 from unskew.tasks.base import Task
 
+DEFAULT_PLAN = RoundPlan()
+
 
 @dataclass(frozen=True)
 class FederationInfo:
@@ -92,6 +94,7 @@ class ClientDataView:
         normalization: Normalization that ``inputs`` applies.
         like: Empty tensor with the model's data type, on the device.
         seed: Seed of the run.
+        plan: Schedule of the run.
     """
 
     client: ClientData
@@ -101,10 +104,16 @@ class ClientDataView:
     normalization: Normalization | None
     like: Tensor
     seed: int
+    plan: RoundPlan = field(default_factory=RoundPlan)
 
     @staticmethod
     def of(
-        federation: Federation, client: int, inputs: Callable[[Tensor], Tensor], like: Tensor, seed: int
+        federation: Federation,
+        client: int,
+        inputs: Callable[[Tensor], Tensor],
+        like: Tensor,
+        seed: int,
+        plan: RoundPlan = DEFAULT_PLAN,
     ) -> ClientDataView:
         """Return the view of one client.
 
@@ -114,9 +123,12 @@ class ClientDataView:
             inputs: Converts stored samples to inputs of the model.
             like: Tensor with the data type and device of inputs.
             seed: Seed of the run.
+            plan: Schedule of the run.
         """
         task, classes = federation.objective, federation.classes
-        return ClientDataView(federation.clients[client], classes, task, inputs, federation.normalization, like, seed)
+        return ClientDataView(
+            federation.clients[client], classes, task, inputs, federation.normalization, like, seed, plan
+        )
 
     def class_counts(self) -> Tensor:
         """Return the client's samples per class or label, ``[C]``."""

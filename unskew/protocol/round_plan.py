@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from unskew.protocol.training_config import Training
+
 Sampling = Literal["fixed", "poisson"]
 
 
@@ -21,6 +23,7 @@ class RoundPlan:
         sampling: ``fixed`` cohorts of ``m`` clients, or ``poisson``: each client is drawn with probability ``q``.
         scales: Factors that give the uploads of client rules the unit of an update, by ``RULE/NAME``; see
             ``ClientRule.private``.
+        training: Budget of the clients.
     """
 
     rounds: int = 1
@@ -29,6 +32,7 @@ class RoundPlan:
     cohort: int = 1
     sampling: Sampling = "fixed"
     scales: Mapping[str, float] = field(default_factory=dict)
+    training: Training = field(default_factory=Training)
 
     @property
     def divisor(self) -> float:

@@ -198,6 +198,9 @@ class WithServerHalf(Rule):
     """Entries of the server half's state that a run takes from the run that it starts from, also if the rule's options
     differ; that run must then have the rule, too."""
 
+    hidden_metrics: Collection[str] = ()
+    """Metrics of a round that are not recorded, such as the clients' training loss."""
+
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Return the initial state of the rule's server half, by name.
 
@@ -225,6 +228,33 @@ class WithServerHalf(Rule):
         """
         return state
 
+    def record_clients(self, state: Tensors, clients: Sequence[int], plan: RoundPlan) -> Tensors:
+        """Return the new state of the server half after updates have arrived, including those that are discarded.
+
+        Args:
+            state: State before the round.
+            clients: Clients whose updates arrived in this round, at least one.
+            plan: Schedule of the run.
+        """
+        return state
+
+    def summary_fields(self, state: Tensors, plan: RoundPlan) -> dict[str, Any]:
+        """Return fields of the run summary, such as a guarantee of the finished run.
+
+        Args:
+            state: State of the server half.
+            plan: Schedule of the run.
+        """
+        return {}
+
+    def client_fields(self, state: Tensors) -> dict[int, dict[str, Any]]:
+        """Return fields of the rows of ``clients.jsonl``, by client number.
+
+        Args:
+            state: State of the server half.
+        """
+        return {}
+
 
 class ClientRule(WithServerHalf):
     """``client`` slot: changes how a client trains; may include a server half."""
@@ -238,6 +268,10 @@ class ClientRule(WithServerHalf):
 
     stage: ClassVar[Stage] = "transform"
     """Stage at which ``encode`` runs, see ``unskew.protocol.payload``."""
+
+    poisson_batches: ClassVar[bool] = False
+    """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
+    gradient of the loss from single samples; the rule then acts before all other client rules."""
 
     sends_model: ClassVar[bool] = True
     """True if clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
@@ -470,9 +504,6 @@ class AggregateRule(WithServerHalf):
     combines_empty: ClassVar[bool] = False
     """True if ``combine`` is also called in rounds without updates, and the server rule applies its result."""
 
-    hidden_metrics: Collection[str] = ()
-    """Metrics of a round that are not recorded, such as the clients' training loss."""
-
     def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
         """Combine updates.
 
@@ -491,15 +522,6 @@ class AggregateRule(WithServerHalf):
 
         Args:
             state: State of the rule's server half.
-        """
-        return {}
-
-    def summary_fields(self, state: Tensors, plan: RoundPlan) -> dict[str, Any]:
-        """Return fields of the run summary, such as a guarantee of the finished run.
-
-        Args:
-            state: State of the rule's server half.
-            plan: Schedule of the run.
         """
         return {}
 
@@ -596,7 +618,7 @@ class Method:
     @property
     def halves(self) -> tuple[WithServerHalf, ...]:
         """Rules that may have state at the server besides the server rule."""
-        others = (part for part in (self.sync, self.aggregate) if part is not None)
+        others: list[WithServerHalf] = [part for part in (self.sync, self.aggregate) if part is not None]
         return (*self.client, *(part for part in others if not any(part is rule for rule in self.client)))
 
     @property

@@ -21,4 +21,4 @@ def make_round_plan(config: Experiment, clients: int, method: Method) -> RoundPl
         f"{rule.name}/{name}": float(scale(training)) for rule in method.client for name, scale in rule.private.items()
     }
     cohort = Sampler(clients, config.participation, config.seed).size
-    return RoundPlan(config.rounds, clients, config.participation, cohort, config.sampling, scales)
+    return RoundPlan(config.rounds, clients, config.participation, cohort, config.sampling, scales, training)

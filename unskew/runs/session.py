@@ -31,7 +31,7 @@ from unskew.runs.resume import (
     warm_start,
 )
 from unskew.runs.simulated_clients import SimulatedClients
-from unskew.runs.summary import counted_class_names, kept_metrics, summarize
+from unskew.runs.summary import add_rule_fields, counted_class_names, kept_metrics, summarize
 from unskew.simulation import checkpoint, personal_models, restore, run_warnings
 from unskew.simulation.generated_samples import GeneratedSamplesRecorder
 from unskew.simulation.round_loop import RunInterrupted, run_rounds
@@ -105,6 +105,7 @@ class Session:
             self.recorder.sync()
             self.best.take()
             client_scores, clients = self.clients.score(engine)
+            add_rule_fields(clients, self.server)
         except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
             interruption.folder = self.folder

@@ -109,8 +109,10 @@ def summarize(
         summary["report_bytes_up"] = traffic.reports
     if server.method.data and prepared.training.local_steps is None:
         summary["local_epochs"] = epochs_per_round(prepared)
-    if (rule := server.method.aggregate) is not None:
-        summary |= rule.summary_fields(server.rules[rule.name], server.federation_info.plan)
+    for half in sorted(server.method.halves, key=lambda half: half is not server.method.aggregate):
+        fields = half.summary_fields(server.rules[half.name], server.federation_info.plan)
+        taken = bool(fields.keys() & summary.keys())  # by the rule of the aggregate slot
+        summary |= {f"{half.name}_{name}": value for name, value in fields.items()} if taken else fields
     summary |= prepared.about
     if attackers:
         summary["attackers"] = list(attackers)
@@ -150,6 +152,19 @@ def client_metrics(
         figures |= scores.figures("client", metric, client_names)
         figures |= {} if own is None else own.figures("personal", metric, client_names)
     return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
+
+
+def add_rule_fields(rows: Iterable[dict[str, Any]], server: Server) -> None:
+    """Add the fields that rules report about clients to the rows of ``clients.jsonl``.
+
+    Args:
+        rows: Rows of clients, which are changed in place.
+        server: Server after the last round.
+    """
+    known = [half.client_fields(server.rules[half.name]) for half in server.method.halves]
+    for row in rows:
+        for fields in known:
+            row |= finite_or_none(fields.get(row["client"], {}))
 
 
 def epochs_per_round(prepared: PreparedData) -> float:

@@ -299,9 +299,11 @@ class Server:
             Metrics of the round.
         """
         intake, discarded = UpdateBuffer(self.method, self.rule, self.meter, self.waiting), 0
+        senders: list[int] = []
         self.skipped_clients = []
         for update in arrivals:
             up = self._count(update)
+            senders.append(update.client)
             if "same_round" in self.needs and update.born != round:
                 discarded += 1
                 continue
@@ -317,6 +319,11 @@ class Server:
             for watch in self.watchers:
                 watch(update)
         taken = intake.taken
+        if senders:
+            plan = self.federation_info.plan
+            self.rules = {
+                name: half.record_clients(self.rules[name], senders, plan) for name, half in self.halves.items()
+            }
         self.overflowed = not self._apply_updates(round, intake)
         if self.overflowed:
             self.overflows += 1
@@ -338,10 +345,10 @@ class Server:
             **rule_metrics(self.rule, self.state),
             **self._held(round),
         }
+        hidden = [name for half in self.method.halves for name in half.hidden_metrics]
         rule = self.method.aggregate
-        if rule is None:
-            return metrics
-        return metrics | dict.fromkeys(rule.hidden_metrics, math.nan) | rule_metrics(rule, self.rules[rule.name])
+        own = {} if rule is None else rule_metrics(rule, self.rules[rule.name])
+        return metrics | dict.fromkeys(hidden, math.nan) | own
 
     def _held(self, round: int) -> dict[str, Any]:
         """Return the round metrics on the rule's buffer, its cache, and the exchanged slices."""

@@ -131,6 +131,7 @@ class SiteTrainer:
             received.common,
             plan=make_round_plan(self.config, self.total, self.method),
             keeps_encoded=True,
+            secret_noise=True,
         )
         self._trainer = key, LocalTrainer(setup)
         return self._trainer[1]
@@ -195,6 +196,8 @@ class SiteTrainer:
         counted, epochs = (
             read_integer(request.config, n) if n in request.config else None for n in ("counted", "local_epochs")
         )
+        if (counted, epochs) != (None, None) and any(rule.poisson_batches for rule in self.method.client):
+            raise InvalidMessageError("it changes the number of local steps, which the private noise depends on")
         return self.trainer(received, counted, epochs)
 
     def _cast(self, request: Frame, state: SiteState, training: bool = False) -> Broadcast:
