@@ -44,7 +44,7 @@ def rounds_epsilon(setting: Setting, accountant: str) -> float:
 
 def integer_order_epsilon(setting: Setting) -> float:
     """Return epsilon of a setting with the integer orders of the Renyi accountant only."""
-    per_round = accounting._rdp_per_step(setting.noise, setting.rate)
+    per_round = [accounting._rdp_per_step(setting.noise, setting.rate, order) for order in accounting._orders()]
     orders, divergences = zip(
         *(
             (order, setting.rounds * divergence)
