@@ -154,6 +154,16 @@ def test_a_compressed_broadcast_follows_the_model():
     assert torch.equal(model, v)
 
 
+def test_a_compressed_broadcast_can_start_from_another_run(tmp_path):
+    fed = blobs(SIZES)
+    unskew.run(fed, model="mlp", method="fedavg", out=tmp_path / "a", **{**FEW, "rounds": 2})
+    given = {**FEW, "rounds": 4, "start_from": str(tmp_path / "a")}
+    both = unskew.run(fed, model="mlp", method="int8:down=true", **given)
+    up = unskew.run(fed, model="mlp", method="int8", **given)
+    assert both.summary["bytes_up"] == up.summary["bytes_up"]
+    assert both.summary["bytes_down"] < up.summary["bytes_down"]
+
+
 def test_late_updates_are_compressed_too():
     result = unskew.run(blobs(SIZES), model="mlp", method="topk+fedavg", network="fixed:1", **{**FEW, "rounds": 4})
     d = len(result.vector)

@@ -182,6 +182,9 @@ def test_a_run_that_starts_from_another_adds_its_privacy(tmp_path):
     run(method, out=tmp_path / "a", rounds=2)
     rest = run(method, rounds=4, start_from=str(tmp_path / "a"))
     assert rest.summary["epsilon"] == pytest.approx(epsilon([GaussianRounds(1.2, 1.0, 4)], 0.01))
+    with pytest.warns(UserWarning, match="The privacy budget is spent"):  # with the noise of the new rounds
+        spent = run("dp:noise=0.9,epsilon=6,adaptive=false,delta=0.01", rounds=6, start_from=str(tmp_path / "a"))
+    assert spent.summary["epsilon"] <= 6.0
     other = run(method.replace("1.2", "2.4"), rounds=3, start_from=str(tmp_path / "a"))
     both = [GaussianRounds(1.2, 1.0, 2), GaussianRounds(2.4, 1.0, 1)]
     assert other.summary["epsilon"] == pytest.approx(epsilon(both, 0.01))
@@ -238,6 +241,7 @@ def test_methods_that_need_more_than_a_private_sum_are_rejected(method):
     [
         ("dp", {}, "needs noise or epsilon"),
         ("dp:noise=1", {}, "a cohort of 11 clients suffices"),
+        ("dp:noise=0.5,epsilon=3,adaptive=false", {}, "the first round alone"),
         ("dp:noise=1,adaptive=false,delta=0.2", {}, "delta"),
         ("dp:noise=1,adaptive=false", {"client_weighting": "samples"}, "public_sizes"),
         ("dp:noise=1,adaptive=false", {"diagnose": "updates"}, "reveal=true"),
@@ -259,6 +263,17 @@ def test_public_sizes_weight_clients_by_samples():
     alone = run("fedavg", client_weighting="samples")
     private = run("dp:noise=0,clip=1e6,adaptive=false,public_sizes=true", client_weighting="samples")
     assert torch.allclose(alone.vector, private.vector, rtol=1e-12, atol=1e-14)
+
+
+def test_a_codec_of_ones_own_that_compresses_is_rejected():
+    class Blow(unskew.ClientRule):
+        name, summary, paper, stage = "blow", "", "", "compress"
+
+        def encode(self, payload, state, ctx):
+            return payload, state
+
+    with pytest.raises(MethodConflictError, match="longer than the one that dp has clipped"):
+        unskew.method(["dp:noise=1", Blow()])
 
 
 def test_an_upload_that_is_not_declared_is_an_error():

@@ -62,5 +62,7 @@ def test_the_command_reads_a_run_folder(tmp_path):
     unskew.run(method="fedavg", out=tmp_path / "b", **given)
     with pytest.raises(ConfigError, match="needs one with dp"):
         unskew.audit_privacy(tmp_path / "b")
-    with pytest.raises(ConfigError, match="at least 5 canaries"):
+    with pytest.raises(ConfigError, match="at most half of the 6 clients"):
         audit(experiment({**given, "clients": 6, "method": "dp:noise=1,adaptive=false"}), 50)
+    with pytest.raises(ConfigError, match="cannot repeat a run that starts"):
+        audit(experiment({**given, "method": "dp:noise=1,adaptive=false", "start_from": str(tmp_path / "a")}), 8)

@@ -150,6 +150,8 @@ def attack_values(attack: Any) -> Any:
         expression = parse_expression(attack)
         if expression.values:
             raise ConfigError(f"{expression.values[0]!r} in attack={attack} is not an option; write option=value.")
+        if "kind" in expression.options:
+            raise ConfigError(f"The attack {expression.name} has no option 'kind'. Write KIND:OPTION=VALUE.")
         attack = {"kind": expression.name, **expression.options}
         if "clients" in attack:
             attack["clients"] = attack["clients"].split(CLIENT_SEPARATOR)

@@ -122,6 +122,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         images = f"{summary['synthetic_images']:,} images, generated in {summary['synthetic_seconds']:.1f} s"
         epochs = f"; local epochs {summary['local_epochs']}" if "local_epochs" in summary else ""
         lines.append(("synthetic data", images + epochs))
+    if "attackers" in summary:
+        lines.append(("attack", f"{summary['attack']} by {len(summary['attackers'])} of {summary['clients']} clients"))
     if "privacy" in summary:
         lines.append(("privacy", summary["privacy"]))
     if summary["updates_skipped"]:

@@ -54,6 +54,8 @@ from unskew.protocol.search_space import Space, log_range
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+LARGEST_DELTA = 0.05
+"""Largest delta without a warning."""
 BITS = "dp/bits"
 """Stream with one number per clipped vector: 1/2 if it was within its norm, otherwise -1/2."""
 
@@ -118,6 +120,8 @@ class DP(ClientRule, AggregateRule):
             if rule is not self and {"individual", "sent_statistics", "last_update"} & set(rule.needs):
                 return f"{rule.name} reads single updates, but dp protects only their sum. Remove one of them."
         for client_rule in method.client:
+            if client_rule.encodes and client_rule.stage == "compress":
+                return f"A decoded update may be longer than the one that dp has clipped. Remove {client_rule.name}."
             if client_rule.uploads and not client_rule.private:
                 return (
                     f"{client_rule.name} uploads values of unknown sensitivity besides the model, which dp cannot protect. "
@@ -183,7 +187,21 @@ class DP(ClientRule, AggregateRule):
         noise = self.noise_of(run.plan)
         if self.adaptive and noise > 0:
             split_noise(noise, self.bit_noise_of(run.plan))
+        if self.noise and self.epsilon is not None:
+            first = epsilon(
+                [GaussianRounds(noise, run.plan.amplification, 1)], self.delta_of(run.plan), self.accountant
+            )
+            if first > self.epsilon:
+                raise ConfigError(
+                    f"With dp:noise={self.noise:g}, the first round alone gives epsilon={first:.4g}, above {self.epsilon:g}. "
+                    "Use more noise, or only epsilon."
+                )
         warnings = []
+        if self.delta_of(run.plan) > LARGEST_DELTA:
+            warnings.append(
+                f"delta={self.delta_of(run.plan):.2g} is large, because there are only {run.plan.clients} clients: the "
+                "guarantee means little. Use more clients."
+            )
         if noise == 0:
             warnings.append("dp:noise=0 clips updates but adds no noise: there is no privacy.")
         elif run.plan.sampling == "fixed" and run.plan.cohort < run.plan.clients:
@@ -305,6 +323,7 @@ class DP(ClientRule, AggregateRule):
         return {
             "clip": torch.full((count,), self.clip, dtype=v.dtype, device=v.device),
             "noise": torch.tensor(self.noise_of(plan), dtype=torch.float64),
+            "rate": torch.tensor(plan.amplification, dtype=torch.float64),
             "largest": torch.tensor(largest, dtype=torch.float64),
             "mean_weight": torch.tensor(total / plan.clients, dtype=torch.float64),
             "delta": torch.tensor(self.delta_of(plan), dtype=torch.float64),
@@ -367,17 +386,13 @@ class DP(ClientRule, AggregateRule):
             "clip_norm": clip[0] if len(clip) == 1 else clip,
         }
 
-    def spent(self, state: Tensors, more: int = 0) -> float:
+    def spent(self, state: Tensors) -> float:
         """Return epsilon of the finished rounds.
 
         Args:
             state: State of the rule.
-            more: Number of further rounds to include.
         """
         history = [GaussianRounds(z, rate, int(steps)) for z, rate, steps in state["spent"].tolist()]
-        if more:
-            last = history[-1]
-            history[-1] = GaussianRounds(last.noise, last.rate, last.steps + more)
         return epsilon(history, float(state["delta"]), self.accountant)
 
     def stop_reason(self, state: Tensors) -> str | None:
@@ -388,7 +403,8 @@ class DP(ClientRule, AggregateRule):
         """
         if self.epsilon is None or not len(state["spent"]):
             return None
-        after = self.spent(state, more=1)
+        more = add_round(state["spent"], float(state["noise"]), float(state["rate"]))
+        after = self.spent({**state, "spent": more})
         if after <= self.epsilon * (1 + 1e-9):
             return None
         return f"The privacy budget is spent: one more round would give epsilon={after:.4g}, above {self.epsilon:g}."
@@ -416,7 +432,7 @@ class DP(ClientRule, AggregateRule):
             f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, added or removed, against everyone who "
             f"sees the released models; {cohorts}, {accountant} accountant. Not covered: the server, which sees clipped "
             "updates; files other than the model, such as cohort sizes, class counts and metrics on the clients' held-out "
-            "samples; choices made with the same data, such as tuning and early stopping"
+            "samples; statistics that standardize inputs; choices made with the same data, such as tuning and early stopping"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
         return {"epsilon": spent, "delta": delta, "noise_multiplier": z, "privacy": text}

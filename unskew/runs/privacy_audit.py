@@ -122,7 +122,7 @@ def audit(config: Experiment, canaries: int) -> PrivacyAudit:
 
     Args:
         config: Configuration of a run with ``dp``.
-        canaries: Largest number of canaries.
+        canaries: Number of canaries.
 
     Raises:
         ConfigError: If the method has no ``dp``, or there are too few clients.
@@ -134,16 +134,20 @@ def audit(config: Experiment, canaries: int) -> PrivacyAudit:
         )
     if method.sync is not None or method.aggregate.streams == "apart":
         raise ConfigError("An audit supports methods that exchange the whole model, with dp:streams=joint.")
+    if config.start_from is not None:
+        raise ConfigError(
+            "An audit cannot repeat a run that starts from another one. Audit the run in start_from, or a run from scratch."
+        )
     federation = load_federation_for(config, ())
     clients = len(federation.clients)
-    count = min(canaries, clients // 2)
-    if count < 5:
+    count = canaries
+    if not 5 <= count <= clients // 2:
         raise ConfigError(
-            f"An audit needs at least 5 canaries and as many other clients; the run has {clients} clients."
+            f"An audit needs at least 5 canaries, and at most half of the {clients} clients of the run, not {count}."
         )
     numbers = tuple(range(0, 2 * count, 2))
     result = run_experiment(
-        config.model_copy(update={"eval_clients": 0, "eval_every": config.rounds, "start_from": None}),
+        config.model_copy(update={"eval_clients": 0, "eval_every": config.rounds}),
         federation=federation,
         method=with_canaries(method, numbers),
     )

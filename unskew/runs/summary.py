@@ -115,6 +115,7 @@ def summarize(
         summary |= {f"{half.name}_{name}": value for name, value in fields.items()} if taken else fields
     summary |= prepared.about
     if attackers:
+        summary["attack"] = None if config.attack is None else config.attack.kind
         summary["attackers"] = list(attackers)
     if config.target is not None:
         row = first_reaching(history, config.target, objective)

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -95,6 +96,9 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
         continued = {entry: old[entry] for entry in half.continued if entry in old}
         server.rules[name] = old if half in known or alike else {**fresh, **continued}
         shared |= {name} if half in known or alike else set()
+    if server.compressor is not None and "broadcast_model" not in server.rules[server.compressor.name]:
+        first = {"broadcast_model": state["v"], "broadcast_bytes": torch.zeros(0, dtype=torch.int64)}
+        server.rules[server.compressor.name] = {**server.rules[server.compressor.name], **first}
     parted = before is not None and method.sync is not None and before.sync is not None
     if parted:
         server.mean = mean
