@@ -17,7 +17,7 @@ COMPARISONS = [comparison for comparisons in SECTIONS.values() for comparison in
 ROUNDING = 1e-12
 """Differences up to this one depend on the processor."""
 EVERY = 4
-"""Of slow comparisons, every fourth case is computed again."""
+"""Step between the cases of a slow comparison that are computed again."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What one more client, column or name costs: a constant number of calls and bytes, counted instead of timed."""
+"""Cost of one more client, column or name: a constant number of calls and bytes, counted instead of timed."""
 
 import pickle
 import sys
@@ -105,7 +105,7 @@ def images(shape, dtype, n=3):
     ],
 )
 def test_inputs_gathered_for_several_clients_are_those_of_each(shape, dtypes, task):
-    """Whether a client has one array, or its own for testing, and whatever the types."""
+    """Clients share one array or have their own test array; inputs have several data types."""
     given = []
     for k in range(12):
         x = images(shape, dtypes[k % len(dtypes)]) + 2 * (k % 3)
@@ -167,7 +167,7 @@ def test_registered_clients_take_few_bytes(tmp_path):
 
 
 def test_the_number_of_calls_does_not_grow_with_registered_clients(tmp_path, monkeypatch):
-    """Those that do not take part."""
+    """Clients that do not take part cost nothing."""
     checks = Counter()
     for module, name in ((load, "num_training_samples"), (session, "stored_content")):
         original = getattr(module, name)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -120,8 +119,6 @@ class DP(ClientRule, AggregateRule):
             if rule is not self and {"individual", "sent_statistics", "last_update"} & set(rule.needs):
                 return f"{rule.name} reads single updates, but dp protects only their sum. Remove one of them."
         for client_rule in method.client:
-            if client_rule.encodes and client_rule.stage == "compress":
-                return f"A decoded update may be longer than the one that dp has clipped. Remove {client_rule.name}."
             if client_rule.uploads and not client_rule.private:
                 return (
                     f"{client_rule.name} uploads values of unknown sensitivity besides the model, which dp cannot protect. "
@@ -160,11 +157,7 @@ class DP(ClientRule, AggregateRule):
                 "dp does not protect normalization buffers, and this model has some. Use a model with GroupNorm or without "
                 "normalization."
             )
-        if run.federation.stats_traffic is not None:
-            raise ConfigError(
-                "Statistics of the clients' data are summed without noise before the first round (class_weights: balanced, "
-                "standardization, categories), which dp does not protect. Give the values in the configuration."
-            )
+        run.need_no_statistics(self.name)
         if run.client_weighting == "samples" and not self.public_sizes:
             raise ConfigError(
                 "dp weights clients uniformly, because their numbers of samples are private. Remove "
@@ -230,7 +223,7 @@ class DP(ClientRule, AggregateRule):
         if self.noise is not None:
             return self.noise
         assert self.epsilon is not None
-        return _noise_for(self.epsilon, self.delta_of(plan), plan.amplification, plan.rounds, self.accountant)
+        return noise_for(self.epsilon, self.delta_of(plan), plan.amplification, plan.rounds, self.accountant)
 
     def bit_noise_of(self, plan: RoundPlan) -> float:
         """Return the standard deviation of the noise of the bits.
@@ -275,7 +268,7 @@ class DP(ClientRule, AggregateRule):
 
     def _names(self, streams: Collection[str], plan: RoundPlan) -> list[str]:
         """Return the names of the streams, the update first."""
-        names = [UPDATE, *sorted(plan.scales)]
+        names = stream_names(plan)
         unknown = sorted(set(streams) - {*names, BITS})
         if unknown:
             raise ConfigError(
@@ -285,7 +278,7 @@ class DP(ClientRule, AggregateRule):
         return names
 
     def _factors(self, streams: Tensors, limit: Tensor, ctx: UploadContext) -> tuple[Tensor, Tensor]:
-        """Return the factors that clip streams as one vector, and whether none is below 1."""
+        """Return the factors that clip streams as one vector, and whether no stream was clipped."""
         squares = []
         for name, stream in streams.items():
             scaled = stream.to(torch.float64) * scale_of(name, ctx.plan)
@@ -342,7 +335,7 @@ class DP(ClientRule, AggregateRule):
         """
         plan, sums, v = updates.plan, updates.aggregate, updates.v_global
         z, clip = float(state["noise"]), state["clip"]
-        names = [UPDATE, *sorted(plan.scales)]
+        names = stream_names(plan)
         bit_noise = self.bit_noise_of(plan)
         streams = split_noise(z, bit_noise) if self.adaptive and z > 0 else z
         streams *= math.sqrt(len(clip))
@@ -438,9 +431,9 @@ class DP(ClientRule, AggregateRule):
         return {"epsilon": spent, "delta": delta, "noise_multiplier": z, "privacy": text}
 
 
-@lru_cache(maxsize=64)
-def _noise_for(target: float, delta: float, rate: float, rounds: int, accountant: Literal["rdp", "prv"]) -> float:
-    return noise_for(target, delta, rate, rounds, accountant)
+def stream_names(plan: RoundPlan) -> list[str]:
+    """Return the names of the protected streams, the update first."""
+    return [UPDATE, *sorted(plan.scales)]
 
 
 def scale_of(stream: str, plan: RoundPlan) -> float:

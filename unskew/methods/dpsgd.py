@@ -155,11 +155,7 @@ class DPSGD(ClientRule):
                 "dpsgd needs a model that treats each sample separately, but this one has BatchNorm or other buffers. Use a "
                 "model with GroupNorm or without normalization."
             )
-        if run.federation.stats_traffic is not None:
-            raise ConfigError(
-                "Statistics of the clients' data are summed without noise before the first round (class_weights: balanced, "
-                "standardization, categories), which dpsgd does not protect. Give the values in the configuration."
-            )
+        run.need_no_statistics(self.name)
         if run.diagnose and not self.reveal:
             raise ConfigError(
                 f"diagnose={run.diagnose[0]} shows values that dpsgd does not protect. Remove it, or set dpsgd:reveal=true."
@@ -214,7 +210,7 @@ class DPSGD(ClientRule):
             return self.noise
         assert self.epsilon is not None
         rate = rate_of(samples, batch_size)
-        return _noise_for(self.epsilon, self.delta_of(samples), rate, steps, self.accountant)
+        return noise_for(self.epsilon, self.delta_of(samples), rate, steps, self.accountant)
 
     # ---- at the clients -------------------------------------------------------------------------------------------------
 
@@ -340,11 +336,6 @@ def rate_of(samples: int, batch_size: int) -> float:
         batch_size: Expected number of samples in a batch.
     """
     return min(1.0, batch_size / samples)
-
-
-@lru_cache(maxsize=4096)
-def _noise_for(target: float, delta: float, rate: float, steps: int, accountant: Literal["rdp", "prv"]) -> float:
-    return noise_for(target, delta, rate, steps, accountant)
 
 
 @lru_cache(maxsize=4096)

@@ -322,6 +322,11 @@ def _add(parts: Sequence[Method]) -> Method:
         if len(codecs) > 1:
             what = "clip and protect" if stage == "clip" else "compress"
             raise MethodConflictError(f"{codecs[0]} and {codecs[1]} both {what} what a client sends; use one of them.")
+    stages = {rule.stage: rule.name for rule in total.client if rule.encodes}
+    if {"clip", "compress"} <= stages.keys():
+        raise MethodConflictError(
+            f"A decoded update may be longer than the one that {stages['clip']} has clipped. Remove {stages['compress']}."
+        )
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None
         if reason is not None:

@@ -28,15 +28,20 @@ Accountant = Literal["rdp", "prv"]
 ACCOUNTANTS: tuple[str, ...] = get_args(Accountant)
 COHORT_PER_BIT_NOISE = 20
 """Cohort size divided by the noise of the clipping bit (Andrew et al. 2021, arXiv:1905.03871)."""
-MARGIN = 1e-13  # relative, of ``log delta``; larger than its rounding errors
-LARGER_ORDERS = (72, 80, 96, 128, 192, 256, 384, 512, 768, 1024)  # for an epsilon below 0.2; opacus' orders end at 63
-EPSILON_ERROR = 0.01  # of PRV, as in opacus
-LARGEST_DOMAIN = 2**24  # number of points of a PRV
-LARGEST_LOSS = 500.0  # PRV computes e^t in float64, which ends at t = 709
-SMALLEST_NOISE, LARGEST_NOISE = (
-    1e-3,
-    1e6,
-)  # of the accountants; below, opacus' sums may overflow, and epsilon exceeds 1e5
+MARGIN = 1e-13
+"""Relative margin of ``log delta``, larger than its rounding errors."""
+LARGER_ORDERS = (72, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Orders in addition to those of opacus, which end at 63; needed for an epsilon below 0.2."""
+EPSILON_ERROR = 0.01
+"""Error of epsilon that PRV adds to its upper bound, as in opacus."""
+LARGEST_DOMAIN = 2**24
+"""Largest number of points of a PRV."""
+LARGEST_LOSS = 500.0
+"""Largest privacy loss that PRV can compute in float64."""
+SMALLEST_NOISE = 1e-3
+"""Smallest noise multiplier of the accountants; below it, opacus' sums may overflow, and epsilon exceeds 1e5."""
+LARGEST_NOISE = 1e6
+"""Largest noise multiplier of the search."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +278,7 @@ def prv_epsilon(history: Iterable[GaussianRounds], delta: float) -> float:
     return _prv_epsilon(_merge(history), delta)
 
 
+@lru_cache(maxsize=4096)
 def noise_for(target_epsilon: float, delta: float, rate: float, steps: int, accountant: str = "rdp") -> float:
     """Find the smallest noise multiplier with which a number of rounds spends at most ``target_epsilon``.
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, take_rows
 from unskew.data.normalization import Normalization
-from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.round_plan import DEFAULT_PLAN, RoundPlan
 from unskew.seeding import generator
 from unskew.tasks.base import Task
-
-DEFAULT_PLAN = RoundPlan()
 
 
 @dataclass(frozen=True)

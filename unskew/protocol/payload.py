@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.messages import Slices, Tensors, num_bytes
+from unskew.protocol.messages import Slices, Tensors, num_bytes, replace_fields
 from unskew.protocol.round_plan import RoundPlan
 
 Stage = Literal["transform", "clip", "compress"]
@@ -167,6 +167,15 @@ def compresses(rules: Sequence[Codec]) -> bool:
     return any(rule.encodes and rule.stage == "compress" for rule in rules)
 
 
+def name_streams(upload: dict[str, Tensors]) -> Tensors:
+    """Return uploads by ``RULE/NAME``.
+
+    Args:
+        upload: Uploads by rule and name.
+    """
+    return {f"{rule}/{name}": t for rule, tensors in upload.items() for name, t in tensors.items()}
+
+
 def pack_streams(delta: Tensor, upload: dict[str, Tensors], up: Slices | None) -> Tensors:
     """Return the payload of an update.
 
@@ -175,8 +184,7 @@ def pack_streams(delta: Tensor, upload: dict[str, Tensors], up: Slices | None) -
         upload: Uploads by rule and name.
         up: Uploaded slices; None for all.
     """
-    named = {f"{rule}/{name}": t for rule, tensors in upload.items() for name, t in tensors.items()}
-    streams = {UPDATE: delta, **named}
+    streams = {UPDATE: delta, **name_streams(upload)}
     return {name: gather_slices(t, up) if t.shape == delta.shape else t for name, t in streams.items()}
 
 
@@ -190,10 +198,10 @@ def unpack_streams(payload: Tensors, ctx: UploadContext) -> tuple[Tensor | None,
     Returns:
         The update ``[d]``, or None if the payload has none, and the uploads by rule and name.
     """
-    size, full = ctx.spec.size, {}
+    full = {}
     for name, t in payload.items():
         sliced = ctx.up is not None and t.shape == (ctx.size,)
-        full[name] = scatter_slices(t.new_zeros(size), ctx.up, t) if sliced else t
+        full[name] = scatter_slices(t.new_zeros(ctx.spec.size), ctx.up, t) if sliced else t
     upload: dict[str, Tensors] = {}
     for stream in full.keys() - {UPDATE}:
         rule, _, name = stream.partition("/")
@@ -260,7 +268,7 @@ def encode_upload(
     """
     payload, written = pack_streams(delta, upload, ctx.up), {}
     for rule in codecs_of(rules):
-        own = UploadContext(**{**ctx.__dict__, "download": download.get(rule.name, {})})
+        own = replace_fields(ctx, download=download.get(rule.name, {}))
         payload, written[rule.name] = rule.encode(payload, state.get(rule.name, {}), own)
     encoded = payload if compresses(rules) else {}
     decoded, others = unpack_streams(decode_payload(rules, payload, ctx), ctx)

@@ -43,3 +43,7 @@ class RoundPlan:
     def amplification(self) -> float:
         """Sampling rate that a privacy accountant may use: ``q`` with Poisson cohorts, 1 without amplification."""
         return self.participation if self.sampling == "poisson" else 1.0
+
+
+DEFAULT_PLAN = RoundPlan()
+"""Schedule of a run of one client and one round, for contexts that are created by hand."""

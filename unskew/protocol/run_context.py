@@ -75,6 +75,14 @@ class PreRunContext:
                 f"{name} needs all updates of a round in the same round and cannot be combined with network.delay."
             )
 
+    def need_no_statistics(self, name: str) -> None:
+        """Validate that no statistics of the clients' data are summed before the first round."""
+        if self.federation.stats_traffic is not None:
+            raise ConfigError(
+                "Statistics of the clients' data are summed without noise before the first round (class_weights: balanced, "
+                f"standardization, categories), which {name} does not protect. Give the values in the configuration."
+            )
+
     def told_without_body(self, name: str, option: str) -> tuple[str, ...]:
         """Return a warning for a rule that acts on features if no trained layer precedes the head.
 

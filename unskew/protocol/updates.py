@@ -12,10 +12,9 @@ from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.noise import NoiseSource
-from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.round_plan import DEFAULT_PLAN, RoundPlan
 from unskew.protocol.server_training import ServerTraining
 
-DEFAULT_PLAN = RoundPlan()
 Masks = tuple[Tensor, Tensor]
 """Masks of entries of the model, ``[d]``, and of its normalization statistics, ``[m]``."""
 

@@ -41,6 +41,7 @@ from unskew.protocol.payload import (
     compresses,
     decode_payload,
     gather_slices,
+    name_streams,
     scatter_slices,
     slices_length,
     unpack_streams,
@@ -408,17 +409,7 @@ def decode_streams(encoded: Tensors, broadcast: Broadcast, terms: WireContext) -
     check_tensor("update/delta", streams.get(UPDATE), v, ctx.size, terms.norm, finite=False)
     delta, upload = unpack_streams(streams, ctx)
     assert delta is not None
-    return delta.to(v.device), {name: t for rule, ts in upload.items() for name, t in rule_streams(rule, ts).items()}
-
-
-def rule_streams(rule: str, tensors: Tensors) -> Tensors:
-    """Return a rule's tensors by ``RULE/NAME``.
-
-    Args:
-        rule: Name of the rule.
-        tensors: Tensors by name.
-    """
-    return {f"{rule}/{name}": t for name, t in tensors.items()}
+    return delta.to(v.device), name_streams(upload)
 
 
 def check_reply_matches(config: dict[str, Any], broadcast: Broadcast, examples: int) -> None:

@@ -8,7 +8,6 @@ decoded vector, so that the server can discard the update.
 from __future__ import annotations
 
 from unskew.methods.compression.low_rank import decode_powersgd, encode_powersgd, initial_powersgd_start
-from unskew.methods.compression.packing import code_bytes
 from unskew.methods.compression.quantized import (
     decode_bf16,
     decode_fp16,
@@ -31,7 +30,6 @@ from unskew.methods.compression.sparse import (
 )
 
 __all__ = [
-    "code_bytes",
     "decode_bf16",
     "decode_fp16",
     "decode_int8",

@@ -19,11 +19,6 @@ CHUNK = 1 << 14
 """Number of random numbers drawn at once: intermediate results stay in the processor's cache (ten times as fast)."""
 
 
-def code_bytes(code: Tensors) -> int:
-    """Return the number of bytes of all tensors of a code."""
-    return sum(t.numel() * t.element_size() for t in code.values())
-
-
 def check_tensors(name: str, code: Tensors, expected: Mapping[str, tuple[torch.dtype, int]]) -> None:
     """Validate that a code has exactly the expected tensors.
 

@@ -72,14 +72,11 @@ class Compressor(ClientRule):
         raise NotImplementedError
 
     def conflict_with(self, method: Method) -> str | None:
-        """Name rules whose guarantee compression would void, and rules without anything to compress.
+        """Name rules that the compressed broadcast does not support.
 
         Args:
             method: The composition.
         """
-        private = next((rule.name for rule in method.client if rule.encodes and rule.stage == "clip"), None)
-        if private is not None:
-            return f"A decoded update may be longer than the one that {private} has clipped. Remove {self.name}."
         if self.down and method.sync is not None:
             return (
                 f"{self.name}:down=true needs a broadcast of the whole model, and {method.sync.name} sends parts of it."
