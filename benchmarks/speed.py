@@ -64,20 +64,23 @@ class UnskewLoop:
         model: str = "cnn",
         spelling: str = "fedavg",
         clients_per_group: int | str = 1,
+        model_options: dict[str, Any] | None = None,
     ):
         torch.manual_seed(seed)
         what = method(spelling)
         keep_freed_memory()  # as the command line does
-        spec = ModelSpec(build_model(model, federation.shape, federation.classes), federation.shape, federation.classes)
+        module = build_model(model, federation.shape, federation.classes, **(model_options or {}))
+        spec = ModelSpec(module, federation.shape, federation.classes)
         training = Training(local_steps=steps, local_epochs=None, batch_size=batch, lr=lr)
         setup = EngineConfig(
             spec, federation, what.client, TASKS["classification"], training, seed, torch.device("cpu")
         )
         if isinstance(clients_per_group, str):  # "auto": the result of a trial for a long run
-            clients_per_group = choose_engine(
-                EngineRequest(engine, None, clients_per_group), setup, cohort, LONG, None, False
-            ).clients_per_group
-        self.engine = make_engine(engine, setup, clients_per_group=clients_per_group)
+            request = EngineRequest(engine, None, clients_per_group)
+            choice = choose_engine(request, setup, cohort, LONG, None, False)
+            self.engine = make_engine(choice.engine, setup, choice.workers, choice.clients_per_group)
+        else:
+            self.engine = make_engine(engine, setup, clients_per_group=clients_per_group)
         facts = FederationInfo.of(federation)
         self.server = Server(what, server_rule(what), spec, facts, what.weights or "samples")
         self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)

@@ -8,7 +8,6 @@ import sys
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.baselines import CnnA
 from benchmarks.peers.work import Ended, Work
 from conformance.adapters.absent import stand_in
 
@@ -22,30 +21,27 @@ from fedlab.contrib.algorithm import basic_client, basic_server  # noqa: E402
 
 
 class Data:
-    """What a trainer asks for a client's samples; loaders give as many batches as a round has steps."""
+    """Data set of a trainer; its loaders give as many batches as a round has steps."""
 
     def __init__(self, work: Work):
         self.work = work
-        self.held: dict[int, TensorDataset] = {}
+        self.datasets: dict[int, TensorDataset] = {}
 
     def get_dataloader(self, client: int, batch_size: int) -> list:
-        """The batches of a client's round."""
-        if client not in self.held:
-            self.held[client] = TensorDataset(*map(torch.from_numpy, self.work.normalized(client)))
+        """Return the batches of a client's round."""
+        if client not in self.datasets:
+            self.datasets[client] = TensorDataset(*map(torch.from_numpy, self.work.normalized(client)))
         batches: list = []
         while len(batches) < self.work.steps:
-            batches += list(DataLoader(self.held[client], batch_size, shuffle=True))
+            batches += list(DataLoader(self.datasets[client], batch_size, shuffle=True))
         return batches[: self.work.steps]
 
 
 def main(folder: str) -> None:
-    """Rounds as long as there are turns."""
+    """Run rounds as long as there are turns."""
     work = Work(folder)
     torch.set_num_threads(os.cpu_count() or 1)
-    model = CnnA()
-    with torch.no_grad():
-        for parameter, start in zip(model.parameters(), work.start(), strict=True):
-            parameter.copy_(torch.from_numpy(start))
+    model = work.model()
     handler = basic_server.SyncServerHandler(model, len(work.cohorts), len(work.cohorts[0]) / work.clients)
     trainer = basic_client.SGDSerialClientTrainer(model, work.clients)
     handler.num_clients = work.clients

@@ -12,29 +12,28 @@ from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg
 from flwr.simulation import run_simulation
 
-from benchmarks.baselines import CnnA
 from benchmarks.peers.work import Ended, Work
 
 REQUIREMENTS = ("flwr[simulation]==1.41.0",)
-SETTING = "Ray, a worker for each core with one thread"
-HELD: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-"""Of this worker: the data of clients that it trained."""
+SETTING = "Ray, one single-threaded worker per core"
+DATA: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+"""Data of the clients that this worker has trained."""
 
 
 class Client(NumPyClient):
-    """Trains whichever client the server names."""
+    """Client app that trains the client that the server names."""
 
     def __init__(self, folder: str):
         self.work = Work(folder)
 
     def fit(self, parameters, config):
-        """Some steps of SGD."""
+        """Run some steps of SGD."""
         torch.set_num_threads(1)
         work, k = self.work, int(config["client"])
-        if k not in HELD:
-            HELD[k] = tuple(map(torch.from_numpy, work.normalized(k)))
-        x, y = HELD[k]
-        model = CnnA()
+        if k not in DATA:
+            DATA[k] = tuple(map(torch.from_numpy, work.normalized(k)))
+        x, y = DATA[k]
+        model = work.model()
         with torch.no_grad():
             for parameter, start in zip(model.parameters(), parameters, strict=True):
                 parameter.copy_(torch.from_numpy(start))
@@ -49,21 +48,21 @@ class Client(NumPyClient):
 
 
 class Turns(FedAvg):
-    """Averages the cohorts that all libraries have, as long as there are turns."""
+    """FedAvg with the cohorts of all libraries, as long as there are turns."""
 
     def __init__(self, work: Work):
         super().__init__(fraction_evaluate=0.0, initial_parameters=ndarrays_to_parameters(work.start()))
         self.work = work
 
     def configure_fit(self, server_round, parameters, client_manager):
-        """Each node is told whose data it has in this round."""
+        """Assign a client of the cohort to each node."""
         self.work.begin()
         cohort = self.work.cohorts[server_round - 1]
         nodes = client_manager.sample(len(cohort), len(cohort))
         return [(node, FitIns(parameters, {"client": k})) for node, k in zip(nodes, cohort, strict=True)]
 
     def aggregate_fit(self, server_round, results, failures):
-        """The library's mean."""
+        """Average as the library does."""
         if failures:
             raise RuntimeError(f"A client failed: {failures[0]}")
         mean, metrics = super().aggregate_fit(server_round, results, failures)
@@ -73,7 +72,7 @@ class Turns(FedAvg):
 
 
 def main(folder: str) -> None:
-    """The library's own simulation."""
+    """Run the library's own simulation."""
     work = Work(folder)
     strategy = Turns(work)
 

@@ -1,40 +1,53 @@
-"""unskew, with worker processes and as many clients together as it finds by a trial."""
+"""unskew, with the engine and the number of clients per group that it chooses by default."""
 
 from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
 
-from benchmarks.baselines import CnnA
 from benchmarks.peers.work import Ended, Work
-from benchmarks.speed import UnskewLoop, federation_of
+from benchmarks.speed import UnskewLoop
+from benchmarks.speed import federation_of as federation_of_images
+from unskew import Federation
+from unskew.data.federation import ArrayClients
 
 REQUIREMENTS: tuple[str, ...] = ()
-SETTING = "processes, one for each core, `clients_per_group: auto`"
+SETTING = "the defaults: `engine: auto`"
 
 
 class Cohorts:
-    """The cohorts that all libraries have."""
+    """The cohorts of all libraries."""
 
     def __init__(self, work: Work):
         self.work, self.size = work, len(work.cohorts[0])
 
     def draw(self, t: int, busy: frozenset[int]) -> list[int]:
-        """The clients of a round."""
+        """Return the clients of a round."""
         return sorted(self.work.cohorts[t])
 
 
+def federation_of(work: Work) -> Federation:
+    """Return the clients' data as a federation."""
+    if work.workload.images:
+        return federation_of_images(work.x, work.y, work.clients, work.per_client)
+    x, y = torch.from_numpy(work.x), torch.from_numpy(work.y)
+    offsets = np.arange(work.clients + 1) * work.per_client
+    return Federation(ArrayClients(x, y, offsets, offsets[1:]), test=(x[:100], y[:100]), classes=10)
+
+
 def main(folder: str) -> None:
-    """Rounds as long as there are turns."""
+    """Run rounds as long as there are turns."""
     work = Work(folder)
-    fed = federation_of(work.x, work.y, work.clients, work.per_client)
+    fed = federation_of(work)
     loop = UnskewLoop(
-        fed, len(work.cohorts[0]), work.steps, work.batch, work.lr, 1, "processes", clients_per_group="auto"
-    )
-    vector = torch.cat([torch.from_numpy(part).flatten() for part in work.start()])
-    assert [tuple(p.shape) for p in CnnA().parameters()] == [tuple(s) for s in loop.server.spec.shapes]
-    loop.server.state["v"] = vector
+        fed, len(work.cohorts[0]), work.steps, work.batch, work.lr, 1, "auto", work.workload.unskew_model,
+        clients_per_group="auto", model_options=work.workload.unskew_options,
+    )  # fmt: skip
+    start = work.start()
+    assert [part.shape for part in start] == [tuple(shape) for shape in loop.server.spec.shapes]
+    loop.server.state["v"] = torch.cat([torch.from_numpy(part).flatten() for part in start])
     loop.sampler = Cohorts(work)  # type: ignore[assignment]
     try:
         for t in range(len(work.cohorts)):

@@ -16,40 +16,43 @@ from pfl.hyperparam.base import NNTrainHyperParams
 from pfl.metrics import Metrics
 from pfl.model.pytorch import PyTorchModel
 
-from benchmarks.baselines import CnnA
 from benchmarks.peers.work import Ended, Work
 
 REQUIREMENTS = ("pfl[pytorch]==0.6.0",)
-SETTING = "two processes of one thread each, started by torchrun"
+SETTING = "two single-threaded processes, started by torchrun"
 TORCHRUN = 2
 
 
-class Net(CnnA):
-    """The model as the library wants it."""
+class Net(torch.nn.Module):
+    """Model with the methods that the library needs."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy of a batch."""
-        return torch.nn.functional.cross_entropy(self(x), y)
+        """Return the cross-entropy of a batch."""
+        return torch.nn.functional.cross_entropy(self.model(x), y)
 
     def metrics(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, object]:
-        """None, as they cost time."""
+        """Return no metrics, because they cost time."""
         return {}
 
 
 class Turns(TrainingProcessCallback):
-    """Rounds as long as there are turns; the first process waits, the other one for it."""
+    """Rounds as long as there are turns; the first process waits for them, the other one for the first."""
 
     def __init__(self, work: Work, first: bool):
         self.work, self.first = work, first
 
     def on_train_begin(self, *, model):
-        """Before the first round."""
+        """Wait for the first turn."""
         if self.first:
             self.work.begin()
         return Metrics()
 
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
-        """Between two rounds."""
+        """Report the end of a round and wait for the next turn."""
         ended = torch.zeros(1)
         if self.first:
             self.work.end()
@@ -62,20 +65,17 @@ class Turns(TrainingProcessCallback):
 
 
 def main(folder: str) -> None:
-    """The library's own loop."""
+    """Run the library's own loop."""
     work, rank = Work(folder), int(os.environ.get("RANK", 0))
     torch.set_num_threads(1)
-    net = Net()
-    with torch.no_grad():
-        for parameter, start in zip(net.parameters(), work.start(), strict=True):
-            parameter.copy_(torch.from_numpy(start))
+    net = Net(work.model())
     model = PyTorchModel(net, torch.optim.SGD, torch.optim.SGD(net.parameters(), 1.0))
-    held: dict[int, PyTorchTensorDataset] = {}
+    datasets: dict[int, PyTorchTensorDataset] = {}
 
     def client(k: int) -> PyTorchTensorDataset:
-        if k not in held:
-            held[k] = PyTorchTensorDataset(tuple(map(torch.from_numpy, work.normalized(k))), user_id=str(k))
-        return held[k]
+        if k not in datasets:
+            datasets[k] = PyTorchTensorDataset(tuple(map(torch.from_numpy, work.normalized(k))), user_id=str(k))
+        return datasets[k]
 
     order = iter([k for cohort in work.cohorts for k in cohort])
     federated = FederatedDataset(client, lambda: next(order))

@@ -1,4 +1,4 @@
-"""What every library is given: images, cohorts, a first model, and turns, so that they can be measured one by one."""
+"""Input of every library: data, cohorts, an initial model, and turns, so that the libraries are measured one by one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import nn
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-SHAPES = [(6, 3, 5, 5), (6,), (16, 6, 5, 5), (16,), (120, 400), (120,), (84, 120), (84,), (10, 84), (10,)]
-"""Of CNN-A's parameters, in order."""
+from benchmarks.peers.workloads import WORKLOADS, normalize
 
 
 class Ended(Exception):
@@ -17,44 +17,54 @@ class Ended(Exception):
 
 
 class Work:
-    """What lies in a folder that ``python -m benchmarks.peers`` made.
+    """Content of a folder that ``python -m benchmarks.peers`` created.
+
+    Args:
+        folder: The folder.
 
     Attributes:
-        cohorts: The clients of each round.
-        steps, batch, lr, clients, per_client: The budget.
-        x, y: Images ``[N, 32, 32, 3]``, uint8, mapped from a file, and labels ``[N]``.
+        workload: Model and data, see ``benchmarks.peers.workloads``.
+        cohorts: Clients of each round.
+        steps, batch, lr, clients, per_client: Budget.
+        x, y: Samples, mapped from a file, and their classes ``[N]``.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        given = json.loads((self.folder / "work.json").read_text())
-        self.cohorts: list[list[int]] = given["cohorts"]
-        self.steps, self.batch, self.lr = given["steps"], given["batch"], given["lr"]
-        self.clients, self.per_client = given["clients"], given["per_client"]
+        settings = json.loads((self.folder / "work.json").read_text())
+        self.name: str = settings["workload"]
+        self.workload = WORKLOADS[self.name]
+        self.cohorts: list[list[int]] = settings["cohorts"]
+        self.steps, self.batch = settings["steps"], settings["batch"]
+        self.lr: float = settings["lr"]
+        self.clients, self.per_client = settings["clients"], settings["per_client"]
         self.x = np.load(self.folder / "x.npy", mmap_mode="r")
         self.y = np.load(self.folder / "y.npy")
-        self._turns = self._wait_for_replies = None
+        self._turns = self._replies = None
+
+    def model(self) -> nn.Module:
+        """Return the initial model."""
+        model = self.workload.model()
+        nn.utils.vector_to_parameters(torch.from_numpy(np.load(self.folder / "start.npy")), model.parameters())
+        return model
 
     def start(self) -> list[np.ndarray]:
-        """The first model, a tensor for each parameter."""
-        cuts = np.cumsum([int(np.prod(shape)) for shape in SHAPES])[:-1]
-        pieces = np.split(np.load(self.folder / "start.npy"), cuts)
-        return [piece.reshape(shape) for piece, shape in zip(pieces, SHAPES, strict=True)]
+        """Return the parameters of the initial model in their order."""
+        return [parameter.detach().numpy() for parameter in self.model().parameters()]
 
     def rows(self, client: int) -> slice:
-        """Which samples a client owns."""
+        """Return the slice of a client's samples."""
         return slice(client * self.per_client, (client + 1) * self.per_client)
 
     def normalized(self, client: int) -> tuple[np.ndarray, np.ndarray]:
-        """A client's images, float32 ``[n, 3, 32, 32]``, and its labels."""
-        x = (self.x[self.rows(client)].astype(np.float32) / 255 - np.float32(MEAN)) / np.float32(STD)
-        return np.ascontiguousarray(x.transpose(0, 3, 1, 2)), self.y[self.rows(client)]
+        """Return a client's normalized samples, float32, and their classes."""
+        return normalize(self.x[self.rows(client)]), self.y[self.rows(client)]
 
     def begin(self) -> None:
         """Wait for this library's turn; called before each round.
 
         Raises:
-            Ended: It was the last one.
+            Ended: There are no more rounds.
         """
         if self._turns is None:
             self._turns = (self.folder / "turns").open()
@@ -62,12 +72,16 @@ class Work:
             raise Ended
 
     def end(self) -> None:
-        """Tell that a round has ended."""
-        if self._wait_for_replies is None:
-            self._wait_for_replies = (self.folder / "answers").open("w")
-        self._wait_for_replies.write("done\n")
-        self._wait_for_replies.flush()
+        """Report the end of a round."""
+        if self._replies is None:
+            self._replies = (self.folder / "replies").open("w")
+        self._replies.write("done\n")
+        self._replies.flush()
 
     def finish(self, model: list[np.ndarray]) -> None:
-        """Keep the last model."""
+        """Save the last model.
+
+        Args:
+            model: Its parameters in their order.
+        """
         np.save(self.folder / "model.npy", np.concatenate([np.asarray(part).ravel() for part in model]))
