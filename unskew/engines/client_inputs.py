@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -22,7 +23,7 @@ from unskew.protocol.context import Context, ReadOnlyDict
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update
 from unskew.protocol.payload import EncodedUpload, UploadContext, encode_upload
-from unskew.protocol.rules import ClientRule
+from unskew.protocol.rules import START, ClientRule
 from unskew.seeding import derive
 
 REMEMBERED = 128
@@ -147,6 +148,7 @@ class ClientInputs:
             "epoch_steps": scalar(epoch),
             "weight": scalar(broadcast.weight),
             "full_gradient": full_gradient,
+            "survey": {},
             "sent": mask(broadcast.up),
             "received": mask(broadcast.down),
             "state": sort_by_name(broadcast.state.rules),
@@ -166,7 +168,7 @@ class ClientInputs:
             ended: Whether local training has ended.
         """
         kind = dict if ended else ReadOnlyDict
-        shared = {name: value for name, value in given.items() if name not in ("state", "download", "facts")}
+        shared = {name: value for name, value in given.items() if name not in ("state", "download", "facts", "survey")}
         return [
             Context(
                 round=round,
@@ -176,11 +178,47 @@ class ClientInputs:
                 upload=kind(),
                 client_info=given["facts"][rule.name],
                 common=self.common.get(rule.name, {}),
+                survey=given["survey"].get(rule.name, {}),
+                final=round >= self.setup.plan.rounds,
                 **shared,
                 **self.fixed,
             )
             for rule in self.setup.rules
         ]
+
+
+def apply_begin_hooks(
+    rules: tuple[ClientRule, ...], given: dict[str, Any], contexts: Callable[[dict[str, Any]], list[Context]]
+) -> tuple[list[Tensors], dict[str, Any], list[Context]]:
+    """Run the rules' hooks before the first step.
+
+    Args:
+        rules: Client rules in order.
+        given: Training inputs of the client.
+        contexts: Returns the context of each rule for training inputs.
+
+    Returns:
+        Carry of each rule, the training inputs with the model that training starts from, and the context of each rule.
+
+    Raises:
+        ConfigError: If a rule returns an initial model of another shape or data type.
+    """
+    ctxs = contexts(given)
+    carries: list[Tensors] = []
+    for index, rule in enumerate(rules):
+        carry = rule.begin(ctxs[index])
+        if (start := carry.get(START)) is not None:
+            v = given["v_global"]
+            if start.shape != v.shape or start.dtype != v.dtype:
+                raise ConfigError(
+                    f'{rule.name}.begin must return an entry "{START}" like the model, {v.dtype} {tuple(v.shape)}, not '
+                    f"{start.dtype} {tuple(start.shape)}."
+                )
+            carry = {name: tensor for name, tensor in carry.items() if name != START}
+            given = {**given, "v_global": start}
+            ctxs = contexts(given)
+        carries.append(carry)
+    return carries, given, ctxs
 
 
 def apply_end_hooks(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from functools import reduce
-from typing import TypeVar
+from functools import partial, reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,22 @@ from torch import Tensor
 from unskew.data.federation import take_rows
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
-from unskew.engines.client_inputs import ClientInputs, apply_end_hooks, client_key, local_update, move_to, pack_update
+from unskew.engines.batches import BatchPlan
+from unskew.engines.client_inputs import (
+    ClientInputs,
+    apply_begin_hooks,
+    apply_end_hooks,
+    client_key,
+    local_update,
+    move_to,
+    pack_update,
+)
+from unskew.engines.survey import take_surveys
 from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.execution import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update
-from unskew.protocol.rules import ClientRule
+from unskew.protocol.rules import ClientRule, SurveyTime
 from unskew.seeding import fold
 from unskew.tasks.base import Task
 
@@ -118,19 +128,51 @@ class LocalTrainer:
             total.add_(grad_fn(v, batch), alpha=len(index) / client.examples)
         return total
 
+    def inputs_of(self, broadcast: Broadcast, plan: BatchPlan) -> dict[str, Any]:
+        """Return the training inputs of a client, before they are moved to the device.
+
+        Args:
+            broadcast: Message from the server.
+            plan: Batches of the client.
+        """
+        given = self.inputs.of(broadcast, plan, self.full_gradient(broadcast))
+        return given | {"survey": self.surveys("received", broadcast, given, given["v_global"], given["b_global"])}
+
+    def surveys(
+        self, when: SurveyTime, broadcast: Broadcast, given: dict[str, Any], v: Tensor, b: Tensor
+    ) -> dict[str, Tensors]:
+        """Take the surveys of a model over all samples of a client; returns the sums by rule.
+
+        Args:
+            when: Time of the surveys.
+            broadcast: Message from the server.
+            given: Training inputs of the client.
+            v: The model, ``[d]``.
+            b: Its buffers, ``[m]``.
+        """
+        setup, device = self.setup, self.setup.device
+        if all(rule.survey_at != when for rule in setup.rules):
+            return {}
+        ctxs = self.inputs.contexts(move_to(given, device), self.model, broadcast.round)
+        client = setup.federation.clients[broadcast.client]
+        args = (self.model, self.inputs.normalize, client, v.to(device), b.to(device))
+        return take_surveys(when, setup.rules, ctxs, *args)
+
     def train(self, broadcast: Broadcast) -> Update:
         """Run the local training of one client from its broadcast."""
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
         plan = setup.batch_plan(broadcast.round, broadcast.client).to(client.y.device)
-        inputs = move_to(self.inputs.of(broadcast, plan, self.full_gradient(broadcast)), device)
-        ctxs = self.inputs.contexts(inputs, self.model, broadcast.round)
-        v_start, key = inputs["v_global"], inputs["key"]
-        pairs = list(zip(setup.rules, ctxs, strict=True))
+        if broadcast.closing:
+            plan.batches = []
+        inputs = move_to(self.inputs_of(broadcast, plan), device)
         self.model.start(inputs["b_global"])
         began = time.perf_counter()
-        carries = [rule.begin(ctx) for rule, ctx in pairs]
+        contexts = partial(self.inputs.contexts, model=self.model, round=broadcast.round)
+        carries, inputs, ctxs = apply_begin_hooks(setup.rules, inputs, contexts)
         ready = time.perf_counter()
+        v_start, key = inputs["v_global"], inputs["key"]
+        pairs = list(zip(setup.rules, ctxs, strict=True))
         samples = rule_generated_samples(setup.rules, carries) if broadcast.show else {}
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
@@ -159,7 +201,9 @@ class LocalTrainer:
             v, moments = optimizers.optimizer_step(now, v, g, moments, step, moves)
             total += self.model.loss
 
-        ctxs = self.inputs.contexts(inputs, self.model, broadcast.round, ended=True)
+        when: SurveyTime = "final" if broadcast.closing else "trained"
+        inputs["survey"] |= self.surveys(when, broadcast, inputs, v, self.model.b)
+        ctxs = contexts(inputs, ended=True)
         delta = local_update(inputs["sent"], broadcast.v.to(device), v_start, v)
         written, delta = apply_end_hooks(setup.rules, ctxs, carries, v, delta)
         metrics = {

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
-from unskew.engines.client_inputs import apply_end_hooks, local_update, pack_update
+from unskew.engines.client_inputs import apply_begin_hooks, apply_end_hooks, local_update, pack_update
 from unskew.engines.group_batches import GroupBatches
 from unskew.engines.local_trainer import (
     LocalTrainer,
@@ -165,7 +165,7 @@ class GroupTrainer:
         Some rules cannot be mapped, for example if they read values of tensors or differentiate twice. Their clients
         are trained one by one. This is tried again in every round, so that a resumed run takes the same path.
         """
-        if len(broadcasts) > 1 and self.form is not None:
+        if len(broadcasts) > 1 and self.form is not None and not broadcasts[0].closing:
             try:
                 return self.mapped(broadcasts)
             except UnskewError:
@@ -188,7 +188,7 @@ class GroupTrainer:
         batches = GroupBatches(setup, [broadcast.client for broadcast in broadcasts], plans)
         inputs = self.single.inputs
         singly = [
-            inputs.of(broadcast, plan, self.single.full_gradient(broadcast))
+            self.single.inputs_of(broadcast, plan)
             for broadcast, plan in zip(broadcasts, plans, strict=True)
         ]
         stacked, dims = stack_trees(singly, device)
@@ -197,9 +197,11 @@ class GroupTrainer:
             model = FunctionalModel(setup.spec, b)
             return model, inputs.contexts(stacked, model, round, ended)
 
-        def begin(stacked: dict[str, Any], b: Tensor) -> list[Tensors]:
-            _, ctxs = ctxs_of(stacked, b)
-            return [rule.begin(ctx) for rule, ctx in zip(setup.rules, ctxs, strict=True)]
+        def begin(stacked: dict[str, Any], b: Tensor) -> tuple[list[Tensors], Tensor]:
+            carries, given, _ = apply_begin_hooks(setup.rules, stacked, lambda given: ctxs_of(given, b)[1])
+            if given is not stacked:
+                dims["v_global"] = 0
+            return carries, given["v_global"]
 
         def step(
             stacked: dict[str, Any], b: Tensor, v: Tensor, carries: list[Tensors], state: Tensors, batch: Batch
@@ -225,14 +227,17 @@ class GroupTrainer:
             value: Tensor = stacked[name]  # copied, because training overwrites it
             return torch.stack([value] * len(broadcasts)) if dims[name] is None else value.clone()
 
-        b, v, keys, counts = (rows(name) for name in ("b_global", "v_global", "key", "steps"))
-        moments = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, v, strict=True)]
-        state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
+        b, keys, counts = (rows(name) for name in ("b_global", "key", "steps"))
         total = torch.zeros(len(broadcasts), dtype=v.dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):
             torch.manual_seed(derive(setup.seed, "vmap", round, broadcasts[0].client))
             began = self._now()
-            carries = self._map(begin, (dims, 0), stacked, b)
+            carries, v = self._map(begin, (dims, 0), stacked, b)
+            if dims["v_global"] == 0:
+                stacked["v_global"] = v
+            v = rows("v_global")
+            moments = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, v, strict=True)]
+            state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
             ready = self._now()
             samples = [
                 rule_generated_samples(setup.rules, select_rows(carries, k)) if broadcast.show else {}
@@ -257,6 +262,7 @@ class GroupTrainer:
                     )
                     total = replace_rows(total, index, select_rows(total, index) + new[4])
             v_sent, _ = stack_trees([broadcast.v for broadcast in broadcasts], device)
+            stacked, dims = self._trained_surveys(broadcasts, stacked, dims, v, b)
             deltas = local_update(stacked["sent"], v_sent, stacked["v_global"], v)
             written, deltas = self._map(end, (dims, 0, 0, 0, 0), stacked, b, carries, v, deltas)
         losses, finite = self._read(total / counts.clamp_min(1), (deltas, b, v, written, state))
@@ -275,6 +281,19 @@ class GroupTrainer:
             for k, broadcast in enumerate(broadcasts)
         ]  # fmt: skip
         return [replace_fields(update, known_finite=known) for update, known in zip(updates, finite, strict=True)]
+
+    def _trained_surveys(
+        self, broadcasts: Sequence[Broadcast], stacked: dict[str, Any], dims: dict[str, Any], v: Tensor, b: Tensor
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the training inputs and their ``in_dims`` with the surveys of the trained models."""
+        if all(rule.survey_at != "trained" for rule in self.setup.rules):
+            return stacked, dims
+        singly = []
+        for k, broadcast in enumerate(broadcasts):
+            given = select_rows(stacked, k, dims)
+            singly.append(self.single.surveys("trained", broadcast, given, v[k], b[k]))
+        surveys, axes = stack_trees(singly, self.setup.device)
+        return {**stacked, "survey": surveys}, {**dims, "survey": axes}
 
     def _read(self, losses: Tensor, results: Tree) -> tuple[list[float], list[bool]]:
         """Return the clients' losses, and for which all results are known to be finite, in one read of the device."""

@@ -56,6 +56,8 @@ class Context:
         common: Tensors that a data rule of the same name sent to every client before the first round.
         pixels: Scaling of image intensities to inputs of the model.
         full_gradient: Gradient of the client's whole objective at ``v_global``, ``[d]``, if a rule needs it.
+        survey: Sums over all of the client's training samples that the rule's ``survey`` computed.
+        final: Whether this is the training after the last round, such as fine-tuning.
         sent: Mask of the parameters that the client uploads after this round, boolean ``[d]``; None if all.
         received: Mask of the parameters that the client downloaded before this round, boolean ``[d]``; None if all.
         secret_noise: Whether noise that protects the client must come from the system's entropy instead of ``key``, which
@@ -81,6 +83,8 @@ class Context:
     common: Tensors = field(default_factory=dict)
     pixels: PixelScaling = AS_THEY_ARE
     full_gradient: Tensor | None = None
+    survey: Tensors = field(default_factory=dict)
+    final: bool = False
     sent: Tensor | None = None
     received: Tensor | None = None
     secret_noise: bool = False

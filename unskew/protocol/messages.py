@@ -131,6 +131,7 @@ class Broadcast:
         report: Whether the client must report its whole model, including slices that are not exchanged.
         show: Whether the client must return its generated samples.
         keeps: Whether the state of the optimizer stays at the client from round to round.
+        closing: Whether the client only answers the surveys after the last round, without training.
         kept: Paths of the files that the process training the client reads (empty if there is none yet) and writes;
             None if ``state`` is in memory.
     """
@@ -149,6 +150,7 @@ class Broadcast:
     report: bool = False
     show: bool = False
     keeps: bool = False
+    closing: bool = False
     kept: tuple[str, str] | None = None
 
 

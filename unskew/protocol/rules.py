@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 
 from unskew.data.federation import ClientData
-from unskew.models.execution import Batch, GradFn, LossFn
+from unskew.models.execution import Batch, GradFn, LossFn, ModelOutput
 from unskew.models.spec import ModelSpec
 from unskew.protocol.context import Context as Context
 from unskew.protocol.data_preparation import NOWHERE, ClientPayloads, PreparedData, ServerPayload, Workspace
@@ -37,6 +37,11 @@ from unskew.protocol.updates import Combined as Combined
 from unskew.protocol.updates import Updates as Updates
 
 Weights = Literal["samples", "uniform"]
+START = "v"
+"""Entry of the carry that ``begin`` returns: the model ``[d]`` that training starts from."""
+
+SurveyTime = Literal["received", "trained", "final"]
+Forward = Callable[[Tensor, Tensor], ModelOutput]
 
 
 @dataclass(frozen=True)
@@ -269,6 +274,9 @@ class ClientRule(WithServerHalf):
     stage: ClassVar[Stage] = "transform"
     """Stage at which ``encode`` runs, see ``unskew.protocol.payload``."""
 
+    survey_at: ClassVar[SurveyTime | None] = None
+    """Model that ``survey`` evaluates on all samples of the client; None for no survey."""
+
     poisson_batches: ClassVar[bool] = False
     """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
     gradient of the loss from single samples; the rule then acts before all other client rules."""
@@ -296,8 +304,26 @@ class ClientRule(WithServerHalf):
         """
         return {}
 
+    def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
+        """Return sums over the samples of a batch; the engine adds them up over all training samples of the client.
+
+        ``survey_at`` names the model: the ``received`` one before the first step, the ``trained`` one after the last step,
+        or the ``final`` one, for which all clients are asked once after the last round. The sums are in ``ctx.survey``, from
+        ``begin`` on for the received model and in ``end`` for the others.
+
+        Args:
+            ctx: Context of the client in this round.
+            v: The model, ``[d]``.
+            forward: Function ``(v, x) -> ModelOutput`` in eval mode, without gradients.
+            batch: Samples of the client; ``batch.x [n, ...]`` and ``batch.y [n]``.
+        """
+        return {}
+
     def begin(self, ctx: Context) -> Tensors:
         """Return the carry of local training, computed before the first step.
+
+        An entry ``"v"`` of the carry, ``[d]``, is the model that training starts from instead of the received one; one rule
+        of a method may return it. The update is then the difference to it.
 
         Args:
             ctx: Context of the client in this round: model, broadcast, state, key.
