@@ -32,6 +32,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
+from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import GaussianRounds, check_delta, default_delta, epsilon, noise_for, split_noise
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.payload import UPDATE
@@ -152,6 +153,10 @@ class DP(ClientRule, AggregateRule):
         run.need_no_delays(self.name)
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dp needs noise or epsilon, such as dp:epsilon=8.")
+        if not self.adaptive:
+            check_no_effect(self, ("quantile", "clip_lr", "bit_noise"), "with adaptive=false")
+        if self.noise == 0:
+            check_no_effect(self, ("epsilon", "bit_noise"), "with noise=0, which gives no privacy")
         if sum(run.spec.buffer_sizes):
             raise ConfigError(
                 "dp does not protect normalization buffers, and this model has some. Use a model with GroupNorm or without "
@@ -190,6 +195,13 @@ class DP(ClientRule, AggregateRule):
                     "Use more noise, or only epsilon."
                 )
         warnings = []
+        if self.streams == "apart" and not run.plan.scales:
+            warnings.append("dp:streams=apart has no effect, because the method sends nothing besides the model.")
+        if self.accountant == "prv" and run.plan.amplification == 1:
+            warnings.append(
+                "dp:accountant=prv has no effect: the accountant matters only with sampling=poisson and a participation "
+                "below 1. Otherwise epsilon is exact."
+            )
         if self.delta_of(run.plan) > LARGEST_DELTA:
             warnings.append(
                 f"delta={self.delta_of(run.plan):.2g} is large, because there are only {run.plan.clients} clients: the "

@@ -45,6 +45,7 @@ from unskew.errors import ConfigError
 from unskew.methods.dp import round_down
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
+from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import GaussianRounds, default_delta, epsilon, noise_for
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.noise import system_normal
@@ -149,6 +150,8 @@ class DPSGD(ClientRule):
         """
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dpsgd needs noise or epsilon, such as dpsgd:epsilon=8.")
+        if self.noise == 0:
+            check_no_effect(self, ("epsilon",), "with noise=0, which gives no privacy")
         mixing = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in run.spec.module.modules())
         if mixing or run.spec.buffer_sizes:
             raise ConfigError(
@@ -179,6 +182,11 @@ class DPSGD(ClientRule):
                     f"With dpsgd:noise={self.noise:g}, a client of {size} samples that takes part in all {run.rounds} rounds "
                     f"spends epsilon={spent:.4g}, above {self.epsilon:g}. Use more noise, fewer rounds, or only epsilon."
                 )
+        if self.accountant == "prv" and run.training.batch_size >= sizes[-1]:
+            return (
+                "dpsgd:accountant=prv has no effect, because every batch contains all samples of a client. Use a smaller "
+                "batch_size.",
+            )
         return ()
 
     def delta_of(self, samples: int) -> float:

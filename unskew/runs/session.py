@@ -53,6 +53,7 @@ class Session:
         self.config = config = parts.config
         self.folder = parts.folder
         self.callbacks = parts.callbacks
+        self.attack = None if config.attack is None else config.attack.kind
         self.prepared = parts.prepared
         self.spec = parts.spec
         self.method = parts.method
@@ -100,7 +101,8 @@ class Session:
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self.recorder.warn(run_warnings.model_unchanged_warning(self.network, len(rounds)))
-            if not self.server.overflows and (problem := run_warnings.divergence_warning(self.recorder.history[-1])):
+            problem = run_warnings.divergence_warning(self.recorder.history[-1], self.attack)
+            if problem is not None and not self.server.overflows:
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
@@ -168,7 +170,8 @@ class Session:
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic
-        if problem := run_warnings.nonfinite_update_warning(self.server, done, self.evaluator.federation.client_names):
+        names = self.evaluator.federation.client_names
+        if problem := run_warnings.nonfinite_update_warning(self.server, done, names, self.attack):
             self.recorder.warn(problem)
         self.recorder.round(
             {
