@@ -32,6 +32,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
+from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import GaussianRounds, check_delta, default_delta, epsilon, noise_for, split_noise
 from unskew.protocol.federation_info import FederationInfo
@@ -43,6 +44,7 @@ from unskew.protocol.rules import (
     Combined,
     DataRule,
     Method,
+    Report,
     Stage,
     Tensors,
     Updates,
@@ -132,7 +134,7 @@ class DP(ClientRule, AggregateRule):
                     "on a finished synthetic set as server data, or remove one of them."
                 )
         server = method.server
-        if server is not None and server.buffer() is not None:
+        if server is not None and server.updates_per_step is not None:
             return f"{server.name} may apply two updates of one client at once, so its sensitivity is not that of dp."
         if server is not None and server.steps_without == "clients":
             return f"{server.name} trains without clients, so dp has nothing to protect."
@@ -378,12 +380,8 @@ class DP(ClientRule, AggregateRule):
         divisor = plan.divisor * float(state["mean_weight"])
         return new, Combined(private[UPDATE] / divisor, updates.b_global, uploads, divisor * float(state["largest"]))
 
-    def metrics(self, state: Tensors) -> dict[str, Any]:
-        """Return the privacy spent so far, and the clipping norm of the next round.
-
-        Args:
-            state: State of the rule.
-        """
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """Return the privacy spent so far, and the clipping norm of the next round."""
         spent = self.spent(state)
         clip = state["clip"].tolist()
         return {
@@ -401,7 +399,7 @@ class DP(ClientRule, AggregateRule):
         return epsilon(history, float(state["delta"]), self.accountant)
 
     def stop_reason(self, state: Tensors) -> str | None:
-        """Return a sentence if one more round would exceed ``epsilon``.
+        """Return a sentence if one more round would exceed ``epsilon``, otherwise None.
 
         Args:
             state: State of the rule.
@@ -414,22 +412,14 @@ class DP(ClientRule, AggregateRule):
             return None
         return f"The privacy budget is spent: one more round would give epsilon={after:.4g}, above {self.epsilon:g}."
 
-    def summary_fields(self, state: Tensors, plan: RoundPlan) -> dict[str, Any]:
-        """Return the guarantee of the finished run.
-
-        Args:
-            state: State of the rule.
-            plan: Schedule of the run.
-        """
+    def report(self, state: Tensors, plan: RoundPlan) -> Report:
+        """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
         spent, delta = self.spent(state), float(state["delta"])
-        z = float(state["noise"])
+        fields = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
+        reason = self.stop_reason(state)
         if math.isinf(spent):
-            return {
-                "epsilon": None,
-                "delta": delta,
-                "noise_multiplier": z,
-                "privacy": "None: updates were clipped without noise.",
-            }
+            text = "None: updates were clipped without noise."
+            return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
         rates = {float(rate) for _, rate, _ in state["spent"].tolist()}
         accountant = "exact Gaussian" if rates == {1.0} else f"{self.accountant.upper()} (opacus)"
         cohorts = "Poisson cohorts" if plan.sampling == "poisson" else "fixed cohorts, without amplification"
@@ -440,7 +430,7 @@ class DP(ClientRule, AggregateRule):
             "samples; statistics that standardize inputs; choices made with the same data, such as tuning and early stopping"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
-        return {"epsilon": spent, "delta": delta, "noise_multiplier": z, "privacy": text}
+        return Report({**fields, "privacy": text}, stop_reason=reason)
 
 
 def stream_names(plan: RoundPlan) -> list[str]:

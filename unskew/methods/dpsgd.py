@@ -50,7 +50,7 @@ from unskew.privacy.accounting import GaussianRounds, default_delta, epsilon, no
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.noise import system_normal
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import ClientRule, Context, Method, Tensors
+from unskew.protocol.rules import ClientRule, Context, Method, Report, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, normal
@@ -291,8 +291,31 @@ class DPSGD(ClientRule):
         rows = [[*row, steps] for row, steps in counts.items()]
         return {**state, "spent": torch.tensor(rows, dtype=torch.float64, device=state["spent"].device)}
 
-    def client_fields(self, state: Tensors) -> dict[int, dict[str, Any]]:
-        """Return the privacy that each client has spent.
+    def report(self, state: Tensors, plan: RoundPlan) -> Report:
+        """Return the privacy that each client has spent, and the weakest guarantee of any client."""
+        spent = self.spent(state)
+        worst = max(
+            spent.values(),
+            key=lambda fields: (fields["epsilon"], fields["delta"]),
+            default={"epsilon": 0.0, "delta": 0.0},
+        )
+        if math.isinf(worst["epsilon"]):
+            text = "None: gradients of samples were clipped, but some steps had no noise."
+            return Report({"epsilon": None, "delta": worst["delta"], "privacy": text}, spent)
+        exact = all(rate == 1 for _, _, rate, _ in state["spent"].tolist())
+        accountant = "exact Gaussian" if exact else f"{self.accountant.upper()} (opacus)"
+        text = (
+            f"(epsilon={worst['epsilon']:.4g}, delta={worst['delta']:.3g}) or better for one sample of one client, added or "
+            "removed, against the server and all other clients, who see only noisy gradients; Poisson batches, "
+            f"{accountant} accountant. clients.jsonl has the values of each client. Not covered: numbers of "
+            "samples and class counts; metrics on the clients' held-out samples; other samples of the same client that "
+            "resemble one sample; choices made with the same data, such as tuning and early stopping"
+            f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
+        )
+        return Report({**worst, "privacy": text}, spent)
+
+    def spent(self, state: Tensors) -> dict[int, dict[str, Any]]:
+        """Return ``epsilon`` and ``delta`` that each client has spent, by client number.
 
         Args:
             state: State of the server half.
@@ -305,35 +328,6 @@ class DPSGD(ClientRule):
             client: {"epsilon": _epsilon(tuple(sorted(rows)), deltas[client], self.accountant), "delta": deltas[client]}
             for client, rows in histories.items()
         }
-
-    def summary_fields(self, state: Tensors, plan: RoundPlan) -> dict[str, Any]:
-        """Return the weakest guarantee of any client.
-
-        Args:
-            state: State of the server half.
-            plan: Schedule of the run.
-        """
-        spent = self.client_fields(state).values()
-        worst = max(
-            spent, key=lambda fields: (fields["epsilon"], fields["delta"]), default={"epsilon": 0.0, "delta": 0.0}
-        )
-        if math.isinf(worst["epsilon"]):
-            return {
-                "epsilon": None,
-                "delta": worst["delta"],
-                "privacy": "None: gradients of samples were clipped, but some steps had no noise.",
-            }
-        exact = all(rate == 1 for _, _, rate, _ in state["spent"].tolist())
-        accountant = "exact Gaussian" if exact else f"{self.accountant.upper()} (opacus)"
-        text = (
-            f"(epsilon={worst['epsilon']:.4g}, delta={worst['delta']:.3g}) or better for one sample of one client, added or "
-            "removed, against the server and all other clients, who see only noisy gradients; Poisson batches, "
-            f"{accountant} accountant. clients.jsonl has the values of each client. Not covered: numbers of "
-            "samples and class counts; metrics on the clients' held-out samples; other samples of the same client that "
-            "resemble one sample; choices made with the same data, such as tuning and early stopping"
-            f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
-        )
-        return {**worst, "privacy": text}
 
 
 def rate_of(samples: int, batch_size: int) -> float:

@@ -254,5 +254,8 @@ def check_declarations(rule: Rule) -> None:
             raise ConfigError(f"{name} is a {kind.__name__}, so it must define the method {hook!r}.")
     if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):
         raise ConfigError(f"{name}: steps_without must be 'updates', 'clients' or None, not {rule.steps_without!r}.")
-    if isinstance(rule, ServerRule) and (size := rule.buffer()) is not None and (not isinstance(size, int) or size < 1):
-        raise ConfigError(f"{name}.buffer must return a positive integer number of updates, or None, not {size!r}.")
+    size = rule.updates_per_step if isinstance(rule, ServerRule) else None
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ConfigError(
+            f"{name}.updates_per_step must be a positive integer number of updates, or None, not {size!r}."
+        )
