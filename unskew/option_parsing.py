@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
@@ -92,6 +92,24 @@ def option_defaults(cls: type) -> dict[str, object]:
     if not dataclasses.is_dataclass(cls):
         return {}
     return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
+
+
+def check_no_effect(rule: object, options: Collection[str], cause: str) -> None:
+    """Validate that options which have no effect in a run have their defaults.
+
+    Args:
+        rule: Instance of a rule, which has a ``name``.
+        options: Names of the options without an effect.
+        cause: Reason for the message: ``with adaptive=false``.
+
+    Raises:
+        ConfigError: If an option has another value than its default.
+    """
+    defaults = option_defaults(type(rule))
+    for option in options:
+        if getattr(rule, option) != defaults[option]:
+            name = getattr(rule, "name", type(rule).__name__)
+            raise ConfigError(f"{name}:{option} has no effect {cause}. Remove one of the two.")
 
 
 @functools.lru_cache(maxsize=128)

@@ -14,8 +14,9 @@ from conformance.trust import inputs
 from conformance.trust.inputs import Array, Setting
 from unskew.attacks.attackers import Attackers
 from unskew.attacks.registry import Attack
-from unskew.methods.compression import codes
+from unskew.methods.compression.quantized import decode_qsgd, encode_qsgd
 from unskew.methods.compression.rules import PowerSGD
+from unskew.methods.compression.sparse import decode_topk, encode_topk
 from unskew.methods.dp import DP
 from unskew.methods.robust import estimators
 from unskew.models.spec import ModelSpec
@@ -238,8 +239,8 @@ def quantized(case: tuple[int, Array]) -> Array:
     """Return a decoded vector of QSGD with one bucket, for the number of the random key and a vector."""
     number, vector = case
     n, v = len(vector), torch.from_numpy(vector)
-    code = codes.encode_qsgd(v, inputs.LEVELS, n, torch.tensor(number))
-    return codes.decode_qsgd(code, inputs.LEVELS, n, n, v.dtype).numpy()
+    code = encode_qsgd(v, inputs.LEVELS, n, torch.tensor(number))
+    return decode_qsgd(code, inputs.LEVELS, n, n, v.dtype).numpy()
 
 
 def sparse(share: float, vector: Array) -> Array:
@@ -250,7 +251,7 @@ def sparse(share: float, vector: Array) -> Array:
         vector: Vector, ``[n]``.
     """
     v = torch.from_numpy(vector)
-    return codes.decode_topk(codes.encode_topk(v, share), len(v), v.dtype).numpy()
+    return decode_topk(encode_topk(v, share), len(v), v.dtype).numpy()
 
 
 def _linear_layers(shapes: tuple[tuple[int, ...], ...]) -> ModelSpec:

@@ -222,6 +222,8 @@ def test_an_attack_is_given_as_an_expression_a_mapping_or_a_file(tmp_path, capsy
         ("signflip:sigma=1", "The attack signflip has no option 'sigma'; it has"),
         ("signflip:2", "'2' in attack=signflip:2 is not an option"),
         ({"share": 0.2}, "attack needs a kind"),
+        ({"kindd": "signflip"}, "The section attack has no option 'kindd'.*Did you mean 'kind'"),
+        ({"kind": "signflip", "scal": 2}, "The attack signflip has no option 'scal'.*Did you mean 'scale'"),
         ({"kind": "signflip", "share": True}, "must not be a boolean"),
         ("signflip:scale=-1", "attack.scale='-1' is not valid: it must be greater than 0"),
         ("signflip:scale=two", "attack.scale='two' is not valid"),
@@ -260,6 +262,45 @@ def test_attacks_that_do_not_fit_the_task_or_the_run():
     with pytest.raises(ConfigError, match="not supported over real sites"):
         check_deployable(experiment({"attack": "signflip"}))
     assert unskew.run(numbers, attack="signflip", **options).summary["attackers"]
+
+
+@pytest.mark.parametrize(
+    ("attack", "method", "words"),
+    [
+        ("alie:clients=0", "fedavg", "With 1 of the 8 clients of a round attacking, alie computes z=0"),
+        ("alie:z=0", "fedavg", "With attack.z=0"),
+        ("signflip:share=0.375", "trimmed:share=0.2", "38% of the clients attack, but trimmed suspects only 20%"),
+    ],
+)
+def test_attacks_without_effect_and_too_many_attackers_are_named(attack, method, words):
+    with pytest.warns(UserWarning, match=words):
+        run(attack, method, rounds=1)
+
+
+def test_a_flip_of_a_class_that_attackers_do_not_have_is_named(recwarn):
+    x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    fed = unskew.Federation.from_arrays(
+        [(x, np.arange(6) % 2)] * 2 + [(x, np.arange(6) % 3)] * 3, test=(x, np.arange(6) % 3)
+    )
+    options = {"model": "mlp", "rounds": 1, "engine": "inline"}
+    with pytest.warns(UserWarning, match="labelflip changes nothing"):
+        unskew.run(fed, attack="labelflip:clients=0+1,from_class=2,to_class=0", **options)
+    recwarn.clear()
+    unskew.run(fed, attack="labelflip:clients=1+2,from_class=2,to_class=0", **options)
+    assert not [warning for warning in recwarn if "labelflip" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("method", "words"), [("feddm", "clients of feddm send none"), ("center", "nobody could attack")]
+)
+def test_methods_without_updates_cannot_be_attacked(method, words):
+    with pytest.raises(ConfigError, match=words):
+        run("signflip", method)
+
+
+def test_advice_on_divergence_names_the_attack_and_robust_methods():
+    with pytest.warns(UserWarning, match=r"run diverged.*attack gaussian.*robust method.*smaller learning rate"):
+        run("gaussian:sigma=1e6", rounds=2)
 
 
 def test_without_honest_updates_attackers_send_their_own():

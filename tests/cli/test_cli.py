@@ -510,6 +510,15 @@ def test_compare_goes_on(capsys):
     other = call(capsys, *args, "--lr", 0.3, "--out", "c", "--resume")
     assert other.code == 2
     assert "lr=0.1" in other.err
+    # Another method, or another seed, has the same settings as the runs in the folder.
+    settings = (*QUICK, "--batch-size", 5, "--resume", "--out", "c")
+    for name, seeds in (("fedprox", "0"), ("fedavg", "5,6")):
+        other = call(capsys, "compare", name, "--seeds", seeds, *settings)
+        words = " ".join(other.err.split())
+        assert other.code == 2
+        assert "rounds=4 instead of 2" in words
+        assert "batch_size=" in words
+        assert "lr=" not in words
     assert call(capsys, *args, "--resume").code == 2, "--resume without --out"
 
 

@@ -10,8 +10,9 @@ from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_
 
 import unskew
 from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups
-from unskew.methods.registry import METHODS, rule_class, rule_slots
+from unskew.methods.registry import METHODS, rule_class
 from unskew.protocol.messages import Broadcast, ClientState
+from unskew.protocol.method import class_slots
 from unskew.protocol.rules import ClientRule
 
 SUMS = [
@@ -58,7 +59,7 @@ def train(method, engine, precision="fp64", **options):
 
 
 # What only changes the data before training needs images of 8 bits; its own tests run it on every engine.
-ALL_METHODS = [name for name in METHODS if rule_slots(rule_class(name)) != ["data"]]
+ALL_METHODS = [name for name in METHODS if class_slots(rule_class(name)) != ["data"]]
 
 
 # One method for each shape of message: state, upload and download; a body that stays; another upload than a model; a

@@ -80,7 +80,7 @@ def test_a_client_that_arrives_twice_in_one_buffer_is_calibrated_by_its_own_firs
             delta = draws.normal(size=2)
             oracle.arrive(client, delta)
             buffer.append(an_update(client, delta, last=cache.get(client)))
-            if len(buffer) == rule.buffer():
+            if len(buffer) == rule.updates_per_step:
                 state, buffer = rule.step(state, some_updates(buffer, round)), []
             cache[client] = torch.tensor(delta)
         assert_close(state["v"].numpy(), oracle.v, TRAINING)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unskew.errors import UnskewError
-from unskew.methods.compression import codes, packing
+from unskew.methods.compression import low_rank, packing, quantized, sparse
 from unskew.protocol.messages import num_bytes
 
 FLOATS = [torch.float32, torch.float64]
@@ -45,39 +45,39 @@ def codecs(n, dtype, key=None):
     buckets, bits = math.ceil(n / BUCKET), math.ceil(math.log2(2 * S + 1))
     shapes, layers = shapes_of(n), layers_of(n)
     # The convolution 12 x 12 and the matrix 11 x 23 are compressed.
-    low_rank = RANK * (24 + 34) + n - 144 - 253 if n >= 409 else n
+    rank_size = RANK * (24 + 34) + n - 144 - 253 if n >= 409 else n
     return {
         "topk": (
-            lambda v: codes.encode_topk(v, SHARE),
-            lambda code: codes.decode_topk(code, n, dtype),
+            lambda v: sparse.encode_topk(v, SHARE),
+            lambda code: sparse.decode_topk(code, n, dtype),
             width * k + min(4 * k, math.ceil(n / 8)) + 4,
         ),
         "randk": (
-            lambda v: codes.encode_randk(v, SHARE, key),
-            lambda code: codes.decode_randk(code, n, dtype),
+            lambda v: sparse.encode_randk(v, SHARE, key),
+            lambda code: sparse.decode_randk(code, n, dtype),
             width * k + 8,
         ),
         "qsgd": (
-            lambda v: codes.encode_qsgd(v, S, BUCKET, key),
-            lambda code: codes.decode_qsgd(code, S, BUCKET, n, dtype),
+            lambda v: quantized.encode_qsgd(v, S, BUCKET, key),
+            lambda code: quantized.decode_qsgd(code, S, BUCKET, n, dtype),
             width * buckets + math.ceil(n * bits / 8),
         ),
         "sign": (
-            lambda v: codes.encode_sign(v, layers),
-            lambda code: codes.decode_sign(code, layers, dtype),
+            lambda v: quantized.encode_sign(v, layers),
+            lambda code: quantized.decode_sign(code, layers, dtype),
             sum(math.ceil(size / 8) + width for size in layers),
         ),
         "int8": (
-            lambda v: codes.encode_int8(v, BUCKET),
-            lambda code: codes.decode_int8(code, BUCKET, n, dtype),
+            lambda v: quantized.encode_int8(v, BUCKET),
+            lambda code: quantized.decode_int8(code, BUCKET, n, dtype),
             n + width * buckets,
         ),
-        "fp16": (codes.encode_fp16, lambda code: codes.decode_fp16(code, n, dtype), 2 * n),
-        "bf16": (codes.encode_bf16, lambda code: codes.decode_bf16(code, n, dtype), 2 * n),
+        "fp16": (quantized.encode_fp16, lambda code: quantized.decode_fp16(code, n, dtype), 2 * n),
+        "bf16": (quantized.encode_bf16, lambda code: quantized.decode_bf16(code, n, dtype), 2 * n),
         "powersgd": (
-            lambda v: codes.encode_powersgd(v, shapes, RANK, None, key)[0],
-            lambda code: codes.decode_powersgd(code, shapes, RANK, dtype),
-            width * low_rank,
+            lambda v: low_rank.encode_powersgd(v, shapes, RANK, None, key)[0],
+            lambda code: low_rank.decode_powersgd(code, shapes, RANK, dtype),
+            width * rank_size,
         ),
     }
 
@@ -211,34 +211,34 @@ def test_hashes_do_not_repeat_and_long_draws_are_uniform():
 def test_number_of_entries_is_robust_against_rounding():
     for n in (1, 3, 10, 100, 1000, 12345, 10**7, 10**10):
         for percent in range(1, 101):
-            assert codes.sparse_count(percent / 100, n) == -(-percent * n // 100)
+            assert sparse.sparse_count(percent / 100, n) == -(-percent * n // 100)
     for n in range(1, 300):
         for k in range(1, n + 1):
-            assert codes.sparse_count(k / n, n) == k
-    assert codes.sparse_count(1e-300, 5) == 1
-    assert codes.sparse_count(0.5, 0) == 0
+            assert sparse.sparse_count(k / n, n) == k
+    assert sparse.sparse_count(1e-300, 5) == 1
+    assert sparse.sparse_count(0.5, 0) == 0
     for share in (0, -0.1, 1.5, math.nan):
         with pytest.raises(UnskewError, match="share"):
-            codes.sparse_count(share, 5)
+            sparse.sparse_count(share, 5)
 
 
 def test_topk_by_hand():
     v = torch.tensor([1.0, -3.0, 3.0, 0.0, -1.0, 3.0, 1.0])
     for k, kept in ((1, [1]), (2, [1, 2]), (3, [1, 2, 5]), (4, [0, 1, 2, 5]), (5, [0, 1, 2, 4, 5])):
-        code = codes.encode_topk(v, k / 7)
+        code = sparse.encode_topk(v, k / 7)
         assert code["values"].tolist() == v[kept].tolist()
         assert code["bitmap"].tolist() == np.packbits(np.isin(np.arange(7), kept)).tolist()
-    code = codes.encode_topk(torch.cat([v, torch.zeros(93)]), 0.03)
+    code = sparse.encode_topk(torch.cat([v, torch.zeros(93)]), 0.03)
     assert code["indices"].tolist() == [1, 2, 5]
     assert "bitmap" not in code
     # Equal sizes, 4 k = ceil(n / 8): indices.
-    assert "indices" in codes.encode_topk(vector(96), 3 / 96)
-    assert "bitmap" in codes.encode_topk(vector(96), 4 / 96)
+    assert "indices" in sparse.encode_topk(vector(96), 3 / 96)
+    assert "bitmap" in sparse.encode_topk(vector(96), 4 / 96)
 
 
 def test_topk_has_the_smallest_error_of_all_choices():
     v = vector(1001, torch.float64)
-    decoded = codes.decode_topk(codes.encode_topk(v, 0.2), 1001, v.dtype)
+    decoded = sparse.decode_topk(sparse.encode_topk(v, 0.2), 1001, v.dtype)
     error = (v.abs().sort().values[: 1001 - 201]).square().sum()
     assert (v - decoded).square().sum() == pytest.approx(error.item(), rel=1e-12)
     assert (v - decoded).square().sum() <= (1 - 201 / 1001) * v.square().sum()
@@ -248,7 +248,7 @@ def test_randk_draws_every_entry_equally_often_and_pairs_independently():
     n, k, draws = 11, 4, 4000
     counts = torch.zeros(n, n, dtype=torch.float64)
     for seed in range(draws):
-        indices = codes.randk_indices(key_of(seed), k, n)
+        indices = sparse.randk_indices(key_of(seed), k, n)
         assert len(indices) == k
         counts[indices[:, None], indices] += 1
     single, pair = k / n, k * (k - 1) / (n * (n - 1))
@@ -261,7 +261,7 @@ def test_randk_is_unbiased_with_the_variance_of_the_closed_form():
     n, k, draws = 11, 4, 4000
     v = vector(n, torch.float64)
     sample = torch.stack(
-        [codes.decode_randk(codes.encode_randk(v, k / n, key_of(i)), n, v.dtype) for i in range(draws)]
+        [sparse.decode_randk(sparse.encode_randk(v, k / n, key_of(i)), n, v.dtype) for i in range(draws)]
     )
     variance = (n / k - 1) * v.square()
     assert ((sample.mean(0) - v).abs() <= 5 * (variance / draws).sqrt()).all()
@@ -273,11 +273,11 @@ def test_randk_is_unbiased_with_the_variance_of_the_closed_form():
 def test_sums_of_randk_codes_decode_to_the_sum():
     for n in (1, 7, 1001):
         vectors = [vector(n, torch.float64, seed) for seed in range(4)]
-        sent = [codes.encode_randk(v, 0.3, key_of(5)) for v in vectors]
+        sent = [sparse.encode_randk(v, 0.3, key_of(5)) for v in vectors]
         total = {"values": sum(code["values"] for code in sent), "seed": sent[0]["seed"]}
-        decoded = sum(codes.decode_randk(code, n, torch.float64) for code in sent)
-        assert torch.allclose(codes.decode_randk(total, n, torch.float64), decoded, rtol=1e-13, atol=1e-13)
-        whole = codes.decode_randk(codes.encode_randk(sum(vectors), 0.3, key_of(5)), n, torch.float64)
+        decoded = sum(sparse.decode_randk(code, n, torch.float64) for code in sent)
+        assert torch.allclose(sparse.decode_randk(total, n, torch.float64), decoded, rtol=1e-13, atol=1e-13)
+        whole = sparse.decode_randk(sparse.encode_randk(sum(vectors), 0.3, key_of(5)), n, torch.float64)
         assert torch.allclose(whole, decoded, rtol=1e-13, atol=1e-13)
 
 
@@ -289,8 +289,8 @@ def test_qsgd_is_unbiased_and_within_its_variance_bound(b, s):
     """Buckets that repeat the same vector are independent draws."""
     v, draws = vector(b, torch.float64, b + s), 4000
     repeated = v.repeat(draws)
-    code = codes.encode_qsgd(repeated, s, b, key_of(s))
-    sample = codes.decode_qsgd(code, s, b, draws * b, v.dtype).reshape(draws, b)
+    code = quantized.encode_qsgd(repeated, s, b, key_of(s))
+    sample = quantized.decode_qsgd(code, s, b, draws * b, v.dtype).reshape(draws, b)
     norm = v.norm()
     ratios = s * v.abs() / norm
     fraction = ratios - ratios.floor()
@@ -306,25 +306,25 @@ def test_qsgd_is_unbiased_and_within_its_variance_bound(b, s):
 def test_qsgd_of_exact_levels_has_no_error():
     """With the norm 5 and s = 5, the entries 3 and -4 are levels."""
     v = torch.tensor([3.0, -4.0, 0.0, 0.0, -6.0, 8.0])
-    code = codes.encode_qsgd(v, 5, 3, key_of(0))
+    code = quantized.encode_qsgd(v, 5, 3, key_of(0))
     assert code["norms"].tolist() == [5.0, 10.0]
     assert packing.unpack_integers("qsgd", code["levels"], 6, 4).tolist() == [8, 1, 5, 5, 2, 9]
-    assert torch.allclose(codes.decode_qsgd(code, 5, 3, 6, v.dtype), v)
+    assert torch.allclose(quantized.decode_qsgd(code, 5, 3, 6, v.dtype), v)
 
 
 def test_a_bucket_that_is_not_finite_spoils_no_other_bucket():
     v = vector(20)
     v[7] = math.nan
     for decoded in (
-        codes.decode_qsgd(codes.encode_qsgd(v, 15, 5, key_of(0)), 15, 5, 20, v.dtype),
-        codes.decode_int8(codes.encode_int8(v, 5), 5, 20, v.dtype),
+        quantized.decode_qsgd(quantized.encode_qsgd(v, 15, 5, key_of(0)), 15, 5, 20, v.dtype),
+        quantized.decode_int8(quantized.encode_int8(v, 5), 5, 20, v.dtype),
     ):
         assert decoded.isfinite().reshape(4, 5).all(dim=1).tolist() == [True, False, True, True]
 
 
 def test_int8_is_within_half_a_step():
     v = vector(1001, torch.float64)
-    error = (codes.decode_int8(codes.encode_int8(v, 100), 100, 1001, v.dtype) - v).abs()
+    error = (quantized.decode_int8(quantized.encode_int8(v, 100), 100, 1001, v.dtype) - v).abs()
     for part, errors in zip(v.split(100), error.split(100), strict=True):
         assert errors.max() <= part.abs().max() / 254 * (1 + 1e-12)
 
@@ -332,14 +332,14 @@ def test_int8_is_within_half_a_step():
 def test_16_bit_numbers_saturate():
     v = torch.tensor([65504.0, 65519.0, 65520.0, 1e30, -1e30, -0.0, 6e-8, math.inf, -math.inf])
     top = 65504.0
-    decoded = codes.decode_fp16(codes.encode_fp16(v), 9, v.dtype).tolist()
+    decoded = quantized.decode_fp16(quantized.encode_fp16(v), 9, v.dtype).tolist()
     assert decoded[:6] == [top, top, top, top, -top, 0.0]
     assert decoded[6] == 2.0**-24
     assert decoded[7:] == [math.inf, -math.inf]
     largest = torch.finfo(torch.bfloat16).max
     for dtype, value in ((torch.float32, 3.4e38), (torch.float64, 1e300)):
         ends = torch.tensor([value, -value, math.inf], dtype=dtype)
-        assert codes.decode_bf16(codes.encode_bf16(ends), 3, dtype).tolist() == [largest, -largest, math.inf]
+        assert quantized.decode_bf16(quantized.encode_bf16(ends), 3, dtype).tolist() == [largest, -largest, math.inf]
 
 
 # --- low-rank codes ----------------------------------------------------------------------------------------------------
@@ -352,8 +352,8 @@ def test_powersgd_of_a_matrix_of_its_rank_is_exact_from_the_second_step():
     v = torch.from_numpy(np.concatenate([matrices[0].ravel(), rng.normal(size=7), matrices[1].ravel()]))
     start = None
     for step in range(4):
-        code, start = codes.encode_powersgd(v, shapes, rank, start, key_of(1))
-        decoded = codes.decode_powersgd(code, shapes, rank, v.dtype)
+        code, start = low_rank.encode_powersgd(v, shapes, rank, start, key_of(1))
+        decoded = low_rank.decode_powersgd(code, shapes, rank, v.dtype)
         assert code_bytes(code) == 8 * (rank * (40 + 30 + 30 + 50) + 7)
         if step:
             assert torch.allclose(decoded, v, rtol=1e-10, atol=1e-10)
@@ -366,10 +366,10 @@ def test_powersgd_equals_a_power_iteration_in_numpy_and_converges_to_the_singula
     w, _ = np.linalg.qr(rng.normal(size=(b, a)))
     matrix = u @ np.diag(0.5 ** np.arange(a)) @ w.T
     v = torch.from_numpy(matrix.ravel())
-    start = codes.initial_powersgd_start([(a, b)], rank, key_of(2), v.dtype)
+    start = low_rank.initial_powersgd_start([(a, b)], rank, key_of(2), v.dtype)
     q = start.numpy().reshape(b, rank)
     for _ in range(20):
-        code, start = codes.encode_powersgd(v, [(a, b)], rank, start, key_of(2))
+        code, start = low_rank.encode_powersgd(v, [(a, b)], rank, start, key_of(2))
         p = matrix @ q
         for column in range(rank):  # Gram-Schmidt
             for other in range(column):
@@ -379,7 +379,7 @@ def test_powersgd_equals_a_power_iteration_in_numpy_and_converges_to_the_singula
         assert np.allclose(code["left"].numpy().reshape(a, rank), p, atol=1e-9)
         assert np.allclose(code["right"].numpy().reshape(b, rank), q, atol=1e-9)
         assert torch.equal(start, code["right"])
-    error = (codes.decode_powersgd(code, [(a, b)], rank, v.dtype) - v).norm().item()
+    error = (low_rank.decode_powersgd(code, [(a, b)], rank, v.dtype) - v).norm().item()
     assert error == pytest.approx(np.sqrt((0.25 ** np.arange(rank, a)).sum()), rel=1e-6)
 
 
@@ -387,39 +387,39 @@ def test_powersgd_sends_uncompressed_what_would_not_shrink_twofold():
     for shape, compressed in [((8, 8), True), ((7, 8), False), ((1, 100), False), ((100,), False), ((0, 3), False)]:
         size = math.prod(shape)
         v = vector(size)
-        code, start = codes.encode_powersgd(v, [shape], 2, None, key_of(0))
+        code, start = low_rank.encode_powersgd(v, [shape], 2, None, key_of(0))
         assert len(start) == (16 if compressed else 0)
         assert code_bytes(code) == 4 * (2 * sum(shape) if compressed else size)
         if not compressed:
-            assert torch.equal(codes.decode_powersgd(code, [shape], 2, v.dtype), v)
+            assert torch.equal(low_rank.decode_powersgd(code, [shape], 2, v.dtype), v)
 
 
 def test_powersgd_recovers_after_zeros_and_values_that_are_not_finite():
     shapes = [(20, 30)]
     rng = np.random.default_rng(0)
     v = torch.from_numpy((rng.normal(size=(20, 1)) @ rng.normal(size=(1, 30))).ravel())
-    _, usual = codes.encode_powersgd(v, shapes, 1, None, key_of(0))
+    _, usual = low_rank.encode_powersgd(v, shapes, 1, None, key_of(0))
     for bad in (0.0, math.nan, math.inf, 1e308):
-        _, start = codes.encode_powersgd(torch.full_like(v, bad), shapes, 1, usual, key_of(0))
+        _, start = low_rank.encode_powersgd(torch.full_like(v, bad), shapes, 1, usual, key_of(0))
         assert start.isfinite().all()
-        code, _ = codes.encode_powersgd(v, shapes, 1, start, key_of(0))
-        assert torch.allclose(codes.decode_powersgd(code, shapes, 1, v.dtype), v)
+        code, _ = low_rank.encode_powersgd(v, shapes, 1, start, key_of(0))
+        assert torch.allclose(low_rank.decode_powersgd(code, shapes, 1, v.dtype), v)
 
 
 def test_powersgd_does_not_overflow_over_rounds():
     shapes, v, start = [(20, 30)], vector(600), None
     plain = None
     for _ in range(3):
-        code, start = codes.encode_powersgd(v * 2.0**80, shapes, 2, start, key_of(0))
-        expected, plain = codes.encode_powersgd(v, shapes, 2, plain, key_of(0))
-        decoded = codes.decode_powersgd(code, shapes, 2, v.dtype) / 2.0**80
-        assert torch.allclose(decoded, codes.decode_powersgd(expected, shapes, 2, v.dtype), rtol=1e-3, atol=1e-4)
+        code, start = low_rank.encode_powersgd(v * 2.0**80, shapes, 2, start, key_of(0))
+        expected, plain = low_rank.encode_powersgd(v, shapes, 2, plain, key_of(0))
+        decoded = low_rank.decode_powersgd(code, shapes, 2, v.dtype) / 2.0**80
+        assert torch.allclose(decoded, low_rank.decode_powersgd(expected, shapes, 2, v.dtype), rtol=1e-3, atol=1e-4)
 
 
 def test_powersgd_names_sizes_that_do_not_fit():
     for v, start in ((vector(7), None), (vector(600), torch.zeros(3))):
         with pytest.raises(UnskewError, match="powersgd must have"):
-            codes.encode_powersgd(v, [(20, 30)], 1, start, key_of(0))
+            low_rank.encode_powersgd(v, [(20, 30)], 1, start, key_of(0))
 
 
 # --- limits and determinism --------------------------------------------------------------------------------------------
@@ -428,18 +428,18 @@ def test_powersgd_names_sizes_that_do_not_fit():
 def test_the_finest_setting_is_almost_no_compression():
     for n in (1, 7, 1001):
         v = vector(n)
-        assert torch.equal(codes.decode_topk(codes.encode_topk(v, 1.0), n, v.dtype), v)
-        assert torch.equal(codes.decode_randk(codes.encode_randk(v, 1.0, key_of(0)), n, v.dtype), v)
+        assert torch.equal(sparse.decode_topk(sparse.encode_topk(v, 1.0), n, v.dtype), v)
+        assert torch.equal(sparse.decode_randk(sparse.encode_randk(v, 1.0, key_of(0)), n, v.dtype), v)
         s = 2**23 - 1
-        fine = codes.decode_qsgd(codes.encode_qsgd(v, s, n, key_of(0)), s, n, n, v.dtype)
+        fine = quantized.decode_qsgd(quantized.encode_qsgd(v, s, n, key_of(0)), s, n, n, v.dtype)
         assert torch.allclose(fine, v, rtol=1e-6, atol=float(v.norm()) * 2**-22)
-        alone = codes.decode_sign(codes.encode_sign(v, [1] * n), [1] * n, v.dtype)
+        alone = quantized.decode_sign(quantized.encode_sign(v, [1] * n), [1] * n, v.dtype)
         assert torch.equal(alone, v)
-        alone = codes.decode_int8(codes.encode_int8(v, 1), 1, n, v.dtype)
+        alone = quantized.decode_int8(quantized.encode_int8(v, 1), 1, n, v.dtype)
         assert torch.allclose(alone, v, rtol=1e-6, atol=0)
     v = vector(20 * 30)
-    code, _ = codes.encode_powersgd(v, [(20, 30)], 20, None, key_of(0))
-    assert torch.equal(codes.decode_powersgd(code, [(20, 30)], 20, v.dtype), v)
+    code, _ = low_rank.encode_powersgd(v, [(20, 30)], 20, None, key_of(0))
+    assert torch.equal(low_rank.decode_powersgd(code, [(20, 30)], 20, v.dtype), v)
 
 
 def test_random_codes_depend_on_the_key_only():
@@ -448,9 +448,9 @@ def test_random_codes_depend_on_the_key_only():
         assert all(torch.equal(first[part], again[part]) for part in first)
         assert any(not torch.equal(first[part], other[part]) for part in first)
     v = vector(1001)
-    shaped = codes.encode_randk(v, 0.1, key_of(1).reshape(1))
+    shaped = sparse.encode_randk(v, 0.1, key_of(1).reshape(1))
     assert torch.equal(shaped["seed"], key_of(1).reshape(1))
-    assert torch.equal(shaped["values"], codes.encode_randk(v, 0.1, key_of(1))["values"])
+    assert torch.equal(shaped["values"], sparse.encode_randk(v, 0.1, key_of(1))["values"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -463,11 +463,11 @@ def test_vectors_with_a_stride(name):
 def test_options_out_of_range_are_named():
     v = vector(7)
     for call in (
-        lambda: codes.encode_qsgd(v, 0, 4, key_of(0)),
-        lambda: codes.encode_qsgd(v, 2**23, 4, key_of(0)),
-        lambda: codes.encode_qsgd(v, 3, 0, key_of(0)),
-        lambda: codes.encode_int8(v, 0),
-        lambda: codes.encode_powersgd(v, [(7,)], 0, None, key_of(0)),
+        lambda: quantized.encode_qsgd(v, 0, 4, key_of(0)),
+        lambda: quantized.encode_qsgd(v, 2**23, 4, key_of(0)),
+        lambda: quantized.encode_qsgd(v, 3, 0, key_of(0)),
+        lambda: quantized.encode_int8(v, 0),
+        lambda: low_rank.encode_powersgd(v, [(7,)], 0, None, key_of(0)),
     ):
         with pytest.raises(UnskewError, match="must be"):
             call()
@@ -530,14 +530,14 @@ def valid_count(bad, code, n):
 
 def test_hostile_topk_codes_are_rejected():
     n = 127
-    sparse, dense = codes.encode_topk(vector(n), 0.03), codes.encode_topk(vector(n), 0.5)
-    assert codes.decode_topk(sparse, n, torch.float32).count_nonzero() == len(sparse["indices"]) == 4
+    by_index, dense = sparse.encode_topk(vector(n), 0.03), sparse.encode_topk(vector(n), 0.5)
+    assert sparse.decode_topk(by_index, n, torch.float32).count_nonzero() == len(by_index["indices"]) == 4
     i32 = torch.int32
-    bad = [{**sparse, "indices": torch.tensor(i, dtype=i32)} for i in hostile_indices(n)]
+    bad = [{**by_index, "indices": torch.tensor(i, dtype=i32)} for i in hostile_indices(n)]
     bad += [
-        {**code, "count": torch.tensor([c], dtype=i32)} for code in (sparse, dense) for c in (0, -1, n + 1, 2**31 - 1)
+        {**code, "count": torch.tensor([c], dtype=i32)} for code in (by_index, dense) for c in (0, -1, n + 1, 2**31 - 1)
     ]
-    bad += [{**code, "count": code["count"] + step} for code in (sparse, dense) for step in (-1, 1)]
+    bad += [{**code, "count": code["count"] + step} for code in (by_index, dense) for step in (-1, 1)]
     bitmap = dense["bitmap"]
     assert n % 8 == 7
     bad += [{**dense, "bitmap": torch.zeros_like(bitmap)}, {**dense, "bitmap": torch.full_like(bitmap, 255)}]
@@ -553,7 +553,7 @@ def test_hostile_topk_codes_are_rejected():
     bad += [both, {n: t for n, t in both.items() if n != "bitmap"}]
     for code in bad:
         with pytest.raises(UnskewError, match="topk"):
-            codes.decode_topk(code, n, torch.float32)
+            sparse.decode_topk(code, n, torch.float32)
 
 
 def hostile_indices(n):
@@ -562,33 +562,33 @@ def hostile_indices(n):
 
 def test_hostile_quantized_codes_are_rejected():
     v = vector(21)
-    code = codes.encode_qsgd(v, 5, 8, key_of(0))  # 4 bits; levels up to 10 are valid, 11 to 15 are not
+    code = quantized.encode_qsgd(v, 5, 8, key_of(0))  # 4 bits; levels up to 10 are valid, 11 to 15 are not
     for level in range(11, 16):
         levels = code["levels"].clone()
         levels[3] = level
         with pytest.raises(UnskewError, match="between -5 and 5"):
-            codes.decode_qsgd({**code, "levels": levels}, 5, 8, 21, v.dtype)
+            quantized.decode_qsgd({**code, "levels": levels}, 5, 8, 21, v.dtype)
     levels = code["levels"].clone()
     levels[-1] |= 1
     with pytest.raises(UnskewError, match="beyond"):
-        codes.decode_qsgd({**code, "levels": levels}, 5, 8, 21, v.dtype)
+        quantized.decode_qsgd({**code, "levels": levels}, 5, 8, 21, v.dtype)
     with pytest.raises(UnskewError, match="negative"):
-        codes.decode_qsgd({**code, "norms": -code["norms"]}, 5, 8, 21, v.dtype)
+        quantized.decode_qsgd({**code, "norms": -code["norms"]}, 5, 8, 21, v.dtype)
 
-    code = codes.encode_sign(v, [9, 12])
+    code = quantized.encode_sign(v, [9, 12])
     for byte, bit in ((1, 1), (1, 64), (3, 1), (3, 8)):
         signs = code["signs"].clone()
         signs[byte] |= bit
         with pytest.raises(UnskewError, match="beyond"):
-            codes.decode_sign({**code, "signs": signs}, [9, 12], v.dtype)
+            quantized.decode_sign({**code, "signs": signs}, [9, 12], v.dtype)
     with pytest.raises(UnskewError, match="negative"):
-        codes.decode_sign({**code, "scales": -code["scales"]}, [9, 12], v.dtype)
+        quantized.decode_sign({**code, "scales": -code["scales"]}, [9, 12], v.dtype)
 
-    code = codes.encode_int8(v, 8)
+    code = quantized.encode_int8(v, 8)
     with pytest.raises(UnskewError, match="-127"):
-        codes.decode_int8({**code, "values": torch.full_like(code["values"], -128)}, 8, 21, v.dtype)
+        quantized.decode_int8({**code, "values": torch.full_like(code["values"], -128)}, 8, 21, v.dtype)
     with pytest.raises(UnskewError, match="negative"):
-        codes.decode_int8({**code, "scales": -code["scales"]}, 8, 21, v.dtype)
+        quantized.decode_int8({**code, "scales": -code["scales"]}, 8, 21, v.dtype)
 
 
 @pytest.mark.parametrize("name", NAMES)

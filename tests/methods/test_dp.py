@@ -249,6 +249,10 @@ def test_methods_that_need_more_than_a_private_sum_are_rejected(method):
         ("dp:noise=1,adaptive=false", {"class_weights": "balanced"}, "Statistics of the clients"),
         ("dp:noise=1,adaptive=false", {"model": "resnet20"}, "normalization buffers"),
         ("dp:noise=1,clip=inf", {}, "clip=inf"),
+        ("dp:noise=1,adaptive=false,clip_lr=0.3", {}, "dp:clip_lr has no effect with adaptive=false"),
+        ("dp:noise=1,adaptive=false,quantile=0.9", {}, "dp:quantile has no effect"),
+        ("dp:noise=1,adaptive=false,bit_noise=2", {}, "dp:bit_noise has no effect"),
+        ("dp:noise=0,epsilon=8", {}, "dp:epsilon has no effect with noise=0"),
         ("scaffold+dp:noise=1,adaptive=false,public_sizes=true", {}, "nothing besides the model"),
         ("scaffold+dp:noise=1,adaptive=false", {"local_steps": None, "local_epochs": 1}, "needs local_steps"),
     ],
@@ -257,6 +261,13 @@ def test_what_would_not_be_protected_is_reported_before_training(method, options
     fed = blobs(SIZES, shape=(3, 8, 8))
     with pytest.raises(UnskewError, match=words):
         unskew.run(fed, **{"model": "mlp", "method": method, **FEW, **options})
+
+
+def test_options_without_effect_are_named():
+    with pytest.warns(UserWarning, match="streams=apart has no effect"):
+        run("dp:noise=1,adaptive=false,delta=0.01,streams=apart", rounds=1)
+    with pytest.warns(UserWarning, match="accountant=prv has no effect"):
+        run("dp:noise=1,adaptive=false,delta=0.01,accountant=prv", rounds=1)
 
 
 def test_public_sizes_weight_clients_by_samples():

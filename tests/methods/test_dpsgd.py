@@ -330,6 +330,7 @@ def test_a_hook_that_sees_samples_is_rejected():
     [
         ("dpsgd", {}, "needs noise or epsilon"),
         ("dpsgd:noise=1,delta=0.2", {}, "must be below 1/"),
+        ("dpsgd:noise=0,epsilon=8", {}, "dpsgd:epsilon has no effect with noise=0"),
         ("dpsgd:noise=1", {"model": "resnet20"}, "BatchNorm"),
         ("dpsgd:noise=1", {"diagnose": "updates"}, "reveal=true"),
         ("dpsgd:noise=1", {"class_weights": "balanced"}, "Statistics of the clients"),
@@ -338,3 +339,8 @@ def test_a_hook_that_sees_samples_is_rejected():
 def test_what_would_not_be_protected_is_reported_before_training(expression, options, words):
     with pytest.raises(UnskewError, match=words):
         unskew.run(blobs(SIZES, shape=(3, 8, 8)), **{"model": "mlp", "method": expression, **FEW, **options})
+
+
+def test_an_accountant_that_does_not_matter_is_named():
+    with pytest.warns(UserWarning, match="accountant=prv has no effect"):
+        run("dpsgd:noise=1,accountant=prv", batch_size=max(SIZES), rounds=1)

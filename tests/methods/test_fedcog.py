@@ -15,7 +15,8 @@ import unskew
 from unskew.generators.labels import allocate_counts, labels_from_counts
 from unskew.generators.learned.inversion import minimize, statistics_distance
 from unskew.methods.fedcog.fedcog import FedCOG, kl
-from unskew.methods.registry import METHODS, rule_class, rule_slots
+from unskew.methods.registry import METHODS, rule_class
+from unskew.protocol.method import class_slots
 from unskew.seeding import fold
 from unskew.tasks.classification import Classification
 
@@ -201,7 +202,7 @@ def test_statistics_distance_equals_the_formula():
 HOSTS = [
     name
     for name in METHODS
-    if rule_class(name).name not in ("fedcog", "center", "feddm", "dpsgd") and rule_slots(rule_class(name)) != ["data"]
+    if rule_class(name).name not in ("fedcog", "center", "feddm", "dpsgd") and class_slots(rule_class(name)) != ["data"]
 ]
 CHEAPER = {
     **QUICK,

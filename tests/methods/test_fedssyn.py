@@ -25,13 +25,15 @@ import unskew
 from unskew import Federation
 from unskew.comparison.cost_to_target import target_costs
 from unskew.data.federation import ServerData
+from unskew.deployment.site.data import SingleClientView
 from unskew.errors import ConfigError, DataError, MethodConflictError
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.client_images import append_log, draw_subset
 from unskew.methods.fedssyn.fedssyn import Fedssyn
 from unskew.methods.fedssyn.synthetic_sets import refusing_clients
-from unskew.protocol.data_preparation import Workspace
+from unskew.protocol.data_preparation import PreparedData, Workspace
 from unskew.protocol.rules import ClientRule
+from unskew.protocol.training_config import Training
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -60,6 +62,29 @@ def train(method, out=None, federation=None, rounds=2, **options):
     return unskew.run(federation or pictures(), model=model, method=method, rounds=rounds, out=out, **given)
 
 
+def unprepared(federation):
+    return PreparedData(federation, Training(local_epochs=4))
+
+
+def test_a_site_computes_its_part_of_the_payload_bit_for_bit():
+    fed, rule = pictures(holdout=0.25), Fedssyn(generator="support.colors:Colors", refuse="1")
+    whole = rule.client_payload(unprepared(fed), 3, Workspace()).sent
+    assert whole.keys() == {0, 2, 3}
+    assert len(whole[0]["y"]) == sum(SIZES) // 4, "the mean size counts held-out samples"
+    for k in range(4):
+        alone = PreparedData(
+            replace(fed, clients=SingleClientView(fed.clients[k], 4)),
+            Training(local_epochs=4),
+            client=k,
+            site_mean=sum(SIZES) // 4,
+        )
+        sent = rule.client_payload(alone, 3, Workspace()).sent
+        assert sent.keys() == {k} & whole.keys()
+        for name, t in sent.get(k, {}).items():
+            assert torch.equal(t, whole[k][name])
+        assert replace(rule, data="real").client_payload(alone, 3, Workspace()) is alone
+
+
 def multiset(x, y):
     return Counter((one.tobytes(), int(label)) for one, label in zip(x.contiguous().numpy(), y, strict=True))
 
@@ -74,7 +99,7 @@ def synthetic_part(before, after, k):
 def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
     fed = pictures(holdout=0.25)
     rule = Fedssyn(n_syn=7, generator="support.colors:Colors")
-    made = rule.made(fed, 3, Workspace())
+    made = rule.made(unprepared(fed), 3, Workspace())
     ready = prepared(rule, fed, 3)
     after, traffic = ready.federation, dict(ready.traffic)
     parts = [synthetic_part(fed, after, k) for k in range(4)]
@@ -96,7 +121,7 @@ def test_the_permutation_is_uniform_over_places():
     rule = Fedssyn(n_syn=1, generator="support.colors:Colors", rho=1.0)
     ends = []
     for seed in range(80):
-        made, after = rule.made(fed, seed, Workspace()), prepared(rule, fed, seed).federation
+        made, after = rule.made(unprepared(fed), seed, Workspace()), prepared(rule, fed, seed).federation
         ends.append(next(k for k in range(4) if torch.equal(after.clients[k].x[-1], made.x[0])))
     counts = np.bincount(ends, minlength=4)
     assert ((counts - 20) ** 2 / 20).sum() < 16.3  # 99.9%
@@ -105,7 +130,7 @@ def test_the_permutation_is_uniform_over_places():
 def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
     fed = pictures()
     Colors.fitted.clear()
-    made = Fedssyn(n_syn=11, rho=0.5, generator="support.colors:Colors").made(fed, 0, Workspace())
+    made = Fedssyn(n_syn=11, rho=0.5, generator="support.colors:Colors").made(unprepared(fed), 0, Workspace())
     for k, (x, y) in enumerate(Colors.fitted):
         assert len(y) == round(0.5 * SIZES[k])
         own = multiset(fed.clients[k].x, fed.clients[k].y)
@@ -123,7 +148,8 @@ def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
 def test_by_default_as_many_as_the_training_set_over_the_clients_held_out_samples_included():
     fed = pictures(holdout=0.25)
     assert (
-        Fedssyn(generator="support.colors:Colors").made(fed, 0, Workspace()).about["recipe"]["count"] == sum(SIZES) // 4
+        Fedssyn(generator="support.colors:Colors").made(unprepared(fed), 0, Workspace()).about["recipe"]["count"]
+        == sum(SIZES) // 4
     )
 
 
@@ -135,7 +161,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
         return labels != 2
 
     rule = unskew.method("fedssyn", n_syn=5, generator="support.colors:Colors", refuse="1", keep=dark).data[0]
-    made = rule.made(fed, 0, Workspace())
+    made = rule.made(unprepared(fed), 0, Workspace())
     assert set(made.source.tolist()) == {0, 2, 3}
     assert 2 not in made.y.tolist()
     ready = prepared(rule, fed)
@@ -166,7 +192,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
 def test_ablations():
     fed = pictures()
     rule = Fedssyn(n_syn=6, generator="support.colors:Colors")
-    made, size = rule.made(fed, 0, Workspace()), 3 * 6 * 6 + 1
+    made, size = rule.made(unprepared(fed), 0, Workspace()), 3 * 6 * 6 + 1
     ready = prepared(replace(rule, data="real"), fed)
     same, cost = ready.federation, dict(ready.traffic)
     assert same is fed
@@ -568,7 +594,7 @@ def test_the_preparation_tells_of_training_and_of_sampling_and_never_goes_back()
     seen = []
     spec = "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2"
     place = Workspace(report=lambda *told: seen.append(told))
-    Fedssyn(n_syn=3, generator=spec).made(pictures([9, 8]), 0, place)
+    Fedssyn(n_syn=3, generator=spec).made(unprepared(pictures([9, 8])), 0, place)
     done = [at for _, at, _ in seen]
     assert done == sorted(done)
     assert done[-1] == pytest.approx(2)

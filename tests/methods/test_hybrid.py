@@ -140,7 +140,7 @@ def test_a_server_with_a_clients_data_counts_as_that_client():
 class HalfReal(unskew.DataRule):
     name, summary, paper = "half-real", "half of what clients hold is synthetic", "none"
 
-    def prepare(self, prepared, seed, workspace):
+    def client_payload(self, prepared, seed, workspace):
         return replace(prepared, counted=prepared.federation.sizes // 2)
 
 

@@ -92,7 +92,7 @@ class Part(unskew.SyncRule):
         (with_attributes(Server, steps_without="update"), "steps_without must be"),
         (with_attributes(unskew.ServerRule, name="idle"), "must define the method 'step'"),
         (with_attributes(unskew.SyncRule, name="still"), "must define the method 'exchanged_slices'"),
-        (with_attributes(Server, buffer=lambda self: 0), "a positive integer number of updates"),
+        (with_attributes(Server, updates_per_step=0), "a positive integer number of updates"),
         (with_attributes(Server, step=lambda self, state, updates: {}), "with the model 'v'"),
         (
             with_attributes(Server, step=lambda self, state, updates: {"v": state["v"].float()}),
@@ -106,16 +106,29 @@ class Part(unskew.SyncRule):
             with_attributes(Server, step=lambda self, state, updates: {"v": state["v"], "b": state["v"]}),
             r"server.step must return .* statistics 'b'",
         ),
+        (with_attributes(Server, updates_per_step="2"), "a positive integer number of updates"),
+        (
+            with_attributes(Server, step=lambda self, state, updates: {"v": state["v"], "evaluated": state["v"][:3]}),
+            r"server.step must return .* the evaluated model 'evaluated', .* \(219,\)",
+        ),
+        (
+            with_attributes(has_personal_model=True, end=lambda self, ctx, carry, v: ctx.state.update(personal=v[:3])),
+            r"own\.end writes ctx\.state\['personal'\], .* \(219,\)",
+        ),
+        (
+            with_attributes(end=lambda self, ctx, carry, v: ctx.state.update(personal=v)),
+            "rules with has_personal_model = True",
+        ),
         (
             with_attributes(Server, init=lambda self, v, facts: {"v": v[:7]}),
             r"server.init must .* \(219,\); there is torch.float64 \(7,\)",
         ),
         (
-            with_attributes(Server, metrics=lambda self, state: {"accuracy": 1.0}),
+            with_attributes(Server, metrics=lambda self, state, round, spec: {"accuracy": 1.0}),
             r"metrics gives 'accuracy', which every",
         ),
         (
-            with_attributes(Server, metrics=lambda self, state: [1.0]),
+            with_attributes(Server, metrics=lambda self, state, round, spec: [1.0]),
             r"server.metrics must return a dictionary of metrics.*\[1.0\]",
         ),
         (with_attributes(transform_update=lambda self, ctx, carry, delta: delta[:3]), r"not torch.float64 \(3,\)"),
@@ -168,18 +181,16 @@ class Deals(unskew.DataRule):
         (Own, "adapt", torch.nn.Linear(2, 2)),
         (Own, "trainable_mask", torch.ones(3, dtype=torch.bool)),
         (Own, "trainable_mask", torch.ones(219)),
-        (Own, "personal", 1),
         (Own, "conflict_with", True),
         (Server, "step", None),
         (Server, "init", 3),
-        (Server, "evaluated", torch.ones(3)),
         (Server, "metrics", {"a": torch.ones(2)}),
         (Server, "metrics", {1: 2.0}),
-        (Server, "buffer", "2"),
+        (Own, "report", {"epsilon": 1.0}),
         (Part, "exchanged_slices", None),
         (Part, "exchanged_slices", (1, 2)),
         (Part, "local_slices", None),
-        (Part, "round_metrics", 3),
+        (Part, "metrics", 3),
         (Deals, "client_payload", None),
         (Deals, "server_payload", {}),
     ],
@@ -189,8 +200,6 @@ def test_a_hook_that_returns_something_else_is_named_with_its_rule(base, hook, v
         return value
 
     given = {hook: returning, "pieces": (slice(0, 9),)}
-    if hook == "evaluated":
-        given["step"] = Server.step
     rule = with_attributes(base, **given)
     with pytest.raises(ConfigError, match=rf"{rule.name}\.{hook} must return"):
         unskew.method([rule, "fedprox"]) if hook == "conflict_with" else train(rule, rounds=1)

@@ -151,7 +151,7 @@ def test_dittos_personal_models_take_steps_of_the_same_rate(schedule):
         for t, row in enumerate(rates(training, 6)[:3]):
             for eta in row:
                 v = v - eta * (gradient(A[k], b[k], v) + lam * (v - xs[t]))
-        assert_close(state_at(run.server, k).rules["ditto"]["v"], v, TRAINING)
+        assert_close(state_at(run.server, k).rules["ditto"]["personal"], v, TRAINING)
 
 
 def train(**options):

@@ -133,7 +133,7 @@ def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone():
         for t in range(3):
             for _ in range(STEPS):
                 v = v - LR * (gradient(A[k], b[k], v) + lam * (v - xs[t]))
-        assert_close(state_at(run.server, k).rules["ditto"]["v"], v, TRAINING)
+        assert_close(state_at(run.server, k).rules["ditto"]["personal"], v, TRAINING)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from unskew.models.spec import ModelSpec
 from unskew.plots import curves
 from unskew.plots.curves import plot_clients_by_class, plot_convergence, plot_signs
 from unskew.plots.figure import new_figure, set_round_axis
+from unskew.plots.method_plots import METHOD_PLOTS
 from unskew.records.recorder import MEASURED, Recorder, first_reaching
 from unskew.records.result import Result, read_history
 from unskew.simulation.evaluate import ClientScores
@@ -299,7 +300,7 @@ def test_method_figures_are_in_the_metrics(tmp_path):
         def step(self, state, updates):
             return {"v": state["v"] + updates.aggregate.delta, "n": state["n"] + len(updates)}
 
-        def metrics(self, state):
+        def metrics(self, state, round, spec):
             return {"seen": float(state["n"])}
 
     unskew.run(blobs([6, 6]), model="logistic", method=Counting(), rounds=3, engine="inline", out=tmp_path / "run")
@@ -447,10 +448,10 @@ def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
     assert [bar.get_height() for bar in axis.patches] == [2, 4, 1, -1, 0, -5]
     assert {bar.get_width() for bar in axis.patches} == {2}
     row = {"round": 1, "coefficients/positive": 3, "coefficients/negative": 2}
-    unskew.method("feddle").server.draw([row, {"round": 2}], tmp_path)
+    METHOD_PLOTS["feddle"]([row, {"round": 2}], tmp_path)
     assert (tmp_path / "coefficients.png").stat().st_size > 0
     (tmp_path / "b").mkdir()
-    unskew.method("feddle").server.draw([{"round": 1}], tmp_path / "b")
+    METHOD_PLOTS["feddle"]([{"round": 1}], tmp_path / "b")
     assert not list((tmp_path / "b").iterdir())
     assert not (tmp_path / "b.png").exists()
 

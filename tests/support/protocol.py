@@ -5,6 +5,7 @@ import torch
 
 from unskew.protocol.context import Context
 from unskew.protocol.data_preparation import NOWHERE, PreparedData
+from unskew.protocol.data_rule import apply_data_rule
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.messages import Broadcast, ClientState, Update
 from unskew.protocol.training_config import Training
@@ -59,7 +60,7 @@ def holdings(fed, client, dtype=torch.float64, seed=0):
 
 def prepared(rule, fed, seed=0, epochs=4, workspace=NOWHERE):
     """What a data rule makes of a federation."""
-    return rule.prepare(PreparedData(fed, Training(local_epochs=epochs)), seed, workspace)
+    return apply_data_rule(rule, PreparedData(fed, Training(local_epochs=epochs)), seed, workspace)
 
 
 def state_at(server, client):

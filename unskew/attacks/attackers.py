@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from unskew.attacks import update_attacks
-from unskew.attacks.data_attacks import Predict, backdoor_success, with_backdoor, with_flipped_labels
+from unskew.attacks.data_attacks import (
+    Predict,
+    backdoor_success,
+    flipped_labels,
+    with_backdoor,
+    with_flipped_labels,
+)
 from unskew.attacks.registry import (
     Attack,
     Backdoor,
@@ -63,20 +69,26 @@ def draw_attackers(attack: Attack, clients: int, seed: int) -> tuple[int, ...]:
     return tuple(sorted(draws.choice(clients, count, replace=False).tolist()))
 
 
-def check_attack(attack: Attack, federation: Federation, seed: int) -> None:
+def check_attack(attack: Attack, federation: Federation, seed: int, cohort: int) -> list[str]:
     """Validate that an attack fits the data.
 
     Args:
         attack: Options of the attack.
         federation: Data of all clients.
         seed: Seed of the run.
+        cohort: Number of clients of a round.
+
+    Returns:
+        Warnings about attacks without an effect.
 
     Raises:
         ConfigError: If the attackers cannot be drawn, or the attack does not support the task, inputs or classes.
     """
-    draw_attackers(attack, len(federation.clients), seed)
+    attackers = draw_attackers(attack, len(federation.clients), seed)
+    if isinstance(attack, LittleIsEnough):
+        return alie_warnings(attack, cohort, cohort * len(attackers) / len(federation.clients))
     if not isinstance(attack, LabelFlip | Backdoor):
-        return
+        return []
     if federation.task != "classification":
         raise ConfigError(
             f"The attack {attack.kind} needs one class per sample, but the task is {federation.task}. Use another kind, "
@@ -101,6 +113,33 @@ def check_attack(attack: Attack, federation: Federation, seed: int) -> None:
                 f"attack.patch={attack.patch} is larger than the images of {shape[1]} x {shape[2]} pixels. Use a "
                 "smaller patch."
             )
+    if isinstance(attack, LabelFlip):
+        labels_of = (federation.clients[k].y for k in attackers)
+        if all(torch.equal(flipped_labels(y, federation.classes, attack), y) for y in labels_of):
+            return [
+                "The attack labelflip changes nothing, because the attackers have no sample of a class whose label changes. "
+                "Use another from_class, or name attackers with attack.clients."
+            ]
+    return []
+
+
+def alie_warnings(attack: LittleIsEnough, cohort: int, expected: float) -> list[str]:
+    """Return a warning if attackers would send the mean of the honest updates, without a deviation.
+
+    Args:
+        attack: Options of the attack.
+        cohort: Number of clients of a round.
+        expected: Expected number of attackers among them.
+    """
+    if attack.z == 0:
+        return ["With attack.z=0, alie sends the mean of the honest updates, which does no harm. Use a z above 0."]
+    attackers = min(max(1, round(expected)), cohort - 1)
+    if attack.z is not None or attackers < 1 or update_attacks.alie_z(cohort, attackers) > 0:
+        return []
+    return [
+        f"With {attackers} of the {cohort} clients of a round attacking, alie computes z=0 and sends the mean of the "
+        "honest updates, which does no harm. Use more clients or attackers, or set attack.z."
+    ]
 
 
 class Attackers:

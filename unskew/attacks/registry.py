@@ -159,6 +159,9 @@ def attack_values(attack: Any) -> Any:
         return attack
     values = dict(attack)
     if "kind" not in values:
+        unknown = next((str(name) for name in values if name not in OPTIONS), None)
+        if unknown is not None:
+            raise ConfigError(unknown_name("option", unknown, OPTIONS, owner="The section attack"))
         raise ConfigError(f"attack needs a kind: attack.kind=NAME, with one of {', '.join(ATTACKS)}.")
     kind = values["kind"]
     if kind is None or kind == "none":
@@ -200,3 +203,20 @@ def check_attack_options(attack: Attack, rounds: int) -> None:
             raise ConfigError("attack.from_class and attack.to_class are needed together. Set both, or none of them.")
         if attack.from_class is not None and attack.from_class == attack.to_class:
             raise ConfigError("attack.from_class equals attack.to_class, so no label would change. Use two classes.")
+
+
+def divergence_remedy(kind: str | None) -> str:
+    """Return what helps against divergence, as a sentence: under an attack, a robust method comes first.
+
+    Args:
+        kind: Kind of the attack, or None.
+
+    >>> divergence_remedy(None)
+    'Try a smaller learning rate.'
+    """
+    if kind is None:
+        return "Try a smaller learning rate."
+    return (
+        f"The attack {kind} may be the cause: use a robust method such as median, trimmed or multikrum. If it diverges, too, "
+        "try a smaller learning rate."
+    )

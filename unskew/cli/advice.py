@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unskew.cli.progress import ProgressLine, make_progress
+from unskew.tasks.formatting import format_number
 
 if TYPE_CHECKING:
     from unskew.config.experiment import Experiment
@@ -106,7 +107,7 @@ def print_trial(console: Console, trial: AdviceTrial) -> None:
     for name in ("method", "rounds", f"test {trial.figure}", "fedavg's", "advice"):
         table.add_column(name, justify="left" if name in ("method", "advice") else "right", overflow="fold")
     for tried in trial.tried:
-        figures = ("-" if value is None else f"{value:.4f}" for value in (tried.accuracy, tried.baseline))
+        figures = (format_number(value) for value in (tried.accuracy, tried.baseline))
         table.add_row(tried.method, str(tried.rounds), *figures, VERDICTS[tried.held])
     console.print(table)
     console.print(trial.verdict(), markup=False, highlight=False)

@@ -39,6 +39,7 @@ def evaluate(
     check_output(out, run, rows)
     from unskew.cli.fit_table import ReflowTable
     from unskew.cli.progress import progress_while_waiting
+    from unskew.cli.tables import shorten
     from unskew.serving.evaluation import evaluate_rows
     from unskew.serving.input_files import read_rows
     from unskew.serving.load import load_predictor
@@ -61,6 +62,6 @@ def evaluate(
             Text(by or "rows of" if name == "group" else name), justify="left" if name == "group" else "right"
         )
     for row in scores:
-        cells = ("-" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values())
+        cells = (shorten(v) if v is None or isinstance(v, float) else str(v) for v in row.values())
         table.add_row(*(Text(escape_controls(cell)) for cell in cells))
     console_for().print(table)

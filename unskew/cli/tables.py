@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,18 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from unskew.attacks.registry import divergence_remedy
 from unskew.cli.fit_table import ReflowTable
 from unskew.data.readers.column_roles import describe_roles
-from unskew.tasks.formatting import F1, format_megabytes, format_number, format_percent, secondary_metrics, value_text
+from unskew.tasks.formatting import (
+    F1,
+    format_megabytes,
+    format_number,
+    format_percent,
+    missing_text,
+    secondary_metrics,
+    value_text,
+)
 from unskew.tasks.primary_metric import client_metric_name, metric_info, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
@@ -56,7 +66,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     clients_per_group = (
         f", {summary['clients_per_group']} clients per group" if summary.get("clients_per_group", 1) > 1 else ""
     )
-    loss = "not finite" if summary["loss"] is None else f"{summary['loss']:.4f}"
+    loss = "diverged" if summary["loss"] is None else f"{summary['loss']:.4f}"
     judge, scored = objective_metric(summary), primary_metric_name(summary)
     kept_score = summary.get(f"kept_{judge.name}")
     errors = "".join(f", {name.upper()} {format_number(summary[name])}" for name in ("mae", "rmse") if name in summary)
@@ -131,7 +141,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if "retries" in summary:
         lines.append(("trained again", f"{summary['retries']:,} clients whose worker or node died"))
     if summary.get("diverged"):
-        lines.insert(0, ("diverged", "yes: the model is not usable. Try a smaller learning rate"))
+        lines.insert(0, ("diverged", f"yes: the model is not usable. {divergence_remedy(summary.get('attack'))}"))
     for name, value in lines:
         table.add_row(name, value)
     return table
@@ -289,10 +299,10 @@ LABELS = {
 def shorten(value: float | None) -> str:
     """Format a number with four significant digits.
 
-    >>> shorten(12345.678), shorten(0.00012345), shorten(None)
-    ('1.235e+04', '0.0001234', '-')
+    >>> shorten(12345.678), shorten(0.00012345), shorten(None), shorten(float("nan")), shorten(float("inf"))
+    ('1.235e+04', '0.0001234', '-', '-', 'diverged')
     """
-    return "-" if value is None else f"{value:.4g}"
+    return missing_text(value) if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
 def heterogeneity_tables(report: dict[str, Any]) -> list[Table]:

@@ -10,6 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
@@ -19,6 +20,7 @@ from unskew.comparison.references import (
     reference_config,
     without_global_model,
 )
+from unskew.comparison.same_settings import check_same_settings
 from unskew.comparison.single_run import Given, last, run_or_resume
 from unskew.comparison.summary_statistics import averaged_keys, is_metric, mean_std
 from unskew.config.experiment import Experiment
@@ -39,10 +41,7 @@ from unskew.runs.preparation import SYNTHETIC, check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
-from unskew.tasks.primary_metric import (
-    MetricInfo,
-    objective_metric,
-)
+from unskew.tasks.primary_metric import MetricInfo, objective_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,7 +108,9 @@ class Comparison:
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
         if lost:
             which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
-            notes.append(f"Diverged, so the metrics do not describe the method: {which}. Try a smaller lr.")
+            attack = next((summaries[0].get("attack") for summaries in self.ranked.values()), None)
+            remedy = divergence_remedy(attack)
+            notes.append(f"Diverged, so the metrics do not describe the method: {which}. {remedy}")
         return notes
 
     def rows(self) -> list[dict[str, Any]]:
@@ -230,8 +231,8 @@ def compare(
         **options: Fields of ``unskew.Experiment``.
 
     Raises:
-        ConfigError: If an option is not valid, a method is named twice, ``out`` already exists, or the estimate is
-            above ``budget_minutes``.
+        ConfigError: If an option is not valid, a method is named twice, ``out`` already exists or has runs with other
+            settings, or the estimate is above ``budget_minutes``.
     """
     if budget_minutes is not None:
         check_budget(budget_minutes)
@@ -290,6 +291,8 @@ def compare(
         return list(callback_factory(name, seed, configs[name, seed])) if callback_factory else []
 
     with output_folder(folder, resume, begun):
+        if folder is not None:
+            check_same_settings(folder, configs, by_name)
         size, data = 0, data_of(which[0])
         for name, m in by_name.items():  # validate all methods before training the first
             spec, _ = check_method(configs[name, which[0]], data, own_model, m)

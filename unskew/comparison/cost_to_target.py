@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.methods.registry import rule_class, rule_slots
+from unskew.methods.registry import rule_class
 from unskew.records.recorder import first_reaching
 from unskew.tasks.primary_metric import MetricInfo
 
@@ -108,7 +108,9 @@ def without_data_rules(spelling: str) -> str:
 
 
 def _only_data(name: str) -> bool:
+    from unskew.protocol.method import class_slots
+
     try:
-        return rule_slots(rule_class(name)) == ["data"]
+        return class_slots(rule_class(name)) == ["data"]
     except ConfigError:  # a method defined in Python, or a part of a number such as 1e+3
         return False

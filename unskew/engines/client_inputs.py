@@ -291,7 +291,7 @@ def pack_update(
         b: Buffers after local training, ``[m]``.
         written: State and upload of each rule.
         metrics: Metrics of local training.
-        made: Samples that a rule generated, or an empty dictionary.
+        made: Carry of a rule that is plotted, or an empty dictionary.
         moments: State of the optimizer, if it stays at the client.
     """
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}

@@ -88,19 +88,16 @@ def combined_trainable_mask(
     return reduce(torch.logical_and, known) if known else None
 
 
-def rule_generated_samples(rules: tuple[ClientRule, ...], carries: list[Tensors]) -> Tensors:
-    """Return the inputs ``x`` and targets ``y`` of the last rule that generated samples; empty if no rule did.
+def shown_carry(rules: tuple[ClientRule, ...], carries: list[Tensors], broadcast: Broadcast) -> Tensors:
+    """Return the carry that the server wants to plot; empty if there is none.
 
     Args:
         rules: Client rules in order.
         carries: Carry of each rule.
+        broadcast: Message from the server.
     """
-    generated = [
-        samples
-        for rule, carry in zip(rules, carries, strict=True)
-        if (samples := rule.generated_samples(carry)) is not None
-    ]
-    return {"x": generated[-1][0], "y": generated[-1][1]} if generated else {}
+    shown = (carry for rule, carry in zip(rules, carries, strict=True) if rule.name == broadcast.show)
+    return dict(next(shown, {}))
 
 
 class LocalTrainer:
@@ -173,7 +170,7 @@ class LocalTrainer:
         ready = time.perf_counter()
         v_start, key = inputs["v_global"], inputs["key"]
         pairs = list(zip(setup.rules, ctxs, strict=True))
-        samples = rule_generated_samples(setup.rules, carries) if broadcast.show else {}
+        shown = shown_carry(setup.rules, carries, broadcast)
         loss_fn = base_loss(self.model, setup.task)
         for (rule, ctx), carry in zip(pairs, carries, strict=True):
             loss_fn = wrapped_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
@@ -212,4 +209,4 @@ class LocalTrainer:
             "setup_seconds": ready - began,
             "train_seconds": time.perf_counter() - ready,
         }
-        return pack_update(setup, broadcast, delta, v, self.model.b.clone(), written, metrics, samples, moments)
+        return pack_update(setup, broadcast, delta, v, self.model.b.clone(), written, metrics, shown, moments)

@@ -24,7 +24,7 @@ from unskew.engines.local_trainer import (
     LocalTrainer,
     base_loss,
     combined_trainable_mask,
-    rule_generated_samples,
+    shown_carry,
     wrapped_function,
 )
 from unskew.errors import UnskewError
@@ -240,7 +240,7 @@ class GroupTrainer:
             state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
             ready = self._now()
             samples = [
-                rule_generated_samples(setup.rules, select_rows(carries, k)) if broadcast.show else {}
+                shown_carry(setup.rules, select_rows(carries, k), broadcast) if broadcast.show else {}
                 for k, broadcast in enumerate(broadcasts)
             ]
             numbers = torch.arange(len(batches.steps), device=device)

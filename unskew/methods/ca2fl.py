@@ -65,8 +65,9 @@ class CA2FL(ServerRule):
             f"ca2fl compares complete updates of a client, but {method.sync.name} keeps a part of the model at clients."
         )
 
-    def buffer(self) -> int:
-        """Return the number of updates that the server collects before each step."""
+    @property
+    def updates_per_step(self) -> int:  # type: ignore[override]
+        """Number of updates that the server collects before each step."""
         return self.buffer_size
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
-from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.protocol.rules import PERSONAL, ClientRule, Context, Tensors
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -35,6 +35,7 @@ class Ditto(ClientRule):
     name: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "a personal model near the global one"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:2012.04221"
+    has_personal_model: ClassVar[bool] = True
     # One decade on each side of the default.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.01, 1.0)}
 
@@ -42,7 +43,7 @@ class Ditto(ClientRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """Load the personal model."""
-        return {"v": ctx.state["v"] if "v" in ctx.state else ctx.v_global.clone()}
+        return {"v": ctx.state[PERSONAL] if PERSONAL in ctx.state else ctx.v_global.clone()}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """Take a step on the personal model with each step on the global one."""
@@ -57,8 +58,4 @@ class Ditto(ClientRule):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Store the personal model at the client."""
-        ctx.state["v"] = carry["v"]
-
-    def personal(self, state: Tensors) -> Tensor | None:
-        """Return the personal model of the client."""
-        return state.get("v")
+        ctx.state[PERSONAL] = carry["v"]

@@ -32,6 +32,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
+from unskew.models.spec import ModelSpec
+from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import GaussianRounds, check_delta, default_delta, epsilon, noise_for, split_noise
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.payload import UPDATE
@@ -42,6 +44,7 @@ from unskew.protocol.rules import (
     Combined,
     DataRule,
     Method,
+    Report,
     Stage,
     Tensors,
     Updates,
@@ -131,7 +134,7 @@ class DP(ClientRule, AggregateRule):
                     "on a finished synthetic set as server data, or remove one of them."
                 )
         server = method.server
-        if server is not None and server.buffer() is not None:
+        if server is not None and server.updates_per_step is not None:
             return f"{server.name} may apply two updates of one client at once, so its sensitivity is not that of dp."
         if server is not None and server.steps_without == "clients":
             return f"{server.name} trains without clients, so dp has nothing to protect."
@@ -152,6 +155,10 @@ class DP(ClientRule, AggregateRule):
         run.need_no_delays(self.name)
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dp needs noise or epsilon, such as dp:epsilon=8.")
+        if not self.adaptive:
+            check_no_effect(self, ("quantile", "clip_lr", "bit_noise"), "with adaptive=false")
+        if self.noise == 0:
+            check_no_effect(self, ("epsilon", "bit_noise"), "with noise=0, which gives no privacy")
         if sum(run.spec.buffer_sizes):
             raise ConfigError(
                 "dp does not protect normalization buffers, and this model has some. Use a model with GroupNorm or without "
@@ -190,6 +197,13 @@ class DP(ClientRule, AggregateRule):
                     "Use more noise, or only epsilon."
                 )
         warnings = []
+        if self.streams == "apart" and not run.plan.scales:
+            warnings.append("dp:streams=apart has no effect, because the method sends nothing besides the model.")
+        if self.accountant == "prv" and run.plan.amplification == 1:
+            warnings.append(
+                "dp:accountant=prv has no effect: the accountant matters only with sampling=poisson and a participation "
+                "below 1. Otherwise epsilon is exact."
+            )
         if self.delta_of(run.plan) > LARGEST_DELTA:
             warnings.append(
                 f"delta={self.delta_of(run.plan):.2g} is large, because there are only {run.plan.clients} clients: the "
@@ -366,12 +380,8 @@ class DP(ClientRule, AggregateRule):
         divisor = plan.divisor * float(state["mean_weight"])
         return new, Combined(private[UPDATE] / divisor, updates.b_global, uploads, divisor * float(state["largest"]))
 
-    def metrics(self, state: Tensors) -> dict[str, Any]:
-        """Return the privacy spent so far, and the clipping norm of the next round.
-
-        Args:
-            state: State of the rule.
-        """
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """Return the privacy spent so far, and the clipping norm of the next round."""
         spent = self.spent(state)
         clip = state["clip"].tolist()
         return {
@@ -389,7 +399,7 @@ class DP(ClientRule, AggregateRule):
         return epsilon(history, float(state["delta"]), self.accountant)
 
     def stop_reason(self, state: Tensors) -> str | None:
-        """Return a sentence if one more round would exceed ``epsilon``.
+        """Return a sentence if one more round would exceed ``epsilon``, otherwise None.
 
         Args:
             state: State of the rule.
@@ -402,22 +412,14 @@ class DP(ClientRule, AggregateRule):
             return None
         return f"The privacy budget is spent: one more round would give epsilon={after:.4g}, above {self.epsilon:g}."
 
-    def summary_fields(self, state: Tensors, plan: RoundPlan) -> dict[str, Any]:
-        """Return the guarantee of the finished run.
-
-        Args:
-            state: State of the rule.
-            plan: Schedule of the run.
-        """
+    def report(self, state: Tensors, plan: RoundPlan) -> Report:
+        """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
         spent, delta = self.spent(state), float(state["delta"])
-        z = float(state["noise"])
+        fields = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
+        reason = self.stop_reason(state)
         if math.isinf(spent):
-            return {
-                "epsilon": None,
-                "delta": delta,
-                "noise_multiplier": z,
-                "privacy": "None: updates were clipped without noise.",
-            }
+            text = "None: updates were clipped without noise."
+            return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
         rates = {float(rate) for _, rate, _ in state["spent"].tolist()}
         accountant = "exact Gaussian" if rates == {1.0} else f"{self.accountant.upper()} (opacus)"
         cohorts = "Poisson cohorts" if plan.sampling == "poisson" else "fixed cohorts, without amplification"
@@ -428,7 +430,7 @@ class DP(ClientRule, AggregateRule):
             "samples; statistics that standardize inputs; choices made with the same data, such as tuning and early stopping"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
-        return {"epsilon": spent, "delta": delta, "noise_multiplier": z, "privacy": text}
+        return Report({**fields, "privacy": text}, stop_reason=reason)
 
 
 def stream_names(plan: RoundPlan) -> list[str]:

@@ -45,11 +45,12 @@ from unskew.errors import ConfigError
 from unskew.methods.dp import round_down
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
+from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import GaussianRounds, default_delta, epsilon, noise_for
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.noise import system_normal
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import ClientRule, Context, Method, Tensors
+from unskew.protocol.rules import ClientRule, Context, Method, Report, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, normal
@@ -149,6 +150,8 @@ class DPSGD(ClientRule):
         """
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dpsgd needs noise or epsilon, such as dpsgd:epsilon=8.")
+        if self.noise == 0:
+            check_no_effect(self, ("epsilon",), "with noise=0, which gives no privacy")
         mixing = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in run.spec.module.modules())
         if mixing or run.spec.buffer_sizes:
             raise ConfigError(
@@ -179,6 +182,11 @@ class DPSGD(ClientRule):
                     f"With dpsgd:noise={self.noise:g}, a client of {size} samples that takes part in all {run.rounds} rounds "
                     f"spends epsilon={spent:.4g}, above {self.epsilon:g}. Use more noise, fewer rounds, or only epsilon."
                 )
+        if self.accountant == "prv" and run.training.batch_size >= sizes[-1]:
+            return (
+                "dpsgd:accountant=prv has no effect, because every batch contains all samples of a client. Use a smaller "
+                "batch_size.",
+            )
         return ()
 
     def delta_of(self, samples: int) -> float:
@@ -283,8 +291,31 @@ class DPSGD(ClientRule):
         rows = [[*row, steps] for row, steps in counts.items()]
         return {**state, "spent": torch.tensor(rows, dtype=torch.float64, device=state["spent"].device)}
 
-    def client_fields(self, state: Tensors) -> dict[int, dict[str, Any]]:
-        """Return the privacy that each client has spent.
+    def report(self, state: Tensors, plan: RoundPlan) -> Report:
+        """Return the privacy that each client has spent, and the weakest guarantee of any client."""
+        spent = self.spent(state)
+        worst = max(
+            spent.values(),
+            key=lambda fields: (fields["epsilon"], fields["delta"]),
+            default={"epsilon": 0.0, "delta": 0.0},
+        )
+        if math.isinf(worst["epsilon"]):
+            text = "None: gradients of samples were clipped, but some steps had no noise."
+            return Report({"epsilon": None, "delta": worst["delta"], "privacy": text}, spent)
+        exact = all(rate == 1 for _, _, rate, _ in state["spent"].tolist())
+        accountant = "exact Gaussian" if exact else f"{self.accountant.upper()} (opacus)"
+        text = (
+            f"(epsilon={worst['epsilon']:.4g}, delta={worst['delta']:.3g}) or better for one sample of one client, added or "
+            "removed, against the server and all other clients, who see only noisy gradients; Poisson batches, "
+            f"{accountant} accountant. clients.jsonl has the values of each client. Not covered: numbers of "
+            "samples and class counts; metrics on the clients' held-out samples; other samples of the same client that "
+            "resemble one sample; choices made with the same data, such as tuning and early stopping"
+            f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
+        )
+        return Report({**worst, "privacy": text}, spent)
+
+    def spent(self, state: Tensors) -> dict[int, dict[str, Any]]:
+        """Return ``epsilon`` and ``delta`` that each client has spent, by client number.
 
         Args:
             state: State of the server half.
@@ -297,35 +328,6 @@ class DPSGD(ClientRule):
             client: {"epsilon": _epsilon(tuple(sorted(rows)), deltas[client], self.accountant), "delta": deltas[client]}
             for client, rows in histories.items()
         }
-
-    def summary_fields(self, state: Tensors, plan: RoundPlan) -> dict[str, Any]:
-        """Return the weakest guarantee of any client.
-
-        Args:
-            state: State of the server half.
-            plan: Schedule of the run.
-        """
-        spent = self.client_fields(state).values()
-        worst = max(
-            spent, key=lambda fields: (fields["epsilon"], fields["delta"]), default={"epsilon": 0.0, "delta": 0.0}
-        )
-        if math.isinf(worst["epsilon"]):
-            return {
-                "epsilon": None,
-                "delta": worst["delta"],
-                "privacy": "None: gradients of samples were clipped, but some steps had no noise.",
-            }
-        exact = all(rate == 1 for _, _, rate, _ in state["spent"].tolist())
-        accountant = "exact Gaussian" if exact else f"{self.accountant.upper()} (opacus)"
-        text = (
-            f"(epsilon={worst['epsilon']:.4g}, delta={worst['delta']:.3g}) or better for one sample of one client, added or "
-            "removed, against the server and all other clients, who see only noisy gradients; Poisson batches, "
-            f"{accountant} accountant. clients.jsonl has the values of each client. Not covered: numbers of "
-            "samples and class counts; metrics on the clients' held-out samples; other samples of the same client that "
-            "resemble one sample; choices made with the same data, such as tuning and early stopping"
-            f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
-        )
-        return {**worst, "privacy": text}
 
 
 def rate_of(samples: int, batch_size: int) -> float:

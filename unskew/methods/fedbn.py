@@ -22,7 +22,7 @@ from torch import nn
 
 from unskew.models.body_head import merge_slices
 from unskew.models.spec import ModelSpec
-from unskew.protocol.rules import ClientRule, Method, Slices, SyncRule, Tensors, Weights
+from unskew.protocol.rules import Method, Slices, SyncRule, Tensors, Weights
 from unskew.protocol.run_context import PreRunContext
 
 
@@ -37,7 +37,7 @@ class FedBN(SyncRule):
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject other rules with personal models."""
-        other = next((rule.name for rule in method.client if type(rule).personal is not ClientRule.personal), None)
+        other = next((rule.name for rule in method.client if rule.has_personal_model), None)
         return f"{other} and fedbn both define a client's personal model. Remove one of them." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:

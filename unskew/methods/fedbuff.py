@@ -46,8 +46,9 @@ class FedBuff(ServerRule):
     buffer_size: Annotated[int, Field(ge=1)] = 10
     eta: Annotated[float, Field(gt=0)] = 1.0
 
-    def buffer(self) -> int:
-        """Return the number of updates that the server collects before each step."""
+    @property
+    def updates_per_step(self) -> int:  # type: ignore[override]
+        """Number of updates that the server collects before each step."""
         return self.buffer_size
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:

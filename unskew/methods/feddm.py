@@ -183,11 +183,6 @@ class FedDM(ClientRule, ServerRule):
         y = which.repeat_interleave(self.images).to(small)
         return {f"{self.name}/x": x, f"{self.name}/y": y}, state
 
-    def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
-        """Return the initial images of the round, of all classes."""
-        labels = torch.arange(len(carry["x"]), device=carry["x"].device)
-        return carry["x"].flatten(0, 1), labels.repeat_interleave(self.images)
-
     # ---- at the server --------------------------------------------------------------------------------------------------
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:

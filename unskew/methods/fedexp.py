@@ -21,8 +21,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.rules import EVALUATED, ClientRule, Context, ServerRule, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -56,20 +57,19 @@ class FedExP(ClientRule, ServerRule):
         ctx.upload["square"] = ctx.weight * ctx.sent_since(carry["start"], v).square().sum()
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
-        """Initialize both iterates to the initial model."""
-        return {"v": v, "before": v, "eta": torch.ones((), dtype=v.dtype)}
+        """Start with ``eta_g = 1``; the evaluated mean of two iterates is the initial model."""
+        state = {"v": v, "eta": torch.ones((), dtype=v.dtype)}
+        return state if self.evaluate == "last" else {**state, EVALUATED: v}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """``theta <- theta + eta_g delta``."""
         delta = updates.aggregate.delta
         square = updates.aggregate.upload[self.name]["square"] / updates.aggregate.weight
         eta = (square / (2 * (delta.square().sum() + self.epsilon))).clamp_min(1.0)
-        return {"v": state["v"] + eta * delta, "before": state["v"], "eta": eta}
+        v = state["v"] + eta * delta
+        new = {"v": v, "eta": eta}
+        return new if self.evaluate == "last" else {**new, EVALUATED: (v + state["v"]) / 2}
 
-    def evaluated(self, state: Tensors) -> Tensor:
-        """Return the model that is evaluated and returned by the run."""
-        return (state["v"] + state["before"]) / 2 if self.evaluate == "mean" else state["v"]
-
-    def metrics(self, state: Tensors) -> dict[str, float]:
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, float]:
         """Return the server learning rate ``eta_g``."""
         return {"fedexp_eta": float(state["eta"])}

@@ -96,6 +96,6 @@ class FedRep(ClientRule, SyncRule):
                 continue
             if type(rule).server_update is not ClientRule.server_update or isinstance(rule, ServerRule):
                 return f"{rule.name} uses the whole model at the server, but fedrep keeps the heads at the clients."
-            if type(rule).personal is not ClientRule.personal:
+            if rule.has_personal_model:
                 return f"{rule.name} and fedrep both define a client's personal model. Remove one of them."
         return None

@@ -29,7 +29,7 @@ class FineTune(ClientRule):
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject other rules with personal models."""
-        other = next((rule.name for rule in method.client if type(rule).personal is not ClientRule.personal), None)
+        other = next((rule.name for rule in method.client if rule.has_personal_model), None)
         if other is None:
             return None
         return f"{other} and ft both define a client's personal model. Remove one of them."

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from unskew.data.federation import ArrayClients, concatenate_inputs
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.data_preparation import NOWHERE, PreparedData, Workspace
+from unskew.protocol.data_preparation import PreparedData, Workspace
 from unskew.protocol.rules import DataRule, Method, Slices, SyncRule, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.training_config import Training
@@ -54,6 +54,8 @@ class Pooled(DataRule):
     summary: ClassVar[str] = "reference: centralized training on the data of all clients"
     paper: ClassVar[str] = ""
 
+    simulated_only = "pooled needs the data of all clients, which sites do not share. Simulate it instead."
+
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def conflict_with(self, method: Method) -> str | None:
@@ -79,11 +81,7 @@ class Pooled(DataRule):
             )
         return ()
 
-    def for_client(self, client: int, clients: int, mean_size: int) -> DataRule | None:
-        """Reject deployment on sites, whose data cannot be pooled (always raises ``ConfigError``)."""
-        raise ConfigError("pooled needs the data of all clients, which sites do not share. Simulate it instead.")
-
-    def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
+    def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> PreparedData:
         """Replace all clients by one that has their training data."""
         federation, sizes = prepared.federation, prepared.federation.sizes.tolist()
         clients = list(federation.clients)

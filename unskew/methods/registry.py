@@ -147,15 +147,6 @@ def check_rule_name(rule: Rule | type[Rule]) -> None:
         )
 
 
-def rule_slots(cls: type[Rule]) -> list[str]:
-    """Return the slots that a method fills, in the order data, client, sync, aggregate, server."""
-    from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, ServerRule, SyncRule
-
-    kinds: dict[str, type[Rule]] = {"data": DataRule, "client": ClientRule, "sync": SyncRule}
-    kinds |= {"aggregate": AggregateRule, "server": ServerRule}
-    return [slot for slot, kind in kinds.items() if issubclass(cls, kind)]
-
-
 def _split(text: str) -> tuple[str, str]:
     """Split the expression of one method into its name and the text of its options."""
     name, colon, rest = (part.strip() for part in text.partition(":"))
@@ -190,11 +181,13 @@ def check_expression(spec: str) -> list[str]:
 
 
 def _parse_one(text: str) -> Method:
+    from unskew.protocol.method import method_of_rule
+
     name, rest = _split(text)
     cls = rule_class(name)
     flags = [key for key, default in option_defaults(cls).items() if isinstance(default, bool)]  # fedals:auto
     options = parse_expression(f"{name}:{rest}").with_flags(flags)
-    return build_from_options(cls, options, name, f"{name}:").build()
+    return method_of_rule(build_from_options(cls, options, name, f"{name}:"))
 
 
 def method(spec: MethodLike, **options: object) -> Method:
@@ -219,14 +212,15 @@ def method(spec: MethodLike, **options: object) -> Method:
         with on_behalf_of(spec):
             total = _add([_parse_one(text) for text in check_expression(spec)])
         return dataclasses.replace(total, expression=spec.replace(" ", ""))
-    from unskew.protocol.rules import Method, Rule
+    from unskew.protocol.method import Method, method_of_rule
+    from unskew.protocol.rule import Rule
 
     if isinstance(spec, Method):
         return spec
     if isinstance(spec, Rule):
         check_rule_name(spec)
         check_finite(spec, spec.name)
-        return dataclasses.replace(spec.build(), expression=join_expression(spec))
+        return dataclasses.replace(method_of_rule(spec), expression=join_expression(spec))
     if isinstance(spec, type) or not isinstance(spec, Sequence):
         what = spec.__name__ if isinstance(spec, type) else short_repr(spec)
         raise ConfigError(
@@ -283,6 +277,8 @@ def rule_expression(value: object) -> str:
 
 
 def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
+    from unskew.protocol.method import method_of_rule
+
     if not isinstance(spec, str) or not re.fullmatch(r"[\w.-]+", spec):
         raise ConfigError(
             f"Options as arguments need the name of one method, such as method('fedprox', mu=1), not {short_repr(spec)}."
@@ -290,7 +286,7 @@ def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
     name = spec if "." in spec else spec.lower()
     rule = build_from_options(rule_class(name), options, name, f"{name}:")
     spelled = ",".join(f"{key}={short_repr(value, str)}" for key, value in options.items())
-    return dataclasses.replace(rule.build(), expression=f"{spec}:{spelled}")
+    return dataclasses.replace(method_of_rule(rule), expression=f"{spec}:{spelled}")
 
 
 def _add(parts: Sequence[Method]) -> Method:
@@ -357,6 +353,8 @@ def describe_method(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: If there is no such method, or a plugin cannot be loaded.
     """
+    from unskew.protocol.method import class_slots
+
     cls = rule_class(name)
     try:
         needs = "individual" if "individual" in cls().needs else "sum"
@@ -365,7 +363,7 @@ def describe_method(name: str) -> dict[str, Any]:
         raise ConfigError(f"The method {name!r} cannot be described: {error}.") from error
     return {
         "name": name,
-        "slots": rule_slots(cls),
+        "slots": class_slots(cls),
         "summary": texts["summary"],
         "needs": needs,
         "options": option_defaults(cls),

@@ -48,7 +48,7 @@ from torch import Tensor
 from unskew.methods.fedavg import FedAvg
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Updates, Weights
+from unskew.protocol.rules import ClientRule, Context, Rule, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range
 from unskew.protocol.training_config import Training
 
@@ -79,10 +79,10 @@ class Scaffold(ClientRule):
     variate: Literal["auto", "difference", "mean"] = "auto"
     eta_g: Annotated[float, Field(gt=0)] = 1.0
 
-    def build(self) -> Method:
-        """Create a client rule, and a server rule only if ``eta_g`` is not 1."""
-        server = FedAvg(eta=self.eta_g) if self.eta_g != 1 else None
-        return Method(name=self.name, client=(self,), server=server, weights=self.weights)
+    @property
+    def slots(self) -> Mapping[str, Rule]:  # type: ignore[override]
+        """This client rule, and a server rule only if ``eta_g`` is not 1."""
+        return {"client": self, **({"server": FedAvg(eta=self.eta_g)} if self.eta_g != 1 else {})}
 
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]

@@ -92,20 +92,6 @@ def plot_signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: 
     axis.legend(frameon=False, fontsize=8)
 
 
-def save_sign_histogram(rounds: Sequence[int], above: Sequence[float], below: Sequence[float], path: Path) -> Path:
-    """Write ``plot_signs`` as a separate figure.
-
-    Args:
-        rounds: Rounds, ``[T]``.
-        above: Numbers of positive coefficients, ``[T]``.
-        below: Numbers of negative coefficients, ``[T]``.
-        path: Image file to write.
-    """
-    figure, ((axis,),) = new_figure(6, 3.4)
-    plot_signs(axis, rounds, above, below)
-    return save_figure(figure, path)
-
-
 def plot_clients_by_class(
     counts: np.ndarray,
     class_names: Sequence[str],

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.federation import ClientData, Federation, joined_clients
+from unskew.data.federation import ArrayClients, ClientData, Federation, joined_clients
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Tensors, num_bytes
 from unskew.protocol.training_config import Training
@@ -81,10 +81,13 @@ class ServerPayload:
     Attributes:
         shares: Tensors for single clients, by client and name.
         common: Tensors for all clients; client rules of the same name read them as ``ctx.common``.
+        match_steps: Local budget in epochs with the new data: False: more steps, as there are more data; True: the same
+            number of steps as before; ``epochs``: fewer epochs, in proportion to the number of samples.
     """
 
     shares: dict[int, Tensors] = field(default_factory=dict)
     common: Tensors = field(default_factory=dict)
+    match_steps: bool | Literal["epochs"] = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class PreparedData:
         about: Facts about the prepared data for the run summary.
         digest: Digest of the data that clients received.
         traffic: Pairs of a client and its bytes up and down.
+        client: Client of a real site, the only one with data; None in simulations.
+        site_mean: Mean number of samples per client, which the server reports to a site; None in simulations.
     """
 
     federation: Federation
@@ -108,6 +113,22 @@ class PreparedData:
     about: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     traffic: tuple[tuple[int, tuple[int, int]], ...] = ()
+    client: int | None = None
+    site_mean: int | None = None
+
+    @property
+    def clients(self) -> Sequence[int]:
+        """Clients whose data are available: all of them, or the client of a real site."""
+        return range(len(self.federation.clients)) if self.client is None else (self.client,)
+
+    @property
+    def mean_size(self) -> int:
+        """Mean number of samples per client, including held-out ones; at least 1."""
+        if self.site_mean is not None:
+            return self.site_mean
+        clients = self.federation.clients
+        total = len(clients.y) if isinstance(clients, ArrayClients) else sum(len(c.y) + len(c.y_test) for c in clients)
+        return max(1, total // len(clients))
 
     @property
     def federation_info(self) -> FederationInfo:
@@ -140,12 +161,24 @@ class PreparedData:
         return replace(
             self,
             federation=federation,
+            training=self._matched(federation, dealt.match_steps),
             common={**self.common, rule: dealt.common} if dealt.common else self.common,
             counted=self.federation.sizes if dealt.shares and self.counted is None else self.counted,
             about={**self.about, **made.about},
             digest=made.digest or self.digest,
             traffic=(*self.traffic, *cost.items()),
         )
+
+    def _matched(self, after: Federation, match_steps: bool | Literal["epochs"]) -> Training:
+        """Return the budget of the clients after they received data, see ``ServerPayload.match_steps``."""
+        epochs = self.training.local_epochs
+        if epochs is None or not match_steps:
+            return self.training
+        if match_steps is True:
+            return replace(self.training, counted=tuple(self.federation.sizes.clip(1).tolist()))
+        real = self.mean_size * len(self.federation.clients)
+        more = int(after.sizes.sum() - self.federation.sizes.sum())
+        return replace(self.training, local_epochs=max(1, epochs * real // (real + more)))
 
     def to(self, device: torch.device) -> PreparedData:
         """Return a copy with all tensors on ``device``."""

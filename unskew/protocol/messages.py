@@ -14,6 +14,14 @@ Tensors = dict[str, Tensor]
 Slices = tuple[slice, ...]
 Record = TypeVar("Record")
 
+PERSONAL = "personal"
+"""Reserved entry of a rule's state at a client: its personal model, ``[d]``, for rules with ``has_personal_model``."""
+START = "initial_model"
+"""Entry of the carry that ``begin`` returns: the model ``[d]`` that training starts from instead of the received one."""
+
+EVALUATED = "evaluated"
+"""Reserved entry of the state of the server rule: the model to evaluate and to save, ``[d]``, instead of ``"v"``."""
+
 
 def finite_flags(tensors: Sequence[Tensor]) -> list[bool]:
     """Return for each tensor whether every element is finite; a device is read once for all of its tensors.
@@ -129,7 +137,7 @@ class Broadcast:
         accepted: Round of the client's last update that the server applied; None if there is none. The client continues
             from its state after that update.
         report: Whether the client must report its whole model, including slices that are not exchanged.
-        show: Whether the client must return its generated samples.
+        show: Client rule whose carry the client must return, so that its generated samples can be plotted; empty for none.
         keeps: Whether the state of the optimizer stays at the client from round to round.
         closing: Whether the client only answers the surveys after the last round, without training.
         kept: Paths of the files that the process training the client reads (empty if there is none yet) and writes;
@@ -148,7 +156,7 @@ class Broadcast:
     initial: Slices = ()
     accepted: int | None = None
     report: bool = False
-    show: bool = False
+    show: str = ""
     keeps: bool = False
     closing: bool = False
     kept: tuple[str, str] | None = None
@@ -174,7 +182,7 @@ class Update:
         metrics: Metrics such as the mean training loss and the number of steps.
         arrived: Round in which the update reached the server; -1 until then.
         report: Whole model ``v [d]``, if requested; used for measurements and not counted as traffic.
-        made: Inputs ``x`` and targets ``y`` that the client generated, if the broadcast has ``show``.
+        made: Carry of the rule that the broadcast names in ``show``, before the first step.
         kept: Path and SHA-256 of the file that contains the state, if ``state`` is not in memory.
         start: Broadcast model, ``[d]``; the server adds it for rules that need it.
         b_start: Broadcast buffers, ``[m]``; the server adds them for rules that need them.

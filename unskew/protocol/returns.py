@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from unskew.data.federation import ClientData
 from unskew.errors import ConfigError, short_repr
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, ServerPayload
+from unskew.protocol.messages import PERSONAL
+from unskew.protocol.report import Report
 
 Check = Callable[[Any, tuple[Any, ...]], bool]
 
@@ -58,7 +61,8 @@ def _travels(value: Any, _: object) -> bool:
 
 
 def _contributed(value: Any, _: object) -> bool:
-    return isinstance(value, ClientPayloads) and _by_client(value.sent) and isinstance(value.about, dict)
+    sent = isinstance(value, ClientPayloads) and _by_client(value.sent) and isinstance(value.about, dict)
+    return sent or isinstance(value, PreparedData)
 
 
 def _dealt(value: Any, _: object) -> bool:
@@ -82,21 +86,15 @@ RETURNS: dict[str, tuple[str, Check]] = {
         ),
     ),
     "metrics": FIGURES,
-    "round_metrics": FIGURES,
+    "report": ("a Report", lambda value, _: isinstance(value, Report)),
     "adapt": ("a pair of a torch.nn.Module and the name of its head", lambda value, _: _pair(value, nn.Module, str)),
     "trainable_mask": ("None or a boolean tensor with an entry for each parameter", _moves),
-    "generated_samples": ("None or a pair of tensors", lambda value, _: value is None or _pair(value, Tensor, Tensor)),
-    "personal": ("None or a tensor", lambda value, _: value is None or isinstance(value, Tensor)),
-    "evaluated": ("a model like state['v']", lambda value, given: _like(value, given[0]["v"])),
     "exchanged_slices": ("a pair of tuples of slices, to download and to upload", _travels),
     "local_slices": ("a tuple of slices", _slices),
-    "client_payload": ("unskew.protocol.data_preparation.ClientPayloads with tensors by client", _contributed),
+    "client_payload": ("ClientPayloads with tensors by client, or PreparedData", _contributed),
     "server_payload": ("unskew.protocol.data_preparation.ServerPayload with tensors by client", _dealt),
     "apply_payload": ("a ClientData", lambda value, _: isinstance(value, ClientData)),
-    "prepare": ("a PreparedData", lambda value, _: isinstance(value, PreparedData)),
-    "for_client": ("None or a data rule", lambda value, _: value is None or hasattr(value, "client_payload")),
     "conflict_with": ("None or a sentence", lambda value, _: isinstance(value, str | None)),
-    "buffer": ("None or an integer number of updates from 1", lambda value, _: isinstance(value, int | None)),
 }
 """Description of each hook's return value, and its check, which gets the returned value and the arguments."""
 WRITES = ("end", "transform_update")
@@ -133,20 +131,28 @@ def checked_hook(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
                     raise ConfigError(
                         f"{rule.name}.{hook} may write only tensors to ctx.{field}, each under a string name."
                     )
+            ctx = arguments_given[0]
+            own = ctx.state.get(PERSONAL)
+            if own is not None and not (rule.has_personal_model and _like(own, ctx.v_global)):
+                raise ConfigError(
+                    f"{rule.name}.{hook} writes ctx.state[{PERSONAL!r}], which is reserved for a personal model "
+                    f"{tuple(ctx.v_global.shape)} of rules with has_personal_model = True."
+                )
         return value
 
     call.checks = hook  # type: ignore[attr-defined]
     return call
 
 
-def wrap_hooks(cls: type, base: str) -> None:
-    """Wrap the hooks that a new rule class implements or inherits from a mixin.
+def wrap_hooks(cls: type) -> None:
+    """Wrap the hooks that a new rule class implements or inherits from a mixin, except those of the base classes.
 
     Args:
         cls: Rule class; changed in place.
-        base: Module of the base classes; their own hooks are not wrapped.
     """
     for hook in (*RETURNS, *WRITES, "loss", "gradient"):
         function = getattr(cls, hook, None)
-        if isinstance(function, FunctionType) and function.__module__ != base and not hasattr(function, "checks"):
+        if not isinstance(function, FunctionType) or hasattr(function, "checks"):
+            continue
+        if re.fullmatch(r"unskew\.protocol\.(\w+_)?rule", function.__module__) is None:
             setattr(cls, hook, checked_hook(hook, function))

@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ServerRule, Tensors
 from unskew.protocol.run_context import PreRunContext
@@ -67,6 +68,6 @@ class TrainsAtServer(ServerRule):
         """Return the initial model, with an undefined training loss."""
         return {"v": v, "loss": torch.tensor(math.nan)}
 
-    def metrics(self, state: Tensors) -> dict[str, Any]:
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the mean loss of the last training at the server."""
         return {f"{self.name}_loss": float(state["loss"])}

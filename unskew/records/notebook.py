@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import ConfigError
+from unskew.tasks.formatting import missing_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,9 +24,11 @@ def format_mean_std(value: float | None, std: float | None = None, factor: float
 
     >>> format_mean_std(0.81234, 0.01), format_mean_std(2_500_000, factor=1e-6), format_mean_std(None)
     ('0.8123 ± 0.01', '2.5', '–')
+    >>> format_mean_std(float("inf"))
+    'diverged'
     """
-    if value is None:
-        return "–"
+    if value is None or not math.isfinite(value):
+        return missing_text(value).replace("-", "–")
     return f"{factor * value:.4g}" + (f" ± {factor * std:.2g}" if std else "")
 
 

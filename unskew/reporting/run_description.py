@@ -14,7 +14,7 @@ from typing import Any
 
 from unskew.comparison.compare import weighting_mismatch_note
 from unskew.errors import ConfigError
-from unskew.methods.registry import METHODS, REFERENCES, check_expression, rule_class, rule_slots
+from unskew.methods.registry import METHODS, REFERENCES, check_expression, rule_class
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles, is_usable_number
 from unskew.reporting.tables import Cell, Table
@@ -41,6 +41,8 @@ def method_facts(spelling: str) -> list[MethodFacts]:
         parts = check_expression(spelling)
     except ConfigError:  # a method defined in Python
         return [MethodFacts(spelling, "", OWN, "", "")]
+    from unskew.protocol.method import class_slots
+
     facts = []
     for part in parts:
         name = part.partition(":")[0].strip()
@@ -50,7 +52,7 @@ def method_facts(spelling: str) -> list[MethodFacts]:
             continue
         kind = rule_class(known)
         text = inspect.getdoc(sys.modules[kind.__module__]) or ""
-        facts.append(MethodFacts(known, ", ".join(rule_slots(kind)), kind.summary, kind.paper, text))
+        facts.append(MethodFacts(known, ", ".join(class_slots(kind)), kind.summary, kind.paper, text))
     return facts
 
 

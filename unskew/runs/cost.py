@@ -23,6 +23,7 @@ from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, short_repr
 from unskew.protocol.data_preparation import PreparedData
+from unskew.protocol.data_rule import apply_data_rule
 from unskew.protocol.messages import replace_fields
 from unskew.protocol.rules import Method
 from unskew.runs.assembly import RunParts, assemble
@@ -219,7 +220,7 @@ def seconds_of_run(
     prepared = PreparedData(original, config_here.training)
     for rule in method.data:
         if not rule.generates_data:
-            prepared = rule.prepare(prepared, config.seed)
+            prepared = apply_data_rule(rule, prepared, config.seed)
     device = pick_device(config.device)
     parts = assemble(config_here, prepared, original, spec, method, device)
     cohort = parts.sampler.size

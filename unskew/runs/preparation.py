@@ -14,6 +14,7 @@ from unskew.errors import ConfigError
 from unskew.filesystem import write_atomic
 from unskew.generators.synthetic_dataset import ABOUT, find
 from unskew.protocol.data_preparation import PreparedData, Workspace
+from unskew.protocol.data_rule import apply_data_rule
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, callback_hooks, notify_warning
 
@@ -83,5 +84,5 @@ def prepare(
     for rule in method.data:
         if rule.generates_data and folder is not None:
             write_atomic(folder / "config.yaml", config.to_yaml().encode())
-        prepared = rule.prepare(prepared, config.seed, workspace)
+        prepared = apply_data_rule(rule, prepared, config.seed, workspace)
     return prepared

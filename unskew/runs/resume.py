@@ -205,16 +205,32 @@ def check_same(then: dict[str, Any], now: Experiment) -> None:
         now: Configuration of the resumed run.
 
     Raises:
-        CheckpointError: If a field that determines the results differs.
+        CheckpointError: If a field that determines the results differs; the message names all such fields.
+    """
+    differing = {name: pair for name, pair in differing_fields(then, now).items() if name not in RESUMABLE}
+    if differing:
+        before = ", ".join(f"{name}={was!r}" for name, (was, _) in differing.items())
+        current = ", ".join(f"{name}={value!r}" for name, (_, value) in differing.items())
+        raise CheckpointError(
+            f"The run was started with {before} and cannot be resumed with {current}. Use the same values, or start a new "
+            "run."
+        )
+
+
+def differing_fields(then: dict[str, Any], now: Experiment) -> dict[str, tuple[Any, Any]]:
+    """Return the values of the fields in which two configurations differ, by name; paths of data may differ.
+
+    Args:
+        then: Fields of the earlier configuration.
+        now: Later configuration.
     """
     neutral = Experiment().model_dump(mode="json")
     current, before = without_data_locations(now.model_dump(mode="json")), without_data_locations({**neutral, **then})
+    differing = {}
     for name in current:
         was = before[name]
         if isinstance(was, dict) and isinstance(neutral[name], dict):  # a newer version may have added fields
             was = {**neutral[name], **was}
-        if name not in RESUMABLE and was != current[name]:
-            raise CheckpointError(
-                f"The run was started with {name}={was!r} and cannot be resumed with {name}={current[name]!r}. "
-                "Use the same value, or start a new run."
-            )
+        if was != current[name]:
+            differing[name] = was, current[name]
+    return differing

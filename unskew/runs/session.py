@@ -12,6 +12,7 @@ from unskew.errors import CheckpointError
 from unskew.filesystem import make_folder, write_atomic
 from unskew.measurements.registry import make_diagnostics
 from unskew.methods.registry import REFERENCES
+from unskew.plots.method_plots import METHOD_PLOTS
 from unskew.records.recorder import write_about
 from unskew.records.result import Result
 from unskew.runs.artifacts import write_artifacts
@@ -53,6 +54,7 @@ class Session:
         self.config = config = parts.config
         self.folder = parts.folder
         self.callbacks = parts.callbacks
+        self.attack = None if config.attack is None else config.attack.kind
         self.prepared = parts.prepared
         self.spec = parts.spec
         self.method = parts.method
@@ -100,7 +102,8 @@ class Session:
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self.recorder.warn(run_warnings.model_unchanged_warning(self.network, len(rounds)))
-            if not self.server.overflows and (problem := run_warnings.divergence_warning(self.recorder.history[-1])):
+            problem = run_warnings.divergence_warning(self.recorder.history[-1], self.attack)
+            if problem is not None and not self.server.overflows:
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
@@ -130,7 +133,8 @@ class Session:
         for callback in self.callbacks:
             callback.end(copy.deepcopy(summary))
         module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
-        draw = partial(self.server.rule.draw, self.recorder.history)
+        plots = METHOD_PLOTS.get(self.server.rule.name, lambda history, folder: None)
+        draw = partial(plots, self.recorder.history)
         predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), self.spec.dtype)
         history, vector = self.recorder.history, self.server.evaluated.cpu()
         return Result(history, summary, module, vector, self.folder, draw, clients, predictor)
@@ -168,7 +172,8 @@ class Session:
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic = self.server.traffic
-        if problem := run_warnings.nonfinite_update_warning(self.server, done, self.evaluator.federation.client_names):
+        names = self.evaluator.federation.client_names
+        if problem := run_warnings.nonfinite_update_warning(self.server, done, names, self.attack):
             self.recorder.warn(problem)
         self.recorder.round(
             {
@@ -197,7 +202,9 @@ class Session:
     def _stop_reason(self) -> str | None:
         """Return the reason why the method allows no further round, or None."""
         rule = self.method.aggregate
-        return None if rule is None else rule.stop_reason(self.server.rules[rule.name])
+        if rule is None:
+            return None
+        return rule.report(self.server.rules[rule.name], self.server.federation_info.plan).stop_reason
 
     def _save(self, done: int) -> None:
         if self.folder is None or done == self._saved:

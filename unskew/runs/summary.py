@@ -110,7 +110,7 @@ def summarize(
     if server.method.data and prepared.training.local_steps is None:
         summary["local_epochs"] = epochs_per_round(prepared)
     for half in sorted(server.method.halves, key=lambda half: half is not server.method.aggregate):
-        fields = half.summary_fields(server.rules[half.name], server.federation_info.plan)
+        fields = half.report(server.rules[half.name], server.federation_info.plan).summary
         taken = bool(fields.keys() & summary.keys())  # by the rule of the aggregate slot
         summary |= {f"{half.name}_{name}": value for name, value in fields.items()} if taken else fields
     summary |= prepared.about
@@ -162,10 +162,11 @@ def add_rule_fields(rows: Iterable[dict[str, Any]], server: Server) -> None:
         rows: Rows of clients, which are changed in place.
         server: Server after the last round.
     """
-    known = [half.client_fields(server.rules[half.name]) for half in server.method.halves]
+    plan = server.federation_info.plan
+    known = [half.report(server.rules[half.name], plan).clients for half in server.method.halves]
     for row in rows:
         for fields in known:
-            row |= finite_or_none(fields.get(row["client"], {}))
+            row |= finite_or_none(dict(fields.get(row["client"], {})))
 
 
 def epochs_per_round(prepared: PreparedData) -> float:

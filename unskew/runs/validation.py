@@ -7,7 +7,8 @@ import re
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from unskew.attacks.attackers import check_attack
+from unskew.attacks.attackers import check_attack, draw_attackers
+from unskew.attacks.registry import Attack, LabelFlip
 from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
 from unskew.config.renamed import FORMER_HOOKS
 from unskew.data.federation import Federation
@@ -48,9 +49,9 @@ def check_method(
     check_task(method, federation)
     run_metrics(config, federation)
     if config.attack is not None:
-        check_attack(config.attack, federation, config.seed)
         if method.name in REFERENCES:
             raise ConfigError(f"{method.name} trains without a server that clients could attack. Remove attack.")
+        check_attackable(config.attack, method)
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     coded = [encoder.name for encoder in federation.encoders if encoder.kind == "category"]
     if config.secure_aggregation == "required":
@@ -78,6 +79,9 @@ def check_method(
         config.save_samples,
     )
     warnings: list[str] = []
+    if config.attack is not None:
+        warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
+        warnings += unsuspected_attackers(config, federation, method)
     for rule in method.rules:
         notes = rule.check(run) or ()
         warnings += [notes] if isinstance(notes, str) else notes
@@ -102,6 +106,47 @@ def check_method(
         half = method.sync.server_init(spec.flatten(), FederationInfo.of(federation))
         method.sync.exchanged_slices(half, 0, 0, None, spec)
     return spec, warnings
+
+
+def check_attackable(attack: Attack, method: Method) -> None:
+    """Validate that clients send what the attack changes.
+
+    Args:
+        attack: Options of the attack.
+        method: Method of the run.
+
+    Raises:
+        ConfigError: If the attack changes updates, and no client sends one.
+    """
+    if isinstance(attack, LabelFlip):
+        return
+    if method.server is not None and method.server.steps_without == "clients":
+        raise ConfigError(f"{method.server.name} trains without clients, so nobody could attack. Remove attack.")
+    without_model = next((rule.name for rule in method.client if not rule.sends_model), None)
+    if without_model is not None:
+        raise ConfigError(
+            f"The attack {attack.kind} changes updates of the model, and clients of {without_model} send none. Use "
+            "labelflip, or another method."
+        )
+
+
+def unsuspected_attackers(config: Experiment, federation: Federation, method: Method) -> list[str]:
+    """Return a warning if more clients attack than a robust method suspects.
+
+    Args:
+        config: Configuration of the run, with an attack.
+        federation: Data of all clients.
+        method: Method of the run.
+    """
+    assert config.attack is not None
+    share = getattr(method.aggregate, "share", None)
+    attacking = len(draw_attackers(config.attack, len(federation.clients), config.seed)) / len(federation.clients)
+    if share is None or method.aggregate is None or attacking <= share + 1e-9:
+        return []
+    return [
+        f"{attacking:.0%} of the clients attack, but {method.aggregate.name} suspects only {share:.0%}. Use a larger share, "
+        "or another robust method."
+    ]
 
 
 def resolve_weighting(config: Experiment, method: Method) -> Weights:
@@ -209,5 +254,8 @@ def check_declarations(rule: Rule) -> None:
             raise ConfigError(f"{name} is a {kind.__name__}, so it must define the method {hook!r}.")
     if isinstance(rule, ServerRule) and rule.steps_without not in (None, "updates", "clients"):
         raise ConfigError(f"{name}: steps_without must be 'updates', 'clients' or None, not {rule.steps_without!r}.")
-    if isinstance(rule, ServerRule) and (size := rule.buffer()) is not None and (not isinstance(size, int) or size < 1):
-        raise ConfigError(f"{name}.buffer must return a positive integer number of updates, or None, not {size!r}.")
+    size = rule.updates_per_step if isinstance(rule, ServerRule) else None
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ConfigError(
+            f"{name}.updates_per_step must be a positive integer number of updates, or None, not {size!r}."
+        )

@@ -28,7 +28,7 @@ from unskew.simulation.client_store import ClientStore
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 
-FORMAT = 7
+FORMAT = 8
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
 CLIENTS = "client"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.data.pixel_scaling import PixelScaling
@@ -13,6 +16,22 @@ from unskew.filesystem import make_folder
 from unskew.plots.image_grid import save_images_by_class
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.rules import ClientRule
+
+
+def _labeled_inputs(carry: Tensors) -> tuple[Tensor, Tensor]:
+    return carry["x"], carry["y"]
+
+
+def _inputs_of_each_class(carry: Tensors) -> tuple[Tensor, Tensor]:
+    classes, images = carry["x"].shape[:2]
+    return carry["x"].flatten(0, 1), torch.arange(classes).repeat_interleave(images)
+
+
+GENERATED: dict[str, Callable[[Tensors], tuple[Tensor, Tensor]]] = {
+    "fedcog": _labeled_inputs,
+    "feddm": _inputs_of_each_class,
+}
+"""Inputs ``[n, ...]`` and targets ``[n]`` that a client rule generated, read from its carry, by name of the rule."""
 
 
 class GeneratedSamplesRecorder:
@@ -39,7 +58,8 @@ class GeneratedSamplesRecorder:
         self.most = most
         self.made: dict[int, Tensors] = {}
         self.problem = None
-        if all(type(rule).generated_samples is ClientRule.generated_samples for rule in rules):
+        self.rule = next((rule.name for rule in rules if rule.name in GENERATED), "")
+        if not self.rule:
             self.problem = "save_samples has no effect: no rule of this method generates samples."
         elif len(federation.shape) != 3:
             self.problem = f"save_samples has no effect: inputs of shape {federation.shape} are not images."
@@ -48,7 +68,9 @@ class GeneratedSamplesRecorder:
         """Train a cohort and store its generated samples."""
         if self.problem is None:
             broadcasts = [
-                dataclasses.replace(broadcast, show=index < self.most and broadcast.round == self.last)
+                dataclasses.replace(broadcast, show=self.rule)
+                if index < self.most and broadcast.round == self.last
+                else broadcast
                 for index, broadcast in enumerate(broadcasts)
             ]
         for update in self.engine.train(broadcasts):
@@ -69,10 +91,11 @@ class GeneratedSamplesRecorder:
         for old in folder.glob("client-*.png"):
             old.unlink()
         pixels = PixelScaling.of(self.federation)
-        for client, samples in self.made.items():
-            images = pixels.intensities(samples["x"].cpu()).clamp(0, 1)
+        for client, carry in self.made.items():
+            x, y = GENERATED[self.rule](carry)
+            images = pixels.intensities(x.cpu()).clamp(0, 1)
             save_images_by_class(
-                images.numpy(), samples["y"].cpu().numpy(), self.federation.classes, self.federation.class_names,
+                images.numpy(), y.cpu().numpy(), self.federation.classes, self.federation.class_names,
                 folder / f"client-{client:04d}.png", title=f"{self.federation.client_label(client)}, round {self.last + 1}",
             )  # fmt: skip
         return None

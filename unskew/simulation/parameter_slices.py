@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -117,15 +116,6 @@ class SliceExchange:
             if slices is not None:
                 self._checked(tuple((span.start, span.stop, span.step) for span in slices))
         return both
-
-    def figures(self, rules: dict[str, Tensors], round: int) -> dict[str, Any]:
-        """Return the rule's metrics of a finished round.
-
-        Args:
-            rules: Server state of each rule.
-            round: Number of the round, from 0.
-        """
-        return {} if self.sync is None else self.sync.round_metrics(rules[self.sync.name], round, self.spec)
 
     def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:
         check_slices(edges, self.spec.size, f"{self.sync.name}.exchanged_slices" if self.sync else "")

@@ -10,8 +10,8 @@ from torch import Tensor
 from unskew.engines.base import Engine
 from unskew.models.layer_groups import buffer_mask
 from unskew.models.spec import ModelSpec, slices_mask
-from unskew.protocol.messages import ClientState
-from unskew.protocol.rules import ClientRule, Method
+from unskew.protocol.messages import PERSONAL, ClientState
+from unskew.protocol.rules import Method
 from unskew.protocol.training_config import Buffers
 from unskew.simulation.parameter_slices import complement_slices
 from unskew.simulation.server import Server
@@ -41,7 +41,7 @@ def keeps_client_state(method: Method, spec: ModelSpec) -> bool:
         method: Method of the run.
         spec: Layout of the model.
     """
-    keeps = any(type(rule).personal is not ClientRule.personal for rule in method.client)
+    keeps = any(rule.has_personal_model for rule in method.client)
     return keeps or bool(method.sync and method.sync.local_slices(spec))
 
 
@@ -70,8 +70,7 @@ def serving_model(
         sent = buffer_mask(spec, complement_slices(slices, len(v))).to(b.device)
         b = torch.where(sent, b, state.buffers.to(b.device))
     for rule in method.client:
-        own_model = rule.personal(state.rules.get(rule.name, {}))
-        v = v if own_model is None else own_model
+        v = state.rules.get(rule.name, {}).get(PERSONAL, v)
     return v, b
 
 

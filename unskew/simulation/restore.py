@@ -12,7 +12,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from unskew.errors import CheckpointError, ConfigError
-from unskew.protocol.messages import ClientState, Tensors, Update, unflatten_records
+from unskew.protocol.messages import EVALUATED, ClientState, Tensors, Update, unflatten_records
 from unskew.protocol.rules import Method
 from unskew.simulation.checkpoint import CACHE, CLIENTS, FLYING, checkpoint_errors
 from unskew.simulation.network import Network
@@ -177,7 +177,15 @@ def _sized_at_server(name: str) -> str | None:
         return UPDATE.get(rest.partition("/")[2])
     if name in ("attack/direction", "attack/previous"):
         return "v"
-    return {"state/v": "v", "mean/v": "v", "best/v": "v", "b": "b", "mean/b": "b", "best/b": "b"}.get(name)
+    return {
+        "state/v": "v",
+        f"state/{EVALUATED}": "v",
+        "mean/v": "v",
+        "best/v": "v",
+        "b": "b",
+        "mean/b": "b",
+        "best/b": "b",
+    }.get(name)
 
 
 def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Server) -> Iterator[tuple[int, Tensors]]:

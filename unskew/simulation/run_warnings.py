@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unskew.attacks.registry import divergence_remedy
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 
 
-def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[str] = ()) -> str | None:
+def nonfinite_update_warning(
+    server: Server, done: int, client_names: Sequence[str] = (), attack: str | None = None
+) -> str | None:
     """Return a warning if round ``done`` is the first one with non-finite updates.
 
     Args:
         server: Server after the round.
         done: Number of finished rounds.
         client_names: Names of the clients.
+        attack: Kind of the attack on the run, or None.
     """
     if server.overflowed and server.overflows == 1:
         return (
@@ -28,7 +32,7 @@ def nonfinite_update_warning(server: Server, done: int, client_names: Sequence[s
         shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         return (
             f"Round {done}: the updates of clients {shown} are not finite and are skipped. "
-            "Later cases are only counted (updates_skipped). A smaller learning rate may help."
+            f"Later cases are only counted (updates_skipped). {divergence_remedy(attack)}"
         )
     return None
 
@@ -37,11 +41,12 @@ DIVERGED = 1000.0
 """Test loss above which a model of any task counts as diverged; initial losses are below 20."""
 
 
-def divergence_warning(row: Mapping[str, Any]) -> str | None:
+def divergence_warning(row: Mapping[str, Any], attack: str | None = None) -> str | None:
     """Return a warning if a run diverged, judged by the metrics of its last round.
 
     Args:
         row: Metrics of the round, as in ``metrics.jsonl``.
+        attack: Kind of the attack on the run, or None.
     """
     skipped = row.get("skipped", 0)
     taken = row.get("updates", 0)
@@ -52,10 +57,10 @@ def divergence_warning(row: Mapping[str, Any]) -> str | None:
         why = f"the test loss after round {row['round']} is {'not finite' if loss is None else f'{loss:.3g}'}"
     else:
         return None
-    return (
-        f"The run diverged: {why}. The model is not usable. Repeat the run with a smaller learning rate (lr), fewer local "
-        "steps, or set clip_grad_norm."
-    )
+    problem = f"The run diverged: {why}. The model is not usable."
+    if attack is not None:
+        return f"{problem} {divergence_remedy(attack)}"
+    return f"{problem} Repeat the run with a smaller learning rate (lr), fewer local steps, or set clip_grad_norm."
 
 
 def model_unchanged_warning(network: Network, rounds: int) -> str:

@@ -15,6 +15,7 @@ from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import (
+    EVALUATED,
     Broadcast,
     Slices,
     Tensors,
@@ -25,7 +26,7 @@ from unskew.protocol.messages import (
     replace_fields,
 )
 from unskew.protocol.noise import NoiseSource
-from unskew.protocol.rules import Method, ServerRule, changes_updates
+from unskew.protocol.rules import Method, Rule, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training_config import Buffers
 from unskew.protocol.updates import CombinedUpdate, Updates
@@ -185,7 +186,7 @@ class Server:
         """Model to evaluate and to return, ``[d]``; some methods average recent models or the clients' models."""
         if self.finished is not None:
             return self.finished[0]
-        return self.rule.evaluated(self.state) if self.mean is None else self.mean[0]
+        return self.state.get(EVALUATED, self.v) if self.mean is None else self.mean[0]
 
     @property
     def evaluated_b(self) -> Tensor:
@@ -342,18 +343,19 @@ class Server:
             "setup_seconds": intake.sums["setup_seconds"] / len(taken) if taken else 0.0,
             "train_seconds": intake.sums["train_seconds"] / len(taken) if taken else 0.0,
             **({"discarded": discarded} if discarded else {}),
-            **rule_metrics(self.rule, self.state),
-            **self._held(round),
+            **rule_metrics(self.rule, self.state, round, self.spec),
+            **self._held(),
         }
-        hidden = [name for half in self.method.halves for name in half.hidden_metrics]
-        rule = self.method.aggregate
-        own = {} if rule is None else rule_metrics(rule, self.rules[rule.name])
-        return metrics | dict.fromkeys(hidden, math.nan) | own
+        server_rule: Rule = self.rule
+        for half in self.method.halves:
+            own = {} if half is server_rule else rule_metrics(half, self.rules[half.name], round, self.spec)
+            metrics |= dict.fromkeys(half.hidden_metrics, math.nan) | own
+        return metrics
 
-    def _held(self, round: int) -> dict[str, Any]:
-        """Return the round metrics on the rule's buffer, its cache, and the exchanged slices."""
-        figures = self.exchange.figures(self.rules, round)
-        if self.rule.buffer() is not None:
+    def _held(self) -> dict[str, float]:
+        """Return the round metrics on the rule's buffer and its cache."""
+        figures = {}
+        if self.rule.updates_per_step is not None:
             figures[f"{self.rule.name}_waiting"] = float(self.waiting.aggregate.count)
         if "last_update" in self.needs:
             figures[f"{self.rule.name}_cache_bytes"] = float(len(self.cache) * self.v.numel() * self.v.element_size())
@@ -405,7 +407,7 @@ class Server:
             rules = {name: half.server_update(rules[name], all_updates) for name, half in self.halves.items()}
             # Buffers of updates that wait in the server's buffer move together with the model.
             if done is None:
-                done = b if self.rule.buffer() is not None and sums.moved is not None else sums.buffers
+                done = b if self.rule.updates_per_step is not None and sums.moved is not None else sums.buffers
             b = done if sums.sent is None else torch.where(sums.sent[1], done, b)
         elif done is not None:
             b = done
@@ -421,7 +423,7 @@ class Server:
         self.waiting = intake.waiting
         if intake.models is not None:
             # A server rule may have changed the mean of exchanged entries, so its model is used there.
-            evaluated, mean = self.rule.evaluated(state), intake.models / sums.weight
+            evaluated, mean = state.get(EVALUATED, state["v"]), intake.models / sums.weight
             self.mean = evaluated if sums.sent is None else torch.where(sums.sent[0], evaluated, mean), sums.all_buffers
         return True
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.protocol.messages import ClientState, Tensors, Update, replace_fields
-from unskew.protocol.rules import AggregateRule, Method, ServerRule
+from unskew.models.spec import ModelSpec
+from unskew.protocol.messages import EVALUATED, ClientState, Tensors, Update, replace_fields
+from unskew.protocol.rules import Method, Rule, ServerRule
 from unskew.protocol.updates import Aggregate, Combined, Masks
 from unskew.tasks.registry import TASKS
 
@@ -132,10 +133,10 @@ class UpdateBuffer:
         """
         with self.meter():
             self.whole.add(update, sent)
-            if self.rule.buffer() is not None:
+            if self.rule.updates_per_step is not None:
                 self.waiting.add(replace_fields(update, state=ClientState()), sent)
         self.whole.arrivals = len(self.taken) + 1
-        if self.waiting.aggregate.count == self.rule.buffer():
+        if self.waiting.aggregate.count == self.rule.updates_per_step:
             self.complete.append(replace(self.waiting, arrivals=len(self.taken) + 1))
             self.waiting = empty_updates(self.method, self.rule)
         if "v" in update.report:
@@ -154,7 +155,7 @@ class UpdateBuffer:
     def for_rule(self) -> list[CollectedUpdates]:
         """Return the collected updates for the server rule: the whole round, or each full buffer."""
         empty = self.method.aggregate is not None and self.method.aggregate.combines_empty
-        if self.rule.buffer() is None and (self.taken or empty):
+        if self.rule.updates_per_step is None and (self.taken or empty):
             return [self.whole]
         return self.complete or ([empty_updates(self.method, self.rule)] if self.rule.steps_without else [])
 
@@ -205,12 +206,12 @@ def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
         b: Buffers with the expected shape and data type, ``[m]``.
 
     Raises:
-        ConfigError: If the state has no model, or the model or the buffers have another shape or data type.
+        ConfigError: If the state has no model, or a reserved entry has another shape or data type.
     """
     entries = state if isinstance(state, dict) else {}
-    for name, title, like in (("v", "the model", v), ("b", "statistics", b)):
+    for name, title, like in (("v", "the model", v), ("b", "statistics", b), (EVALUATED, "the evaluated model", v)):
         new = entries.get(name)
-        if name == "b" and new is None:
+        if name != "v" and new is None:
             continue
         if not isinstance(new, Tensor) or new.shape != like.shape or new.dtype != like.dtype:
             what = f"{new.dtype} {tuple(new.shape)}" if isinstance(new, Tensor) else "none"
@@ -220,17 +221,19 @@ def check_state(by: str, state: object, v: Tensor, b: Tensor) -> None:
             )
 
 
-def rule_metrics(rule: ServerRule | AggregateRule, state: Tensors) -> dict[str, Any]:
+def rule_metrics(rule: Rule, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
     """Return the round metrics of a rule.
 
     Args:
-        rule: Server rule or aggregate rule of the method.
-        state: State of the rule.
+        rule: Rule of the method.
+        state: State of the rule at the server.
+        round: Number of the round, from 0.
+        spec: Layout of the model.
 
     Raises:
         ConfigError: If a metric of the rule has a reserved name.
     """
-    figures = rule.metrics(state)
+    figures = rule.metrics(state, round, spec)
     taken = sorted(TAKEN & figures.keys())
     if taken:
         better = f"{rule.name}_{taken[0]}"

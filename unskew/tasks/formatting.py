@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,15 @@ LARGEST = 1e6
 """Values of at least this size, such as those of diverged runs, are formatted with an exponent."""
 
 
+def missing_text(value: float | None) -> str:
+    """Return the text of a value that is not a finite number: ``-`` if it is not known, ``diverged`` if it is infinite.
+
+    Args:
+        value: None, NaN or an infinite number.
+    """
+    return "diverged" if value is not None and math.isinf(value) else "-"
+
+
 def method_title(row: Mapping[str, Any]) -> str:
     """Return the method of a comparison row for tables, with the number of diverged runs.
 
@@ -69,11 +79,11 @@ def format_percent(value: float | None, spread: float | None = None) -> str:
         value: Share from 0 to 1, or None if it is not known.
         spread: Standard deviation of the share, or None.
 
-    >>> format_percent(0.5, 0.012), format_percent(None), format_percent(-1e12)
-    ('50.0 ± 1.2', '-', '-1.0e+14')
+    >>> format_percent(0.5, 0.012), format_percent(None), format_percent(-1e12), format_percent(float("nan"))
+    ('50.0 ± 1.2', '-', '-1.0e+14', '-')
     """
-    if value is None:
-        return "-"
+    if value is None or not math.isfinite(value):
+        return missing_text(value)
     if not abs(value) < LARGEST:
         return f"{100 * value:.1e}"
     return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
@@ -97,11 +107,11 @@ def format_number(value: float | None, spread: float | None = None) -> str:
         value: Value, or None if it is not known.
         spread: Standard deviation of the value, or None.
 
-    >>> format_number(1.25, 0.0125), format_number(None), format_number(31.4)
-    ('1.2500 ± 0.0125', '-', '31.40')
+    >>> format_number(1.25, 0.0125), format_number(None), format_number(31.4), format_number(float("inf"))
+    ('1.2500 ± 0.0125', '-', '31.40', 'diverged')
     """
-    if value is None:
-        return "-"
+    if value is None or not math.isfinite(value):
+        return missing_text(value)
     if not abs(value) < LARGEST:
         return f"{value:.1e}"
     digits = 4 if abs(value) < 10 else 2

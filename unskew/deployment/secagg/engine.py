@@ -243,7 +243,7 @@ def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:
             "--asynchronous processes each update separately, but secure_aggregation=required reveals only sums. Remove "
             "one of the two."
         )
-    if method.server is not None and method.server.buffer() is not None:
+    if method.server is not None and method.server.updates_per_step is not None:
         raise ConfigError(
             f"{method.server.name} empties its buffer in the middle of a round's updates, but in a deployment "
             "secure_aggregation=required reveals only the sum of a whole round. Use another method, or turn it off."

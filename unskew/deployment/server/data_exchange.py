@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,8 +23,7 @@ from unskew.deployment.wire.tensor_codec import (
     printable,
 )
 from unskew.errors import EngineError
-from unskew.protocol.data_preparation import ClientPayloads, PreparedData, ServerPayload, Workspace
-from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.data_preparation import ClientPayloads, PreparedData
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
 from unskew.simulation.update_buffer import TAKEN
@@ -152,41 +150,23 @@ def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: Sit
 def _one(
     place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, norm: float
 ) -> PreparedData:
-    """Run one data rule: its ``prepare`` method, with the client-side steps replaced by messages to the sites."""
-    after: dict[int, ClientData] = {}
-
-    def client_payload(prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
-        clients = prepared.federation.clients
-        mean = max(1, sum(len(c.y) + len(c.y_test) for c in clients) // len(clients))
-        requests = {
-            k: Frame("contribute", {"place": place, "mean_size": mean})
-            for k in range(len(clients))
-            if type(rule).client_payload is not DataRule.client_payload
-            and rule.for_client(k, len(clients), mean) is not None
-        }
-        replies = request_all(sites, requests, "contributions", partial(_contribution, norm=norm))
-        sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
-        digest = "-".join(digest_part for _, _, digest_part in replies.values())
-        return ClientPayloads(sent, _about([about for _, about, _ in replies.values()]), digest)
-
-    def server_payload(sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
-        dealt = type(rule).server_payload(rule, sent, facts, seed)
-        common = encode_record("common", dealt.common)
-        messages = {
-            k: Frame("receive", {"place": place}, {}, {**encode_record("share", dealt.shares.get(k, {})), **common})
-            for k in range(facts.clients)
-        }
-        federation = prepared.federation
-        after.update(request_all(sites, messages, "shares", lambda k, frame: remote_client(k, frame, federation)))
-        return dealt
-
-    def apply_payload(client: ClientData, share: Tensors) -> ClientData:
-        return after[client.id]
-
-    over_sites = copy.copy(rule)
-    for step in (client_payload, server_payload, apply_payload):
-        object.__setattr__(over_sites, step.__name__, step)  # rules are frozen dataclasses, and this is a copy
-    return over_sites.prepare(prepared, seed)
+    """Run one data rule, as ``apply_data_rule`` does, with the client-side steps replaced by messages to the sites."""
+    federation = prepared.federation
+    about = {"place": place, "mean_size": prepared.mean_size}
+    asks = type(rule).client_payload is not DataRule.client_payload
+    requests = {k: Frame("contribute", about) for k in range(len(federation.clients)) if asks}
+    replies = request_all(sites, requests, "contributions", partial(_contribution, norm=norm))
+    sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
+    digest = "-".join(digest_part for _, _, digest_part in replies.values() if digest_part)
+    payloads = ClientPayloads(sent, _about([about for _, about, _ in replies.values()]), digest)
+    dealt = rule.server_payload(sent, prepared.federation_info, seed)
+    common = encode_record("common", dealt.common)
+    messages = {
+        k: Frame("receive", {"place": place}, {}, {**encode_record("share", dealt.shares.get(k, {})), **common})
+        for k in range(len(federation.clients))
+    }
+    after = request_all(sites, messages, "shares", lambda k, frame: remote_client(k, frame, federation))
+    return prepared.received(rule.name, payloads, dealt, lambda client, share: after[client.id])
 
 
 def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:

@@ -56,6 +56,9 @@ def check_method_over_sites(
         raise ConfigError(
             f"{both_ways}:down=true is available in simulations only; over sites, only uploads are compressed."
         )
+    simulated = next((rule.simulated_only for rule in method.data if rule.simulated_only is not None), None)
+    if simulated is not None:
+        raise ConfigError(simulated)
     if deployment.asynchronous:
         delay = config.network.model_copy(update={"delay": "fixed:1"})
         try:

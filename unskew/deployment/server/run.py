@@ -134,8 +134,6 @@ def _carried_out(
     if deployment.local not in (None, total):
         raise ConfigError(f"--local {deployment.local} does not match the {total} clients of the experiment.")
     spec, warnings = check_method_over_sites(config, deployment, reference, method, total)
-    for rule in method.data:
-        rule.for_client(0, total, 1)
     reference = match_model_input_range(reference, spec)
     followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
     # Checkpoint every round, so that a resumed run never needs a state that the sites have already deleted.

@@ -34,7 +34,7 @@ from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.engines.cpu import keep_freed_memory
 from unskew.errors import ConfigError, UnskewError
-from unskew.protocol.data_preparation import PreparedData, Workspace
+from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
 
 HEADER_SECONDS = 10.0
 """Seconds within which a connection must send the header of its message."""
@@ -142,14 +142,19 @@ class SiteProcess:
             place: Position of the data rule in the method.
         """
         data = received.applied(work.data, place)
-        federation = work.with_data(data)
-        rule = work.method.data[place].for_client(
-            self.config.client, work.total, read_integer(request.config, "mean_size")
+        prepared = PreparedData(
+            work.with_data(data),
+            work.config.training,
+            client=self.config.client,
+            site_mean=read_integer(request.config, "mean_size"),
         )
-        if rule is None:
-            return Frame("contribution", {"client": self.config.client, "made": ""})
         workspace = Workspace(state.folder / f"made-{place}", False, work.device, warn=self.log)
-        payloads = rule.client_payload(PreparedData(federation, work.config.training), work.config.seed, workspace)
+        rule = work.method.data[place]
+        payloads = rule.client_payload(prepared, work.config.seed, workspace)
+        if isinstance(payloads, PreparedData):
+            if payloads is not prepared:
+                raise ConfigError(f"{rule.name} changes data without an exchange, which works only in simulations.")
+            payloads = ClientPayloads()
         figures = {name: float(v) for name, v in payloads.about.items() if isinstance(v, int | float)}
         texts = {f"about.{name}": v for name, v in payloads.about.items() if isinstance(v, str) and name != "synthetic"}
         sent = encode_record("sent", payloads.sent.get(self.config.client, {}))

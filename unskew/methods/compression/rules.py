@@ -7,7 +7,9 @@ arXiv:1901.09847)::
 
 Every stream with an entry for each uploaded parameter is compressed, also uploads such as SCAFFOLD's; other tensors are sent
 unchanged. The error stays while a client is absent, and does not change if its update is lost. Traffic is the exact size of
-the encoded streams. See ``unskew.methods.compression.codes`` for the codes.
+the encoded streams. The modules
+``sparse``, ``quantized`` and ``low_rank`` have the codes: dictionaries of tensors that a client sends instead of a vector.
+If a vector is not finite, neither is the decoded vector, so that the server can discard the update.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.errors import ConfigError, UnskewError
-from unskew.methods.compression import codes
+from unskew.errors import UnskewError
+from unskew.methods.compression import low_rank, quantized, sparse
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import num_bytes
 from unskew.protocol.payload import UPDATE, gather_slices, scatter_slices
@@ -36,19 +38,16 @@ Whole = Annotated[int, Field(ge=1, le=1 << 30)]
 
 @dataclass(frozen=True)
 class Compressor(ClientRule):
-    """Base class of compression methods.
-
-    Attributes:
-        feedback: Keep the error of the code at the client and add it to the next update.
-        down: Compress the broadcast, too.
-    """
+    """Base class of compression methods without error feedback."""
 
     stage: ClassVar[Stage] = "compress"
 
-    feedback: bool = False
-    down: bool = False
+    @property
+    def keeps_error(self) -> bool:
+        """Return whether the client adds the error of the code to its next update."""
+        return False
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
         """Return the code of a vector.
 
         Args:
@@ -59,7 +58,7 @@ class Compressor(ClientRule):
         """
         raise NotImplementedError
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
         """Return the vector ``[n]`` of a code, which may come from a hostile client.
 
         Args:
@@ -71,27 +70,23 @@ class Compressor(ClientRule):
         """
         raise NotImplementedError
 
-    def conflict_with(self, method: Method) -> str | None:
-        """Name rules that the compressed broadcast does not support.
-
-        Args:
-            method: The composition.
-        """
-        if self.down and method.sync is not None:
-            return (
-                f"{self.name}:down=true needs a broadcast of the whole model, and {method.sync.name} sends parts of it."
-            )
-        return None
-
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Warn about buffers, which are not compressed.
+        """Warn if codes are not smaller than vectors, and about buffers, which are not compressed.
 
         Args:
             run: Configuration, federation and model of the run.
         """
-        if sum(run.spec.buffer_sizes) and run.buffers == "average":
-            return (f"{self.name} does not compress normalization buffers; they are sent as they are.",)
-        return ()
+        warnings, spec = [], run.spec
+        v = torch.zeros(spec.size, dtype=spec.dtype)
+        code = self._compress(v, {}, torch.zeros((), dtype=torch.int64), UploadContext(0, 0, 0, spec, None, run.plan))
+        if num_bytes(code.values()) >= num_bytes([v]):
+            warnings.append(
+                f"With these options {self.name} sends {num_bytes(code.values())} bytes for a model of {num_bytes([v])} "
+                "bytes, so it saves no traffic. Change its options or remove it."
+            )
+        if sum(spec.buffer_sizes) and run.buffers == "average":
+            warnings.append(f"{self.name} does not compress normalization buffers; they are sent as they are.")
+        return warnings
 
     def encode(self, payload: Tensors, state: Tensors, ctx: UploadContext) -> tuple[Tensors, Tensors]:
         """Compress every stream with an entry for each uploaded parameter.
@@ -110,43 +105,16 @@ class Compressor(ClientRule):
                 continue
             memory = {n.partition("#")[2]: t for n, t in state.items() if n.partition("#")[0] == label_of(stream)}
             error = memory.pop("error", None)
-            if error is not None and self.feedback:
+            if error is not None and self.keeps_error:
                 v = v + gather_slices(error, ctx.up)
-            code = self.compress(v, memory, fold(base, number).to(v.device), ctx)
+            code = self._compress(v, memory, fold(base, number).to(v.device), ctx)
             sent |= {f"{stream}:{name}": t for name, t in code.items()}
-            if self.feedback:
-                left = v - self.expand(code, ctx)
+            if self.keeps_error:
+                left = v - self._expand(code, ctx)
                 all_errors = v.new_zeros(ctx.spec.size) if error is None else error.clone()
                 memory["error"] = scatter_slices(all_errors, ctx.up, left)
             new |= {f"{label_of(stream)}#{name}": t for name, t in memory.items()}
         return sent, new
-
-    @property
-    def compresses_broadcast(self) -> bool:
-        """Return whether the broadcast is compressed, too."""
-        return self.down
-
-    def compress_broadcast(
-        self, state: Tensors, v: Tensor, before: Tensor, round: int, seed: int, spec: ModelSpec
-    ) -> tuple[Tensors, Tensor, int]:
-        """Send the code of the difference between the model and what clients have: ``w <- w + decode(C(v - w))``.
-
-        The error of the code remains in the difference of the next round.
-
-        Args:
-            state: State of the server half.
-            v: Model of the server, ``[d]``.
-            before: Model that clients have, ``w``, ``[d]``.
-            round: Number of the round, from 0.
-            seed: Seed of the run.
-            spec: Layout of the model.
-        """
-        ctx = UploadContext(round, 0, seed, spec, None, RoundPlan())
-        memory = {name.partition("#")[2]: t for name, t in state.items() if name.startswith("code#")}
-        key = torch.tensor(derive(seed, "broadcast compression", round), device=v.device)
-        code = self.compress(v - before, memory, key, ctx)
-        new = {**state, **{f"code#{name}": t for name, t in memory.items()}}
-        return new, before + self.expand(code, ctx), num_bytes(code.values())
 
     def key_client(self, ctx: UploadContext) -> int:
         """Return the client number of the random key.
@@ -176,7 +144,7 @@ class Compressor(ClientRule):
                 plain[name] = t
         if plain.keys() & {*coded, UPDATE} or UPDATE not in coded:
             raise UnskewError(f"the update is not compressed with {self.name}")
-        return {**{stream: self.expand(code, ctx) for stream, code in coded.items()}, **plain}
+        return {**{stream: self._expand(code, ctx) for stream, code in coded.items()}, **plain}
 
 
 def label_of(stream: str) -> str:
@@ -185,13 +153,68 @@ def label_of(stream: str) -> str:
 
 
 @dataclass(frozen=True)
-class TopK(Compressor):
+class FeedbackCompressor(Compressor):
+    """Base class of compression methods with error feedback, which can compress the broadcast, too.
+
+    Attributes:
+        feedback: Keep the error of the code at the client and add it to the next update.
+        down: Compress the broadcast, too.
+    """
+
+    feedback: bool = False
+    down: bool = False
+
+    @property
+    def keeps_error(self) -> bool:
+        """Return the option ``feedback``."""
+        return self.feedback
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Name rules that the compressed broadcast does not support.
+
+        Args:
+            method: The composition.
+        """
+        if self.down and method.sync is not None:
+            return (
+                f"{self.name}:down=true needs a broadcast of the whole model, and {method.sync.name} sends parts of it."
+            )
+        return None
+
+    @property
+    def compresses_broadcast(self) -> bool:
+        """Return whether the broadcast is compressed, too."""
+        return self.down
+
+    def compress_broadcast(
+        self, state: Tensors, v: Tensor, before: Tensor, round: int, seed: int, spec: ModelSpec
+    ) -> tuple[Tensors, Tensor, int]:
+        """Send the code of the difference between the model and what clients have: ``w <- w + decode(C(v - w))``.
+
+        The error of the code remains in the difference of the next round.
+
+        Args:
+            state: State of the server half.
+            v: Model of the server, ``[d]``.
+            before: Model that clients have, ``w``, ``[d]``.
+            round: Number of the round, from 0.
+            seed: Seed of the run.
+            spec: Layout of the model.
+        """
+        ctx = UploadContext(round, 0, seed, spec, None, RoundPlan())
+        memory = {name.partition("#")[2]: t for name, t in state.items() if name.startswith("code#")}
+        key = torch.tensor(derive(seed, "broadcast compression", round), device=v.device)
+        code = self._compress(v - before, memory, key, ctx)
+        new = {**state, **{f"code#{name}": t for name, t in memory.items()}}
+        return new, before + self._expand(code, ctx), num_bytes(code.values())
+
+
+@dataclass(frozen=True)
+class TopK(FeedbackCompressor):
     """Entries of largest magnitude.
 
     Attributes:
         share: Share of entries that are sent.
-        feedback: Keep the error at the client and add it to the next update.
-        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "topk"
@@ -203,13 +226,11 @@ class TopK(Compressor):
     share: Share = 0.01
     feedback: bool = True
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        """Select the entries."""
-        return codes.encode_topk(v, self.share)
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+        return sparse.encode_topk(v, self.share)
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        """Fill the other entries with zeros."""
-        return codes.decode_topk(code, ctx.size, ctx.spec.dtype)
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        return sparse.decode_topk(code, ctx.size, ctx.spec.dtype)
 
 
 @dataclass(frozen=True)
@@ -218,8 +239,6 @@ class RandK(Compressor):
 
     Attributes:
         share: Share of entries that are sent.
-        feedback: Not supported.
-        down: Not supported.
     """
 
     name: ClassVar[str] = "randk"
@@ -228,41 +247,24 @@ class RandK(Compressor):
 
     share: Share = 0.01
 
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that there is no error feedback, which diverges with a code that scales up.
-
-        Args:
-            run: Configuration, federation and model of the run.
-
-        Raises:
-            ConfigError: If error feedback is on.
-        """
-        if self.feedback or self.down:
-            raise ConfigError("randk scales up what it sends, so feedback=true and down=true would diverge. Use topk.")
-        return super().check(run)
-
     def key_client(self, ctx: UploadContext) -> int:
         """Draw the same entries for all clients."""
         return 0
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        """Draw the entries."""
-        return codes.encode_randk(v, self.share, key)
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+        return sparse.encode_randk(v, self.share, key)
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        """Scale the entries by ``n / k``."""
-        return codes.decode_randk(code, ctx.size, ctx.spec.dtype)
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        return sparse.decode_randk(code, ctx.size, ctx.spec.dtype)
 
 
 @dataclass(frozen=True)
-class QSGD(Compressor):
+class QSGD(FeedbackCompressor):
     """Stochastic quantization relative to the norm of a bucket.
 
     Attributes:
         levels: Number of levels ``s`` above 0; 15 need 5 bits with the sign.
         bucket: Number of entries that share a norm.
-        feedback: Keep the error at the client and add it to the next update.
-        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "qsgd"
@@ -272,23 +274,16 @@ class QSGD(Compressor):
     levels: Annotated[int, Field(ge=1, le=1 << 14)] = 15
     bucket: Whole = 512
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        """Quantize the entries."""
-        return codes.encode_qsgd(v, self.levels, self.bucket, key)
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+        return quantized.encode_qsgd(v, self.levels, self.bucket, key)
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        """Return the levels times the norms."""
-        return codes.decode_qsgd(code, self.levels, self.bucket, ctx.size, ctx.spec.dtype)
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        return quantized.decode_qsgd(code, self.levels, self.bucket, ctx.size, ctx.spec.dtype)
 
 
 @dataclass(frozen=True)
-class Sign(Compressor):
-    """Signs, scaled by the mean magnitude of each parameter.
-
-    Attributes:
-        feedback: Keep the error at the client and add it to the next update.
-        down: Compress the broadcast, too.
-    """
+class Sign(FeedbackCompressor):
+    """Signs, scaled by the mean magnitude of each parameter."""
 
     name: ClassVar[str] = "sign"
     summary: ClassVar[str] = "sends one bit per entry of the update"
@@ -296,23 +291,19 @@ class Sign(Compressor):
 
     feedback: bool = True
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        """Take the signs."""
-        return codes.encode_sign(v, sizes_of(ctx))
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+        return quantized.encode_sign(v, sizes_of(ctx))
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        """Return the signs times the mean magnitudes."""
-        return codes.decode_sign(code, sizes_of(ctx), ctx.spec.dtype)
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        return quantized.decode_sign(code, sizes_of(ctx), ctx.spec.dtype)
 
 
 @dataclass(frozen=True)
-class Int8(Compressor):
+class Int8(FeedbackCompressor):
     """Eight-bit integers, scaled to the largest magnitude of a bucket.
 
     Attributes:
         bucket: Number of entries that share a scale.
-        feedback: Keep the error at the client and add it to the next update.
-        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "int8"
@@ -321,67 +312,49 @@ class Int8(Compressor):
 
     bucket: Whole = 512
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        """Round the entries."""
-        return codes.encode_int8(v, self.bucket)
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+        return quantized.encode_int8(v, self.bucket)
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        """Return the integers times the scales."""
-        return codes.decode_int8(code, self.bucket, ctx.size, ctx.spec.dtype)
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        return quantized.decode_int8(code, self.bucket, ctx.size, ctx.spec.dtype)
 
 
 @dataclass(frozen=True)
-class FP16(Compressor):
-    """Half precision.
-
-    Attributes:
-        feedback: Keep the error at the client and add it to the next update.
-        down: Compress the broadcast, too.
-    """
+class FP16(FeedbackCompressor):
+    """Half precision."""
 
     name: ClassVar[str] = "fp16"
     summary: ClassVar[str] = "rounds the update to half precision"
     paper: ClassVar[str] = "Micikevicius et al. 2017, arXiv:1710.03740"
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        """Round the entries."""
-        return codes.encode_fp16(v)
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+        return quantized.encode_fp16(v)
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        """Convert the entries."""
-        return codes.decode_fp16(code, ctx.size, ctx.spec.dtype)
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        return quantized.decode_fp16(code, ctx.size, ctx.spec.dtype)
 
 
 @dataclass(frozen=True)
-class BF16(Compressor):
-    """Half precision with the range of single precision.
-
-    Attributes:
-        feedback: Keep the error at the client and add it to the next update.
-        down: Compress the broadcast, too.
-    """
+class BF16(FeedbackCompressor):
+    """Half precision with the range of single precision."""
 
     name: ClassVar[str] = "bf16"
     summary: ClassVar[str] = "rounds the update to bfloat16"
     paper: ClassVar[str] = "Kalamkar et al. 2019, arXiv:1905.12322"
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        """Round the entries."""
-        return codes.encode_bf16(v)
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+        return quantized.encode_bf16(v)
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        """Convert the entries."""
-        return codes.decode_bf16(code, ctx.size, ctx.spec.dtype)
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        return quantized.decode_bf16(code, ctx.size, ctx.spec.dtype)
 
 
 @dataclass(frozen=True)
-class PowerSGD(Compressor):
+class PowerSGD(FeedbackCompressor):
     """Low-rank approximation of every matrix by one step of power iteration, which starts from the last round's factors.
 
     Attributes:
         rank: Rank of the approximation.
-        feedback: Keep the error at the client and add it to the next update.
-        down: Compress the broadcast, too.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -391,17 +364,15 @@ class PowerSGD(Compressor):
     rank: Whole = 2
     feedback: bool = True
 
-    def compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        """Approximate the matrices."""
-        first = codes.initial_powersgd_start(ctx.shapes, self.rank, key, v.dtype)
+    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
+        first = low_rank.initial_powersgd_start(ctx.shapes, self.rank, key, v.dtype)
         start = memory.get("start")
         usable = start is not None and start.shape == first.shape
-        code, memory["start"] = codes.encode_powersgd(v, ctx.shapes, self.rank, start if usable else None, key)
+        code, memory["start"] = low_rank.encode_powersgd(v, ctx.shapes, self.rank, start if usable else None, key)
         return code
 
-    def expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        """Multiply the factors."""
-        return codes.decode_powersgd(code, ctx.shapes, self.rank, ctx.spec.dtype)
+    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        return low_rank.decode_powersgd(code, ctx.shapes, self.rank, ctx.spec.dtype)
 
 
 def sizes_of(ctx: UploadContext) -> list[int]:

@@ -122,7 +122,7 @@ class AutoPeriods(ClientRule, SyncRule):
             state["growth"], state["count"] = torch.zeros_like(rates), torch.zeros_like(rates)
         return state
 
-    def round_metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the numbers of the layers averaged after the round, in order of depth, and all periods from then on."""
         state = state or self.beginning(spec)
         return average_layers((state["synced"] == round).tolist(), [int(p) for p in state["periods"].tolist()])

@@ -33,7 +33,7 @@ from unskew.errors import ConfigError
 from unskew.methods.fedals.auto import FIGURES, AutoPeriods, average_layers
 from unskew.models.layer_groups import layer_groups, parameter_slices, split_at_depth
 from unskew.models.spec import ModelSpec
-from unskew.protocol.rules import Method, MetricSpec, Slices, SyncRule, Tensors
+from unskew.protocol.rules import MetricSpec, Rule, Slices, SyncRule, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 
@@ -84,27 +84,27 @@ class FedALS(SyncRule):
     budget: Annotated[float, Field(gt=0, le=1)] = 0.1
     longest: Annotated[int, Field(ge=2)] = 50
 
-    def build(self) -> Method:
-        """Create this rule, or ``AutoPeriods`` with ``auto``.
-
-        Raises:
-            ConfigError: If ``budget`` does not suffice to average each layer once per ``longest`` rounds, or ``budget`` or
-                ``longest`` is set without ``auto``.
-        """
+    def __post_init__(self) -> None:
+        """Validate that ``budget`` and ``longest`` are set only with ``auto``, and that ``budget`` suffices."""
         if not self.auto:
             for name, option_value in (("budget", self.budget), ("longest", self.longest)):
                 if option_value != getattr(FedALS, name):
                     raise ConfigError(
                         f"fedals:{name}={option_value} needs auto. Use fedals:auto,{name}={option_value}."
                     )
-            return super().build()
-        if self.budget * self.longest < 1:
+        elif self.budget * self.longest < 1:
             raise ConfigError(
                 f"fedals:budget={self.budget} is not enough to average all layers once in longest={self.longest} rounds. "
                 "Increase one of them."
             )
+
+    @property
+    def slots(self) -> Mapping[str, Rule] | None:  # type: ignore[override]
+        """``AutoPeriods`` with ``auto``, which is a client and a sync rule; otherwise this rule."""
+        if not self.auto:
+            return None
         auto = AutoPeriods(FedALS(self.alpha, self.split, self.periods), self.budget, self.longest)
-        return Method(name=self.name, client=(auto,), sync=auto)
+        return {"client": auto, "sync": auto}
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
@@ -115,7 +115,7 @@ class FedALS(SyncRule):
         due = tuple((round + 1) % p == 0 for p in periods)
         return parameter_slices(spec, missed), parameter_slices(spec, due)
 
-    def round_metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the numbers of the layers averaged after the round, in order of depth, and all periods."""
         periods = _periods(self, spec)
         return average_layers([(round + 1) % p == 0 for p in periods], periods)

@@ -343,10 +343,6 @@ class FedCOG(ClientRule):
         ctx.state["v"], ctx.state["b"] = v.clone(), ctx.model.b.clone()
         ctx.state["round"] = torch.full_like(ctx.steps, float(ctx.round))
 
-    def generated_samples(self, carry: Tensors) -> tuple[Tensor, Tensor] | None:
-        """Return the learned inputs and their target labels."""
-        return (carry["x"], carry["y"]) if carry else None
-
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
     """Compute the mean of ``sum p log(p / q)`` over all axes but the last, for positive ``p`` and ``q``.

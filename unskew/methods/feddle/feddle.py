@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -47,6 +46,7 @@ from unskew.methods.feddle.search import (
     surrogate,
     train_head,
 )
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import Method, MetricSpec, ServerRule, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
@@ -169,8 +169,9 @@ class Feddle(ServerRule):
             )
         return ()
 
-    def buffer(self) -> int | None:
-        """Return the number of updates to collect before a step with ``trigger=buffer``, otherwise None."""
+    @property
+    def updates_per_step(self) -> int | None:  # type: ignore[override]
+        """Number of updates to collect before a step with ``trigger=buffer``, otherwise None."""
         return self.buffer_size if self.trigger == "buffer" else None
 
     def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
@@ -193,7 +194,7 @@ class Feddle(ServerRule):
             state["round"] = torch.tensor(updates.round)
         if not len(updates):
             return state
-        most = self.atlas or max(2 * updates.at_server.cohort, self.buffer() or 1)
+        most = self.atlas or max(2 * updates.at_server.cohort, self.updates_per_step or 1)
         atlas = unpack_anchors(state)
         now = {**state, "b": updates.b_global}
         for update in updates:
@@ -291,7 +292,7 @@ class Feddle(ServerRule):
             return torch.zeros_like(c)
         return c if r is None or not float(r) else c * lengths / r
 
-    def metrics(self, state: Tensors) -> dict[str, Any]:
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the coefficients of the round's searches in order of arrival, those of the fallback, and their signs."""
         metrics: dict[str, Any] = {"anchors": len(state["anchors"])}
         if len(state["found"]):
@@ -306,17 +307,6 @@ class Feddle(ServerRule):
         if len(state["cosine"]):
             metrics["surrogate/cosine"] = float(state["cosine"][0])
         return metrics
-
-    def draw(self, history: Sequence[dict[str, Any]], folder: Path) -> None:
-        """Plot the numbers of positive and negative coefficients per round (Figure 6) as ``coefficients.png``."""
-        from unskew.plots.curves import save_sign_histogram
-
-        rows = [row for row in history if "coefficients/positive" in row]
-        if rows:
-            rounds, above, below = (
-                [row[name] for row in rows] for name in ("round", "coefficients/positive", "coefficients/negative")
-            )
-            save_sign_histogram(rounds, above, below, folder / "coefficients.png")
 
 
 def unpack_anchors(state: Tensors) -> list[Anchor]:

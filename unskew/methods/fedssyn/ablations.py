@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
 
-from unskew.data.federation import ArrayClients, Federation, concatenate_inputs
+from unskew.data.federation import ArrayClients, concatenate_inputs
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, ServerPayload
 from unskew.protocol.messages import num_bytes
 from unskew.protocol.rules import DataRule
 
 
-def mean_size(federation: Federation) -> int:
-    """Return the mean number of samples per client, including held-out ones (50000/N in the paper)."""
-    clients = federation.clients
-    total = len(clients.y) if isinstance(clients, ArrayClients) else sum(len(c.y) + len(c.y_test) for c in clients)
-    return max(1, total // len(clients))
-
-
-def only_own_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule) -> PreparedData:
+def only_own_images(
+    prepared: PreparedData, made: ClientPayloads, rule: DataRule, match_steps: bool | Literal["epochs"]
+) -> PreparedData:
     """Let each client train on its own images; nothing is sent.
 
     Args:
         prepared: Data before the exchange.
         made: Generated images of all clients.
         rule: Data rule of the method.
+        match_steps: Local budget, see ``ServerPayload``.
     """
     nothing = {"x": prepared.federation.clients[0].x[:0], "y": prepared.federation.clients[0].y[:0]}
     shares = {k: made.sent.get(k, nothing) for k in range(len(prepared.federation.clients))}
-    after = prepared.received(rule.name, replace(made, sent={}), ServerPayload(shares), rule.apply_payload)
+    dealt = ServerPayload(shares, match_steps=match_steps)
+    after = prepared.received(rule.name, replace(made, sent={}), dealt, rule.apply_payload)
     return replace(after, traffic=prepared.traffic)
 
 
-def single_client_images(prepared: PreparedData, made: ClientPayloads, rule: DataRule) -> PreparedData:
+def single_client_images(prepared: PreparedData, made: ClientPayloads) -> PreparedData:
     """Replace the clients by a single one with all sent samples (all real, or all synthetic).
 
     Args:
         prepared: Data before the exchange.
         made: Samples that each client sends.
-        rule: Data rule of the method.
     """
     x = concatenate_inputs([sent["x"] for sent in made.sent.values()])
     y = torch.cat([sent["y"] for sent in made.sent.values()]).to(torch.int64)

@@ -33,14 +33,14 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
+from unskew.data.federation import ClientData, concatenate_inputs, take_rows
 from unskew.errors import ConfigError, DataError
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.client_images import GenerationRecipe, generate_images
 from unskew.generators.registry import generator_factory, normalize_expression
 from unskew.generators.synthetic_dataset import SyntheticSet
 from unskew.generators.trained.dp_sgd import Positive, PrivacyOptions
-from unskew.methods.fedssyn.ablations import mean_size, only_own_images, single_client_images
+from unskew.methods.fedssyn.ablations import only_own_images, single_client_images
 from unskew.methods.fedssyn.synthetic_sets import (
     changed_options,
     check_fits,
@@ -50,7 +50,6 @@ from unskew.methods.fedssyn.synthetic_sets import (
 )
 from unskew.option_parsing import import_callable
 from unskew.protocol.data_preparation import (
-    NOWHERE,
     ClientPayloads,
     PreparedData,
     ServerPayload,
@@ -146,6 +145,13 @@ class Fedssyn(DataRule):
         return PrivacyOptions(self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant)
 
     @property
+    def simulated_only(self) -> str | None:  # type: ignore[override]
+        """Error for ablations, which need the data of all clients."""
+        if self.data in ("shuffled", "real"):
+            return None
+        return f"fedssyn:data={self.data} is only for simulations. On sites, use data=shuffled or data=real."
+
+    @property
     def generates_data(self) -> bool:  # type: ignore[override]
         """True if images are generated."""
         return self.data not in ("real", "central_real")
@@ -162,78 +168,64 @@ class Fedssyn(DataRule):
             raise ConfigError("fedssyn: no client shares images. Exclude fewer clients with refuse.")
         return ()
 
-    def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads:
-        """Generate the images of all clients, or load the given set."""
+    def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads | PreparedData:
+        """Generate the images of all clients, or load the given set; an ablation returns its finished data."""
         federation = prepared.federation
-        if not self.generates_data:
+        if self.data == "real":
+            return prepared
+        if self.data == "central_real":
             real = {c.id: {"x": c.x, "y": smallest_integer_dtype(c.y, federation.classes)} for c in federation.clients}
-            return ClientPayloads(real if self.data == "central_real" else {})
-        images = self.made(federation, seed, workspace)
+            return single_client_images(prepared, ClientPayloads(real))
+        if not self.sharing(prepared):
+            return ClientPayloads()
+        images = self.made(prepared, seed, workspace)
         if not len(images.y):
             raise DataError("fedssyn: keep selects no images of any client, so nothing is shared. Select more images.")
         y = smallest_integer_dtype(images.y, federation.classes)
         own = {k: (images.source == k).nonzero().flatten() for k in images.makers}
         sent = {k: {"x": take_rows(images.x, rows), "y": y[rows]} for k, rows in own.items()}
-        return ClientPayloads(sent, set_metrics(images.about), images.digest)
-
-    def for_client(self, client: int, clients: int, mean_size: int) -> Fedssyn | None:
-        """Return the rule of one site, which generates only its own images, or None if it shares none."""
-        if self.data not in ("shuffled", "real"):
-            raise ConfigError(
-                f"fedssyn:data={self.data} is only for simulations. On sites, use data=shuffled or data=real."
-            )
-        if not self.generates_data or client in refusing_clients(self.refuse, clients):
-            return None
-        others = ";".join(str(k) for k in range(clients) if k != client)
-        return replace(self, n_syn=self.n_syn or mean_size, refuse=others)
+        payloads = ClientPayloads(sent, set_metrics(images.about), images.digest)
+        if self.data == "local":
+            return only_own_images(prepared, payloads, self, self.match_steps)
+        return payloads if self.data == "shuffled" else single_client_images(prepared, payloads)
 
     def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """Permute all images uniformly and split them into equal parts (up to one image), one per client."""
+        if not sent:
+            return ServerPayload()
         x, y = (
             concatenate_inputs([images["x"] for images in sent.values()]),
             torch.cat([images["y"] for images in sent.values()]),
         )
         order = torch.randperm(len(y), generator=generator(seed, "synthetic shuffle"))
         parts = torch.tensor_split(order, facts.clients)  # the first parts may have one image more
-        return ServerPayload({k: {"x": take_rows(x, part), "y": y[part]} for k, part in enumerate(parts)})
+        shares = {k: {"x": take_rows(x, part), "y": y[part]} for k, part in enumerate(parts)}
+        return ServerPayload(shares, match_steps=self.match_steps)
 
     def apply_payload(self, client: ClientData, share: Tensors) -> ClientData:
         """Append the received images to the client's training data."""
         y = torch.cat([client.y, share["y"].to(client.y.dtype)])
         return replace(client, x=concatenate_inputs([client.x, share["x"]]), y=y)
 
-    def prepare(self, prepared: PreparedData, seed: int, workspace: Workspace = NOWHERE) -> PreparedData:
-        """Exchange images or apply an ablation, then adjust the budget to ``match_steps``."""
-        if self.data == "real":
-            return prepared
-        if self.data == "shuffled":
-            after = super().prepare(prepared, seed, workspace)
-        else:
-            payloads = self.client_payload(prepared, seed, workspace)
-            after = (only_own_images if self.data == "local" else single_client_images)(prepared, payloads, self)
-        epochs = prepared.training.local_epochs
-        if epochs is None or not self.match_steps or self.data not in ("shuffled", "local"):
-            return after
-        if self.match_steps is True:
-            counted = tuple(prepared.federation.sizes.clip(1).tolist())
-            return replace(after, training=replace(after.training, counted=counted))
-        real = mean_size(prepared.federation) * len(prepared.federation.clients)
-        more = int(after.federation.sizes.sum() - prepared.federation.sizes.sum())
-        matched = max(1, epochs * real // (real + more))
-        return replace(after, training=replace(after.training, local_epochs=matched))
+    def sharing(self, prepared: PreparedData) -> list[int]:
+        """Return the clients that share images; at a real site, at most its own client.
 
-    def made(self, federation: Federation, seed: int, workspace: Workspace) -> SyntheticSet:
+        Args:
+            prepared: Data of the clients.
+        """
+        refusing = refusing_clients(self.refuse, len(prepared.federation.clients))
+        return [k for k in prepared.clients if k not in refusing]
+
+    def made(self, prepared: PreparedData, seed: int, workspace: Workspace) -> SyntheticSet:
         """Generate or load the images of all clients, before shuffling.
 
         Args:
-            federation: Data of all clients.
+            prepared: Data of the clients.
             seed: Seed of the run.
             workspace: Folders of the run, and progress reports.
         """
-        sharing = [
-            k for k in range(len(federation.clients)) if k not in refusing_clients(self.refuse, len(federation.clients))
-        ]
-        count = self.n_syn or mean_size(federation)
+        federation, sharing = prepared.federation, self.sharing(prepared)
+        count = self.n_syn or prepared.mean_size
         if workspace.given is not None:
             images = synthetic.load(synthetic.find(workspace.given))
             check_fits(images, federation)
@@ -242,12 +234,13 @@ class Fedssyn(DataRule):
                 workspace.warn("The synthetic set was generated from other client data than those of this run.")
             return logged_epsilons(images, synthetic.find(workspace.given))
         chosen, epochs = normalize_expression(self.generator, self.epochs)
+        others = ";".join(str(k) for k in range(len(federation.clients)) if k != prepared.client)
         recipe = {
             "seed": seed,
             "rho": self.rho,
             "generator": chosen,
             "epochs": epochs,
-            "refuse": self.refuse,
+            "refuse": self.refuse if prepared.client is None else others,
             "count": count,
             "keep": self.kept,
             "privacy": None if self.privacy is None else changed_options(self.privacy),

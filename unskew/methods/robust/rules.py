@@ -100,7 +100,7 @@ class RobustRule(AggregateRule):
             Warnings for the user.
 
         Raises:
-            ConfigError: If the rule is not defined for so few clients.
+            ConfigError: If the rule is not defined for so few clients, or ``mix`` would average all updates.
         """
         points = math.ceil(run.plan.cohort / self.bucket)
         f = self.suspected(run.plan.cohort)
@@ -114,7 +114,21 @@ class RobustRule(AggregateRule):
                 f"{self.name} weights clients uniformly, because they can misreport their numbers of samples. Remove "
                 "client_weighting=samples."
             )
-        return ()
+        if self.mix == "nnm" and not f:
+            raise ConfigError(
+                f"{self.name}:mix=nnm with no suspected clients replaces every update by the mean of all, so nothing is "
+                "robust. Use it with trimmed, krum, multikrum or bulyan and a share above 0."
+            )
+        reason = self._unprotected(points)
+        return () if reason is None else (f"{self.name} does not withstand any attacker, because {reason}.",)
+
+    def _unprotected(self, points: int) -> str | None:
+        """Return why a single attacker would decide the result, or None.
+
+        Args:
+            points: Number of points that are combined in a round.
+        """
+        return "share=0 suspects no client; use a larger share" if getattr(self, "share", None) == 0 else None
 
     def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
         """Apply bucketing or mixing, then the rule; buffers are the median.
@@ -169,6 +183,9 @@ class Median(RobustRule):
     def center(self, points: Tensor, f: int, state: Tensors, updates: Updates) -> Tensor:
         """Compute the median."""
         return estimators.coordinate_median(points)
+
+    def _unprotected(self, points: int) -> str | None:
+        return few_points(points)
 
 
 @dataclass(frozen=True)
@@ -271,6 +288,9 @@ class GeoMedian(RobustRule):
         """Approximate the geometric median."""
         return estimators.geometric_median(points, self.steps, self.smoothing)
 
+    def _unprotected(self, points: int) -> str | None:
+        return few_points(points)
+
 
 @dataclass(frozen=True)
 class CenteredClipping(RobustRule):
@@ -297,6 +317,9 @@ class CenteredClipping(RobustRule):
     def center(self, points: Tensor, f: int, state: Tensors, updates: Updates) -> Tensor:
         """Clip around the stored center."""
         return estimators.centered_clipping(points, state["center"], self.tau, self.steps)
+
+    def _unprotected(self, points: int) -> str | None:
+        return "tau=inf clips nothing; use a finite tau" if math.isinf(self.tau) else None
 
     def next_state(self, state: Tensors, delta: Tensor) -> Tensors:
         """Store the new center."""
@@ -334,3 +357,14 @@ class FLTrust(RobustRule):
             return torch.zeros_like(own)
         combined: Tensor = (trust * own.norm() / norms) @ points / trust.sum()
         return combined
+
+
+def few_points(points: int) -> str | None:
+    """Return why a median of few points does not outvote an attacker, or None if there are enough.
+
+    Args:
+        points: Number of points.
+    """
+    if points > 2:
+        return None
+    return f"it combines only {points} points per round; use a larger participation or a smaller bucket"

@@ -1,0 +1,219 @@
+"""Slot ``client``: rules that change local training and what clients send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal
+
+from torch import Tensor, nn
+
+from unskew.models.execution import Batch, GradFn, LossFn, ModelOutput
+from unskew.models.spec import ModelSpec
+from unskew.protocol.context import Context
+from unskew.protocol.federation_info import ClientDataView
+from unskew.protocol.messages import Tensors
+from unskew.protocol.payload import Stage, UploadContext
+from unskew.protocol.rule import WithServerHalf
+from unskew.protocol.training_config import Training
+
+SurveyTime = Literal["received", "trained", "final"]
+"""Model that a survey evaluates: before the first step, after the last step, or after the last round."""
+
+Forward = Callable[[Tensor, Tensor], ModelOutput]
+"""Function ``(v [d], x [n, ...]) -> ModelOutput`` in eval mode, without gradients."""
+
+
+class ClientRule(WithServerHalf):
+    """``client`` slot: changes how a client trains; may include a server half."""
+
+    uploads: ClassVar[bool] = False
+    """True if ``end`` writes to ``ctx.upload``; robust rules of the aggregate slot do not combine uploads."""
+
+    private: ClassVar[Mapping[str, Callable[[Training], float]]] = {}
+    """Scale of each upload ``[d]`` that differential privacy may clip and add noise to, as a function of the training
+    configuration: times the scale, the upload has the unit of an update. Other uploads conflict with ``dp``."""
+
+    stage: ClassVar[Stage] = "transform"
+    """Stage at which ``encode`` runs, see ``unskew.protocol.payload``."""
+
+    survey_at: ClassVar[SurveyTime | None] = None
+    """Model that ``survey`` evaluates on all samples of the client; None for no survey."""
+
+    poisson_batches: ClassVar[bool] = False
+    """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
+    gradient of the loss from single samples; the rule then acts before all other client rules."""
+
+    sends_model: ClassVar[bool] = True
+    """True if clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
+
+    has_personal_model: ClassVar[bool] = False
+    """True if ``end`` writes the client's personal model to ``ctx.state[PERSONAL]``; clients that never took part, and
+    all clients without such a rule, use the global model."""
+
+    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
+        """Change the model before training, for example by adding a projection head.
+
+        Args:
+            module: The model; it may be changed in place.
+            head: Name of the module that is its head.
+
+        Returns:
+            The new model and the name of its head.
+        """
+        return module, head
+
+    def client_info(self, data: ClientDataView) -> Tensors:
+        """Return statistics of a client's data that the rule needs in training, available as ``ctx.client_info``.
+
+        Args:
+            data: View of the client's training data and of the federation's normalization.
+        """
+        return {}
+
+    def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
+        """Return sums over the samples of a batch; the engine adds them up over all training samples of the client.
+
+        ``survey_at`` names the model: the ``received`` one before the first step, the ``trained`` one after the last step,
+        or the ``final`` one, for which all clients are asked once after the last round. The sums are in ``ctx.survey``: from
+        ``begin`` on for the received model, and in ``end`` for the others.
+
+        Args:
+            ctx: Context of the client in this round.
+            v: The model, ``[d]``.
+            forward: Function ``(v, x) -> ModelOutput`` in eval mode, without gradients.
+            batch: Samples of the client, ``x [n, ...]`` and ``y [n]``.
+        """
+        return {}
+
+    def begin(self, ctx: Context) -> Tensors:
+        """Return the carry of local training, computed before the first step.
+
+        An entry ``START`` of the carry, ``[d]``, is the model that training starts from instead of the received one; it
+        becomes ``ctx.v_global`` of this and all later rules. The update is then the difference to it.
+
+        Args:
+            ctx: Context of the client in this round: model, broadcast, state, key.
+        """
+        return {}
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """Wrap the loss of local training.
+
+        Args:
+            loss_fn: Function ``(v, batch) -> scalar`` of the parameters ``v [d]``.
+            ctx: Context of the client in this round.
+            carry: Carry of local training; do not write to it.
+
+        Returns:
+            A function of the same kind.
+        """
+        return loss_fn
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """Wrap the gradient of local training.
+
+        Args:
+            grad_fn: Function ``(v, batch) -> g`` with ``g [d]``.
+            ctx: Context of the client in this round.
+            carry: Carry of local training; its entries may be replaced.
+
+        Returns:
+            A function of the same kind.
+        """
+        return grad_fn
+
+    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
+        """Return a mask of the parameters to update in this step, boolean ``[d]``, or None for all.
+
+        Other parameters keep their values and momentum.
+
+        Args:
+            ctx: Context of the client in this round.
+            carry: Carry of local training.
+            batch: The mini-batch of the step.
+        """
+        return None
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """Finish local training: write ``ctx.state`` (stays at the client) and ``ctx.upload`` (is sent).
+
+        Args:
+            ctx: Context of the client in this round.
+            carry: Carry of local training.
+            v: Local model after the last step, ``[d]``.
+        """
+
+    def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
+        """Transform the update before upload.
+
+        Args:
+            ctx: Context of the client in this round.
+            carry: Carry of local training.
+            delta: Local model minus broadcast model, ``[d]``.
+
+        Returns:
+            The vector ``[d]`` that is sent.
+        """
+        return delta
+
+    @property
+    def encodes(self) -> bool:
+        """Return whether the rule encodes what a client sends."""
+        return type(self).encode is not ClientRule.encode
+
+    def encode(self, payload: Tensors, state: Tensors, ctx: UploadContext) -> tuple[Tensors, Tensors]:
+        """Encode all that a client sends, after training.
+
+        Only rules that need single updates may send tensors whose shapes differ between clients: other uploads are
+        summed.
+
+        Args:
+            payload: Streams by name, see ``unskew.protocol.payload``.
+            state: State of this rule at this client.
+            ctx: Upload: round, client, slices and what the server half sent.
+
+        Returns:
+            The encoded streams, and the new state, which is kept if the server accepts the update.
+        """
+        return payload, state
+
+    def decode(self, payload: Tensors, ctx: UploadContext) -> Tensors:
+        """Decode at the server what ``encode`` returned; it may have been sent by a hostile client.
+
+        Args:
+            payload: Encoded streams by name.
+            ctx: Upload: round, client and slices.
+
+        Raises:
+            UnskewError: If the payload is invalid.
+        """
+        return payload
+
+    @property
+    def compresses_broadcast(self) -> bool:
+        """Return whether the server calls ``compress_broadcast``; one rule of a method may."""
+        return False
+
+    def compress_broadcast(
+        self, state: Tensors, v: Tensor, before: Tensor, round: int, seed: int, spec: ModelSpec
+    ) -> tuple[Tensors, Tensor, int]:
+        """Compress the model that the server broadcasts in a round.
+
+        Args:
+            state: State of the rule's server half.
+            v: Model of the server, ``[d]``.
+            before: Model that clients have after the last broadcast, ``[d]``; first the initial model.
+            round: Number of the round, from 0.
+            seed: Seed of the run.
+            spec: Layout of the model.
+
+        Returns:
+            The new state, the model ``[d]`` that clients have after decoding, and the number of bytes for a client that
+            has received the last broadcast.
+        """
+        raise NotImplementedError
+
+
+def changes_updates(rules: Sequence[ClientRule]) -> bool:
+    """Return whether some rule sends something other than the local update, computed from the received model."""
+    return any(rule.encodes or type(rule).transform_update is not ClientRule.transform_update for rule in rules)

@@ -1,0 +1,160 @@
+"""Base class of all rules, and of rules with state at the server."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.messages import Tensors
+from unskew.protocol.report import Report
+from unskew.protocol.returns import wrap_hooks
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space
+from unskew.protocol.updates import Updates
+
+Weights = Literal["samples", "uniform"]
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """Metric of a rule that is repeated in the run summary.
+
+    Attributes:
+        name: Key of the metric in the rule's ``metrics``.
+        title: Label in tables and plots.
+        diagnosis: Entry of ``diagnose`` that enables the metric; None if it is always computed.
+    """
+
+    name: str
+    title: str
+    diagnosis: str | None = None
+
+
+class Rule:
+    """Base class of all rules. Subclasses are frozen dataclasses whose fields are the rule's options."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    weights: ClassVar[Weights | None] = None
+
+    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "language", "regression")
+    """Tasks that the rule supports."""
+
+    tasks_reason: ClassVar[str] = ""
+    """Reason why other tasks are not supported: a clause that follows "because"."""
+
+    spaces: ClassVar[Mapping[str, Space]] = {}
+    """Search spaces of ``unskew tune`` for the options that are worth tuning."""
+
+    needs: Collection[str] = ()
+    """Requirements of the rule, see ``unskew.protocol.requirements``."""
+
+    slots: Mapping[str, Rule] | None = None
+    """Rules that fill the slots of the method, by slot, if options decide; by default this rule fills the slots of its
+    base classes."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        wrap_hooks(cls)
+
+    def conflict_with(self, method: Any) -> str | None:
+        """Return the reason why this rule cannot be part of a composition, as a sentence.
+
+        Args:
+            method: The composition with all its rules, an ``unskew.protocol.method.Method``.
+
+        Returns:
+            The sentence, or None if there is no conflict.
+        """
+        return None
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that the rule fits the run, before anything is trained.
+
+        Args:
+            run: Configuration, federation and model of the run, with helpers for common checks.
+
+        Returns:
+            Warnings for the user.
+
+        Raises:
+            ConfigError: If the rule, with its options, does not fit the data, the model, the budget or the network.
+            DataError: If the rule does not support the data.
+        """
+        return ()
+
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """Return the rule's metrics of a finished round for ``metrics.jsonl``: numbers, or lists of numbers.
+
+        Args:
+            state: State of the server for server rules, otherwise of the rule's server half.
+            round: Number of the round, from 0.
+            spec: Layout of the model.
+        """
+        return {}
+
+
+class WithServerHalf(Rule):
+    """Base class of rules that run at clients and may also have state at the server."""
+
+    continued: ClassVar[tuple[str, ...]] = ()
+    """Entries of the server half's state that a run takes from the run that it starts from, also if the rule's options
+    differ; that run must then have the rule, too."""
+
+    hidden_metrics: Collection[str] = ()
+    """Metrics of a round that are not recorded, such as the clients' training loss."""
+
+    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+        """Return the initial state of the rule's server half, by name.
+
+        Args:
+            v: Initial model, ``[d]``.
+            facts: Server's information about the federation.
+        """
+        return {}
+
+    def download(self, state: Tensors, client: int) -> Tensors:
+        """Return what a client downloads in addition to the model.
+
+        Args:
+            state: State of the server half.
+            client: Client number.
+        """
+        return {}
+
+    def server_update(self, state: Tensors, updates: Updates) -> Tensors:
+        """Return the new state of the server half after a round.
+
+        Args:
+            state: State before the round.
+            updates: Updates of the round, at least one.
+        """
+        return state
+
+    def record_clients(self, state: Tensors, clients: Sequence[int], plan: RoundPlan) -> Tensors:
+        """Return the new state of the server half after updates have arrived, including those that are discarded.
+
+        Args:
+            state: State before the round.
+            clients: Clients whose updates arrived in this round, at least one.
+            plan: Schedule of the run.
+        """
+        return state
+
+    def report(self, state: Tensors, plan: RoundPlan) -> Report:
+        """Return fields of the run's records, and the reason to end the run if there is one.
+
+        It is called at the end of the run, and for rules of the aggregate slot also before every round.
+
+        Args:
+            state: State of the server half.
+            plan: Schedule of the run.
+        """
+        return Report()

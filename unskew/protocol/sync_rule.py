@@ -1,0 +1,57 @@
+"""Slot ``sync``: rules that select the slices of the model that are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unskew.models.spec import ModelSpec
+from unskew.protocol.messages import Slices, Tensors
+from unskew.protocol.rule import WithServerHalf
+from unskew.protocol.run_context import PreRunContext
+
+
+class SyncRule(WithServerHalf):
+    """``sync`` slot: selects the slices of the model that are exchanged; other slices stay at the client.
+
+    Normalization buffers are exchanged together with the layer before them.
+    """
+
+    def exchanged_slices(
+        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[Slices, Slices]:
+        """Return the slices of the model that a client downloads and uploads in a round.
+
+        If clients upload different slices, each entry of the model is averaged over the clients that upload it.
+
+        Args:
+            state: State of the rule's server half.
+            round: Number of the round, from 0.
+            client: Client number.
+            last: Last round in which the client took part; None if it never did.
+            spec: Layout of the model.
+
+        Returns:
+            Slices to download and slices to upload, each in ascending order, with explicit start and stop, without
+            overlap.
+        """
+        raise NotImplementedError
+
+    def local_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slices that always stay at each client, whose personal model has its own values there.
+
+        Args:
+            spec: Layout of the model.
+        """
+        return ()
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that the run has no delays, because slices of different rounds cannot be combined.
+
+        Args:
+            run: Configuration, federation and model of the run.
+
+        Raises:
+            ConfigError: If the run has delays.
+        """
+        run.need_no_delays(self.name)
+        return ()
