@@ -228,7 +228,7 @@ class GroupTrainer:
             return torch.stack([value] * len(broadcasts)) if dims[name] is None else value.clone()
 
         b, keys, counts = (rows(name) for name in ("b_global", "key", "steps"))
-        total = torch.zeros(len(broadcasts), dtype=v.dtype, device=device)
+        total = torch.zeros(len(broadcasts), dtype=stacked["v_global"].dtype, device=device)
         with torch.random.fork_rng(enabled=True, devices=[]):
             torch.manual_seed(derive(setup.seed, "vmap", round, broadcasts[0].client))
             began = self._now()
