@@ -319,6 +319,23 @@ def split_streams(streams: Tensors) -> dict[str, Tensors]:
     return uploads
 
 
+def check_record(spent: Tensor, columns: int) -> None:
+    """Validate that a record of rounds has the numbers of this kind of noise.
+
+    Args:
+        spent: Record of the rounds, ``[n, columns]``.
+        columns: Expected number of columns.
+
+    Raises:
+        ConfigError: If the record belongs to another kind of noise.
+    """
+    if spent.shape[1] != columns:
+        raise ConfigError(
+            "The run in start_from added its noise elsewhere (noise_at), and the privacy of both cannot be added. Use the "
+            "same noise_at."
+        )
+
+
 def add_row(spent: Tensor, values: tuple[float, ...]) -> Tensor:
     """Add one round to a record of rounds, ``[n, columns]``; the last column counts equal rounds in a row.
 
@@ -329,11 +346,7 @@ def add_row(spent: Tensor, values: tuple[float, ...]) -> Tensor:
     Raises:
         ConfigError: If the record belongs to another kind of noise.
     """
-    if spent.shape[1] != len(values) + 1:
-        raise ConfigError(
-            "The run in start_from added its noise elsewhere (noise_at), and the privacy of both cannot be added. Use the "
-            "same noise_at."
-        )
+    check_record(spent, len(values) + 1)
     row = spent.new_tensor([*values, 1.0])
     if len(spent) and torch.equal(spent[-1, :-1], row[:-1]):
         spent = spent.clone()

@@ -32,8 +32,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.clipped_sum import ClippedSum, add_row, scale_of, split_streams, stream_names
+from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
 from unskew.methods.dp_sites import SiteDP
+from unskew.models.spec import ModelSpec
 from unskew.privacy.accounting import GaussianRounds, epsilon, noise_for, split_noise
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.payload import UPDATE
@@ -190,12 +191,8 @@ class DP(ClippedSum):
         weight = divisor * float(state["largest"])
         return new, Combined(private[UPDATE] / divisor, updates.b_global, split_streams(private), weight)
 
-    def metrics(self, state: Tensors) -> dict[str, Any]:
-        """Return the privacy spent so far, and the clipping norm of the next round.
-
-        Args:
-            state: State of the rule.
-        """
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """Return the privacy spent so far, and the clipping norm of the next round."""
         spent = self.spent(state)
         clip = state["clip"].tolist()
         return {
@@ -209,6 +206,7 @@ class DP(ClippedSum):
         Args:
             state: State of the rule.
         """
+        check_record(state["spent"], 3)
         history = [GaussianRounds(z, rate, int(steps)) for z, rate, steps in state["spent"].tolist()]
         return epsilon(history, float(state["delta"]), self.accountant)
 

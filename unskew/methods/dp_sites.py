@@ -23,7 +23,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.clipped_sum import ClippedSum, add_row, scale_of, split_streams, stream_names
+from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
+from unskew.models.spec import ModelSpec
 from unskew.privacy.integer_noise import round_within, skellam_noise, system_uniform
 from unskew.privacy.skellam import SkellamGrid, SkellamRounds, Uniform, skellam_epsilon, skellam_grid, skellam_noise_for
 from unskew.protocol.federation_info import FederationInfo
@@ -211,12 +212,8 @@ class SiteDP(ClippedSum):
         delta = private[UPDATE] / plan.divisor
         return new, Combined(delta, updates.b_global, split_streams(private), plan.divisor)
 
-    def metrics(self, state: Tensors) -> dict[str, Any]:
-        """Return the privacy spent so far.
-
-        Args:
-            state: State of the rule.
-        """
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """Return the privacy spent so far."""
         spent = self.spent(state)
         return {"epsilon": None if math.isinf(spent) else spent}
 
@@ -226,6 +223,7 @@ class SiteDP(ClippedSum):
         Args:
             state: State of the rule.
         """
+        check_record(state["spent"], 4)
         history = [SkellamRounds(l2, l1, variance, int(n)) for l2, l1, variance, n in state["spent"].tolist()]
         return skellam_epsilon(history, float(state["delta"]))
 

@@ -52,12 +52,12 @@ def check_method(
     if config.attack is not None:
         if method.name in REFERENCES:
             raise ConfigError(f"{method.name} trains without a server that clients could attack. Remove attack.")
-        check_attackable(config.attack, method)
         if site_noise(method) is not None and config.attack.kind != "labelflip":
             raise ConfigError(
                 f"The attack {config.attack.kind} replaces updates, but with dp:noise_at=sites clients send noisy integers. "
                 "Use labelflip, or noise_at=server."
             )
+        check_attackable(config.attack, method)
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     coded = [encoder.name for encoder in federation.encoders if encoder.kind == "category"]
     if config.secure_aggregation == "required":
