@@ -17,6 +17,8 @@ OPTIONS: dict[str, dict[str, float]] = {
     "fedprox+scaffold": {"mu": 0.5},
     "scaffold+fedavgm": {"beta": 0.3},
     "feddyn": {"alpha": 0.5},
+    "fedcm": {"alpha": 0.3},
+    "mimelite": {"beta": 0.7},
     "fedavgm": {"beta": 0.9},
     "fedadagrad": {"eta": 0.1, "tau": 0.01},
     "fedyogi": {"eta": 0.1, "tau": 0.01, "beta2": 0.99},

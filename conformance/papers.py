@@ -109,6 +109,26 @@ def mime(run: Run) -> Iterator[Array]:
         yield x
 
 
+def fedcm(run: Run, alpha: float) -> Iterator[Array]:
+    """Xu et al. 2021, Algorithm 2: local steps include the direction of the last global update."""
+    x, m = run.start, np.zeros_like(run.start)
+    for S in run.cohorts:
+        new = run.mean({k: run.local(k, x, lambda g, w, m=m: alpha * g + (1 - alpha) * m) for k in S})
+        tau = run.mean({k: np.array(float(run.steps(k))) for k in S})
+        x, m = new, (x - new) / (run.lr * tau)
+        yield x
+
+
+def mimelite(run: Run, beta: float) -> Iterator[Array]:
+    """Karimireddy et al. 2020 ("Mime"), Algorithm 1 for SGD with momentum, without the correction."""
+    x, m = run.start, np.zeros_like(run.start)
+    for S in run.cohorts:
+        at_x = run.mean({k: run.gradient(k, x) for k in S})
+        x = run.mean({k: run.local(k, x, lambda g, w, m=m: beta * m + (1 - beta) * g) for k in S})
+        m = beta * m + (1 - beta) * at_x
+        yield x
+
+
 def fednova(run: Run) -> Iterator[Array]:
     """Wang et al. 2020, Algorithm 1, for plain SGD, for which the length of an update is its number of steps."""
     x = run.start
@@ -238,6 +258,8 @@ PAPERS: dict[str, Callable[..., Iterator[Array]]] = {
     "scaffold+fedavgm": scaffold,
     "feddyn": feddyn,
     "mime": mime,
+    "mimelite": mimelite,
+    "fedcm": fedcm,
     "fednova": fednova,
     "fedavgm": fedavgm,
     "fedadagrad": fedadagrad,

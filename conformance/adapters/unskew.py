@@ -20,6 +20,8 @@ SPELLINGS = {
     "fedprox+scaffold": "fedprox:mu={mu}+scaffold",
     "scaffold+fedavgm": "scaffold+fedavgm:beta={beta}",
     "feddyn": "feddyn:alpha={alpha}",
+    "fedcm": "fedcm:alpha={alpha}",
+    "mimelite": "mimelite:beta={beta}",
     "fednova": "fednova",
     "fedavgm": "fedavgm:beta={beta}",
     "fedadagrad": "fedadagrad:eta={eta},tau={tau}",

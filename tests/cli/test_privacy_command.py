@@ -7,6 +7,7 @@ import pytest
 from support.running import call
 
 from unskew.cli.privacy import round_up
+from unskew.privacy.accounting import GaussianRounds, rdp_epsilon
 
 SETTING = ("privacy", "--clients", 3383, "--cohort", 120, "--rounds", 100)
 NOISE = (*SETTING, "--noise", 1.2, "--delta", "1e-5")
@@ -105,6 +106,24 @@ def test_a_participation_is_a_share_of_the_clients(capsys):
 def test_the_smallest_cohort_for_adaptive_clipping_is_stated(capsys):
     outcome = call(capsys, *SETTING, "--sampling", "fixed", "--noise", 20)
     assert "not possible with cohorts of 120: noise 20 needs a cohort of at least 201" in outcome.out
+
+
+def test_noise_at_the_sites_costs_slightly_more_than_the_gaussian(opacus, capsys):
+    words = ("privacy", "--clients", 50, "--cohort", 20, "--rounds", 10, "--sampling", "fixed", "--delta", "1e-5")
+    sites = (*words, "--honest", 5, "--parameters", 10_000)
+    (found,) = call(capsys, *sites, "--noise", 4, "--json").json()["rows"]
+    gaussian = rdp_epsilon([GaussianRounds(4.0, 1.0, 10)], 1e-5)
+    assert gaussian < found["epsilon"] < 1.01 * gaussian
+    assert found["noise_norm"] == pytest.approx(4 * 100 * (20 / 5) ** 0.5 / 20)  # 20 clients add noise for 5
+    outcome = call(capsys, *sites, "--epsilon", 3)
+    noise = row(outcome.out, "RDP, noise at the sites")[1]
+    (back,) = call(capsys, *sites, "--noise", noise, "--json").json()["rows"]
+    assert 2.98 < back["epsilon"] <= 3
+    assert "if at least 5 clients of every sum" in " ".join(outcome.out.split())
+    for wrong in ((*sites, "--sampling", "poisson"), (*words, "--honest", 5), (*sites, "--honest", 21)):
+        outcome = call(capsys, *wrong, "--noise", 4)
+        assert outcome.code == 2
+        assert "--honest (noise at the sites) needs" in " ".join(outcome.err.split())
 
 
 OPTIONS = {"--clients": 100, "--cohort": 10, "--rounds": 5, "--noise": 1, "--sampling": "fixed"}

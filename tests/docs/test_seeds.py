@@ -10,7 +10,7 @@ cohort; compression; delay; diagnosed clients; diagnosed images; diagnosed sampl
 exemplars; export; feddm client; fedgen client; generator; generator epoch; generator noise; generator sample;
 generator step; generator subset; holdout; initial model; keep_samples; key; logistic noise; logistic shuffle;
 logistic split; power iteration; quadratic order; quadratic problem; quadratic shuffle; server; server noise;
-synthetic shuffle; tune {self.number}; vhl client; virtual set; vmap
+site noise; synthetic shuffle; tune {self.number}; vhl client; virtual set; vmap
 """
 FUNCTIONS = {"derive", "generator", "numpy_generator", "purpose_generator"}
 

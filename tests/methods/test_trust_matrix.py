@@ -13,6 +13,7 @@ from unskew.errors import UnskewError
 SIZES = [9, 14, 11, 8, 12, 10]
 FEW = {"rounds": 3, "local_steps": 2, "batch_size": 4, "lr": 0.05, "precision": "fp64", "model": "mlp"}
 DP = "dp:noise=0.2,adaptive=false,clip=1"
+AT_SITES = "dp:noise=0.2,adaptive=false,clip=1,noise_at=sites,honest=4"
 MEDIAN, KRUM, TOPK, RANDK = "median:bucket=2", "krum:share=0", "topk:share=0.2", "randk:share=0.3"
 DPSGD = "dpsgd:noise=0.4"
 ATTACK = {"attack": {"kind": "signflip", "share": 0.2}}
@@ -25,6 +26,12 @@ RUNS = [
     for protection in (DP, TOPK)
 ]
 RUNS += [
+    *(
+        (f"{method}+{AT_SITES}", SECURE)
+        for method in ("scaffold", "fedpvr", "fedals:alpha=2", "fedrep", "fedbn", "ditto")
+    ),
+    *((f"{other}+{AT_SITES}", {}) for other in ("dpsgd:noise=0.4", "fedrep+ft", "feddyn", "fedadam")),
+    (AT_SITES, {"attack": {"kind": "labelflip", "share": 0.2}}),
     *((f"{method}+{MEDIAN}", {}) for method in ("fedals:alpha=2", "fedrep", "ditto", "feddyn", "fedadam", "fedprox")),
     *((f"{method}", ATTACK) for method in ("scaffold", "fedals:alpha=2", "fedrep", "ditto", "krum:share=0", DP, TOPK)),
     (DP, SECURE),
@@ -54,6 +61,11 @@ REJECTED = [
     (f"fedals+{KRUM}", {}, "compares whole updates"),
     (f"fedbn+{KRUM}", {}, "compares whole updates"),
     (DP, LATE, "network.delay"),
+    (AT_SITES, LATE, "network.delay"),
+    (AT_SITES, ATTACK, "clients send noisy integers"),
+    (f"fedbuff+{AT_SITES}", {}, "reads single updates"),
+    (f"{AT_SITES}+{MEDIAN}", {}, "both fill the slot 'aggregate'"),
+    (f"{AT_SITES}+{RANDK}", {}, "longer than the one that dp has clipped"),
     (f"fedbuff+{DP}", {}, "reads single updates"),
     (f"{DP}+{MEDIAN}", {}, "both fill the slot 'aggregate'"),
     (f"{DP}+{TOPK}", {}, "longer than the one that dp has clipped"),

@@ -21,6 +21,7 @@ def methods(as_json: AsJson = False) -> None:
     """List all methods with slots, options and papers, including plugins of other packages."""
     from unskew.cli.plugin_listing import plugin_data_and_partitions, plugin_methods
     from unskew.cli.tables import methods_table
+    from unskew.methods.registry import COMPOSITIONS
 
     rows = [*described(), *plugin_methods()]
     if as_json:
@@ -28,6 +29,8 @@ def methods(as_json: AsJson = False) -> None:
         return
     console = console_for()
     console.print(methods_table(rows))
+    for name, (expression, paper) in COMPOSITIONS.items():
+        console.print(f"{name} is a name for {expression} ({paper}).", markup=False, highlight=False)
     for line in plugin_data_and_partitions():
         console.print(line, markup=False, highlight=False)
 

@@ -11,11 +11,17 @@ from unskew.cli.common import AsJson, console_for, print_json
 from unskew.errors import ConfigError, unknown_name
 
 SAMPLING = ("poisson", "fixed")
-TITLES = {"rdp": "RDP", "prv": "PRV, upper bound", "exact": "exact, without amplification"}
+TITLES = {
+    "rdp": "RDP",
+    "prv": "PRV, upper bound",
+    "exact": "exact, without amplification",
+    "skellam": "RDP, noise at the sites",
+}
 ASSUMES = {
     "rdp": "Poisson cohorts",
     "prv": "Poisson cohorts",
     "exact": "any cohorts, also predictable ones",
+    "skellam": "honest clients add their noise",
 }
 NEIGHBORS = "Neighboring data sets differ in one client, added or removed."
 
@@ -41,6 +47,10 @@ def privacy(
         int | None,
         typer.Option("--parameters", min=1, help="Number of model parameters, to show the norm of the noise."),
     ] = None,
+    honest: Annotated[
+        int | None,
+        typer.Option("--honest", min=1, help="Noise at the sites: clients of every sum that add theirs."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute epsilon of client-level differential privacy, or the noise that an epsilon needs."""
@@ -51,6 +61,11 @@ def privacy(
     if noise is not None and not 0 < noise < math.inf:
         raise ConfigError(f"--noise is {noise:g}; it must be a positive number.")
     size = cohort_size(clients, cohort, participation, sampling)
+    if honest is not None and (sampling != "fixed" or parameters is None or honest > size):
+        raise ConfigError(
+            "--honest (noise at the sites) needs --sampling fixed, at least that number of clients per round, and "
+            "--parameters, because rounding depends on their number."
+        )
     from unskew.privacy.accounting import check_delta, default_delta
 
     delta = default_delta(clients) if delta is None else delta
@@ -64,6 +79,7 @@ def privacy(
         "noise": noise,
         "target_epsilon": epsilon,
         "parameters": parameters,
+        "honest": honest,
     }
     rows = privacy_rows(setting)
     notes = privacy_notes(setting, rows)
@@ -130,6 +146,8 @@ def privacy_rows(setting: dict[str, Any]) -> list[dict[str, Any]]:
     """
     from unskew.privacy import accounting
 
+    if setting["honest"] is not None:
+        return [_row_of_sites(setting)]
     size, rounds, delta = setting["cohort"], setting["rounds"], setting["delta"]
     rate = size / setting["clients"]
     is_amplified = setting["sampling"] == "poisson" and rate < 1
@@ -155,6 +173,27 @@ def privacy_rows(setting: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def _row_of_sites(setting: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of noise at the sites; it does not depend on the clipping norm, which is 1 here."""
+    from unskew.privacy import skellam
+
+    honest, size, parameters = setting["honest"], int(setting["cohort"]), setting["parameters"]
+    delta, rounds, noise = setting["delta"], setting["rounds"], setting["noise"]
+    if noise is None:
+        target = setting["target_epsilon"]
+        noise = round_up(skellam.skellam_noise_for(target, delta, 1.0, parameters, honest, size, rounds), 4)
+    grid = skellam.skellam_grid(1.0, noise, parameters, honest, size)
+    return {
+        "accountant": "skellam",
+        "assumes": ASSUMES["skellam"],
+        "epsilon": skellam.skellam_epsilon([grid.rounds(rounds)], delta),
+        "noise": noise,
+        "adaptive_noise": None,
+        "smallest_cohort": None,
+        "noise_norm": noise * math.sqrt(parameters * size / honest) / size,
+    }
+
+
 def privacy_notes(setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """Write the sentences below the table.
 
@@ -164,6 +203,15 @@ def privacy_notes(setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
     """
     rate = setting["cohort"] / setting["clients"]
     notes = [NEIGHBORS]
+    if setting["honest"] is not None:
+        row = rows[0]
+        return [
+            *notes,
+            f"Noise at the sites: the guarantee holds also against the server, if at least {setting['honest']} clients of "
+            "every sum add their noise and do not reveal it. No amplification by sampling, no adaptive clipping.",
+            f"If all {setting['cohort']:g} clients of a round add their noise, the norm of the noise in the mean update is "
+            f"{row['noise_norm']:.3g} C for {setting['parameters']:,} parameters.",
+        ]
     if rate == 1:
         notes.append("All clients take part in every round, so there is no amplification by sampling.")
     elif setting["sampling"] == "fixed":
@@ -227,7 +275,8 @@ def privacy_table(setting: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
         table.add_column("epsilon", justify="right")
     else:
         table.add_column("noise", justify="right")
-        table.add_column("adaptive clipping", justify="right")
+        if setting["honest"] is None:
+            table.add_column("adaptive clipping", justify="right")
         if setting["parameters"]:
             table.add_column("noise norm / C", justify="right")
     table.add_column("assumes")
@@ -235,10 +284,12 @@ def privacy_table(setting: dict[str, Any], rows: list[dict[str, Any]]) -> Any:
         if setting["noise"] is not None:
             values = ["infinite" if row["epsilon"] is None else f"{round_up(row['epsilon'], 3):g}"]
         else:
-            adaptive = row["adaptive_noise"]
+            adaptive = f"cohort >= {row['smallest_cohort']}"
+            if row["adaptive_noise"] is not None:
+                adaptive = f"{row['adaptive_noise']:.4g}"
             values = [
                 f"{row['noise']:g}",
-                f"cohort >= {row['smallest_cohort']}" if adaptive is None else f"{adaptive:.4g}",
+                *([] if setting["honest"] is not None else [adaptive]),
                 *([f"{row['noise_norm']:.3g}"] if setting["parameters"] else []),
             ]
         table.add_row(TITLES[row["accountant"]], *values, row["assumes"])

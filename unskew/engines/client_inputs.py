@@ -298,7 +298,15 @@ def pack_update(
     upload = {r.name: u for r, (_, u) in zip(setup.rules, written, strict=True) if u}
     sent = EncodedUpload(delta, upload, {}, {}, None)
     if any(rule.encodes for rule in setup.rules):
-        ctx = UploadContext(broadcast.round, broadcast.client, setup.seed, setup.spec, broadcast.up, setup.plan)
+        ctx = UploadContext(
+            broadcast.round,
+            broadcast.client,
+            setup.seed,
+            setup.spec,
+            broadcast.up,
+            setup.plan,
+            secret_noise=setup.secret_noise,
+        )
         sent = encode_upload(setup.rules, delta, upload, rules, broadcast.download, ctx)
         rules |= {name: state for name, state in sent.state.items() if state}
     parted = broadcast.up is not None

@@ -22,123 +22,40 @@ A client whose update is not finite, or that drops out, contributes 0, and the n
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
+from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
+from unskew.methods.dp_sites import SiteDP
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import check_no_effect
-from unskew.privacy.accounting import GaussianRounds, check_delta, default_delta, epsilon, noise_for, split_noise
+from unskew.privacy.accounting import GaussianRounds, epsilon, noise_for, split_noise
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import (
-    AggregateRule,
-    ClientRule,
-    Combined,
-    DataRule,
-    Method,
-    Report,
-    Stage,
-    Tensors,
-    Updates,
-    UploadContext,
-    Weights,
-)
+from unskew.protocol.rules import Combined, Report, Rule, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
-from unskew.protocol.search_space import Space, log_range
-
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-LARGEST_DELTA = 0.05
-"""Largest delta without a warning."""
-BITS = "dp/bits"
-"""Stream with one number per clipped vector: 1/2 if it was within its norm, otherwise -1/2."""
 
 
 @dataclass(frozen=True)
-class DP(ClientRule, AggregateRule):
-    """Differentially private mean of the updates, for one client added or removed.
-
-    Attributes:
-        noise: Noise multiplier ``z``: standard deviation of the noise divided by the clipping norm.
-        epsilon: Largest privacy loss of the run. Without ``noise``, it determines the noise.
-        delta: Probability that the guarantee does not hold; by default ``K^-1.1``.
-        clip: Clipping norm ``C``; with ``adaptive``, that of the first round.
-        adaptive: Adapt the clipping norm to the quantile of the norms.
-        quantile: Share ``gamma`` of updates that should be within the norm.
-        clip_lr: Step size ``eta_C`` of the adaptation.
-        bit_noise: Standard deviation ``sigma_b`` of the noise of the bits; by default a 20th of the cohort.
-        streams: Clip all streams as one vector (``joint``), or each on its own (``apart``).
-        per_layer: Clip each of the ``L`` parameters of the model to ``C / sqrt(L)``.
-        accountant: Accountant for Poisson cohorts, ``rdp`` or the tighter ``prv``.
-        public_sizes: The clients' numbers of samples are public, so they may be used as weights.
-        reveal: Record the clients' training loss and diagnostics, which the guarantee does not cover.
-    """
-
-    name: ClassVar[str] = "dp"
-    summary: ClassVar[str] = "differential privacy of clients: clipped updates and noise"
-    paper: ClassVar[str] = "McMahan et al. 2018, arXiv:1710.06963; Andrew et al. 2021, arXiv:1905.03871"
-    weights: ClassVar[Weights | None] = "uniform"
-    stage: ClassVar[Stage] = "clip"
-    combines_empty: ClassVar[bool] = True
-    continued: ClassVar[tuple[str, ...]] = ("spent",)
-    spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.01, 10.0)}
-
-    noise: NonNegative | None = None
-    epsilon: Positive | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
-    clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 0.1
-    adaptive: bool = True
-    quantile: Annotated[float, Field(ge=0, le=1)] = 0.5
-    clip_lr: Positive = 0.2
-    bit_noise: Positive | None = None
-    streams: Literal["joint", "apart"] = "joint"
-    per_layer: bool = False
-    accountant: Literal["rdp", "prv"] = "rdp"
-    public_sizes: bool = False
-    reveal: bool = False
+class DP(ClippedSum):
+    """Differentially private mean of the updates; with ``noise_at=sites`` it is built as ``SiteDP``."""
 
     @property
-    def hidden_metrics(self) -> Collection[str]:  # type: ignore[override]
-        """The clients' training loss, unless it is revealed."""
-        return () if self.reveal else ("train_loss",)
+    def slots(self) -> Mapping[str, Rule] | None:  # type: ignore[override]
+        """Slots that the rule fills; with noise at the sites, another rule fills them."""
+        if self.noise_at == "server":
+            return None
+        at_sites = SiteDP(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        return {"client": at_sites, "aggregate": at_sites}
 
     # ---- before the run -------------------------------------------------------------------------------------------------
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Name rules that need more than the private sum.
-
-        Args:
-            method: The composition.
-        """
-        for rule in method.rules:
-            if rule is not self and {"individual", "sent_statistics", "last_update"} & set(rule.needs):
-                return f"{rule.name} reads single updates, but dp protects only their sum. Remove one of them."
-        for client_rule in method.client:
-            if client_rule.uploads and not client_rule.private:
-                return (
-                    f"{client_rule.name} uploads values of unknown sensitivity besides the model, which dp cannot protect. "
-                    "Use scaffold, fedpvr, or a method that sends only the model."
-                )
-        for data_rule in method.data:
-            if type(data_rule).client_payload is not DataRule.client_payload:
-                return (
-                    f"{data_rule.name} sends data of the clients before the first round, which dp does not protect. Train "
-                    "on a finished synthetic set as server data, or remove one of them."
-                )
-        server = method.server
-        if server is not None and server.updates_per_step is not None:
-            return f"{server.name} may apply two updates of one client at once, so its sensitivity is not that of dp."
-        if server is not None and server.steps_without == "clients":
-            return f"{server.name} trains without clients, so dp has nothing to protect."
-        return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that all that clients send is protected, and compute the noise.
@@ -152,36 +69,9 @@ class DP(ClientRule, AggregateRule):
         Raises:
             ConfigError: If something that clients send would not be protected, or the options are contradictory.
         """
-        run.need_no_delays(self.name)
-        if self.noise is None and self.epsilon is None:
-            raise ConfigError("dp needs noise or epsilon, such as dp:epsilon=8.")
-        if not self.adaptive:
-            check_no_effect(self, ("quantile", "clip_lr", "bit_noise"), "with adaptive=false")
-        if self.noise == 0:
-            check_no_effect(self, ("epsilon", "bit_noise"), "with noise=0, which gives no privacy")
-        if sum(run.spec.buffer_sizes):
-            raise ConfigError(
-                "dp does not protect normalization buffers, and this model has some. Use a model with GroupNorm or without "
-                "normalization."
-            )
-        run.need_no_statistics(self.name)
-        if run.client_weighting == "samples" and not self.public_sizes:
-            raise ConfigError(
-                "dp weights clients uniformly, because their numbers of samples are private. Remove "
-                "client_weighting=samples, or set dp:public_sizes=true if they are public."
-            )
-        if run.plan.scales and run.training.local_steps is None:
-            raise ConfigError(
-                f"{next(iter(run.plan.scales)).partition('/')[0]}+dp needs local_steps, because the number of steps in an "
-                "epoch depends on the clients' private numbers of samples. Set local_steps instead of local_epochs."
-            )
-        if self.public_sizes and run.plan.scales:
-            raise ConfigError("dp:public_sizes=true supports only methods that send nothing besides the model.")
-        if not self.reveal and (run.diagnose or run.save_samples):
-            what = f"diagnose={run.diagnose[0]}" if run.diagnose else "save_samples"
-            raise ConfigError(
-                f"{what} shows values of single clients that dp does not protect. Remove it, or set dp:reveal=true."
-            )
+        self.check_protected(run)
+        if self.honest is not None:
+            raise ConfigError("dp:honest applies to noise_at=sites only. Set noise_at=sites, or remove honest.")
         if math.isinf(self.clip) and (self.adaptive or self.noise != 0):
             raise ConfigError("dp:clip=inf needs noise=0 and adaptive=false; it does not protect anything.")
         noise = self.noise_of(run.plan)
@@ -196,18 +86,13 @@ class DP(ClientRule, AggregateRule):
                     f"With dp:noise={self.noise:g}, the first round alone gives epsilon={first:.4g}, above {self.epsilon:g}. "
                     "Use more noise, or only epsilon."
                 )
-        warnings = []
+        warnings = self.delta_warnings(run.plan)
         if self.streams == "apart" and not run.plan.scales:
             warnings.append("dp:streams=apart has no effect, because the method sends nothing besides the model.")
         if self.accountant == "prv" and run.plan.amplification == 1:
             warnings.append(
                 "dp:accountant=prv has no effect: the accountant matters only with sampling=poisson and a participation "
                 "below 1. Otherwise epsilon is exact."
-            )
-        if self.delta_of(run.plan) > LARGEST_DELTA:
-            warnings.append(
-                f"delta={self.delta_of(run.plan):.2g} is large, because there are only {run.plan.clients} clients: the "
-                "guarantee means little. Use more clients."
             )
         if noise == 0:
             warnings.append("dp:noise=0 clips updates but adds no noise: there is no privacy.")
@@ -217,16 +102,6 @@ class DP(ClientRule, AggregateRule):
                 "epsilon."
             )
         return warnings
-
-    def delta_of(self, plan: RoundPlan) -> float:
-        """Return delta, by default ``K^-1.1``.
-
-        Args:
-            plan: Schedule of the run.
-        """
-        delta = default_delta(plan.clients) if self.delta is None else self.delta
-        check_delta(delta, plan.clients)
-        return delta
 
     def noise_of(self, plan: RoundPlan) -> float:
         """Return the noise multiplier ``z`` of a round.
@@ -252,67 +127,6 @@ class DP(ClientRule, AggregateRule):
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the clipping norms."""
         return {"clip": state["clip"]}
-
-    def encode(self, payload: Tensors, state: Tensors, ctx: UploadContext) -> tuple[Tensors, Tensors]:
-        """Clip all streams.
-
-        Args:
-            payload: Streams by name.
-            state: State at this client; unused.
-            ctx: Upload.
-
-        Returns:
-            The clipped streams with the bits, and the state.
-
-        Raises:
-            ConfigError: If a rule uploads a stream without declaring its scale.
-        """
-        names = self._names(payload, ctx.plan)
-        limits = ctx.download["clip"]
-        groups = [names] if self.streams == "joint" else [[name] for name in names]
-        clipped: Tensors = {}
-        bits = []
-        for limit, group in zip(limits, groups, strict=True):
-            factors, within = self._factors({name: payload[name] for name in group}, limit, ctx)
-            bits.append(within)
-            clipped |= {name: payload[name] * factors for name in group}
-        if self.adaptive:
-            clipped[BITS] = torch.stack(bits).to(limits) - 0.5
-        return clipped, state
-
-    def _names(self, streams: Collection[str], plan: RoundPlan) -> list[str]:
-        """Return the names of the streams, the update first."""
-        names = stream_names(plan)
-        unknown = sorted(set(streams) - {*names, BITS})
-        if unknown:
-            raise ConfigError(
-                f"{unknown[0].partition('/')[0]} uploads {unknown[0]!r} without declaring it as private, so dp cannot "
-                "protect it. Add its scale to the rule's `private`, or remove one of the two."
-            )
-        return names
-
-    def _factors(self, streams: Tensors, limit: Tensor, ctx: UploadContext) -> tuple[Tensor, Tensor]:
-        """Return the factors that clip streams as one vector, and whether no stream was clipped."""
-        squares = []
-        for name, stream in streams.items():
-            scaled = stream.to(torch.float64) * scale_of(name, ctx.plan)
-            if self.per_layer:
-                sizes = [math.prod(shape) for shape in ctx.shapes]
-                squares.append(torch.stack([part.square().sum() for part in torch.split(scaled, sizes)]))
-            else:
-                squares.append(scaled.square().sum()[None])
-        norms = torch.stack(squares).sum(0).sqrt()
-        limits = limit.to(torch.float64) / math.sqrt(len(norms))
-        within = norms <= limits
-        factors = torch.where(within | ~norms.isfinite(), torch.ones_like(norms), limits / norms)
-        like = next(iter(streams.values()))
-        # Rounded down, so that rounding does not exceed the norm.
-        factors = round_down(factors, like)
-        if self.per_layer:
-            factors = factors.repeat_interleave(torch.tensor([math.prod(s) for s in ctx.shapes], device=like.device))
-        else:
-            factors = factors[0]
-        return factors, within.all()
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
@@ -373,12 +187,9 @@ class DP(ClientRule, AggregateRule):
             noise = updates.normal(len(names), clip) * (bit_noise * math.sqrt(len(clip)) if z > 0 else 0.0)
             share = (0.5 + (bits + noise) / plan.divisor).clamp(0.0, 1.0)
             new["clip"] = clip * torch.exp(-self.clip_lr * (share - self.quantile))
-        uploads: dict[str, Tensors] = {}
-        for name in names[1:]:
-            rule, _, upload = name.partition("/")
-            uploads.setdefault(rule, {})[upload] = private[name]
         divisor = plan.divisor * float(state["mean_weight"])
-        return new, Combined(private[UPDATE] / divisor, updates.b_global, uploads, divisor * float(state["largest"]))
+        weight = divisor * float(state["largest"])
+        return new, Combined(private[UPDATE] / divisor, updates.b_global, split_streams(private), weight)
 
     def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the privacy spent so far, and the clipping norm of the next round."""
@@ -395,22 +206,17 @@ class DP(ClientRule, AggregateRule):
         Args:
             state: State of the rule.
         """
+        check_record(state["spent"], 3)
         history = [GaussianRounds(z, rate, int(steps)) for z, rate, steps in state["spent"].tolist()]
         return epsilon(history, float(state["delta"]), self.accountant)
 
-    def stop_reason(self, state: Tensors) -> str | None:
-        """Return a sentence if one more round would exceed ``epsilon``, otherwise None.
+    def after_round(self, state: Tensors) -> Tensor:
+        """Return the record of rounds with one more round.
 
         Args:
             state: State of the rule.
         """
-        if self.epsilon is None or not len(state["spent"]):
-            return None
-        more = add_round(state["spent"], float(state["noise"]), float(state["rate"]))
-        after = self.spent({**state, "spent": more})
-        if after <= self.epsilon * (1 + 1e-9):
-            return None
-        return f"The privacy budget is spent: one more round would give epsilon={after:.4g}, above {self.epsilon:g}."
+        return add_round(state["spent"], float(state["noise"]), float(state["rate"]))
 
     def report(self, state: Tensors, plan: RoundPlan) -> Report:
         """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
@@ -433,33 +239,6 @@ class DP(ClientRule, AggregateRule):
         return Report({**fields, "privacy": text}, stop_reason=reason)
 
 
-def stream_names(plan: RoundPlan) -> list[str]:
-    """Return the names of the protected streams, the update first."""
-    return [UPDATE, *sorted(plan.scales)]
-
-
-def scale_of(stream: str, plan: RoundPlan) -> float:
-    """Return the factor that gives a stream the unit of an update.
-
-    Args:
-        stream: Name of the stream.
-        plan: Schedule of the run.
-    """
-    return 1.0 if stream == UPDATE else plan.scales[stream]
-
-
-def round_down(factors: Tensor, like: Tensor) -> Tensor:
-    """Convert factors to the data type of ``like``; factors below 1 are rounded down by at least one step.
-
-    Args:
-        factors: Factors in float64.
-        like: Tensor with the data type.
-    """
-    rounded = factors.to(like.dtype)
-    # A product is rounded once more, by at most half a step of its own.
-    return torch.where(factors < 1, rounded * (1 - 2 * torch.finfo(like.dtype).eps), rounded)
-
-
 def add_round(spent: Tensor, noise: float, rate: float) -> Tensor:
     """Add one round to the record of noise multiplier, sampling rate and number of rounds, ``[n, 3]``.
 
@@ -468,8 +247,4 @@ def add_round(spent: Tensor, noise: float, rate: float) -> Tensor:
         noise: Noise multiplier of the round.
         rate: Sampling rate of the round.
     """
-    if len(spent) and spent[-1, 0] == noise and spent[-1, 1] == rate:
-        spent = spent.clone()
-        spent[-1, 2] += 1
-        return spent
-    return torch.cat([spent, spent.new_tensor([[noise, rate, 1.0]])])
+    return add_row(spent, (noise, rate))

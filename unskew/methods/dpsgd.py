@@ -42,7 +42,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.methods.dp import round_down
+from unskew.methods.clipped_sum import round_down
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect

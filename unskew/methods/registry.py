@@ -53,6 +53,9 @@ METHODS: dict[str, str] = {
     "fednova": "unskew.methods.fednova:FedNova",
     "feddyn": "unskew.methods.feddyn:FedDyn",
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
+    "fedcm": "unskew.methods.fedcm:FedCM",
+    "mimelite": "unskew.methods.mimelite:MimeLite",
+    "fedsmoo": "unskew.methods.fedsmoo:FedSMOO",
     "fedals": "unskew.methods.fedals.fedals:FedALS",
     "ditto": "unskew.methods.ditto:Ditto",
     "fedrep": "unskew.methods.fedrep:FedRep",
@@ -61,6 +64,8 @@ METHODS: dict[str, str] = {
     "fedreg": "unskew.methods.fedreg:FedReg",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
     "fedntd": "unskew.methods.fedntd:FedNTD",
+    "fedlc": "unskew.methods.fedlc:FedLC",
+    "fedrs": "unskew.methods.fedrs:FedRS",
     "fedssyn": "unskew.methods.fedssyn.fedssyn:Fedssyn",
     "vhl": "unskew.methods.vhl:VHL",
     "fedgen": "unskew.methods.fedgen:FedGen",
@@ -86,6 +91,13 @@ METHODS: dict[str, str] = {
     "bf16": "unskew.methods.compression.rules:BF16",
     "powersgd": "unskew.methods.compression.rules:PowerSGD",
 }
+
+COMPOSITIONS: dict[str, tuple[str, str]] = {
+    "fedspeed": ("fedsam:rho=0.1+feddyn:alpha=0.1", "Sun et al. 2023, arXiv:2302.10429"),
+    "fedgamma": ("fedsam:rho=0.01+scaffold", "Dai et al. 2023, IEEE TNNLS"),
+    "mofedsam": ("fedsam:rho=0.1+fedcm:alpha=0.1", "Qu et al. 2022, arXiv:2206.02618"),
+}
+"""Names of published compositions: the method expression with the authors' options, and the paper."""
 
 REFERENCES: dict[str, str] = {
     "pooled": "unskew.methods.references:Pooled",
@@ -163,6 +175,8 @@ def _split(text: str) -> tuple[str, str]:
 def check_expression(spec: str) -> list[str]:
     """Split a composition into the expressions of its methods, and validate their names without importing PyTorch.
 
+    A name in ``COMPOSITIONS`` stands for its methods.
+
     Args:
         spec: Composition, such as ``"fedprox:mu=0.1+scaffold"``.
 
@@ -173,11 +187,23 @@ def check_expression(spec: str) -> list[str]:
     parts = [part.strip() for part in re.split(r"\+(?=\s*[A-Za-z_])", spec)]
     if spec.strip().endswith("+") or spec.strip().startswith("+"):
         raise ConfigError(f"In {spec!r} a method name is missing next to '+'.")
+    parts = [text for part in parts for text in _expand(part)]
     if not all(parts):
         raise ConfigError(f"{spec!r} is not a method; write, for example, 'fedavg' or 'fedprox:mu=0.1+scaffold'.")
     for part in parts:
         _split(part)
     return parts
+
+
+def _expand(part: str) -> list[str]:
+    """Return the methods that the name of a published composition stands for; other text is returned alone."""
+    name, colon, _ = part.lower().partition(":")
+    if name.strip() not in COMPOSITIONS:
+        return [part]
+    expression = COMPOSITIONS[name.strip()][0]
+    if colon:
+        raise ConfigError(f"{name} has no options: it stands for {expression}. Write that with the options you want.")
+    return expression.split("+")
 
 
 def _parse_one(text: str) -> Method:
@@ -284,6 +310,8 @@ def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
             f"Options as arguments need the name of one method, such as method('fedprox', mu=1), not {short_repr(spec)}."
         )
     name = spec if "." in spec else spec.lower()
+    if name in COMPOSITIONS:
+        raise ConfigError(f"{name} has no options: it stands for {COMPOSITIONS[name][0]}. Write that instead.")
     rule = build_from_options(rule_class(name), options, name, f"{name}:")
     spelled = ",".join(f"{key}={short_repr(value, str)}" for key, value in options.items())
     return dataclasses.replace(method_of_rule(rule), expression=f"{spec}:{spelled}")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -304,6 +304,20 @@ def noise_for(target_epsilon: float, delta: float, rate: float, steps: int, acco
     def is_within(noise: float) -> bool:
         return epsilon([GaussianRounds(noise, rate, steps)], delta, accountant) <= target_epsilon
 
+    return smallest_noise(is_within, target_epsilon, f"delta={delta:g} with the accountant {accountant}")
+
+
+def smallest_noise(is_within: Callable[[float], bool], target_epsilon: float, what: str) -> float:
+    """Find the smallest noise multiplier that is within a budget, to 0.1 %.
+
+    Args:
+        is_within: Returns whether a noise multiplier is within the budget.
+        target_epsilon: Privacy budget, for the error message.
+        what: Further conditions, for the error message.
+
+    Raises:
+        ConfigError: If no noise multiplier reaches the budget.
+    """
     if is_within(0.0):  # without rounds
         return 0.0
     low = high = 1.0
@@ -311,8 +325,8 @@ def noise_for(target_epsilon: float, delta: float, rate: float, steps: int, acco
         low, high = high, 2 * high
         if high > LARGEST_NOISE:
             raise ConfigError(
-                f"No noise multiplier up to {LARGEST_NOISE:g} reaches epsilon={target_epsilon:g} for delta={delta:g} with "
-                f"the accountant {accountant}. Use a larger epsilon, or fewer rounds."
+                f"No noise multiplier up to {LARGEST_NOISE:g} reaches epsilon={target_epsilon:g} for {what}. Use a larger "
+                "epsilon, or fewer rounds."
             )
     while is_within(low):
         low, high = low / 2, low

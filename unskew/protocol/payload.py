@@ -38,6 +38,7 @@ class UploadContext:
         up: Uploaded slices of the model; None for all.
         plan: Schedule of the run.
         download: What the server half of the codec sent to this client; empty in ``decode``.
+        secret_noise: Whether noise must come from the system's entropy, because the server of a real run knows the seed.
     """
 
     round: int
@@ -47,6 +48,7 @@ class UploadContext:
     up: Slices | None
     plan: RoundPlan
     download: Tensors = field(default_factory=dict)
+    secret_noise: bool = False
 
     @property
     def size(self) -> int:

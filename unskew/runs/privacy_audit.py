@@ -17,7 +17,8 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
-from unskew.methods.dp import DP, round_down
+from unskew.methods.clipped_sum import round_down
+from unskew.methods.dp import DP
 from unskew.methods.registry import method as method_of
 from unskew.privacy.canaries import empirical_epsilon
 from unskew.protocol.payload import UPDATE
@@ -130,7 +131,8 @@ def audit(config: Experiment, canaries: int) -> PrivacyAudit:
     method = method_of(config.method)
     if not isinstance(method.aggregate, DP):
         raise ConfigError(
-            f"The run's method is {config.method}; an audit needs one with dp, such as fedavg+dp:epsilon=8."
+            f"The run's method is {config.method}; an audit needs one with dp and noise_at=server, such as "
+            "fedavg+dp:epsilon=8."
         )
     if method.sync is not None or method.aggregate.streams == "apart":
         raise ConfigError("An audit supports methods that exchange the whole model, with dp:streams=joint.")

@@ -14,6 +14,7 @@ from unskew.config.renamed import FORMER_HOOKS
 from unskew.data.federation import Federation
 from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflictError, unknown_name
+from unskew.methods.dp_sites import site_noise
 from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.registry import MODELS
@@ -51,6 +52,11 @@ def check_method(
     if config.attack is not None:
         if method.name in REFERENCES:
             raise ConfigError(f"{method.name} trains without a server that clients could attack. Remove attack.")
+        if site_noise(method) is not None and config.attack.kind != "labelflip":
+            raise ConfigError(
+                f"The attack {config.attack.kind} replaces updates, but with dp:noise_at=sites clients send noisy integers. "
+                "Use labelflip, or noise_at=server."
+            )
         check_attackable(config.attack, method)
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     coded = [encoder.name for encoder in federation.encoders if encoder.kind == "category"]

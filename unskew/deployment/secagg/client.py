@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.fixed_point import SumPart, quantize, required_exponent, step_size
+from unskew.deployment.secagg.fixed_point import SumPart, quantize, required_exponent
 from unskew.deployment.secagg.ledger import OpenedSumLedger
 from unskew.deployment.secagg.roster import SigningIdentity, is_signed
 from unskew.deployment.site.state import SiteStateLostError
@@ -60,14 +60,17 @@ def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, fl
         update: Update of a client.
         delta: Slices of the model update that are sent, or None.
     """
-    figures = torch.tensor([update.metrics.get(name, 0.0) for name in FIGURES], dtype=torch.float64)
     model = [] if delta is None else [("delta", delta, update.weight)]
+    figures: list[tuple[str, Tensor, float]] = []
+    if update.metrics:
+        values = torch.tensor([update.metrics.get(name, 0.0) for name in FIGURES], dtype=torch.float64)
+        figures = [("figures", values, 1.0)]
     return [
         *model,
         ("buffers", update.buffers, update.weight),
         *((f"report/{name}", t, update.weight) for name, t in sorted(update.report.items())),
         *((name, t, 1.0) for name, t in sorted(flatten_records("upload", update.upload).items())),
-        ("figures", figures, 1.0),
+        *figures,
     ]
 
 
@@ -122,6 +125,7 @@ class OpenSum:
         shares: Shares of seed and secret key that each client sent.
         alive: Clients whose masked updates arrived, according to the list that this site signed.
         answers: Replies sent so far, so that a repeated message gets the same reply.
+        least: Minimum number of sites in the sum that the method requires.
     """
 
     identity: SigningIdentity
@@ -141,6 +145,7 @@ class OpenSum:
     shares: dict[int, tuple[int, int]] = field(default_factory=dict)
     alive: tuple[int, ...] = ()
     answers: dict[str, tuple[str, Frame]] = field(default_factory=dict)
+    least: int = LEAST
 
     @property
     def client(self) -> int:
@@ -258,7 +263,7 @@ class OpenSum:
             raise InvalidMessageError(f"it has shares of {len(shares)} sites; at least {self.needed} are required")
         self.shares = shares
         tensors = [
-            (tensor, weight, step_size(part.exponent, len(self.keys)))
+            (tensor, weight, part.step(len(self.keys)))
             for (_, tensor, weight), part in zip(self.held, self.parts, strict=True)
         ]
         masked, errors = quantize(tensors)
@@ -296,7 +301,7 @@ class OpenSum:
             SumAlreadyOpenedError: If another sum of this round was opened.
         """
         alive = {int(k) for k in parse_json_field(config, "alive")}
-        if not alive <= {*self.shares} or self.client not in alive or len(alive) < self.needed:
+        if not alive <= {*self.shares} or self.client not in alive or len(alive) < max(self.needed, self.least):
             raise InvalidMessageError("the list of arrived updates contains sites outside the sum, or too few sites")
         self.ledger.check(self.round, tuple(sorted(alive)))
         self.alive = tuple(sorted(alive))
@@ -377,7 +382,15 @@ class SecAggClient:
         open_sum = self._open.get(run)
         return open_sum.ready if open_sum is not None and open_sum.session == session else None
 
-    def begin(self, session: str, update: Update, delta: Tensor | None, model: str, ledger: OpenedSumLedger) -> Frame:
+    def begin(
+        self,
+        session: str,
+        update: Update,
+        delta: Tensor | None,
+        model: str,
+        ledger: OpenedSumLedger,
+        least: int = LEAST,
+    ) -> Frame:
         """Start to take part in a sum with an update.
 
         Args:
@@ -386,6 +399,7 @@ class SecAggClient:
             delta: Slices of the model update that are sent, or None.
             model: Digest of the broadcast that the site trained from.
             ledger: Record of the sums that the site has opened.
+            least: Minimum number of sites in the sum.
         """
         if not update.is_finite():
             return Frame("unusable", {"client": update.client})
@@ -394,7 +408,7 @@ class SecAggClient:
         parts = [
             SumPart(name, t.dtype, tuple(t.shape), required_exponent(t, weight)) for name, t, weight in summand_list
         ]
-        open_sum = OpenSum(self.identity, ledger, session, update.born, model, summand_list, parts)
+        open_sum = OpenSum(self.identity, ledger, session, update.born, model, summand_list, parts, least=least)
         keys = [crypto.public_key(secret).hex() for secret in (open_sum.secret, open_sum.seal_secret)]
         message = ready_message(ledger.run, update.born, session, update.client, keys, model)
         config = {

@@ -83,7 +83,9 @@ class MaskedEngine(FlowerEngine):
             broadcast.client: encode_broadcast(broadcast, self.terms, "train", self._budget(broadcast.client))
             for broadcast in broadcasts
         }
-        least = max(patience.min_updates, LEAST, len(broadcasts) // 2 + 1)
+        noise = self.terms.site_noise
+        honest = 0 if noise is None else noise.honest or 0
+        least = max(patience.min_updates, LEAST, len(broadcasts) // 2 + 1, honest)
         tries = 0
         while tries < TRIES:
             self.shapes = None
@@ -155,7 +157,9 @@ class MaskedEngine(FlowerEngine):
     def _check_parts(self, parts: Sequence[SumPart], cast: Broadcast) -> None:
         """Validate that the tensors match the request and those of the other sites."""
         model = NAMES[cast.v.dtype]
-        fixed = {"buffers": (NAMES[cast.b.dtype], (len(cast.b),)), "figures": ("float64", (len(FIGURES),))}
+        fixed = {"buffers": (NAMES[cast.b.dtype], (len(cast.b),))}
+        if self.terms.site_noise is None:
+            fixed["figures"] = "float64", (len(FIGURES),)
         if self.terms.sends_model:
             fixed["delta"] = model, (slices_length(cast.up, self.terms.spec.size),)
         if cast.report:
@@ -184,7 +188,9 @@ class MaskedEngine(FlowerEngine):
             for broadcast in () if self.terms.needs_base else taken:
                 for span in self.terms.base(broadcast.down, broadcast.up):  # sites send values instead of changes there
                     delta[span] -= broadcast.weight / weight * v[span]
-        figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
+        figures: dict[str, float] = {}
+        if "figures" in sums:
+            figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
         report = {n.removeprefix("report/"): (t / weight).to(v) for n, t in sums.items() if n.startswith("report/")}
         dtypes = {name: dtype for name, (dtype, _) in (self.shapes or {}).items()}
         uploads = {n: to_dtype(t, dtypes[n]).to(v.device) for n, t in sums.items() if n.startswith("upload/")}

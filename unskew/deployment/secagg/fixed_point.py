@@ -1,7 +1,8 @@
 """Fixed-point encoding of masked sums: 32-bit integers, because masks are perfectly hiding only in modular arithmetic.
 
-The step size of each tensor is a power of two that follows from the largest entry of all sites and the number of sites, so
-that the sum just fits. Rounding is to nearest, so the same update always gives the same integers.
+Tensors of 32-bit integers are added as they are, modulo ``2^32``. The step size of each other tensor is a power of two that
+follows from the largest entry of all sites and the number of sites, so that the sum just fits. Rounding is to nearest, so the
+same update always gives the same integers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class SumPart:
         name: Name of the tensor.
         dtype: Dtype of the tensor.
         shape: Shape of the tensor.
-        exponent: Upper bound of the entries' magnitude, as a power of two.
+        exponent: Upper bound of the entries' magnitude, as a power of two; unused for 32-bit integers.
     """
 
     name: str
@@ -40,9 +41,15 @@ class SumPart:
         """Number of entries."""
         return math.prod(self.shape)
 
+    def step(self, sites: int) -> float:
+        """Return the step size, such that the sum over ``sites`` stays below ``2 ** 31``; 1 for 32-bit integers."""
+        return 1.0 if self.dtype == torch.int32 else step_size(self.exponent, sites)
+
 
 def required_exponent(tensor: Tensor, weight: float) -> int:
     """Return the smallest exponent such that no entry times ``weight`` exceeds two to this power.
+
+    For 32-bit integers it is a constant, because they are added as they are, and it would depend on the data.
 
     Args:
         tensor: Values to encode.
@@ -51,7 +58,7 @@ def required_exponent(tensor: Tensor, weight: float) -> int:
     >>> required_exponent(torch.tensor([3.0, -1.0]), 1.0), required_exponent(torch.zeros(2), 1.0)
     (2, -200)
     """
-    if not tensor.numel():
+    if not tensor.numel() or tensor.dtype == torch.int32:
         return LOWEST
     top = max(abs(float(tensor.min())), abs(float(tensor.max()))) * weight
     return LOWEST if top == 0 else max(LOWEST, math.frexp(top)[1])
@@ -107,6 +114,6 @@ def dequantize(whole: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[
     tensors, at = {}, 0
     for part in parts:
         numbers = torch.from_numpy(whole[at : at + part.size].view(np.int32))
-        tensors[part.name] = (numbers.double() * step_size(part.exponent, sites)).view(part.shape)
+        tensors[part.name] = (numbers.double() * part.step(sites)).view(part.shape)
         at += part.size
     return tensors

@@ -22,11 +22,13 @@ from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.data_schema import DataSchema, experiment_digest
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError
+from unskew.methods.dp_sites import site_noise
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import match_model_input_range
+from unskew.runs.round_plan import make_round_plan
 from unskew.runs.validation import check_method, resolve_weighting
 from unskew.simulation.sampler import Sampler
 
@@ -78,9 +80,20 @@ def check_method_over_sites(
                 f"--quorum{remedy}."
             )
         cohort = min(cohort, deployment.quorum)
-        check_late_joining(
-            method, spec, replace(FederationInfo.of(reference), weights=resolve_weighting(config, method))
-        )
+        plan, weights = make_round_plan(config, total, method), resolve_weighting(config, method)
+        check_late_joining(method, spec, replace(FederationInfo.of(reference), weights=weights, plan=plan))
+    noise = site_noise(method)
+    if noise is not None:
+        if config.secure_aggregation != "required":
+            raise ConfigError(
+                "dp:noise_at=sites protects only sums: the noise of a single site is too small. Set "
+                "secure_aggregation: required in the experiment."
+            )
+        if noise.honest is not None and cohort < noise.honest:
+            raise ConfigError(
+                f"dp:honest={noise.honest} is more than the {cohort} sites with which a round may start. Use a smaller "
+                "honest, or a larger --quorum."
+            )
     if config.secure_aggregation == "required":
         if sums:
             raise ConfigError(

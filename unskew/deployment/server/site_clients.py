@@ -180,7 +180,8 @@ class SiteClients(SimulatedClients):
         broadcasts = [replace(server.final_broadcast(config.rounds, k), b=b, down=None, report=False) for k in who]
         personal_scores = self.engine.measure(broadcasts, with_own) if who else {}
         scores, own = self._scores(personal_scores, ""), self._scores(personal_scores, "own_") if with_own else None
-        if not who and most and not tunes:
+        hidden = self.engine.terms.site_noise is not None  # sites do not report their class counts
+        if not who and most and not tunes and not hidden:
             # Estimate from the accuracy per class, because the server knows each site's class counts.
             scores = parts.evaluator.evaluate_clients(server.evaluated, server.evaluated_b, most, config.seed)
         figures = client_metrics(scores, own, parts.metrics, federation.client_names)

@@ -31,6 +31,7 @@ from unskew.deployment.wire.messages import encode_broadcast, encode_update
 from unskew.errors import UnskewError
 from unskew.methods.fedavg import server_rule
 from unskew.protocol.federation_info import FederationInfo
+from unskew.runs.round_plan import make_round_plan
 from unskew.simulation.server import Server
 from unskew.simulation.server_trainer import ServerTrainer
 
@@ -111,8 +112,9 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         reported = {*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))}
         if reported and way.startswith("sent"):
             yield Finding(way, None, f"figures: {', '.join(sorted(reported))}")
-    scored = work.original.objective.scored
-    yield Finding("sent at the end", None, f"{scored} and loss on the held-out samples")
+    if work.noise is None:
+        scored = work.original.objective.scored
+        yield Finding("sent at the end", None, f"{scored} and loss on the held-out samples")
     for rule in work.method.data:
         yield Finding(
             "sent once", None, f"before the first round, the data that {rule.name} generates from the samples"
@@ -122,6 +124,11 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     ]
     if config.secure_aggregation == "required":
         yield Finding("privacy", None, "updates leave this site masked: the server sees only the sum over sites")
+        if work.noise is not None:
+            text = (
+                f"noise at the sites: protects this site if {work.noise.honest} sites of every sum add theirs (honest)"
+            )
+            yield Finding("privacy", None, text)
         return
     reads = f", and {', '.join(readers)} requires it" if readers else f"; {config.method} requires only the sum"
     yield Finding("privacy", None, f"the server sees this site's individual update{reads}")
@@ -133,7 +140,12 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
     client = work.site.client
     federation = work.with_data(work.data)
     total = torch.zeros(work.total, work.reference.classes).long().numpy()
-    facts = replace(FederationInfo.of(federation), size=lambda k: work.data.examples, class_counts=lambda: total + 1)
+    facts = replace(
+        FederationInfo.of(federation),
+        size=lambda k: work.data.examples,
+        class_counts=lambda: total + 1,
+        plan=make_round_plan(work.config, work.total, work.method),
+    )
     rule = server_rule(work.method)
     trainer = ServerTrainer(work.spec, federation, small.training, work.device)
     server = Server(work.method, rule, work.spec, facts, "samples", small.buffers, seed=small.seed, at_server=trainer)
@@ -143,6 +155,8 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
         with tempfile.TemporaryDirectory() as scratch:
             received = ReceivedData(Path(scratch), ())  # without the data that is received before the first round
             update, broadcast = work.trained(request, SiteState(Path(scratch), "0" * 16, client), received)
+            if work.noise is not None:
+                update = work.without_data(update.upload, broadcast.round)
             answered = encode_update(update, broadcast, work.terms, {})
     finally:
         work.config = before

@@ -120,6 +120,9 @@ class SiteConfig(Section):
     """Number of training threads; results are bit-identical to a simulation with the same number."""
     device: str = "cpu"
     """Device on which the site trains."""
+    max_honest: Annotated[int, Field(ge=1)] | None = None
+    """Largest ``honest`` of ``dp`` with noise at the sites that the site accepts: the number of sites in a sum, itself
+    included, that its administrator trusts to add their noise and not to reveal it. By default, that of the experiment."""
     trust_code: bool = False
     """True to run custom code that the experiment names."""
 

@@ -103,6 +103,44 @@ class SiteState:
         make_private_folder(self.folder)
         write_atomic(self._path(round), encode_tensors({name: t.cpu() for name, t in state.tensors().items()}))
 
+    def noisy(self, round: int, model: str) -> Tensors | None:
+        """Return what the site has sent with noise in this round; None if it has sent nothing yet.
+
+        A repeated message must get the same noise: two sums with different noise would reveal more than one.
+
+        Args:
+            round: Number of the round, from 0.
+            model: Digest of the broadcast.
+
+        Raises:
+            OutdatedMessageError: If the site has sent something in this round for another broadcast.
+            SiteStateLostError: If the file is corrupted.
+        """
+        path = self.folder / "noisy.safetensors"
+        if not path.is_file():
+            return None
+        try:
+            tensors = load(path.read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise SiteStateLostError(f"the noise that this site has added, {path}, cannot be read") from error
+        prefix = f"{round}/{model}/"
+        if all(name.startswith(prefix) for name in tensors):
+            return {name.removeprefix(prefix): t for name, t in tensors.items()}
+        if any(name.startswith(f"{round}/") for name in tensors):
+            raise OutdatedMessageError(f"this site has added noise to another update of round {round + 1}")
+        return None
+
+    def keep_noisy(self, round: int, model: str, tensors: Tensors) -> None:
+        """Store what the site sends with noise, before it is sent.
+
+        Args:
+            round: Number of the round, from 0.
+            model: Digest of the broadcast.
+            tensors: Integers with noise, by name.
+        """
+        named = {f"{round}/{model}/{name}": t.cpu() for name, t in tensors.items()}
+        write_atomic(self.folder / "noisy.safetensors", encode_tensors(named))
+
     def prepared(self) -> Path:
         """Return the file for data generated before the first round."""
         return self.folder / "prepared.safetensors"

@@ -30,8 +30,10 @@ from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_reco
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
+from unskew.errors import ConfigError
+from unskew.methods.dp_sites import SiteDP
 from unskew.methods.registry import method as method_of
-from unskew.protocol.messages import Broadcast, Update
+from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.payload import gather_slices
 from unskew.runs.build_model import initial_spec, match_model_input_range
 from unskew.runs.round_plan import make_round_plan
@@ -41,6 +43,9 @@ from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.parameter_slices import complement_slices
 from unskew.simulation.personal_models import serving_model
 from unskew.tasks.registry import TASKS
+
+HIDDEN_SIZE = 1
+"""Number of samples that a site reports if its number of samples must stay private."""
 
 
 def size_report(site: SiteConfig, examples: int, held_out: int) -> dict[str, Any]:
@@ -81,9 +86,25 @@ class SiteTrainer:
         self.terms = WireContext(
             self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
         )
+        self.noise = self.terms.site_noise
+        if self.noise is not None:
+            self._check_noise(self.noise)
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
         self._replied: tuple[str, Frame] | None = None
+
+    def _check_noise(self, noise: SiteDP) -> None:
+        """Validate that an experiment with noise at the sites protects this site as it expects."""
+        if self.config.secure_aggregation != "required":
+            raise ConfigError(
+                "dp:noise_at=sites needs secure_aggregation: required, because the noise of a single site is too small."
+            )
+        honest, most = noise.honest or 0, self.site.max_honest
+        if most is not None and honest > most:
+            raise ConfigError(
+                f"The experiment assumes that {honest} sites add their noise (dp:honest), but the site {self.site.name} "
+                f"accepts at most {most} (max_honest in site.yaml)."
+            )
 
     @property
     def data(self) -> ClientData:
@@ -96,10 +117,14 @@ class SiteTrainer:
 
     def facts(self, data: ClientData) -> Frame:
         """Create a report of samples for the server: their number, class counts, and the size of the model."""
-        counts = torch.zeros(0, dtype=torch.int64)
-        if self.reference.counted:
+        counts = torch.zeros(self.reference.counted, dtype=torch.int64)
+        sizes = data.examples, len(data.y_test)
+        if self.noise is not None:  # nothing that depends on the samples: one sample of the first class
+            counts[:1] = 1
+            sizes = HIDDEN_SIZE, 0
+        elif self.reference.counted:
             counts = TASKS[self.reference.task].counts(data.y.cpu(), self.reference.counted).to(torch.int64)
-        config = {**size_report(self.site, data.examples, len(data.y_test)), "parameters": self.spec.size}
+        config = {**size_report(self.site, *sizes), "parameters": self.spec.size}
         return Frame("facts", config, {}, encode_record("facts", {"class_counts": counts}))
 
     def trainer(self, received: ReceivedData, counted: int | None, epochs: int | None) -> LocalTrainer:
@@ -147,8 +172,20 @@ class SiteTrainer:
         broadcast = self._cast(request, state, training=True)
         with device_modes(self.device, self.config.precision):
             update = self._trainer_for(request, received).train(broadcast)
-        state.keep(broadcast.round, broadcast.state.updated(update.state))
+        # With noise at the sites, an update that is not finite counts as zero, and the server must not learn of it.
+        usable = self.noise is None or update.is_finite()
+        state.keep(broadcast.round, broadcast.state.updated(update.state) if usable else broadcast.state)
         return update, broadcast
+
+    def without_data(self, upload: dict[str, Tensors], round: int) -> Update:
+        """Return an update that contains nothing that depends on the samples, except uploads with noise.
+
+        Args:
+            upload: Uploads with noise, by rule and name.
+            round: Number of the round, from 0.
+        """
+        b, none = self.spec.flatten_buffers(), torch.zeros(0)
+        return Update(self.site.client, round, HIDDEN_SIZE, 1.0, none, b, upload, ClientState(), {})
 
     def answered(
         self, request: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: OpenedSumLedger
@@ -174,10 +211,38 @@ class SiteTrainer:
         before = masks.again(run, session)
         if before is not None:
             return before
+        digest = broadcast_digest(request, self.terms)
+        if self.noise is not None:
+            update = self._noisy(request, state, received, digest, ledger)
+            return masks.begin(session, update, None, digest, ledger, self.noise.honest or 0)
         update, broadcast = self.trained(request, state, received)
         self._check_weight(request, update)
         delta = gather_slices(update.delta, broadcast.up) if self.terms.sends_model else None
-        return masks.begin(session, update, delta, broadcast_digest(request, self.terms), ledger)
+        return masks.begin(session, update, delta, digest, ledger)
+
+    def _noisy(
+        self, request: Frame, state: SiteState, received: ReceivedData, digest: str, ledger: OpenedSumLedger
+    ) -> Update:
+        """Return this site's contribution with noise; for a repeated broadcast the same one, from the disk.
+
+        Raises:
+            InvalidMessageError: If the round is beyond those of the experiment, whose privacy the site has agreed to.
+        """
+        round = read_integer(request.config, "round")
+        if round >= self.config.rounds:
+            raise InvalidMessageError(
+                f"round {round + 1} is beyond the {self.config.rounds} rounds that {self.site.name} has agreed to"
+            )
+        state.check_round(round, new=True)
+        tensors = state.noisy(round, digest)
+        if tensors is None:
+            update, _ = self.trained(request, state, received)
+            self._check_weight(request, update)
+            tensors = flatten_records("upload", update.upload)
+            if not ledger.path.exists():  # others may open the sum without this site, so it joins no second run
+                ledger.record(-1, ())
+            state.keep_noisy(round, digest, tensors)
+        return self.without_data(unflatten_records("upload", tensors), round)
 
     def _check_weight(self, request: Frame, update: Update) -> None:
         """Validate the weight and budget from the server, because unusual ones could reveal one site's update in a sum."""
@@ -218,6 +283,10 @@ class SiteTrainer:
             state: State of the run at this site.
             received: Data received before the first round.
         """
+        if self.noise is not None:
+            raise InvalidMessageError(
+                "metrics on held-out samples have no noise, and the experiment needs it at the sites"
+            )
         broadcast = self._cast(request, state)
         stays, mode = broadcast.state, self.config.buffers
         v, b = broadcast.v, broadcast.b

@@ -18,6 +18,8 @@ from unskew.data.readers.encoders import Encoder
 from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError
 from unskew.errors import ConfigError, DataError
+from unskew.methods.dp_sites import site_noise
+from unskew.methods.registry import method as method_of
 from unskew.runs.input_spec import InputColumn, StandardizedTask
 from unskew.runs.resume import RESUMABLE
 from unskew.tasks.base import Task
@@ -32,7 +34,8 @@ PROTOCOL = 5
 def experiment_digest(config: Experiment) -> str:
     """Return a digest of all fields of an experiment that affect a site's training, without data locations."""
     values = {k: v for k, v in without_data_locations(config.model_dump(mode="json")).items() if k not in RESUMABLE}
-    if config.training.schedule.ends:
+    # Noise at the sites is computed for a number of rounds, and a site takes part in no more of them.
+    if config.training.schedule.ends or site_noise(method_of(config.method)) is not None:
         values["rounds"] = config.rounds
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

@@ -23,6 +23,7 @@ from unskew.deployment.wire.tensor_codec import (
     slices_as_text,
 )
 from unskew.errors import UnskewError
+from unskew.methods.dp_sites import SiteDP, site_noise
 from unskew.models.layer_groups import buffer_mask
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import (
@@ -78,6 +79,11 @@ class WireContext:
     def sends_model(self) -> bool:
         """Return whether clients send the model back."""
         return all(rule.sends_model for rule in self.method.client)
+
+    @property
+    def site_noise(self) -> SiteDP | None:
+        """Rule that adds noise at the sites, which then send nothing else that depends on their data; or None."""
+        return site_noise(self.method)
 
     @property
     def compressed(self) -> bool:

@@ -1,0 +1,102 @@
+"""FedLC and FedRS against a loop over the papers' formulas, by hand, and in their limits."""
+
+import math
+
+import pytest
+import torch
+from support.batch_loop import CLASSES, initial, local, logits, run, skewed
+from support.tolerance import TRAINING, assert_close
+from torch.nn.functional import cross_entropy
+
+from unskew.errors import ConfigError, MethodConflictError
+from unskew.methods.fedlc import FedLC
+from unskew.methods.fedrs import FedRS
+
+EXACT = 1e-12
+
+
+def fedlc(z, n, tau=0.7):
+    present = n > 0
+    return torch.where(present, z - tau * n.clamp_min(1) ** -0.25, torch.tensor(-1e9, dtype=z.dtype))
+
+
+def fedrs(z, n, alpha=0.3):
+    return z * torch.where(n > 0, torch.ones_like(n), alpha)
+
+
+def fedrs_authors(z, n, alpha=0.3):
+    return z * (alpha + (1 - alpha) * n / n.max())
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("method", "adjust"),
+    [("fedlc:tau=0.7", fedlc), ("fedrs:alpha=0.3", fedrs), ("fedrs:alpha=0.3,form=authors", fedrs_authors)],
+)
+def test_a_run_is_the_papers_loop(method, adjust, participation):
+    fed = skewed()
+    result, cohorts = run(method, participation, fed)
+    x = initial()[: len(result.vector)]
+    for cohort in cohorts:
+        ends = {}
+        for k, batches in cohort.items():
+            counts = torch.bincount(fed.clients[k].y, minlength=CLASSES).double()
+
+            def slope(v, inputs, y, counts=counts):
+                return torch.func.grad(lambda v: cross_entropy(adjust(logits(v, inputs), counts), y))(v)
+
+            ends[k] = local(x, batches, slope)
+        sizes = {k: fed.clients[k].examples for k in ends}
+        x = sum(sizes[k] * end for k, end in ends.items()) / sum(sizes.values())
+    assert float((result.vector - x).abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("method", ["fedlc:tau=0", "fedrs:alpha=1"])
+def test_neutral_options_are_fedavg_bit_for_bit(method):
+    plain, same = run("fedavg")[0], run(method)[0]
+    assert torch.equal(same.vector, plain.vector)
+    assert [same.summary[key] for key in ("bytes_up", "bytes_down")] == [
+        plain.summary[key] for key in ("bytes_up", "bytes_down")
+    ]
+
+
+@pytest.mark.parametrize("method", ["fedlc:tau=2", "fedrs:alpha=0.2"])
+def test_equal_counts_of_all_classes_are_fedavg(method):
+    fed = skewed((CLASSES, CLASSES), present=CLASSES)
+    assert_close(run(method, fed=fed)[0].vector, run("fedavg", fed=fed)[0].vector, TRAINING)
+    assert not torch.allclose(run(method)[0].vector, run("fedavg")[0].vector)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (FedLC(tau=2.0), [1 - 2 / 2, 3 - 2, -math.inf]),  # 16 and 1 samples: 16^(-1/4) = 1/2
+        (FedRS(alpha=0.25), [1.0, 3.0, 0.5]),
+        (FedRS(alpha=0.25, form="authors"), [1.0, 3 * (0.25 + 0.75 / 16), 0.5]),
+    ],
+)
+def test_three_classes_by_hand(rule, expected):
+    z, counts = torch.tensor([[1.0, 3.0, 2.0]]).double(), torch.tensor([16.0, 1.0, 0.0]).double()
+    assert rule.adjust(z, counts).tolist() == [pytest.approx(expected, rel=1e-15)]
+
+
+@pytest.mark.parametrize(("rule", "factor"), [(FedLC(), 0.0), (FedRS(alpha=0.4), 0.4)])
+def test_the_gradient_of_an_absent_class(rule, factor):
+    """None, or ``alpha`` times that of the cross-entropy at the logits of the loss."""
+    z = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    counts, y = torch.tensor([3.0, 5.0, 0.0]).double(), torch.tensor([1])
+    (slope,) = torch.autograd.grad(cross_entropy(rule.adjust(z, counts), y), z)
+    usual = rule.adjust(z, counts).detach().softmax(1)[0, 2]
+    assert float(slope[0, 2]) == pytest.approx(factor * float(usual), rel=1e-15, abs=0)
+
+
+def test_the_authors_form_has_no_bias_in_the_head():
+    paper, authors = (run(f"fedrs:form={form}", rounds=1)[0].summary["parameters"] for form in ("paper", "authors"))
+    assert paper - authors == CLASSES
+
+
+def test_other_rules_that_correct_for_classes_are_refused():
+    with pytest.raises(MethodConflictError, match="both change the logits"):
+        run("fedlc+fedrs")
+    with pytest.raises(ConfigError, match="fedlc and class_weights both correct the loss"):
+        run("fedlc", class_weights="balanced")

@@ -1,0 +1,46 @@
+"""Shared base of client rules that add the server's momentum to every local step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unskew.models.execution import Batch, GradFn
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.rules import ClientRule, Context, Method, Tensors
+
+
+class GlobalMomentum(ClientRule):
+    """Momentum ``m`` that the server computes once per round; every local step uses ``(1 - share) g + share m``."""
+
+    @property
+    def share(self) -> float:
+        """Share of the momentum in a local step; 0 is FedAvg."""
+        raise NotImplementedError
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject rules that send only a part of the model."""
+        if method.sync is not None:
+            return (
+                f"{self.name} has a momentum of the whole model, but with {method.sync.name} parts of it are not sent."
+            )
+        return None
+
+    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+        """Initialize ``m = 0``."""
+        return {"m": torch.zeros_like(v)}
+
+    def download(self, state: Tensors, client: int) -> Tensors:
+        """Send the momentum."""
+        return {"m": state["m"]}
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """``(1 - share) g + share m``."""
+        if self.share == 0:
+            return grad_fn
+        momentum = self.share * ctx.download["m"]
+
+        def with_momentum(v: Tensor, batch: Batch) -> Tensor:
+            return (1 - self.share) * grad_fn(v, batch) + momentum
+
+        return with_momentum

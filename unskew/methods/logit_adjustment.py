@@ -1,0 +1,79 @@
+"""Shared base of client rules that change the logits in the task's loss according to the client's class counts.
+
+The loss of a batch becomes ``CE(adjust(z, n_k), y)`` instead of ``CE(z, y)``. The rule adds the difference of the two, so
+terms of other client rules (``moon``, ``feddecorr``) remain. The model itself, and so predictions, do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from unskew.errors import ConfigError
+from unskew.models.execution import Batch, LossFn
+from unskew.protocol.federation_info import ClientDataView
+from unskew.protocol.rules import ClientRule, Context, Method, Tensors
+from unskew.protocol.run_context import PreRunContext
+
+
+class LogitAdjustment(ClientRule):
+    """Cross-entropy of logits that depend on the client's class counts.
+
+    Attributes:
+        tasks: Supported tasks.
+        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
+    """
+
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks_reason: ClassVar[str] = "it needs exactly one true class per sample"
+
+    @property
+    def neutral(self) -> bool:
+        """True if the options leave all logits unchanged, which is FedAvg."""
+        raise NotImplementedError
+
+    def adjust(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """Return the logits of the loss, ``[B, C]``.
+
+        Args:
+            logits: Logits of the model, ``[B, C]``.
+            counts: Client's training samples per class, ``[C]``.
+        """
+        raise NotImplementedError
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject a second rule that changes the logits."""
+        other = next((r.name for r in method.client if isinstance(r, LogitAdjustment) and r is not self), None)
+        return f"{self.name} and {other} both change the logits in the loss; use one of them." if other else None
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that the loss has no class weights.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
+
+        Raises:
+            ConfigError: If the run has class weights.
+        """
+        if getattr(run.federation.objective, "weights", ()):
+            raise ConfigError(f"{self.name} and class_weights both correct the loss for rare classes; use one of them.")
+        return ()
+
+    def client_info(self, data: ClientDataView) -> Tensors:
+        """Return the client's training samples per class, which stay at the client."""
+        return {"counts": data.class_counts()}
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """Replace the task's loss by that of the adjusted logits."""
+        if self.neutral:
+            return loss_fn
+
+        def adjusted(v: Tensor, batch: Batch) -> Tensor:
+            loss = loss_fn(v, batch)
+            logits = ctx.model(v, batch.x, batch.track).logits
+            changed = ctx.task.loss(self.adjust(logits, ctx.client_info["counts"]), batch.y)
+            return loss + (changed - ctx.task.loss(logits, batch.y))
+
+        return adjusted
