@@ -25,6 +25,7 @@ UNNAMED = {
     "fedsmoo": "two dual variables; tests/methods/test_fedsmoo.py compares with a loop",
     "fedlc": "all clients have all classes alike; tests/methods/test_logit_adjustment.py compares with a loop",
     "fedrs": "all clients have all classes; tests/methods/test_logit_adjustment.py compares with a loop",
+    "ccvr": "works on features; tests/methods/test_ccvr.py compares with pooled statistics and with discriminant analysis",
     "fedcog": "generates inputs",
     "fedcog-authors": "generates inputs",
     "fedssyn": "generates inputs",

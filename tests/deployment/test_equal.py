@@ -102,6 +102,7 @@ SUMS = {
     "scaffold+dp:noise=0,clip=0.05+fedadam": {},
     "scaffold+topk:share=0.1": {},
     "fedals+powersgd": {"rounds": 3, "model": "mlp"},
+    "scaffold+ccvr": {"model": "mlp"},
     "fedrep+ft": {"participation": 0.7, "rounds": 3, "model": "mlp"},
 }
 SLOW_SUMS = {

@@ -45,6 +45,7 @@ def close(one, other, by=1e-5):
         ("scaffold", {"rounds": 2}),
         ("scaffold+dp:noise=0,clip=0.05", {"rounds": 2}),
         pytest.param("fedals+fedexp", {"rounds": 3, "model": "mlp"}, marks=pytest.mark.slow),
+        ("ccvr", {"rounds": 1, "precision": "fp64"}),
         pytest.param("fedprox+feddyn", {}, marks=pytest.mark.slow),
         pytest.param("fednova", {}, marks=pytest.mark.slow),
         pytest.param(

@@ -188,13 +188,13 @@ class ClientInputs:
 
 
 def apply_begin_hooks(
-    rules: tuple[ClientRule, ...], given: dict[str, Any], contexts: Callable[[dict[str, Any]], list[Context]]
+    rules: tuple[ClientRule, ...], inputs: dict[str, Any], contexts: Callable[[dict[str, Any]], list[Context]]
 ) -> tuple[list[Tensors], dict[str, Any], list[Context]]:
     """Run the rules' hooks before the first step.
 
     Args:
         rules: Client rules in order.
-        given: Training inputs of the client.
+        inputs: Training inputs of the client.
         contexts: Returns the context of each rule for training inputs.
 
     Returns:
@@ -203,22 +203,22 @@ def apply_begin_hooks(
     Raises:
         ConfigError: If a rule returns an initial model of another shape or data type.
     """
-    ctxs = contexts(given)
+    ctxs = contexts(inputs)
     carries: list[Tensors] = []
     for index, rule in enumerate(rules):
         carry = rule.begin(ctxs[index])
         if (start := carry.get(START)) is not None:
-            v = given["v_global"]
+            v = inputs["v_global"]
             if start.shape != v.shape or start.dtype != v.dtype:
                 raise ConfigError(
                     f'{rule.name}.begin must return an entry "{START}" like the model, {v.dtype} {tuple(v.shape)}, not '
                     f"{start.dtype} {tuple(start.shape)}."
                 )
             carry = {name: tensor for name, tensor in carry.items() if name != START}
-            given = {**given, "v_global": start}
-            ctxs = contexts(given)
+            inputs = {**inputs, "v_global": start}
+            ctxs = contexts(inputs)
         carries.append(carry)
-    return carries, given, ctxs
+    return carries, inputs, ctxs
 
 
 def apply_end_hooks(

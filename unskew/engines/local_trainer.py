@@ -132,36 +132,52 @@ class LocalTrainer:
             broadcast: Message from the server.
             plan: Batches of the client.
         """
-        given = self.inputs.of(broadcast, plan, self.full_gradient(broadcast))
-        return given | {"survey": self.surveys("received", broadcast, given, given["v_global"], given["b_global"])}
+        inputs = self.inputs.of(broadcast, plan, self.full_gradient(broadcast))
+        return inputs | {"survey": self.surveys("received", broadcast, inputs, inputs["v_global"], inputs["b_global"])}
 
     def surveys(
-        self, when: SurveyTime, broadcast: Broadcast, given: dict[str, Any], v: Tensor, b: Tensor
+        self, when: SurveyTime, broadcast: Broadcast, inputs: dict[str, Any], v: Tensor, b: Tensor
     ) -> dict[str, Tensors]:
         """Take the surveys of a model over all samples of a client; returns the sums by rule.
 
         Args:
             when: Time of the surveys.
             broadcast: Message from the server.
-            given: Training inputs of the client.
+            inputs: Training inputs of the client.
             v: The model, ``[d]``.
             b: Its buffers, ``[m]``.
         """
         setup, device = self.setup, self.setup.device
         if all(rule.survey_at != when for rule in setup.rules):
             return {}
-        ctxs = self.inputs.contexts(move_to(given, device), self.model, broadcast.round)
+        ctxs = self.inputs.contexts(move_to(inputs, device), self.model, broadcast.round)
         client = setup.federation.clients[broadcast.client]
         args = (self.model, self.inputs.normalize, client, v.to(device), b.to(device))
         return take_surveys(when, setup.rules, ctxs, *args)
 
+    def answer(self, broadcast: Broadcast) -> Update:
+        """Answer the surveys of the final model, without training; only the ``end`` hooks of their rules run."""
+        setup, device = self.setup, self.setup.device
+        plan = setup.batch_plan(broadcast.round, broadcast.client)
+        inputs = move_to(self.inputs.of(broadcast, plan, None), device)
+        began = time.perf_counter()
+        v, b = inputs["v_global"], inputs["b_global"]
+        inputs["survey"] = self.surveys("final", broadcast, inputs, v, b)
+        written: list[tuple[Tensors, Tensors]] = []
+        for rule, ctx in zip(setup.rules, self.inputs.contexts(inputs, self.model, broadcast.round, True), strict=True):
+            if rule.survey_at == "final":
+                rule.end(ctx, {}, v)
+            written.append((ctx.state, ctx.upload))
+        metrics = {"loss": 0.0, "steps": 0.0, "setup_seconds": 0.0, "train_seconds": time.perf_counter() - began}
+        return pack_update(setup, broadcast, torch.zeros_like(v), v, b, written, metrics, {}, {})
+
     def train(self, broadcast: Broadcast) -> Update:
         """Run the local training of one client from its broadcast."""
+        if broadcast.closing:
+            return self.answer(broadcast)
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
         plan = setup.batch_plan(broadcast.round, broadcast.client).to(client.y.device)
-        if broadcast.closing:
-            plan.batches = []
         inputs = move_to(self.inputs_of(broadcast, plan), device)
         self.model.start(inputs["b_global"])
         began = time.perf_counter()
@@ -198,8 +214,7 @@ class LocalTrainer:
             v, moments = optimizers.optimizer_step(now, v, g, moments, step, moves)
             total += self.model.loss
 
-        when: SurveyTime = "final" if broadcast.closing else "trained"
-        inputs["survey"] |= self.surveys(when, broadcast, inputs, v, self.model.b)
+        inputs["survey"] |= self.surveys("trained", broadcast, inputs, v, self.model.b)
         ctxs = contexts(inputs, ended=True)
         delta = local_update(inputs["sent"], broadcast.v.to(device), v_start, v)
         written, delta = apply_end_hooks(setup.rules, ctxs, carries, v, delta)

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from unskew.engines.base import Engine
 from unskew.errors import CheckpointError
 from unskew.filesystem import make_folder, write_atomic
 from unskew.measurements.registry import make_diagnostics
@@ -107,7 +108,9 @@ class Session:
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
+            closing = self._close(engine)
             client_scores, clients = self.clients.score(engine)
+            client_scores |= closing
             add_rule_fields(clients, self.server)
         except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
@@ -138,6 +141,22 @@ class Session:
         predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), self.spec.dtype)
         history, vector = self.recorder.history, self.server.evaluated.cpu()
         return Result(history, summary, module, vector, self.folder, draw, clients, predictor)
+
+    def _close(self, engine: Engine) -> dict[str, Any]:
+        """Run the surveys after the last round, if the method has any; return the metrics of the new final model."""
+        if all(rule.survey_at != "final" for rule in self.method.client):
+            return {}
+        round, task = self.config.rounds, self.parts.task
+        broadcasts = [self.server.closing_broadcast(round, client) for client in self.clients.reachable()]
+        self.server.close(round, engine.train(broadcasts))
+        score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
+        before = self.recorder.history[-1]
+        return {
+            task.scored: score.accuracy,
+            "loss": score.loss,
+            **score.figures,
+            f"{task.scored}_before_closing": before[task.scored],
+        }
 
     def _begin(self, start: int) -> None:
         """Write the configuration, remove outdated files, and notify the callbacks."""

@@ -92,6 +92,10 @@ class SimulatedClients:
         """Return whether clients send their whole model in round ``t``, for methods that evaluate an average of them."""
         return self.evaluates(t)
 
+    def reachable(self) -> list[int]:
+        """Return the clients that can be asked after the last round."""
+        return list(range(len(self.parts.evaluator.federation.clients)))
+
     def begin(self, start: int) -> None:
         """Handle the start of the run, or its resumption after ``start`` finished rounds."""
 

@@ -268,6 +268,48 @@ class Server:
         broadcast = self._cast(round, client, self.evaluated, self.evaluated_b, down, ())
         return replace_fields(broadcast, report=True, keeps=False)
 
+    def closing_broadcast(self, round: int, client: int) -> Broadcast:
+        """Create a broadcast of the final model for the surveys after the last round, and count its bytes.
+
+        Args:
+            round: Number of the round, from 0; no other round has it.
+            client: Client number.
+        """
+        broadcast = self._cast(round, client, self.evaluated, self.evaluated_b, None, ())
+        buffers = num_bytes([self.b]) if self.mode == "average" else 0
+        self.traffic.count(
+            client, "down", slice_bytes(None, self.v) + extra_bytes(broadcast.download, None, self.v), buffers
+        )
+        return replace_fields(broadcast, closing=True, keeps=False)
+
+    def close(self, round: int, replies: Iterable[Update]) -> None:
+        """Apply the surveys after the last round: each of their rules may return another final model.
+
+        Replies that are not finite are skipped and counted.
+
+        Args:
+            round: Number of the round, from 0.
+            replies: Replies of the clients.
+        """
+        collected = empty_updates(self.method, self.rule)
+        self.skipped_clients = []
+        for reply in replies:
+            size = extra_bytes(reply.upload, (), reply.delta) if reply.sent_bytes is None else reply.sent_bytes
+            self.traffic.count(reply.client, "up", size, 0)
+            if reply.is_finite():
+                collected.add(reply)
+            else:
+                self.skipped_clients.append(reply.client)
+        self.num_skipped += len(self.skipped_clients)
+        if not collected.aggregate.count:
+            return
+        for rule in self.method.client:
+            if rule.survey_at == "final":
+                updates = self._updates(round, collected, self.b, self.evaluated)
+                model = rule.server_update(self.rules[rule.name], updates).get(EVALUATED)
+                if model is not None and bool(model.isfinite().all()):
+                    self.finished = model, self.evaluated_b
+
     def _cast(self, round: int, client: int, v: Tensor, b: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
         accepted, (state, reference) = self.last.get(client), self.store.lent(client)
         extra = {name: half.download(self.rules[name], client) for name, half in self.halves.items()}
@@ -446,13 +488,13 @@ class Server:
                 collected.aggregate = CombinedUpdate(collected.aggregate, combined)
         return {**self.rules, rule.name: state}
 
-    def _updates(self, round: int, gathered: CollectedUpdates, b: Tensor) -> Updates:
+    def _updates(self, round: int, gathered: CollectedUpdates, b: Tensor, v: Tensor | None = None) -> Updates:
         key = torch.tensor(derive(self.seed, "server", round), device=self.v.device)
         return Updates(
             round=round,
             aggregate=gathered.aggregate,
             individual=gathered.individual,
-            v_global=self.v if self.compressor is None else self._broadcast_model(round),
+            v_global=self._broadcast_model(round) if v is None else v,
             b_global=b,
             spec=self.spec,
             key=key,

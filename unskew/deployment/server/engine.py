@@ -139,6 +139,8 @@ class FlowerEngine:
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort at its sites and yield the updates in broadcast order, without late or invalid ones."""
         by_client = {broadcast.client: broadcast for broadcast in broadcasts}
+        if broadcasts and broadcasts[0].closing:
+            self.shapes = None  # surveys have other uploads than the rounds before
         requests = {
             k: encode_broadcast(broadcast, self.terms, "train", self._budget(k)) for k, broadcast in by_client.items()
         }

@@ -136,6 +136,11 @@ class SiteClients(SimulatedClients):
         last = t + 1 == self.parts.config.rounds
         return last or (super().evaluates(t) and (not self.parts.server.wants_models or self.complete))
 
+    def reachable(self) -> list[int]:
+        """Return the clients whose sites are present."""
+        away = self.network.present.away() if self.network.present is not None else ()
+        return [client for client in super().reachable() if client not in away and client not in self.sites.excluded]
+
     def begin(self, start: int) -> None:
         """Log the start of the run, or its resumption after ``start`` rounds."""
         if start < self.parts.config.rounds:

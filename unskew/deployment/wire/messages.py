@@ -218,6 +218,7 @@ def encode_broadcast(broadcast: Broadcast, terms: WireContext, kind: str, about:
         "accepted": -1 if broadcast.accepted is None else broadcast.accepted,
         "report": broadcast.report,
         "keeps": broadcast.keeps,
+        **({"closing": True} if broadcast.closing else {}),
     }
     for name, slices in (("down", broadcast.down), ("up", broadcast.up)):
         if slices is not None:
@@ -237,7 +238,10 @@ def broadcast_digest(frame: Frame, terms: WireContext) -> str:
     """
     sliced = terms.method.sync is not None
     names = [name for name in sorted(frame.arrays) if not sliced or not (name.startswith("model/") or SLICED in name)]
-    common = {k: frame.config.get(k) for k in ("round", "up", "report", "local_epochs", *(() if sliced else ("down",)))}
+    common = {
+        k: frame.config.get(k)
+        for k in ("round", "up", "report", "closing", "local_epochs", *(() if sliced else ("down",)))
+    }
     arrays = [[name, hashlib.sha256(frame.arrays[name].data).hexdigest()] for name in names]
     return hashlib.sha256(json.dumps([common, arrays], sort_keys=True).encode()).hexdigest()
 
@@ -292,6 +296,7 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
         accepted=None if config.get("accepted") == -1 else read_integer(config, "accepted"),
         report=config.get("report") is True,
         keeps=config.get("keeps") is True,
+        closing=config.get("closing") is True,
     )
 
 
