@@ -13,6 +13,7 @@ from rich.text import Text
 
 from unskew.cli.fit_table import as_text, stacked_below
 from unskew.comparison.cost_to_target import TargetCost
+from unskew.comparison.summary_statistics import UNSEEN
 from unskew.tasks.formatting import (
     F1,
     format_megabytes,
@@ -244,15 +245,16 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """Build the table of per-client metrics of ``unskew compare``; None if no method has personal models."""
     scored = client_metric_name(objective_metric(rows[0]).name, primary_metric_name(rows[0]))
     judge = metric_info(scored, rows[0].get("own_metrics"))
-    if all(row[f"personal_{scored}_mean"] is None for row in rows):
+    if all(row.get(f"{whose}_{scored}_mean") is None for row in rows for whose in ("personal", *UNSEEN)):
         return None
     title = f"{judge.title[0].upper()}{judge.title[1:]}{unit_text(judge)} on the clients' own data, last round"
     figures = ("model", "mean", "std over clients", "worst decile", "worst client")
     table = MethodRows(title, map(method_title, rows), *figures)
     for row in rows:
-        for label, whose in (("global", "client"), ("personal", "personal")):
+        groups = {"client": "global", "personal": "personal", "unseen": "global, unseen clients"}
+        for whose, label in {**groups, "unseen_personal": "fine-tuned, unseen clients"}.items():
             keys = [f"{whose}_{scored}_{name}" for name in ("mean", "std", "worst_decile", "worst")]
-            if row[keys[0]] is not None:
+            if row.get(keys[0]) is not None:
                 table.add_row(
                     MethodExpressionCell(method_title(row)), label, *(value_cell(row, judge, key) for key in keys)
                 )

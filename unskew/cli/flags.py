@@ -14,6 +14,8 @@ FLAGS: dict[str, tuple[type, str]] = {
     "data_path": (str, "Folder with the source's files, for offline use."),
     "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
     "clients": (int, "Number of clients."),
+    "unseen": (float, "Share of the clients that only evaluate the final model and never train."),
+    "shift": (str, "Feature shift of the clients' inputs: rotate:30, rotate:270,groups=4, noise:0.1."),
     "label": (str, "Label column of a table."),
     "label_separator": (str, "Separator between the labels of a row in a string label column."),
     "image": (str, "Image column of a table."),
@@ -67,7 +69,7 @@ FLAGS: dict[str, tuple[type, str]] = {
 """Type and help text of each field."""
 TABLE = ("label", "label_separator", "image", "text", "tokenizer", "features", "exclude")
 COLUMNS = ("categories", "dates", "missing", "split_by", "task")
-DATA = ("data", "data_path", "partition", "clients", *TABLE, *COLUMNS)
+DATA = ("data", "data_path", "partition", "clients", "unseen", "shift", *TABLE, *COLUMNS)
 SERVER = ("server_data", "server_data_path")
 BUDGET = ("local_steps", "local_epochs", "batch_size")
 OBJECTIVE = ("loss", "class_weights")

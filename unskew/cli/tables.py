@@ -83,7 +83,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
         ),
         *(
             (f"{label}, on {summary['clients_evaluated_on']}", clients_text(summary, whose))
-            for label, whose in (("per client", "client"), ("personal models", "personal"))
+            for label, whose in (
+                ("per client", "client"),
+                ("personal models", "personal"),
+                ("unseen clients", "unseen"),
+                ("unseen clients, fine-tuned", "unseen_personal"),
+            )
             if f"{whose}_{scored}_mean" in summary
         ),
         *(

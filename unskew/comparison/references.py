@@ -103,6 +103,11 @@ def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()
     scored = primary_metric_name(row)
     bare = ("loss", "best_round", "best_last_5", scored, *own_metrics)
     for key in metrics:
-        if is_metric(key.removeprefix("best_")) or key.removeprefix("best_") in bare or key in bare:
+        if (
+            key.startswith("unseen_")
+            or is_metric(key.removeprefix("best_"))
+            or key.removeprefix("best_") in bare
+            or key in bare
+        ):
             metrics[key] = None
     return {**metrics, **{whose + key: value for key, value in own.items()}}

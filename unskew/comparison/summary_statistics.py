@@ -21,6 +21,8 @@ def is_metric(name: str) -> bool:
     return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS, WORST})
 
 
+UNSEEN = ("unseen", "unseen_personal")
+"""Prefixes of the metrics over unseen clients, of the global model and of fine-tuned models."""
 OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
 
 
@@ -28,9 +30,8 @@ def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the summary keys whose mean and standard deviation (suffix ``_std``) over seeds are in table rows."""
     scored, objective = primary_metric_name(summary), objective_metric(summary).name
     judging = dict.fromkeys([scored, client_metric_name(objective, scored)])
-    over_clients = (
-        f"{whose}_{name}_{what}" for name in judging for whose in ("client", "personal") for what in OVER_CLIENTS
-    )
+    groups = ("client", "personal", *(UNSEEN if "unseen_evaluated" in summary else ()))
+    over_clients = (f"{whose}_{name}_{what}" for name in judging for whose in groups for what in OVER_CLIENTS)
     judged = (name for key in dict.fromkeys([scored, objective]) for name in (key, f"best_{key}"))
     kept_keys = (name for name in (f"kept_{key}" for key in (scored, objective)) if name in summary)
     attack = [name for name in ("backdoor_success",) if name in summary]

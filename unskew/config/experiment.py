@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError
 from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
+from unskew.data.shift import parse_shift
 from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
@@ -87,6 +88,10 @@ class Experiment(Section):
     """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each client's samples that is held out to evaluate on that client."""
+    unseen: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the clients that take no part in training, drawn by the seed; they are evaluated after it."""
+    shift: str | None = None
+    """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""
     server_data: Annotated[int, Field(ge=0)] | str | None = None
     """Data at the server: a number of test samples (removed from evaluation) or another data source."""
     server_data_path: str | None = None
@@ -258,9 +263,9 @@ class Experiment(Section):
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("local_steps and local_epochs cannot be combined; set only one of them")
         self._check_schedule()
-        if self.split_by is not None:
+        for parse, text in ((parse_split, self.split_by), (parse_shift, self.shift)):
             try:
-                parse_split(self.split_by)
+                _ = None if text is None else parse(text)
             except ConfigError as error:
                 raise ValueError(str(error).rstrip(".")) from error
         if self.nesterov and not self.momentum:

@@ -20,6 +20,7 @@ from unskew.data.readers.tables import Source
 from unskew.data.readers.text import is_text, load_texts
 from unskew.data.remote import with_local_files
 from unskew.data.server_data import purpose_generator, repeat_channels, server_data
+from unskew.data.shift import parse_shift, with_shift
 from unskew.data.sources.registry import load_source
 from unskew.data.spec import (
     DETECTED,
@@ -33,6 +34,7 @@ from unskew.data.spec import (
     parse_split,
 )
 from unskew.data.splits import held_out_mask
+from unskew.data.unseen import split_partitioned
 from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.tasks.registry import TASKS
 
@@ -69,6 +71,8 @@ def load_federation(
     missing: str = "error",
     csv: Mapping[str, str] | CsvSpec = DETECTED,
     split_by: str | None = None,
+    unseen: float = 0.0,
+    shift: str | None = None,
 ) -> Federation:
     """Load a data set and partition it among clients.
 
@@ -107,6 +111,8 @@ def load_federation(
         split_by: Column whose values are never split between training and held-out rows, such as ``patient_id``.
             ``time:COLUMN`` holds out the newest rows, ``patient_id,time:COLUMN`` the patients with the newest rows, and
             ``column:COLUMN`` the rows with the value ``test``.
+        unseen: Share of the clients that take no part in training, drawn by the seed; they are evaluated after it.
+        shift: Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``.
 
     Raises:
         ConfigError: If arguments contradict each other.
@@ -138,7 +144,7 @@ def load_federation(
         "label_separator": label_separator,
         "tokenizer": tokenizer,
     }
-    text_options["split_by"] = split_by
+    text_options |= {"split_by": split_by, "shift": shift}
     paths = {"data_path": data_path, "server_data_path": server_data_path}
     for field, text_or_path in (text_options | paths).items():
         if not isinstance(text_or_path, str | None) and not (field in paths and isinstance(text_or_path, Path)):
@@ -169,6 +175,8 @@ def load_federation(
         missing=missing,
         csv=csv_spec(csv),
         split_by=split_by,
+        unseen=unseen,
+        shift=shift,
     )
     return federation_of(spec, seed)
 
@@ -185,6 +193,8 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         DataError: If the data do not match the fields or are not valid.
     """
     partitioned = load_partitioned(spec, seed)
+    if spec.unseen:
+        return split_partitioned(partitioned, spec.unseen)
     return partitioned.federation(partitioned.known())
 
 
@@ -233,9 +243,10 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
         if len(absent):
             names = abbreviate([str(source.class_names[c]) for c in absent])
             LOG.warning("the test set has %d classes that no client has: %s", len(absent), names)
-    return PartitionedSource(
+    partitioned = PartitionedSource(
         spec, named, seed, source, train, test, at_server, parts, torch.from_numpy(shuffled), splits
     )
+    return partitioned if spec.shift is None else with_shift(partitioned, parse_shift(spec.shift))
 
 
 def load_source_for(spec: DataSpec) -> Source:

@@ -71,6 +71,20 @@ class PartitionedSource:
         x, y = self.train.x, self.train.y
         return SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held_out), y[held_out], {})
 
+    def only(self, ids: np.ndarray) -> PartitionedSource:
+        """Return the same data with only some of the clients, which are numbered from 0.
+
+        Args:
+            ids: Clients to keep, in order.
+        """
+        parts = self.parts
+        positions = np.concatenate([np.arange(parts.offsets[k], parts.offsets[k + 1]) for k in ids])
+        offsets = np.concatenate([[0], np.cumsum(parts.sizes[ids])]).astype(np.int64)
+        names = tuple(parts.names[k] for k in ids) if parts.names else ()
+        selected = Partition(parts.order[positions], offsets, parts.name, names)
+        splits = offsets[:-1] + (self.splits - parts.offsets[:-1])[ids]
+        return replace(self, parts=selected, rows=self.rows[positions], splits=splits)
+
     def _each(self, values: np.ndarray) -> Iterator[np.ndarray]:
         """Iterate over the training part of each client of an array with one entry per row."""
         order = self.rows.numpy()

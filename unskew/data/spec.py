@@ -144,6 +144,8 @@ class DataSpec:
     missing: str = "error"
     csv: CsvSpec = DETECTED
     split_by: str | None = None
+    unseen: float = 0.0
+    shift: str | None = None
 
 
 def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:

@@ -133,9 +133,7 @@ class CCVR(ClientRule):
         mean, factor = class_distributions(sums, self.ridge)
         present = torch.nonzero(sums["counts"] > 0).flatten()
         noise = normal(updates.key, (len(present), self.samples, mean.shape[1])).to(mean)
-        drawn = mean[present, None] + (
-            noise * factor[present, None] if factor.dim() == 2 else noise @ factor[present]
-        )
+        drawn = mean[present, None] + (noise * factor[present, None] if factor.dim() == 2 else noise @ factor[present])
         v, training = updates.v_global, updates.plan.training
         lr = training.lr if self.lr is None else self.lr
         features, labels = drawn.flatten(0, 1).to(v.dtype), present.repeat_interleave(self.samples)

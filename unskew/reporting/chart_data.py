@@ -258,7 +258,7 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
                 (factor * row[name], client_label(row), run.summary["seed"])
                 for run in method_runs.runs
                 for row in run.clients
-                if is_usable_number(row.get(name))
+                if is_usable_number(row.get(name)) and "unseen" not in row
             )
             if scored:
                 values = np.array([value for value, _, _ in scored])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ def label_distributions(part: RunGroup) -> list[dict[str, Any]]:
         (run for method_runs in part.series for run in method_runs.runs), key=lambda run: int(run.summary["seed"])
     ):
         if run.clients:
-            distributions.setdefault(run.summary["partition_hash"], run)
+            trained = [row for row in run.clients if "unseen" not in row]
+            distributions.setdefault(run.summary["partition_hash"], replace(run, clients=trained))
     return [distribution_of(run) for run in list(distributions.values())[:MAPS]]
 
 

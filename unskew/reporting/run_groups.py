@@ -21,7 +21,17 @@ from unskew.tasks.primary_metric import (
 
 PLACE = ("data", "partition", "clients", "server_data", "model")
 """Fields in the title of a group."""
-SHARED = (*PLACE, "max_classes", "max_train_samples", "image_size", "holdout", "reserve_test_samples", "model_options")
+SHARED = (
+    *PLACE,
+    "max_classes",
+    "max_train_samples",
+    "image_size",
+    "holdout",
+    "reserve_test_samples",
+    "model_options",
+    "unseen",
+    "shift",
+)
 """Fields that all runs of a group share."""
 HOW = (
     *(

@@ -8,7 +8,7 @@ from typing import Any
 
 from unskew.comparison.intervals import interval95
 from unskew.comparison.references import is_local, is_reference
-from unskew.comparison.summary_statistics import mean_std
+from unskew.comparison.summary_statistics import UNSEEN, mean_std
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
@@ -249,12 +249,22 @@ def fairness_table(part: RunGroup) -> Table | None:
         for label, whose, name in (
             ("global", "client", judge.name),
             ("personal", "personal", f"personal_{judge.name}"),
+            ("global, unseen clients", "unseen", judge.name),
+            ("fine-tuned, unseen clients", "unseen_personal", f"personal_{judge.name}"),
         ):
             keys = [f"{whose}_{judge.name}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
             means = [mean_or_none([run.summary.get(key) for run in method_runs.runs]) for key in keys]
             if means[0] is None:
                 continue
-            scored = [[row[name] for row in run.clients if is_usable_number(row.get(name))] for run in method_runs.runs]
+            unseen = whose in UNSEEN
+            scored = [
+                [
+                    row[name]
+                    for row in run.clients
+                    if is_usable_number(row.get(name)) and row.get("unseen", False) is unseen
+                ]
+                for run in method_runs.runs
+            ]
             better = mean_or_none([_better(run, judge) for run in method_runs.runs]) if label == "personal" else None
             shares = (
                 judge.percent and judge.name != "r2" and not judge.lower_is_better
@@ -290,7 +300,9 @@ def _better(run: RunFiles, judge: MetricInfo) -> float | None:
     pairs = [
         (row[f"personal_{judge.name}"], row[judge.name])
         for row in run.clients
-        if is_usable_number(row.get(f"personal_{judge.name}")) and is_usable_number(row.get(judge.name))
+        if is_usable_number(row.get(f"personal_{judge.name}"))
+        and is_usable_number(row.get(judge.name))
+        and "unseen" not in row
     ]
     return mean_or_none([float(judge.rank(own_value) > judge.rank(everyones)) for own_value, everyones in pairs])
 

@@ -39,7 +39,7 @@ def config_from_arguments(
         for field in dataclasses.fields(DataSpec):
             value, known = values.get(field.name), names.get(field.name)
             same = value is known or (isinstance(value, str | Integral) and value == known)
-            if field.name in values and not same:
+            if field.name in values and not same and field.name != "unseen":  # splits the federation in the run
                 raise ConfigError(
                     f"{field.name}={short_repr(value)} has no effect when a federation is passed; remove the option."
                 )

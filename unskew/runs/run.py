@@ -15,6 +15,7 @@ from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import TABLES
 from unskew.data.task_options import apply_task_options
+from unskew.data.unseen import split_federation
 from unskew.engines.cpu import default_torch_modes
 from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
@@ -165,6 +166,8 @@ def _execute(
     if config.save_samples and folder is None:
         raise ConfigError("save_samples writes images to the run folder. Pass a run folder as out.")
     original = load_federation_for(config, callbacks) if federation is None else federation
+    if federation is not None and config.unseen and not federation.unseen:
+        original = split_federation(federation, config.unseen, config.seed)
     notify_loaded(callbacks, original)
     original = apply_task_options(original, config.loss, config.class_weights)
     spec, warnings = check_method(config, original, model, method)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from unskew.data.unseen import AllClients
 from unskew.engines.auto_select import FILE, EngineChoice, EngineRequest, choose_engine
 from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.registry import make_engine
@@ -15,9 +16,10 @@ from unskew.filesystem import write_atomic
 from unskew.protocol.messages import Broadcast, Update
 from unskew.runs.assembly import RunParts
 from unskew.runs.personal_model_files import kept_personal_models
-from unskew.runs.summary import client_metrics, client_rows
+from unskew.runs.summary import client_metrics, client_rows, unseen_metrics
 from unskew.simulation import personal_models
-from unskew.simulation.evaluate import ClientScores, Models
+from unskew.simulation.evaluate import ClientScores, Evaluator, Models
+from unskew.simulation.personal_models import Served
 
 
 class SwitchingEngine:
@@ -57,6 +59,7 @@ class SimulatedClients:
 
     def __init__(self, parts: RunParts):
         self.parts = parts
+        self.engine_name = ""
 
     def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
         """Create the engine and return it with the reason for its choice."""
@@ -66,6 +69,7 @@ class SimulatedClients:
             write_atomic(parts.folder / "config.yaml", config.to_yaml().encode())
         request = EngineRequest(config.engine, config.workers, config.clients_per_group, config.ray.address)
         choice = choose_engine(request, parts.setup, parts.sampler.size, config.rounds, parts.folder, resume)
+        self.engine_name = choice.engine
         ray = config.ray.model_dump(exclude_none=True, exclude={"state"}) if choice.engine == "ray" else None
 
         def create(setup: EngineConfig, again: bool = resume) -> Engine:
@@ -145,6 +149,45 @@ class SimulatedClients:
             own = evaluate(partial(personal_models.kept_model, server))
         federation = parts.evaluator.federation
         attackers = () if parts.attackers is None else parts.attackers.clients
+        more, unseen_rows = self._score_unseen() if federation.unseen else ({}, [])
         honest = scores.without(attackers), None if own is None else own.without(attackers)
         figures = client_metrics(*honest, parts.metrics, federation.client_names)
-        return figures, client_rows(federation, scores, own, server.last, attackers)
+        return figures | more, [*client_rows(federation, scores, own, server.last, attackers), *unseen_rows]
+
+    def _score_unseen(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Evaluate the final model on the unseen clients, and each unseen client's fine-tuned model with ``ft``.
+
+        Fine-tuning starts from the global model, with an empty state of the client. With rules that change the clients'
+        data, unseen clients are not fine-tuned.
+
+        Returns:
+            Metrics over the unseen clients, and one row per unseen client.
+        """
+        parts, config, server = self.parts, self.parts.config, self.parts.server
+        known = parts.evaluator.federation
+        names = known.unseen_names
+        unseen = replace(known, clients=known.unseen, client_names=names, unseen=(), stats_traffic=None)
+        unseen = replace(unseen, text_groups=None)
+        evaluator = Evaluator(parts.spec, unseen, parts.task, parts.setup.device, parts.metrics.computed)
+
+        def evaluate(own: Models | None) -> ClientScores:
+            v, b = server.evaluated, server.evaluated_b
+            return evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
+
+        scores, own = evaluate(None), None
+        if personal_models.has_fine_tuning(parts.method) and not parts.method.data:
+            name = "vectorized" if self.engine_name == "vectorized" else "inline"
+            engine = make_engine(name, replace(parts.setup, federation=replace(known, clients=AllClients(known))))
+            first, at_once = len(known.clients), parts.sampler.size
+
+            def tuned(clients: Sequence[int]) -> Served:
+                ids = [first + k for k in clients]
+                return personal_models.fine_tuned_models(server, engine, config.rounds, at_once, ids)
+
+            try:
+                own = evaluate(tuned)
+            finally:
+                engine.close()
+        rows = client_rows(unseen, scores, own)
+        rows = [{**row, "client": len(known.clients) + row["client"], "unseen": True} for row in rows]
+        return unseen_metrics(scores, own, parts.metrics, names), rows

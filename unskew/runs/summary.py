@@ -155,6 +155,24 @@ def client_metrics(
     return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
 
 
+def unseen_metrics(
+    scores: ClientScores, own: ClientScores | None, metrics: RunMetrics, names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the summary metrics over the evaluated unseen clients.
+
+    Args:
+        scores: Scores of the final model.
+        own: Scores of fine-tuned models, or None.
+        metrics: Metrics of the run.
+        names: Names of all unseen clients; may be empty.
+    """
+    figures: dict[str, Any] = {}
+    for metric in (metric for metric in metrics.judging if metric.name != WORST):
+        figures |= scores.figures("unseen", metric, names)
+        figures |= {} if own is None else own.figures("unseen_personal", metric, names)
+    return figures | {"unseen_evaluated": len(scores.accuracies), "unseen_evaluated_on": scores.measured_on}
+
+
 def add_rule_fields(rows: Iterable[dict[str, Any]], server: Server) -> None:
     """Add the fields that rules report about clients to the rows of ``clients.jsonl``.
 

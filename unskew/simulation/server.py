@@ -321,7 +321,7 @@ class Server:
             download={name: tensors for name, tensors in extra.items() if tensors},
             state=state,
             kept=reference,
-            weight=self.federation_info.weight(client),
+            weight=self.federation_info.weight(client) if client < self.federation_info.clients else 1.0,
             down=down,
             up=up,
             initial=() if accepted is not None or down is None else complement_slices(down, len(v)),

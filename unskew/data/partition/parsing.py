@@ -11,7 +11,7 @@ from unskew.expressions import parse_expression
 PARTITIONS: dict[str, str] = {
     "iid": "iid: shuffle and split equally",
     "dirichlet": "dirichlet:ALPHA[,min=10|half][,balanced=true][,blocks=B][,draws=N][,by=COLUMN]: label skew",
-    "classes": "classes:S[,by=COLUMN]: exactly S classes per client",
+    "classes": "classes:S[,alpha=A][,by=COLUMN]: exactly S classes per client, divided equally or by Dirichlet draws",
     "sorted": "sorted[:COLUMN]: sort by label, or by a column, and split into equal chunks",
     "quantity": "quantity:ALPHA[,min=1]: client sizes are drawn from a Dirichlet distribution, labels are iid",
     "natural": "natural:COLUMN[,min=1]: one client per value of a column, such as a user or a writer",
@@ -19,7 +19,7 @@ PARTITIONS: dict[str, str] = {
 OPTIONS: dict[str, tuple[str, ...]] = {
     "iid": ("each",),
     "dirichlet": ("min", "balanced", "blocks", "draws", "by"),
-    "classes": ("by",),
+    "classes": ("alpha", "by"),
     "quantity": ("min",),
     "natural": ("min",),
 }

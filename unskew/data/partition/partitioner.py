@@ -115,6 +115,8 @@ def make_partition(
         With ``by=COLUMN``, ``dirichlet`` and ``classes`` use the values of a column instead of the labels.
 
         ``classes:S`` assigns to client ``i`` the classes ``S*(i mod G) .. +S-1``, with ``G = classes/S``.
+        ``classes:S,alpha=A`` draws ``S`` classes for each client and splits each class among its clients by a Dirichlet
+        draw.
 
         ``quantity:ALPHA[,min=1]`` assigns ``min`` samples to each client and splits the rest by one Dirichlet draw.
 
@@ -229,6 +231,9 @@ def owners_from_text(
         return schemes.equal_runs(get_column(columns, value, spec) if value else labels, clients)
     if name == "classes":
         each = parse_count(value, f"the number of classes in {spec!r}")
+        if "alpha" in options:
+            alpha = parse_positive(options["alpha"], f"alpha in {spec!r}")
+            return schemes.classes_by_dirichlet(labels, clients, rng, each=each, alpha=alpha, classes=classes)
         return schemes.classes_per_client(labels, clients, rng, each=each, classes=classes)
     alpha = parse_positive(value, f"ALPHA in {spec!r}")
     if name == "quantity":

@@ -97,6 +97,49 @@ def classes_per_client(labels: np.ndarray, clients: int, rng: Generator, *, each
     return owner
 
 
+def classes_by_dirichlet(
+    labels: np.ndarray, clients: int, rng: Generator, *, each: int, alpha: float, classes: int
+) -> np.ndarray:
+    """Assign ``S`` classes to each client and split each class among its clients by a Dirichlet draw.
+
+    This is ExDir of Li and Lyu 2023, arXiv:2311.03154, except that each client gets at least one sample of each of its
+    classes. Clients choose classes one after the other, at random among the classes with the fewest clients, so that the
+    numbers of clients per class differ by at most one.
+
+    Args:
+        labels: Labels, ``[n]``.
+        clients: Number of clients.
+        rng: Random number generator.
+        each: Number ``S`` of classes per client.
+        alpha: Concentration of the Dirichlet distribution.
+        classes: Number ``C`` of classes.
+    """
+    if each > classes:
+        raise ConfigError(f"classes:{each} is more than the {classes} classes. Use at most {classes}.")
+    if clients * each < classes:
+        raise ConfigError(
+            f"classes:{each} assigns {clients * each} classes to {clients} clients, but there are {classes}, so some would "
+            "not be used. Use more clients or a larger number of classes per client."
+        )
+    has = np.zeros((classes, clients), bool)
+    for k in range(clients):
+        fewest_first = np.lexsort((rng.random(classes), has.sum(1)))
+        has[fewest_first[:each], k] = True
+    members, counts = has.sum(1), np.bincount(labels, minlength=classes)
+    short = np.flatnonzero(counts < members)
+    if len(short):
+        c = int(short[0])
+        raise DataError(
+            f"classes:{each} shares class {c} among {members[c]} clients, but it has only {counts[c]} samples. "
+            "Use fewer clients."
+        )
+    weights = np.where(has, log_gamma(rng, alpha, has.shape), -np.inf)
+    shares = has + proportional_counts(weights, counts - members)
+    owner = np.empty(len(labels), np.int64)
+    owner[shuffled_by_class(labels, rng)] = np.repeat(np.tile(np.arange(clients), classes), shares.ravel())
+    return owner
+
+
 def quantity(labels: np.ndarray, clients: int, rng: Generator, *, alpha: float, smallest: int) -> np.ndarray:
     """Skew client sizes but not labels: each client gets ``smallest`` samples, and one Dirichlet draw splits the rest.
 

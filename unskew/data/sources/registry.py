@@ -29,6 +29,7 @@ from unskew.data.readers.files import (
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians
 from unskew.data.sources.dsprites import dsprites
+from unskew.data.sources.generated import fcube, parse_synthetic, synthetic
 from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import is_array_folder, npz_source
 from unskew.data.sources.shapes import shapes
@@ -49,6 +50,9 @@ SOURCES: dict[str, str] = {
     "celeba": "CelebA, 178 x 218 color, faces with 40 attributes by person (flwrlabs/celeba)",
     "gaussians": "ten overlapping Gaussian classes in 10 dimensions, 20,000 training and 50,000 test samples; no "
     "download",
+    "synthetic": "synthetic:ALPHA,BETA, 60 features, 10 classes, 30 clients with own models (ALPHA) and inputs (BETA), "
+    "column client; no download",
+    "fcube": "points in a cube, 3 features, 2 classes, 5,000 points, 4 clients in the column client; no download",
     "shapes": "textured shapes on cloudy backgrounds, 32 x 32 color, 20 classes, 12,000 images; generated, no download",
     "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; generated, no "
@@ -63,7 +67,7 @@ SOURCES: dict[str, str] = {
     "text": "text:PATH, texts in a .csv, .jsonl or .parquet file, or a folder with train and test files",
     "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; requires label",
 }
-DRAWN = {"digits": digits, "gaussians": gaussians, "shapes": shapes}
+DRAWN = {"digits": digits, "gaussians": gaussians, "fcube": fcube, "shapes": shapes}
 """Sources that are built in or generated."""
 PATHS = ("folder", "table", "leaf", "npz", "npy")
 """Sources that are written with a path."""
@@ -138,14 +142,17 @@ def load_source(
     count = kind.removeprefix("dsprites:") if kind.startswith("dsprites:") else None
     if count is not None and not count.isdecimal():
         raise ConfigError(f"{name!r}: write dsprites:N with a number of images, such as dsprites:20000.")
-    if count is None and kind not in SOURCES:
+    drawn = kind in DRAWN or kind.partition(":")[0] == "synthetic"
+    if kind.partition(":")[0] == "synthetic":
+        parse_synthetic(kind)
+    elif count is None and kind not in SOURCES:
         column_options = {"label": label, "image": image, "label_separator": label_separator}
         return load_plugin_source(
             kind, path, {k: v for k, v in column_options.items() if v is not None} or choice != ALL, size, classes
         )
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} requires a path: {SOURCES[kind].split(',')[0]}.")
-    if kind in DRAWN and (path is not None or label is not None or image is not None):
+    if drawn and (path is not None or label is not None or image is not None):
         raise ConfigError(f"The data set {kind!r} is built in. Remove path, label and image.")
     if kind.startswith("dsprites") and (label is not None or image is not None):
         raise ConfigError("The label of dSprites is the shape. Remove label and image.")
@@ -268,6 +275,8 @@ def load_uncached(request: SourceRequest) -> Source:
     how: dict[str, Any] = {"size": request.size, "test_share": request.test_share}
     if kind in DRAWN:
         return DRAWN[kind]()
+    if kind.startswith("synthetic"):
+        return synthetic(*parse_synthetic(kind))
     if kind.startswith("dsprites"):
         return dsprites(path, int(kind.partition(":")[2]) if ":" in kind else None)
     if kind in HUB:

@@ -216,6 +216,10 @@ def check_deployable(config: Experiment) -> None:
         )
     if config.attack is not None:
         raise ConfigError("attack simulates hostile clients and is not supported over real sites. Remove it.")
+    if config.unseen:
+        raise ConfigError("unseen is not supported over real sites, because every site takes part. Remove it.")
+    if config.shift is not None:
+        raise ConfigError("shift changes simulated clients' inputs and is not supported over real sites. Remove it.")
     at_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if at_clients:
         raise ConfigError(

@@ -1,0 +1,135 @@
+"""Feature shift: each client's inputs are rotated, or get noise, by an amount that grows with the client's number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import affine_grid, grid_sample
+
+from unskew.data.clients import allocate_inputs
+from unskew.data.partition.parsing import parse_count, parse_positive
+from unskew.data.partitioned import PartitionedSource
+from unskew.data.readers.tables import SampleTable
+from unskew.errors import ConfigError, DataError
+from unskew.expressions import parse_expression
+from unskew.seeding import numpy_generator
+
+
+class Shift(NamedTuple):
+    """Feature shift.
+
+    Attributes:
+        kind: ``rotate`` or ``noise``.
+        size: Largest angle in degrees, or largest standard deviation.
+        groups: Number of different angles; None means one per client.
+    """
+
+    kind: str
+    size: float
+    groups: int | None = None
+
+    def amount(self, client: int, clients: int) -> float:
+        """Return the angle or the standard deviation of a client.
+
+        Args:
+            client: Client number, from 0.
+            clients: Number of clients ``K``.
+
+        >>> [Shift("rotate", 270, 4).amount(k, 8) for k in range(5)], Shift("noise", 1.0).amount(1, 4)
+        ([0.0, 90.0, 180.0, 270.0, 0.0], 0.5)
+        """
+        if self.kind == "noise":
+            return self.size * (client + 1) / clients
+        groups = clients if self.groups is None else self.groups
+        return self.size * (client % groups) / max(1, groups - 1)
+
+
+def parse_shift(text: str) -> Shift:
+    """Parse ``rotate:ANGLE[,groups=G]`` or ``noise:SIGMA``.
+
+    Args:
+        text: Value of ``shift``.
+
+    Raises:
+        ConfigError: If the text has none of these forms.
+
+    >>> parse_shift("rotate:270,groups=4")
+    Shift(kind='rotate', size=270.0, groups=4)
+    """
+    expression = parse_expression(text)
+    name, values = expression.name, expression.values
+    options = dict(expression.options)
+    groups = options.pop("groups", None) if name == "rotate" else None
+    if name not in ("rotate", "noise") or len(values) != 1 or options:
+        raise ConfigError(f"shift={text!r} is not valid. Write rotate:ANGLE, rotate:ANGLE,groups=G or noise:SIGMA.")
+    size = parse_positive(values[0], f"The number in shift={text!r}")
+    return Shift(name, size, None if groups is None else parse_count(groups, f"groups in shift={text!r}"))
+
+
+def with_shift(drawn: PartitionedSource, shift: Shift) -> PartitionedSource:
+    """Return the data with shifted training and held-out inputs of each client, in a new array.
+
+    Args:
+        drawn: Partitioned samples.
+        shift: Shift of the clients.
+
+    Raises:
+        DataError: If the inputs are token ids, a table with columns to encode or, for rotations, not images.
+    """
+    x, parts = drawn.train.x, drawn.parts
+    if x.dtype == torch.int64 or drawn.source.encoders or (shift.kind == "rotate" and x.dim() != 4):
+        required = "images" if shift.kind == "rotate" else "images or numbers"
+        raise DataError(
+            f"shift={shift.kind} requires inputs that are {required}, which those of {drawn.spec.data} are not."
+        )
+    shifted = allocate_inputs(len(drawn.rows), x)
+    for k in range(parts.clients):
+        part = slice(int(parts.offsets[k]), int(parts.offsets[k + 1]))
+        inputs, amount = x[drawn.rows[part]], shift.amount(k, parts.clients)
+        shifted[part] = rotated(inputs, amount) if shift.kind == "rotate" else noisy(inputs, amount, drawn.seed, k)
+    train = SampleTable(shifted, drawn.train.y[drawn.rows], {})
+    source = replace(drawn.source, train=train)  # its normalization is that of the shifted inputs
+    return replace(drawn, source=source, train=train, rows=torch.arange(len(shifted)))
+
+
+def rotated(images: Tensor, angle: float) -> Tensor:
+    """Rotate images counterclockwise around their center, with bilinear interpolation and zeros outside.
+
+    Multiples of 90 degrees are exact for square images.
+
+    Args:
+        images: Images, ``[n, C, H, W]``.
+        angle: Angle in degrees.
+    """
+    height, width = images.shape[2:]
+    if angle % 90 == 0 and height == width:
+        return torch.rot90(images, round(angle / 90), (2, 3))
+    cos, sin = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
+    # Grid coordinates are relative to half the height and width, and point right and down.
+    matrix = torch.tensor([[cos, -sin * height / width, 0], [sin * width / height, cos, 0]], dtype=torch.float32)
+    result = torch.empty_like(images)
+    for first in range(0, len(images), 1000):  # bounds the memory of the copy in float32
+        chunk = images[first : first + 1000].float()
+        grid = affine_grid(matrix.expand(len(chunk), 2, 3), list(chunk.shape), align_corners=False)
+        turned = grid_sample(chunk, grid, align_corners=False)
+        result[first : first + 1000] = turned if images.is_floating_point() else turned.round()
+    return result
+
+
+def noisy(x: Tensor, sigma: float, seed: int, client: int) -> Tensor:
+    """Add Gaussian noise; 8-bit inputs are then rounded and limited to 0 to 255.
+
+    Args:
+        x: Inputs, ``[n, ...]``.
+        sigma: Standard deviation; for 8-bit inputs, relative to 255.
+        seed: Seed of the run.
+        client: Client number.
+    """
+    noise = torch.from_numpy(numpy_generator(seed, "shift noise", client).standard_normal(tuple(x.shape), np.float32))
+    if x.is_floating_point():
+        return x + sigma * noise.to(x.dtype)
+    return noise.mul_(255 * sigma).add_(x).round_().clamp_(0, 255).to(x.dtype)

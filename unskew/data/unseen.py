@@ -1,0 +1,157 @@
+"""Unseen clients: a share of the clients that takes no part in a run and is evaluated after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.data.clients import (
+    ArrayClients,
+    ClientData,
+    DrawnClients,
+    concatenate_inputs,
+)
+from unskew.data.federation import Federation
+from unskew.data.partitioned import PartitionedSource
+from unskew.errors import ConfigError
+from unskew.seeding import numpy_generator
+
+
+def draw_unseen(share: float, clients: int, seed: int) -> np.ndarray:
+    """Return a mask of the unseen clients, ``[K]``, drawn by the seed.
+
+    Args:
+        share: Share of unseen clients.
+        clients: Number ``K`` of clients.
+        seed: Seed of the run.
+
+    Raises:
+        ConfigError: If the share is not valid, no client is unseen, or fewer than two clients train.
+    """
+    if not 0 <= share < 1:
+        raise ConfigError(f"unseen must be at least 0 and below 1, not {share:g}.")
+    count = round(share * clients)
+    if not 1 <= count <= clients - 2:
+        what, remedy = ("no client unseen", "larger") if count < 1 else ("fewer than two clients to train", "smaller")
+        raise ConfigError(f"unseen={share:g} of {clients} clients leaves {what}. Use a {remedy} share or more clients.")
+    mask = np.zeros(clients, bool)
+    mask[numpy_generator(seed, "unseen clients").choice(clients, count, replace=False)] = True
+    return mask
+
+
+def split_partitioned(drawn: PartitionedSource, share: float) -> Federation:
+    """Build the federation of the training clients of a partition, with the other clients as its unseen clients.
+
+    All statistics come from the training clients.
+
+    Args:
+        drawn: Partitioned samples.
+        share: Share of unseen clients.
+    """
+    unseen = draw_unseen(share, drawn.parts.clients, drawn.seed)
+    training = drawn.only(np.flatnonzero(~unseen))
+    known = training.known()
+    others = drawn.only(np.flatnonzero(unseen)).federation(known)
+    return replace(training.federation(known), unseen=others.clients, unseen_names=others.client_names)
+
+
+def split_federation(federation: Federation, share: float, seed: int) -> Federation:
+    """Split a federation that was passed as an object; its normalization does not change.
+
+    Args:
+        federation: Data of all clients.
+        share: Share of unseen clients.
+        seed: Seed of the run.
+
+    Raises:
+        ConfigError: If the share is not valid, or the clients are not stored in arrays.
+    """
+    clients, names = federation.clients, federation.client_names
+    if not isinstance(clients, ArrayClients):
+        raise ConfigError("unseen requires clients that are stored in arrays. Build the federation with from_arrays.")
+    unseen = draw_unseen(share, len(clients), seed)
+    sides = [np.flatnonzero(~unseen), np.flatnonzero(unseen)]
+    traffic, groups = federation.stats_traffic, federation.text_groups
+    return replace(
+        federation,
+        clients=select_clients(clients, sides[0]),
+        unseen=select_clients(clients, sides[1]),
+        client_names=tuple(names[k] for k in sides[0]) if names else (),
+        unseen_names=tuple(names[k] for k in sides[1]) if names else (),
+        stats_traffic=None if traffic is None else traffic[sides[0]],
+        text_groups=None if groups is None else (groups[0][sides[0]], groups[1]),
+    )
+
+
+def select_clients(clients: ArrayClients, ids: np.ndarray) -> DrawnClients:
+    """Return some of the clients, numbered from 0, without a copy of their inputs.
+
+    Args:
+        clients: All clients.
+        ids: Clients to select, in order.
+    """
+    sizes = np.diff(clients.offsets)[ids]
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    splits = offsets[:-1] + (clients.splits - clients.offsets[:-1])[ids]
+    y = torch.cat([clients.y[clients.offsets[k] : clients.offsets[k + 1]] for k in ids])
+    like = clients.like if isinstance(clients, DrawnClients) else clients.x[:1]
+    return DrawnClients(SelectedRows(clients, ids), like, y, offsets, splits, clients.mapped)
+
+
+@dataclass(frozen=True)
+class SelectedRows:
+    """Inputs of some clients.
+
+    Attributes:
+        clients: All clients.
+        ids: Number of each selected client among them.
+    """
+
+    clients: ArrayClients
+    ids: np.ndarray
+
+    def __call__(self, k: int, start: int, stop: int) -> Tensor:
+        """Return the inputs ``start:stop`` of the selected client ``k``.
+
+        Args:
+            k: Index of the client among the selected ones.
+            start: First sample of the client to return.
+            stop: End of the range, exclusive.
+        """
+        number = int(self.ids[k])
+        if isinstance(self.clients, DrawnClients):
+            return self.clients.rows(number, start, stop)
+        first = int(self.clients.offsets[number])
+        return self.clients.x[first + start : first + stop]
+
+    def several(self, first: int, last: int) -> Tensor:
+        """Return all inputs of the selected clients ``first:last``, client by client.
+
+        Args:
+            first: First client.
+            last: End of the range, exclusive.
+        """
+        sizes = np.diff(self.clients.offsets)[self.ids[first:last]].tolist()
+        return concatenate_inputs([self(first + i, 0, size) for i, size in enumerate(sizes)])
+
+
+class AllClients(Sequence[ClientData]):
+    """Training clients, followed by the unseen clients.
+
+    Args:
+        federation: Training clients with unseen clients.
+    """
+
+    def __init__(self, federation: Federation):
+        self.federation = federation
+
+    def __len__(self) -> int:
+        return len(self.federation.clients) + len(self.federation.unseen)
+
+    def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
+        known = len(self.federation.clients)
+        return self.federation.clients[k] if k < known else replace(self.federation.unseen[k - known], id=k)
