@@ -110,7 +110,7 @@ class CCVR(ClientRule):
         if self.cov == "diagonal":
             return {**sums, "products": one_hot.T @ features.square()}
         products = features.new_zeros(ctx.spec.classes, features.shape[1], features.shape[1])
-        for label in batch.y.unique().tolist():
+        for label in torch.unique(batch.y).tolist():
             own = features[batch.y == label]
             products[label] = own.T @ own
         return {**sums, "products": products}
@@ -159,7 +159,7 @@ class CCVR(ClientRule):
         head = spec.head_of(v).clone().requires_grad_()
         for epoch in range(self.epochs):
             order = uniform(fold(key, epoch + 1), (len(labels),)).argsort()
-            for index in order.split(batch_size):
+            for index in torch.split(order, batch_size):
                 loss = F.cross_entropy(spec.head(head, features[index]), labels[index])
                 (gradient,) = torch.autograd.grad(loss, head)
                 with torch.no_grad():
