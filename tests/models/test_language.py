@@ -424,6 +424,31 @@ def test_dropout_is_decided_by_the_seed_alone(opt, texts):
     assert not torch.allclose(run(opt, texts).vector, first.vector)
 
 
+class OnlySecondFactors(unskew.ClientRule):
+    """Freezes the factors A in every step, though they are part of the vector."""
+
+    name, summary, paper = "only-b", "", ""
+
+    def trainable_mask(self, ctx, carry, batch):
+        parts = [
+            torch.full((size,), "lora_A" not in name) for name, size in zip(ctx.spec.names, ctx.spec.sizes, strict=True)
+        ]
+        return torch.cat(parts)
+
+
+def test_lora_with_a_frozen_first_factor_trains_and_sends_only_the_second(opt, texts):
+    both = run(opt, texts, model={"hf": str(opt), "lora": LORA}, method=OnlySecondFactors())
+    second = run(opt, texts, model={"hf": str(opt), "lora": {**LORA, "freeze_a": True}})
+    expected, weights = dict(both.model.named_parameters()), dict(second.model.named_parameters())
+    trained = [name for name, weight in weights.items() if weight.requires_grad]
+    assert len(trained) == 3 * 2
+    assert all("lora_B" in name for name in trained)
+    for name, weight in weights.items():
+        assert_close(weight, expected[name], FEW)
+    assert second.summary["bytes_up"] == 3 * 2 * second.summary["parameters"] * 8
+    assert second.summary["parameters"] < both.summary["parameters"]
+
+
 def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
     import peft
     from transformers import OPTForCausalLM

@@ -3,6 +3,10 @@
 Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adaptation of Large Language Models", 2021,
 arXiv:2106.09685: a weight ``W`` becomes ``W + (alpha / r) B A``. ``W`` is frozen; initially ``A [r, in]`` is random and
 ``B [out, r]`` zero.
+
+FFA-LoRA (Sun, Li, Li, Ding, "Improving LoRA in Privacy-preserving Federated Learning", 2024, arXiv:2403.12313, Section 4)
+also freezes ``A``. If clients train both factors, the mean of their products ``B_k A_k`` differs from the product of the mean
+factors, which is the model that they receive; with a common ``A`` both are equal.
 """
 
 from __future__ import annotations
@@ -28,12 +32,14 @@ class LoraOptions:
         alpha: Scale of the factors' product, which is multiplied by ``alpha / r``.
         targets: Name suffixes of the layers with factors; None uses the defaults of ``peft``.
         dropout: Dropout probability of the factors' inputs.
+        freeze_a: Train only ``B`` (FFA-LoRA): half as many values are sent, and averages are exact.
     """
 
     r: Whole = 8
     alpha: Positive = 16
     targets: tuple[str, ...] | None = None
     dropout: Fraction = 0.0
+    freeze_a: bool = False
 
 
 def parse_lora(options: Mapping[str, Any]) -> LoraOptions:
@@ -78,6 +84,10 @@ def add_lora(net: Any, options: LoraOptions) -> None:
         ) from error
     if not hasattr(net, "peft_config"):
         net.peft_config = {"default": factors}
+    if options.freeze_a:
+        for name, parameter in net.named_parameters():
+            if "lora_A" in name.split("."):
+                parameter.requires_grad_(False)
     output = net.get_output_embeddings()
     for name, child in net.named_children():
         if name != net.base_model_prefix and child is not output:
