@@ -20,12 +20,19 @@ from unskew.simulation.server import Server
 from unskew.tasks.registry import TASKS
 
 META = torch.device("meta")
-NOT_HERE = {"vhl": "has images made before training", "feddm": "sends images of the classes that a client has"}
+ENCODING = [name for name in METHODS if any(rule.encodes for rule in method(QUICK.get(name, name)).client)]
+NOT_HERE = {
+    "vhl": "has images made before training",
+    "feddm": "sends images of the classes that a client has",
+    "mimelite": "takes a pass over each client's data, one client after the other",
+    "dpsgd": "does not support the BatchNorm of this model",
+    **dict.fromkeys(ENCODING, "reads the device for each client, because encoded updates are bytes"),
+}
 ACTING = {
     "fedcog": "fedcog:start_round=0,g_steps=2,n=8",
     "fedcog-authors": "fedcog-authors:start_round=0,g_steps=2,n=8",
 }
-COUNTED = ("fedcog", "fedcog-authors", "fedgen")  # of their clients' labels, which no meta tensor has
+COUNTED = ("fedcog", "fedcog-authors", "fedgen", "fedlc", "fedrs")  # of their clients' labels, which no meta tensor has
 ALL_METHODS = sorted(set(METHODS) - set(NOT_HERE))
 CASES = [(name, there) for name in ALL_METHODS for there in (False, True) if not (there and name in COUNTED)]
 FEW = [("scaffold", True), ("fedcog", False)]
