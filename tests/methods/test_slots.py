@@ -1,6 +1,7 @@
 """The slots: what later methods are built on. Toy methods fill each of them, on every engine."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -277,7 +278,7 @@ def test_a_method_of_ones_own_is_found_by_its_path():
 def test_every_method_of_the_catalogue_says_what_it_is():
     for row in describe_all():
         assert row["slots"], row
-        assert "arXiv" in row["paper"] or "ICLR" in row["paper"], row
+        assert re.search("arXiv|ICLR|KDD", row["paper"]), row
         assert row["summary"]
 
 
