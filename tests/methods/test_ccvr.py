@@ -104,19 +104,19 @@ def test_the_head_tends_to_linear_discriminant_analysis():
     factor = np.array([[1.0, 0, 0, 0], [0.5, 1, 0, 0], [0, 0, 1.5, 0], [0, 0.3, 0, 0.8]])
     spec = unskew.ModelSpec(Affine().double(), (FEATURES,), CLASSES)
     rng = np.random.default_rng(0)
-    count = 40_000
+    count = 10_000
     drawn = [means[c] + rng.normal(size=(count, FEATURES)) @ factor.T for c in range(CLASSES)]
     features, labels = torch.from_numpy(np.concatenate(drawn)), torch.arange(CLASSES).repeat_interleave(count)
-    rule = CCVR(epochs=400)
+    rule = CCVR(epochs=150)
     v = rule.train_head(
-        spec, torch.zeros(spec.size, dtype=torch.float64), features, labels, 0.3, len(labels), torch.tensor(5)
+        spec, torch.zeros(spec.size, dtype=torch.float64), features, labels, 0.5, len(labels), torch.tensor(5)
     )
     weight = spec.parameters(v)["head.weight"]
     precision = np.linalg.inv(factor @ factor.T)
     for a, b in ((0, 1), (0, 2), (1, 2)):
         expected = precision @ (means[a] - means[b])
-        # The standard error of a slope is about 1/sqrt(count) = 0.005 times a few units.
-        np.testing.assert_allclose((weight[a] - weight[b]).numpy(), expected, atol=0.08)
+        # The standard error of a slope is about 1/sqrt(count) = 0.01 times a few units.
+        np.testing.assert_allclose((weight[a] - weight[b]).numpy(), expected, atol=0.15)
 
 
 def test_only_the_head_changes_and_zero_epochs_change_nothing():
