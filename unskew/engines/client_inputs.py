@@ -156,29 +156,29 @@ class ClientInputs:
             "facts": self.facts(broadcast.client),
         }
 
-    def contexts(self, given: dict[str, Any], model: Model, round: int, ended: bool = False) -> list[Context]:
+    def contexts(self, inputs: dict[str, Any], model: Model, round: int, ended: bool = False) -> list[Context]:
         """Create one context per rule, with the rule's own state, download, upload, client info and common tensors.
 
         Contexts of ended training have writable state and upload.
 
         Args:
-            given: Result of ``of``.
+            inputs: Result of ``of``.
             model: Model that rules may call.
             round: Number of the round, from 0.
             ended: Whether local training has ended.
         """
         kind = dict if ended else ReadOnlyDict
-        shared = {name: value for name, value in given.items() if name not in ("state", "download", "facts", "survey")}
+        shared = {name: value for name, value in inputs.items() if name not in ("state", "download", "facts", "survey")}
         return [
             Context(
                 round=round,
                 model=model,
-                state=kind(given["state"].get(rule.name, {})),
-                download=given["download"].get(rule.name, {}),
+                state=kind(inputs["state"].get(rule.name, {})),
+                download=inputs["download"].get(rule.name, {}),
                 upload=kind(),
-                client_info=given["facts"][rule.name],
+                client_info=inputs["facts"][rule.name],
                 common=self.common.get(rule.name, {}),
-                survey=given["survey"].get(rule.name, {}),
+                survey=inputs["survey"].get(rule.name, {}),
                 final=round >= self.setup.plan.rounds,
                 **shared,
                 **self.fixed,
@@ -188,13 +188,13 @@ class ClientInputs:
 
 
 def apply_begin_hooks(
-    rules: tuple[ClientRule, ...], given: dict[str, Any], contexts: Callable[[dict[str, Any]], list[Context]]
+    rules: tuple[ClientRule, ...], inputs: dict[str, Any], contexts: Callable[[dict[str, Any]], list[Context]]
 ) -> tuple[list[Tensors], dict[str, Any], list[Context]]:
     """Run the rules' hooks before the first step.
 
     Args:
         rules: Client rules in order.
-        given: Training inputs of the client.
+        inputs: Training inputs of the client.
         contexts: Returns the context of each rule for training inputs.
 
     Returns:
@@ -203,22 +203,22 @@ def apply_begin_hooks(
     Raises:
         ConfigError: If a rule returns an initial model of another shape or data type.
     """
-    ctxs = contexts(given)
+    ctxs = contexts(inputs)
     carries: list[Tensors] = []
     for index, rule in enumerate(rules):
         carry = rule.begin(ctxs[index])
         if (start := carry.get(START)) is not None:
-            v = given["v_global"]
+            v = inputs["v_global"]
             if start.shape != v.shape or start.dtype != v.dtype:
                 raise ConfigError(
                     f'{rule.name}.begin must return an entry "{START}" like the model, {v.dtype} {tuple(v.shape)}, not '
                     f"{start.dtype} {tuple(start.shape)}."
                 )
             carry = {name: tensor for name, tensor in carry.items() if name != START}
-            given = {**given, "v_global": start}
-            ctxs = contexts(given)
+            inputs = {**inputs, "v_global": start}
+            ctxs = contexts(inputs)
         carries.append(carry)
-    return carries, given, ctxs
+    return carries, inputs, ctxs
 
 
 def apply_end_hooks(

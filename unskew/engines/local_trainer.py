@@ -132,25 +132,25 @@ class LocalTrainer:
             broadcast: Message from the server.
             plan: Batches of the client.
         """
-        given = self.inputs.of(broadcast, plan, self.full_gradient(broadcast))
-        return given | {"survey": self.surveys("received", broadcast, given, given["v_global"], given["b_global"])}
+        inputs = self.inputs.of(broadcast, plan, self.full_gradient(broadcast))
+        return inputs | {"survey": self.surveys("received", broadcast, inputs, inputs["v_global"], inputs["b_global"])}
 
     def surveys(
-        self, when: SurveyTime, broadcast: Broadcast, given: dict[str, Any], v: Tensor, b: Tensor
+        self, when: SurveyTime, broadcast: Broadcast, inputs: dict[str, Any], v: Tensor, b: Tensor
     ) -> dict[str, Tensors]:
         """Take the surveys of a model over all samples of a client; returns the sums by rule.
 
         Args:
             when: Time of the surveys.
             broadcast: Message from the server.
-            given: Training inputs of the client.
+            inputs: Training inputs of the client.
             v: The model, ``[d]``.
             b: Its buffers, ``[m]``.
         """
         setup, device = self.setup, self.setup.device
         if all(rule.survey_at != when for rule in setup.rules):
             return {}
-        ctxs = self.inputs.contexts(move_to(given, device), self.model, broadcast.round)
+        ctxs = self.inputs.contexts(move_to(inputs, device), self.model, broadcast.round)
         client = setup.federation.clients[broadcast.client]
         args = (self.model, self.inputs.normalize, client, v.to(device), b.to(device))
         return take_surveys(when, setup.rules, ctxs, *args)

@@ -10,7 +10,8 @@ from torch import Tensor
 from unskew.data.federation import ClientData, take_rows
 from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError
-from unskew.models.execution import Batch, BoundModel, ModelOutput
+from unskew.models.execution import Batch, BoundModel
+from unskew.models.spec import ModelOutput
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import ClientRule, SurveyTime

@@ -187,10 +187,7 @@ class GroupTrainer:
         plans = [setup.batch_plan(round, sent.client) for sent in broadcasts]
         batches = GroupBatches(setup, [broadcast.client for broadcast in broadcasts], plans)
         inputs = self.single.inputs
-        singly = [
-            self.single.inputs_of(broadcast, plan)
-            for broadcast, plan in zip(broadcasts, plans, strict=True)
-        ]
+        singly = [self.single.inputs_of(broadcast, plan) for broadcast, plan in zip(broadcasts, plans, strict=True)]
         stacked, dims = stack_trees(singly, device)
 
         def ctxs_of(stacked: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
@@ -198,10 +195,10 @@ class GroupTrainer:
             return model, inputs.contexts(stacked, model, round, ended)
 
         def begin(stacked: dict[str, Any], b: Tensor) -> tuple[list[Tensors], Tensor]:
-            carries, given, _ = apply_begin_hooks(setup.rules, stacked, lambda given: ctxs_of(given, b)[1])
-            if given is not stacked:
+            carries, started, _ = apply_begin_hooks(setup.rules, stacked, lambda given: ctxs_of(given, b)[1])
+            if started is not stacked:
                 dims["v_global"] = 0
-            return carries, given["v_global"]
+            return carries, started["v_global"]
 
         def step(
             stacked: dict[str, Any], b: Tensor, v: Tensor, carries: list[Tensors], state: Tensors, batch: Batch
@@ -290,8 +287,8 @@ class GroupTrainer:
             return stacked, dims
         singly = []
         for k, broadcast in enumerate(broadcasts):
-            given = select_rows(stacked, k, dims)
-            singly.append(self.single.surveys("trained", broadcast, given, v[k], b[k]))
+            inputs = select_rows(stacked, k, dims)
+            singly.append(self.single.surveys("trained", broadcast, inputs, v[k], b[k]))
         surveys, axes = stack_trees(singly, self.setup.device)
         return {**stacked, "survey": surveys}, {**dims, "survey": axes}
 

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from unskew.models.execution import Batch, GradFn, LossFn, ModelOutput
-from unskew.models.spec import ModelSpec
+from unskew.models.execution import Batch, GradFn, LossFn
+from unskew.models.spec import ModelOutput, ModelSpec
 from unskew.protocol.context import Context
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.messages import Tensors
