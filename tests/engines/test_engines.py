@@ -35,6 +35,7 @@ SUMS = [
     "fedrep:head_share=0.3+fedprox",
     "scaffold+ft",
     "fedcog:start_round=1,n=8,g_steps=3+ft",
+    "ifca:groups=3,blocks=true",
     "fedrep+ft",
 ]
 EARLY = {

@@ -34,11 +34,12 @@ class Recorder(unskew.ClientRule):
         self.clients = []
 
     def begin(self, ctx):
-        self.clients.append([])
+        if not ctx.final:
+            self.clients.append([])
         return {}
 
     def gradient(self, grad_fn, ctx, carry):
-        mine = self.clients[-1]
+        mine = [] if ctx.final else self.clients[-1]
 
         def recorded(v, batch):
             if batch.track:
@@ -79,12 +80,13 @@ def local(v, batches, direction, lr=LR, momentum=MOMENTUM, decay=DECAY):
     return v
 
 
-def run(method, participation=1.0, fed=None, **options):
+def run(method, participation=1.0, fed=None, model=None, **options):
     """The result of a run, and its cohorts: for each round the batches by client."""
     recorder, fed = Recorder(), fed or skewed()
     budget = {**OPTIONS, **options}
+    rules = [recorder, *(method if isinstance(method, list) else [method])]
     result = unskew.run(
-        fed, model=classifier(), method=[recorder, method], participation=participation, precision="fp64",
+        fed, model=model or classifier(), method=rules, participation=participation, precision="fp64",
         engine="inline", **budget,
     )  # fmt: skip
     sampler, batches = Sampler(len(fed.clients), participation, 0), iter(recorder.clients)

@@ -156,29 +156,29 @@ class ClientInputs:
             "facts": self.facts(broadcast.client),
         }
 
-    def contexts(self, given: dict[str, Any], model: Model, round: int, ended: bool = False) -> list[Context]:
+    def contexts(self, inputs: dict[str, Any], model: Model, round: int, ended: bool = False) -> list[Context]:
         """Create one context per rule, with the rule's own state, download, upload, client info and common tensors.
 
         Contexts of ended training have writable state and upload.
 
         Args:
-            given: Result of ``of``.
+            inputs: Result of ``of``.
             model: Model that rules may call.
             round: Number of the round, from 0.
             ended: Whether local training has ended.
         """
         kind = dict if ended else ReadOnlyDict
-        shared = {name: value for name, value in given.items() if name not in ("state", "download", "facts", "survey")}
+        shared = {name: value for name, value in inputs.items() if name not in ("state", "download", "facts", "survey")}
         return [
             Context(
                 round=round,
                 model=model,
-                state=kind(given["state"].get(rule.name, {})),
-                download=given["download"].get(rule.name, {}),
+                state=kind(inputs["state"].get(rule.name, {})),
+                download=inputs["download"].get(rule.name, {}),
                 upload=kind(),
-                client_info=given["facts"][rule.name],
+                client_info=inputs["facts"][rule.name],
                 common=self.common.get(rule.name, {}),
-                survey=given["survey"].get(rule.name, {}),
+                survey=inputs["survey"].get(rule.name, {}),
                 final=round >= self.setup.plan.rounds,
                 **shared,
                 **self.fixed,

@@ -107,6 +107,10 @@ class ClippedSum(ClientRule, AggregateRule):
                     f"{client_rule.name} uploads values of unknown sensitivity besides the model, which dp cannot protect. "
                     "Use scaffold, fedpvr, or a method that sends only the model."
                 )
+        if callable(method.weights):
+            return (
+                f"{method.name} weights clients by their data, which dp does not protect. Remove one of the two rules."
+            )
         for data_rule in method.data:
             if type(data_rule).client_payload is not DataRule.client_payload:
                 return (

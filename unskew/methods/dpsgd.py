@@ -66,6 +66,7 @@ ALLOWED: Mapping[str, Collection[str]] = {
 """Rules that may override a hook that sees batches."""
 DATA_HOOKS = {
     "client_info": "reads the clients' data before training",
+    "survey": "sums values over all data of a client",
     "loss": "changes the loss of a batch",
     "gradient": "may use a batch for more than one gradient",
     "trainable_mask": "chooses parameters by the batch",
@@ -118,6 +119,8 @@ class DPSGD(ClientRule):
             return (
                 f"{method.data[0].name} changes the clients' data, and dpsgd does not protect how. Remove one of them."
             )
+        if callable(method.weights):
+            return f"{method.name} weights clients by their data, which dpsgd does not protect. Remove one of the two rules."
         for rule in method.client:
             if rule is self:
                 continue

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,6 +16,10 @@ from unskew.data.normalization import Normalization
 from unskew.protocol.round_plan import DEFAULT_PLAN, RoundPlan
 from unskew.seeding import generator
 from unskew.tasks.base import Task
+
+Weights = Literal["samples", "uniform"] | Callable[[Any, Sequence[int]], np.ndarray]
+"""Weighting of clients in means: by samples, uniform, or a function of the ``FederationInfo`` and the clients of a round that
+returns their weights before normalization, ``[len(cohort)]``."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class FederationInfo:
         size: Maps a client number to its number of samples for weighted means: real training samples.
         class_counts: Returns training samples per client and class, ``[K, C]``; may be slow.
         sizes: Returns ``size`` of all clients, ``[K]``; may be slow.
-        weights: Weighting of clients in means: by samples, or uniform.
+        weights: Weighting of clients in means.
         plan: Schedule of the run.
     """
 
@@ -44,15 +49,19 @@ class FederationInfo:
     size: Callable[[int], int]
     class_counts: Callable[[], np.ndarray]
     sizes: Callable[[], np.ndarray]
-    weights: Literal["samples", "uniform"] = "uniform"
+    weights: Weights = "uniform"
     plan: RoundPlan = field(default_factory=RoundPlan)
 
-    def weight(self, client: int) -> float:
-        """Return the aggregation weight ``w_k`` of a client before normalization."""
-        return 1.0 if self.weights == "uniform" else float(self.size(client))
+    def cohort_weights(self, cohort: Sequence[int]) -> list[float]:
+        """Return the aggregation weights ``w_k`` of the clients of a round before normalization."""
+        if callable(self.weights):
+            return [float(weight) for weight in self.weights(self, cohort)]
+        return [1.0 if self.weights == "uniform" else float(self.size(client)) for client in cohort]
 
     def total_weight(self) -> float:
         """Return ``sum_k w_k`` over all clients, also outside the cohort; ``p_k`` is ``w_k`` divided by it."""
+        if callable(self.weights):
+            return sum(self.cohort_weights(range(self.clients)))
         return float(self.clients) if self.weights == "uniform" else float(self.sizes().sum())
 
     @staticmethod
@@ -75,7 +84,7 @@ class FederationInfo:
             federation.test[0].dtype,
             federation.normalization,
             size,
-            federation.class_counts,
+            cache(federation.class_counts),
             lambda: federation.sizes if counted is None else counted,
         )
 

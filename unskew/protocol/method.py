@@ -8,7 +8,8 @@ from typing import Any
 from unskew.protocol.aggregate_rule import AggregateRule
 from unskew.protocol.client_rule import ClientRule
 from unskew.protocol.data_rule import DataRule
-from unskew.protocol.rule import Rule, Weights, WithServerHalf
+from unskew.protocol.federation_info import Weights
+from unskew.protocol.rule import Rule, WithServerHalf
 from unskew.protocol.server_rule import ServerRule
 from unskew.protocol.sync_rule import SyncRule
 

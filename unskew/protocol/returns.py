@@ -73,7 +73,8 @@ TENSORS = ("a dictionary of tensors by name", _tensors)
 FIGURES = ("a dictionary of metrics by name, each a number or a list of numbers", _figures)
 RETURNS: dict[str, tuple[str, Check]] = {
     **dict.fromkeys(
-        ("server_init", "download", "server_update", "client_info", "begin", "decode", "init", "step"), TENSORS
+        ("server_init", "download", "server_update", "client_info", "survey", "begin", "decode", "init", "step"),
+        TENSORS,
     ),
     "encode": (
         "a pair of dictionaries of tensors by name: streams and state",

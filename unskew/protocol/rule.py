@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.federation_info import FederationInfo, Weights
 from unskew.protocol.messages import Tensors
 from unskew.protocol.report import Report
 from unskew.protocol.returns import wrap_hooks
@@ -17,8 +17,6 @@ from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space
 from unskew.protocol.updates import Updates
-
-Weights = Literal["samples", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,8 @@ class Rule:
     summary: ClassVar[str]
     paper: ClassVar[str]
     weights: ClassVar[Weights | None] = None
+    """Client weighting with ``client_weighting=auto``: ``samples``, ``uniform``, or a method ``weights(facts, cohort)`` that
+    computes the weights of a round's clients; None if the rule does not choose one."""
 
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "language", "regression")
     """Tasks that the rule supports."""

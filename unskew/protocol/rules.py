@@ -13,11 +13,12 @@ from unskew.protocol.aggregate_rule import AggregateRule
 from unskew.protocol.client_rule import ClientRule, Forward, SurveyTime, changes_updates
 from unskew.protocol.context import Context
 from unskew.protocol.data_rule import DataRule
+from unskew.protocol.federation_info import Weights
 from unskew.protocol.messages import EVALUATED, PERSONAL, START, Slices, Tensors
 from unskew.protocol.method import Method
 from unskew.protocol.payload import Stage, UploadContext
 from unskew.protocol.report import Report
-from unskew.protocol.rule import MetricSpec, Rule, Weights, WithServerHalf
+from unskew.protocol.rule import MetricSpec, Rule, WithServerHalf
 from unskew.protocol.server_rule import ServerRule
 from unskew.protocol.sync_rule import SyncRule
 from unskew.protocol.updates import Combined, Updates

@@ -113,7 +113,9 @@ def assemble(
     secret = None if deployed and config.sampling == "poisson" else config.seed
     sampler = Sampler(len(federation.clients), config.participation, secret, config.sampling)
     observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
-    trainer = ServerTrainer(spec, federation, config.training, device, sampler.size, observed, weights)
+    trainer = ServerTrainer(
+        spec, federation, config.training, device, sampler.size, observed, "samples" if callable(weights) else weights
+    )
     server = Server(
         method,
         rule,

@@ -76,7 +76,7 @@ def summarize(
         "model": config.model,
         "parameters": spec.size,
         "buffers": config.buffers if spec.buffer_sizes else "none",
-        "client_weighting": server.weights,
+        "client_weighting": "computed" if callable(server.weights) else server.weights,
         "engine": choice.engine,
         "clients_per_group": choice.clients_per_group,
         "objective": objective.name,

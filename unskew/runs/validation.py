@@ -84,6 +84,11 @@ def check_method(
         config.secure_aggregation == "required",
         config.save_samples,
     )
+    if callable(method.weights) and config.client_weighting != "auto":
+        raise ConfigError(
+            f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
+            "Remove client_weighting."
+        )
     warnings: list[str] = []
     if config.attack is not None:
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
@@ -253,8 +258,8 @@ def check_declarations(rule: Rule) -> None:
     for what in rule.needs:
         if what not in NEEDS:
             raise ConfigError(f"{name}: {unknown_name('need', str(what), NEEDS)}")
-    if rule.weights not in (None, "samples", "uniform"):
-        raise ConfigError(f"{name}: weights must be 'samples', 'uniform' or None, not {rule.weights!r}.")
+    if not callable(rule.weights) and rule.weights not in (None, "samples", "uniform"):
+        raise ConfigError(f"{name}: weights must be 'samples', 'uniform', a method or None, not {rule.weights!r}.")
     for kind, hook in ((ServerRule, "step"), (SyncRule, "exchanged_slices"), (AggregateRule, "combine")):
         if isinstance(rule, kind) and getattr(type(rule), hook) is getattr(kind, hook):
             raise ConfigError(f"{name} is a {kind.__name__}, so it must define the method {hook!r}.")

@@ -67,7 +67,7 @@ def run_rounds(
     with interruptible() as stopped:
         for t in rounds:
             cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
-            broadcasts = [server.broadcast(t, k) for k in cohort]
+            broadcasts = server.broadcasts(t, cohort)
             dropped = {k for k in cohort if network.drops(t, k)}
             for k in dropped:
                 server.lost(k)

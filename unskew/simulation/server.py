@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.federation_info import FederationInfo, Weights
 from unskew.protocol.messages import (
     EVALUATED,
     Broadcast,
@@ -62,7 +62,7 @@ class Server:
         rule: Server rule of the method, or the default one.
         spec: Layout of the model, with the initial weights.
         facts: Server's information about the federation.
-        weights: Client weighting, by ``samples`` or ``uniform``.
+        weights: Client weighting.
         buffers: Treatment of normalization buffers, see ``Buffers``.
         store: Storage for the state of the clients; None for memory only.
         seed: Seed of the run.
@@ -122,7 +122,7 @@ class Server:
         rule: ServerRule,
         spec: ModelSpec,
         facts: FederationInfo,
-        weights: Literal["samples", "uniform"],
+        weights: Weights,
         buffers: Buffers = "average",
         store: ClientStore | None = None,
         seed: int = 0,
@@ -206,17 +206,28 @@ class Server:
         attack = {f"attack/{name}": t for name, t in self.attack_state.items()}
         return {**all_tensors(self.state, self.rules, self.b), **mean, **waiting, **sent, **best, **attack}
 
-    def broadcast(self, round: int, client: int) -> Broadcast:
+    def broadcasts(self, round: int, cohort: Sequence[int]) -> list[Broadcast]:
+        """Create the broadcasts of a round and count their bytes.
+
+        Args:
+            round: Number of the round, from 0.
+            cohort: Clients of the round.
+        """
+        weights = self.federation_info.cohort_weights(cohort)
+        return [self.broadcast(round, client, weight) for client, weight in zip(cohort, weights, strict=True)]
+
+    def broadcast(self, round: int, client: int, weight: float | None = None) -> Broadcast:
         """Create the broadcast for ``client`` in ``round`` and count its bytes.
 
         Args:
             round: Number of the round, from 0.
             client: Client number.
+            weight: Client's aggregation weight; None for its weight in a cohort of its own.
         """
         down, up = self.exchange.slices(self.rules, round, client, self.last.get(client))
         report = self.wants_models and self.parted and self.evaluates(round)
         model = self._broadcast_model(round)
-        broadcast = replace_fields(self._cast(round, client, model, self.b, down, up), report=report)
+        broadcast = replace_fields(self._cast(round, client, model, self.b, down, up, weight), report=report)
         # If only slices are exchanged, a client may start from its own buffers.
         statistics_too = "sent_statistics" in self.needs and self.mode == "average" and self.method.sync is None
         if "sent_model" in self.needs or statistics_too:
@@ -310,8 +321,19 @@ class Server:
                 if model is not None and bool(model.isfinite().all()):
                     self.finished = model, self.evaluated_b
 
-    def _cast(self, round: int, client: int, v: Tensor, b: Tensor, down: Slices | None, up: Slices | None) -> Broadcast:
+    def _cast(
+        self,
+        round: int,
+        client: int,
+        v: Tensor,
+        b: Tensor,
+        down: Slices | None,
+        up: Slices | None,
+        weight: float | None = None,
+    ) -> Broadcast:
         accepted, (state, reference) = self.last.get(client), self.store.lent(client)
+        if weight is None:  # after the last round; unseen clients have no weight of their own
+            weight = self.federation_info.cohort_weights([client])[0] if client < self.federation_info.clients else 1.0
         extra = {name: half.download(self.rules[name], client) for name, half in self.halves.items()}
         return Broadcast(
             round=round,
@@ -321,7 +343,7 @@ class Server:
             download={name: tensors for name, tensors in extra.items() if tensors},
             state=state,
             kept=reference,
-            weight=self.federation_info.weight(client) if client < self.federation_info.clients else 1.0,
+            weight=weight,
             down=down,
             up=up,
             initial=() if accepted is not None or down is None else complement_slices(down, len(v)),

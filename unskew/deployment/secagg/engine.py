@@ -244,6 +244,11 @@ def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:
             f"secure_aggregation=required needs at least {LEAST} sites in a round, but there are {cohort}: with two, each "
             "could compute the other's update. Let more sites take part, or turn it off if the server may see updates."
         )
+    if callable(method.weights):
+        raise ConfigError(
+            f"{method.name} computes the weights of sites from the data of other sites. No site can verify its weight, and "
+            "an unusual one could reveal a single update in the masked sum. Use another method, or turn it off."
+        )
     if asynchronous:
         raise ConfigError(
             "--asynchronous processes each update separately, but secure_aggregation=required reveals only sums. Remove "

@@ -96,6 +96,7 @@ def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -
 
     blank = replace(facts, size=asks, sizes=asks, class_counts=asks)
     early = [rule.name for rule in method.data]
+    early += [rule.name for rule in method.rules if callable(rule.weights)]
     server = server_rule(method)
     halves = [(rule.name, rule.server_init) for rule in method.halves]
     for name, begin in (*halves, (server.name, server.init)):

@@ -119,6 +119,10 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         yield Finding(
             "sent once", None, f"before the first round, the data that {rule.name} generates from the samples"
         )
+    if callable(work.method.weights):
+        yield Finding(
+            "privacy", None, f"{config.method} weights sites by the number of samples of each class that they sent"
+        )
     readers = [
         rule.name for rule in (*work.method.halves, *filter(None, [work.method.server])) if "individual" in rule.needs
     ]

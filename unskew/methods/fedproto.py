@@ -1,0 +1,150 @@
+"""FedProto: clients exchange class means of features instead of models.
+
+Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: Federated Prototype Learning across Heterogeneous Clients", 2021,
+arXiv:2105.00243, Algorithm 1 and Equation 7. With features ``a`` of a sample with label ``y``::
+
+    client:  loss = CE + ld MSE(a, m_y)          m_c: the received mean of class c; no term for unknown classes
+             after training: m_kc, the mean feature of its samples of each class that it has
+    server:  m_c <- mean of m_kc over the clients that sent one
+
+As in the authors' code (``lib/update.py`` and ``lib/utils.py`` of yuetan031/FedProto), the mean over clients is uniform and
+the squared error is averaged over the batch and the feature. Here the means come from one pass in eval mode after training,
+not from the batches of the last epoch, and a class that no client of a round has keeps its mean.
+
+Every client has its own model, which starts from the initial model and is never sent. The server needs only sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.models.execution import Batch, LossFn
+from unskew.models.spec import ModelSpec
+from unskew.protocol.client_rule import Forward
+from unskew.protocol.federation_info import ClientDataView
+from unskew.protocol.rules import (
+    ClientRule,
+    Context,
+    Method,
+    ServerRule,
+    Slices,
+    SurveyTime,
+    SyncRule,
+    Tensors,
+    Updates,
+    WithServerHalf,
+)
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
+
+
+@dataclass(frozen=True)
+class FedProto(ClientRule, SyncRule, ServerRule):
+    """Prototypes instead of models.
+
+    Attributes:
+        sends_model: False, because clients send only their class means.
+        ld: Strength of the pull of features towards the mean of their class.
+    """
+
+    name: ClassVar[str] = "fedproto"
+    summary: ClassVar[str] = "own models, whose features are pulled towards common class means"
+    paper: ClassVar[str] = "Tan et al. 2021, arXiv:2105.00243"
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks_reason: ClassVar[str] = "it needs one class per sample"
+    uploads: ClassVar[bool] = True
+    sends_model: ClassVar[bool] = False
+    survey_at: ClassVar[SurveyTime | None] = "trained"
+    # One decade on each side of the authors' 1.
+    spaces: ClassVar[Mapping[str, Space]] = {"ld": log_range(0.1, 10.0)}
+
+    ld: Annotated[float, Field(ge=0)] = 1.0
+
+    # ---- before the run -------------------------------------------------------------------------------------------------
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject rules that need a common model, or that encode updates."""
+        for rule in method.client:
+            if rule is self:
+                continue
+            if type(rule).server_update is not WithServerHalf.server_update or rule.encodes:
+                return f"{rule.name} uses the clients' updates at the server, but with fedproto clients send no model."
+            if rule.has_personal_model:
+                return f"{rule.name} and fedproto both define a client's personal model. Remove one of them."
+        return None
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that there are no delays; warn about the global model."""
+        super().check(run)
+        return (
+            "fedproto exchanges no model, so the global model stays the initial one. Read the personal metrics.",
+            *run.told_without_body(self.name, "ld"),
+        )
+
+    def exchanged_slices(
+        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[Slices, Slices]:
+        """Exchange no part of the model. A client starts with the initial model."""
+        return (), ()
+
+    def local_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slice of the entire model."""
+        return (slice(0, spec.size),)
+
+    # ---- at the clients -------------------------------------------------------------------------------------------------
+
+    def client_info(self, data: ClientDataView) -> Tensors:
+        """Return the client's number of samples per class, ``[C]``."""
+        return {"counts": data.class_counts()}
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """Add ``ld MSE(a, m_y)``."""
+        if self.ld == 0 or not ctx.download:
+            return loss_fn
+        means, known = ctx.download["means"], ctx.download["known"]
+
+        def pulled(v: Tensor, batch: Batch) -> Tensor:
+            loss = loss_fn(v, batch)
+            features = ctx.model(v, batch.x, batch.track).features.flatten(1)
+            return loss + self.ld * ((features - means[batch.y]).square().mean(1) * known[batch.y]).mean()
+
+        return pulled
+
+    def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
+        """Return the sums of the features of each class, ``[C, f]``."""
+        features = forward(v, batch.x).features.flatten(1)
+        sums = features.new_zeros(len(ctx.client_info["counts"]), features.shape[1])
+        return {"features": sums.index_add(0, batch.y, features)}
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """Upload the mean of each class, and which classes the client has."""
+        counts = ctx.client_info["counts"]
+        ctx.upload["means"] = ctx.survey["features"] / counts.clamp_min(1)[:, None]
+        ctx.upload["present"] = (counts > 0).to(counts.dtype)
+
+    # ---- at the server --------------------------------------------------------------------------------------------------
+
+    def download(self, state: Tensors, client: int) -> Tensors:
+        """Send the class means, and which of them are known."""
+        return state
+
+    def server_update(self, state: Tensors, updates: Updates) -> Tensors:
+        """``m_c <- mean of m_kc`` over the clients that have class ``c``."""
+        sums = updates.aggregate.upload[self.name]
+        present = sums["present"]
+        means = sums["means"] / present.clamp_min(1)[:, None]
+        known = (present > 0).to(means.dtype)
+        if state:
+            means = torch.where(present[:, None] > 0, means, state["means"])
+            known = torch.maximum(known, state["known"])
+        return {"means": means, "known": known}
+
+    def step(self, state: Tensors, updates: Updates) -> Tensors:
+        """Leave the global model unchanged."""
+        return state
