@@ -187,10 +187,7 @@ class GroupTrainer:
         plans = [setup.batch_plan(round, sent.client) for sent in broadcasts]
         batches = GroupBatches(setup, [broadcast.client for broadcast in broadcasts], plans)
         inputs = self.single.inputs
-        singly = [
-            self.single.inputs_of(broadcast, plan)
-            for broadcast, plan in zip(broadcasts, plans, strict=True)
-        ]
+        singly = [self.single.inputs_of(broadcast, plan) for broadcast, plan in zip(broadcasts, plans, strict=True)]
         stacked, dims = stack_trees(singly, device)
 
         def ctxs_of(stacked: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
