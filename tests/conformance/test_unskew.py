@@ -18,6 +18,17 @@ EXACT = 1e-12
 UNNAMED = {
     "fedals": "needs a body beside the head",
     "fedrep": "needs a body beside the head",
+    **dict.fromkeys(["fedper", "lgfedavg", "fedbabu"], "needs a body beside the head"),
+    **dict.fromkeys(
+        ["apfl", "pfedme", "perfedavg"],
+        "several models or parts of a batch per step; tests/methods/test_personal_steps.py compares with a loop",
+    ),
+    **dict.fromkeys(["fedper", "lgfedavg", "fedbabu"], "needs a body beside the head"),
+    **dict.fromkeys(
+        ["apfl", "pfedme", "perfedavg"],
+        "several models or parts of a batch per step; tests/methods/test_personal_steps.py compares with a loop",
+    ),
+    "fedrod": "adds a head to the model; tests/methods/test_fedrod.py compares with a loop",
     "moon": "works on features, and inputs are all there is before a linear layer",
     "feddecorr": "works on features, and inputs are all there is before a linear layer",
     "vhl": "works on features, and inputs are all there is before a linear layer",

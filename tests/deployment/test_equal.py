@@ -23,7 +23,7 @@ QUICK = {
     "dpsgd": "dpsgd:noise=0,clip=0.5",  # nor are its Poisson batches, unless all samples are in them
 }
 FULL_BATCHES = {"dpsgd": {"batch_size": 200}}
-BODY = {"fedals", "fedrep"}
+BODY = {"fedals", "fedrep", "fedper", "lgfedavg", "fedbabu"}
 """Methods that need a model with a body."""
 SERVER_DATA = {"feddle", "feddf", "fedft", "hfcl", "center", "fltrust"}
 

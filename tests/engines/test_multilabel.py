@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.evaluation import shown
 from support.fedcog import context
-from support.federations import SMALL_COHORT, small_model
+from support.federations import SMALL_COHORT, small_budget, small_model
 from support.multilabel import federation, sample
 from support.slow import slow_but
 from support.tolerance import FEW, TRAINING, assert_close, assert_engines_agree, near
@@ -40,7 +40,9 @@ def train(method, engine="inline", fed=None, **options):
     given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.5, "precision": "fp64", **options}
     model = small_model(method)
     method = SMALL_COHORT.get(method, method) if isinstance(method, str) else method
-    return unskew.run(fed or federation(), model=model, method=method, engine=engine, workers=2, **given)
+    return unskew.run(
+        fed or federation(), model=model, method=method, engine=engine, workers=2, **small_budget(method), **given
+    )
 
 
 # ---- the task ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,14 @@ ACTING = {
     "fedcog": "fedcog:start_round=0,g_steps=2,n=8",
     "fedcog-authors": "fedcog-authors:start_round=0,g_steps=2,n=8",
 }
-COUNTED = ("fedcog", "fedcog-authors", "fedgen", "fedlc", "fedrs")  # of their clients' labels, which no meta tensor has
+COUNTED = (
+    "fedcog",
+    "fedcog-authors",
+    "fedgen",
+    "fedlc",
+    "fedrs",
+    "fedrod",
+)  # of their clients' labels, which no meta tensor has
 ALL_METHODS = sorted(set(METHODS) - set(NOT_HERE))
 CASES = [(name, there) for name in ALL_METHODS for there in (False, True) if not (there and name in COUNTED)]
 FEW = [("scaffold", True), ("fedcog", False)]
@@ -89,7 +96,10 @@ class Cohort:
     def __init__(self, name, there, clients, server_device="cpu", augment=False):
         federation = blobs([16, 11, 13] * (clients // 3))
         what = method(ACTING.get(name, QUICK.get(name, name)))
-        spec = ModelSpec(SmallBatchNorm(), federation.shape, federation.classes).to(torch.device(server_device))
+        module, head = SmallBatchNorm(), "fc"
+        for rule in what.client:
+            module, head = rule.adapt(module, head)
+        spec = ModelSpec(module, federation.shape, federation.classes, head).to(torch.device(server_device))
         training = Training(local_steps=3, local_epochs=None, batch_size=8, lr=0.1, momentum=0.5, augment=augment)
         data = federation.to(META) if there else federation
         setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, META)

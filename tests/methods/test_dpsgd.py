@@ -293,7 +293,23 @@ def test_both_kinds_of_privacy_are_reported():
 
 SUPPORTED = {
     *("fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "scaffold", "feddyn", "fednova", "fedpvr"),
-    *("fedals", "fedrep", "fedbn", "fedexp", "ft", "dp", "smooth", "fedbuff", "fedasync", "ca2fl", "feddle", "feddf"),
+    *(
+        "fedals",
+        "fedrep",
+        "fedper",
+        "lgfedavg",
+        "fedbabu",
+        "fedbn",
+        "fedexp",
+        "ft",
+        "dp",
+        "smooth",
+        "fedbuff",
+        "fedasync",
+        "ca2fl",
+        "feddle",
+        "feddf",
+    ),
     *("fedft", "hfcl", "dense", "topk", "randk", "qsgd", "sign", "int8", "fp16", "bf16", "powersgd"),
     *("median", "trimmed", "krum", "multikrum", "bulyan", "geomedian", "cclip", "fltrust"),
 }

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.federations import QUICK, SmallBatchNorm, blobs, small_model
+from support.federations import QUICK, SmallBatchNorm, blobs, small_budget, small_model
 from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close
 
@@ -17,6 +17,7 @@ def train(out=None, method="fedavg", rounds=4, **options):
     torch.manual_seed(0)
     method = QUICK.get(method, method)
     given = {"lr": 0.05, "batch_size": 8, "local_epochs": 1, "precision": "fp64", "engine": "inline", **options}
+    given |= small_budget(method)
     return unskew.run(blobs(SIZES), model=small_model(method), method=method, rounds=rounds, out=out, **given)
 
 

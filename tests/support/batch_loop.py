@@ -1,7 +1,11 @@
 """Runs on a linear classifier whose batches are recorded, so that a plain loop can repeat them step by step."""
 
+from collections import defaultdict
+from pathlib import Path
+
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -9,6 +13,8 @@ import unskew
 from unskew.simulation.sampler import Sampler
 
 SIZES, CLASSES, FEATURES = (6, 11, 9, 14), 4, 5
+HIDDEN, BODY = 3, slice(0, 18)
+"""Units and body of the classifier with one hidden layer."""
 LR, MOMENTUM, DECAY = 0.2, 0.5, 0.03
 OPTIONS = {"rounds": 4, "lr": LR, "local_epochs": 2, "batch_size": 4, "momentum": MOMENTUM, "weight_decay": DECAY}
 """Budget of the runs: clients take 4, 6, 6 and 8 local steps per round."""
@@ -31,15 +37,15 @@ class Recorder(unskew.ClientRule):
     name, summary, paper = "recorder", "records batches", "none"
 
     def __init__(self):
-        self.clients = []
+        self.clients, self.final = [], []
+        """Batches in the rounds, and in the training after them."""
 
     def begin(self, ctx):
-        if not ctx.final:
-            self.clients.append([])
+        (self.final if ctx.final else self.clients).append([])
         return {}
 
     def gradient(self, grad_fn, ctx, carry):
-        mine = [] if ctx.final else self.clients[-1]
+        mine = (self.final if ctx.final else self.clients)[-1]
 
         def recorded(v, batch):
             if batch.track:
@@ -57,7 +63,35 @@ def classifier():
 
 def initial():
     """The parameters of ``classifier``, ``[d]``."""
-    return torch.cat([p.detach().double().flatten() for p in classifier().parameters()])
+    return flat(classifier())
+
+
+def two_layers():
+    """A classifier with one hidden layer, whose parameters are the same in every run."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+
+
+def flat(model):
+    """The parameters of a model, ``[d]``."""
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+def deep_loss(v, x, y):
+    """The cross-entropy of ``two_layers`` at the parameters ``v [d]``."""
+    w, b, u, c = torch.split(v, [HIDDEN * FEATURES, HIDDEN, CLASSES * HIDDEN, CLASSES])
+    hidden = torch.tanh(x @ w.view(HIDDEN, FEATURES).T + b)
+    return cross_entropy(hidden @ u.view(CLASSES, HIDDEN).T + c, y)
+
+
+def client_states(folder):
+    """The tensors that clients keep after the last round of a run, by client and name."""
+    file = sorted(Path(folder).glob("checkpoints/*/clients-0000.safetensors"))[-1]
+    states = defaultdict(dict)
+    for name, tensor in load_file(file).items():
+        client, _, rest = name.partition("/")
+        states[int(client)][rest] = tensor
+    return states
 
 
 def logits(v, x):
@@ -80,13 +114,17 @@ def local(v, batches, direction, lr=LR, momentum=MOMENTUM, decay=DECAY):
     return v
 
 
-def run(method, participation=1.0, fed=None, model=None, **options):
-    """The result of a run, and its cohorts: for each round the batches by client."""
-    recorder, fed = Recorder(), fed or skewed()
+def run(method, participation=1.0, fed=None, model=None, recorder=None, outermost=False, **options):
+    """The result of a run, and its cohorts: for each round the batches by client.
+
+    The recorder is ``outermost`` for methods that split batches.
+    """
+    recorder, fed = recorder or Recorder(), fed or skewed()
     budget = {**OPTIONS, **options}
-    rules = [recorder, *(method if isinstance(method, list) else [method])]
+    rules = method if isinstance(method, list) else [method]
+    methods = [*rules, recorder] if outermost else [recorder, *rules]
     result = unskew.run(
-        fed, model=model or classifier(), method=rules, participation=participation, precision="fp64",
+        fed, model=model or classifier(), method=methods, participation=participation, precision="fp64",
         engine="inline", **budget,
     )  # fmt: skip
     sampler, batches = Sampler(len(fed.clients), participation, 0), iter(recorder.clients)

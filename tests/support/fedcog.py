@@ -5,7 +5,7 @@ from torch import nn
 
 import unskew
 from support import protocol
-from support.federations import blobs, small_model
+from support.federations import blobs, small_budget, small_model
 from unskew.tasks.classification import Classification
 
 
@@ -31,4 +31,6 @@ def other_vector(spec):
 def train(method, **options):
     torch.manual_seed(0)
     given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "precision": "fp64", "participation": 0.7, "engine": "inline"}
-    return unskew.run(blobs([12, 23, 17, 9]), model=small_model(method), method=method, **{**given, **options})
+    return unskew.run(
+        blobs([12, 23, 17, 9]), model=small_model(method), method=method, **{**given, **small_budget(method), **options}
+    )

@@ -71,6 +71,11 @@ def small_model(method):
     return "mlp" if re.search(r"\bdp(sgd)?\b", str(method)) else SmallBatchNorm()
 
 
+def small_budget(method):
+    """Options of a run for methods that split batches, which one of a single sample does not allow."""
+    return {"drop_last": True} if "perfedavg" in str(method) else {}
+
+
 class Spy(ServerRule):
     """FedAvg that shows the local models and their weights to the test."""
 

@@ -11,6 +11,7 @@ from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
 from unskew.simulation.round_loop import run_rounds
@@ -85,7 +86,8 @@ class Quadratics:
         self.spec = ModelSpec(module, (x.shape[1],), 1, dtype=torch.float64)
         self.method = chosen if not isinstance(chosen, str) else method(chosen)
         training = training or Training(local_steps=STEPS, batch_size=100, lr=LR, precision="fp64")
-        setup = EngineConfig(self.spec, fed, self.method.client, HalfSquares(), training, seed, torch.device("cpu"))
+        device, plan = torch.device("cpu"), RoundPlan(rounds=1000)  # more than any test asks for
+        setup = EngineConfig(self.spec, fed, self.method.client, HalfSquares(), training, seed, device, plan=plan)
         self.engine = {"inline": InlineEngine, "vectorized": VectorizedEngine}[engine](setup)
         weights = weights or self.method.weights or "samples"
         self.server = Server(self.method, server_rule(self.method), self.spec, FederationInfo.of(fed), weights)

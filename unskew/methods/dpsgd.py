@@ -61,7 +61,7 @@ AT_ONCE = 1 << 26
 """Largest number of values in the gradients of single samples that are in memory at once, per client."""
 ALLOWED: Mapping[str, Collection[str]] = {
     "gradient": ("fedprox", "scaffold", "feddyn", "fedpvr"),  # one gradient per step, to which they add other terms
-    "trainable_mask": ("fedrep",),
+    "trainable_mask": ("fedrep", "fedbabu"),
 }
 """Rules that may override a hook that sees batches."""
 DATA_HOOKS = {

@@ -18,7 +18,7 @@ The default 2/3 is ``E_h = 10``, ``E_b = 5``, as in six of the seven scripts of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -26,16 +26,15 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.errors import ConfigError
+from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec, slices_mask
-from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Slices, SyncRule, Tensors, Weights
-from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.rules import ClientRule, Context, Slices, Tensors, Weights
 from unskew.protocol.search_space import Space, uniform_range
 
 
 @dataclass(frozen=True)
-class FedRep(ClientRule, SyncRule):
+class FedRep(ClientRule, PartialSharing):
     """Shared body with one head per client.
 
     Attributes:
@@ -52,29 +51,9 @@ class FedRep(ClientRule, SyncRule):
 
     head_share: Annotated[float, Field(ge=0, le=1)] = 2 / 3
 
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the model has a body to share.
-
-        Args:
-            run: Run to check, with its configuration, federation and model.
-
-        Raises:
-            ConfigError: If the model has no trained body, so that nothing would be sent, or updates are delayed.
-        """
-        notes = super().check(run)
-        if not run.spec.parts["body"]:
-            raise ConfigError(
-                "fedrep shares the body of the model and keeps its head at the clients, but this model has no trained body. "
-                "Use a model with more layers, or another method."
-            )
-        return notes
-
-    def exchanged_slices(
-        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
-    ) -> tuple[Slices, Slices]:
-        """Exchange the body in both directions. A client starts with the head of the initial model."""
-        body = tuple(spec.parts["body"])
-        return body, body
+    def shared_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slices of the body."""
+        return tuple(spec.parts["body"])
 
     def local_slices(self, spec: ModelSpec) -> Slices:
         """Return the slices of the head."""
@@ -88,14 +67,3 @@ class FedRep(ClientRule, SyncRule):
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
         """Return the mask of the head in the first steps, then that of the body."""
         return carry["head"] == (batch.step < carry["steps"])
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules with a server part, which would need the heads, and other rules with personal models."""
-        for rule in method.client:
-            if rule is self:
-                continue
-            if type(rule).server_update is not ClientRule.server_update or isinstance(rule, ServerRule):
-                return f"{rule.name} uses the whole model at the server, but fedrep keeps the heads at the clients."
-            if rule.has_personal_model:
-                return f"{rule.name} and fedrep both define a client's personal model. Remove one of them."
-        return None

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
+from unskew.methods.partial_sharing import other_personal
 from unskew.protocol.rules import ClientRule, Method
 
 
@@ -29,7 +30,4 @@ class FineTune(ClientRule):
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject other rules with personal models."""
-        other = next((rule.name for rule in method.client if rule.has_personal_model), None)
-        if other is None:
-            return None
-        return f"{other} and ft both define a client's personal model. Remove one of them."
+        return other_personal(self, method)

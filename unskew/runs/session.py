@@ -89,8 +89,9 @@ class Session:
                 diagnosis.begin()
             texts = [*self.warnings, *filter(None, [self.samples.problem if self.samples else None])]
             if personal_models.has_fine_tuning(self.method) and not self.config.eval_clients:
+                name = next(rule.name for rule in self.method.rules if "final_training" in rule.needs)
                 texts.append(
-                    "ft fine-tunes only evaluated clients; with eval_clients=0 no personal metrics are reported."
+                    f"{name} fine-tunes only evaluated clients; with eval_clients=0 no personal metrics are reported."
                 )
             for text in texts:
                 self.recorder.warn(text)

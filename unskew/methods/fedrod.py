@@ -1,0 +1,156 @@
+"""FedRoD: a generic head for all clients and a personal head for each, on one body.
+
+Chen, Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification", 2022, arXiv:2107.00778,
+Algorithm 1. With features ``a``, the generic head ``G``, the personal head ``P_k`` and ``n_kc`` samples of class ``c``::
+
+    z_g = G(a);   z_p = stop(z_g) + P_k(stop(a))                            stop: no gradient
+    loss  CE(z_g + gamma log n_k, y) + CE(z_p, y)                           balanced softmax; absent classes: -inf
+    server averages body and G;   P_k stays at the client
+
+The generic model predicts with ``z_g``, a personal model with ``G(a) + P_k(a)``. ``P`` is added to the model with weights 0,
+so the global model is the one with ``P = 0``. The paper's hypernetwork, which creates ``P_k`` for new clients, is not
+implemented. ``P`` has a bias if ``G`` has one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from unskew.errors import ConfigError
+from unskew.methods.logit_adjustment import LogitAdjustment
+from unskew.methods.partial_sharing import PartialSharing, other_personal
+from unskew.models.body_head import merge_slices
+from unskew.models.execution import Batch, LossFn
+from unskew.models.spec import ModelSpec
+from unskew.protocol.rules import Context, Method, Slices, Tensors
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
+
+
+class TwoHeads(nn.Module):
+    """Sum of a generic and a personal linear head; the personal one is 0 at first."""
+
+    def __init__(self, generic: nn.Linear):
+        super().__init__()
+        self.generic = generic
+        self.personal = copy.deepcopy(generic)
+        for parameter in self.personal.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map features ``[B, f]`` to logits ``[B, C]``."""
+        return self.generic(x) + self.personal(x)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=16)
+def head_slices(spec: ModelSpec, personal: bool) -> Slices:
+    """Return the slices of the personal head, or of the rest of the model.
+
+    Args:
+        spec: Layout of the model.
+        personal: Select the personal head.
+    """
+    start, spans = 0, []
+    for name, size in zip(spec.names, spec.sizes, strict=True):
+        if name.startswith(f"{spec.head_name}.personal.") == personal:
+            spans.append(slice(start, start + size))
+        start += size
+    return merge_slices(spans)
+
+
+@dataclass(frozen=True)
+class FedRoD(LogitAdjustment, PartialSharing):
+    """Generic and personal heads on a shared body.
+
+    Attributes:
+        gamma: Strength of the balanced softmax of the generic head.
+    """
+
+    name: ClassVar[str] = "fedrod"
+    summary: ClassVar[str] = "a shared balanced head, and a head of each client's own that corrects it"
+    paper: ClassVar[str] = "Chen and Chao 2022, arXiv:2107.00778"
+    # Half a decade around the paper's 1.
+    spaces: ClassVar[Mapping[str, Space]] = {"gamma": log_range(0.3, 3.0)}
+
+    gamma: Annotated[float, Field(gt=0)] = 1.0
+
+    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
+        """Add the personal head.
+
+        Args:
+            module: The model.
+            head: Name of its head.
+
+        Returns:
+            A copy of the model with both heads, and the name of the module that contains them.
+
+        Raises:
+            ConfigError: If the head is not a linear layer.
+        """
+        module = copy.deepcopy(module)
+        old = module.get_submodule(head)
+        if not isinstance(old, nn.Linear):
+            raise ConfigError(f"fedrod needs a model with a linear head, but its head is a {type(old).__name__}.")
+        if not head:
+            return nn.Sequential(TwoHeads(old)), "0"
+        parent, _, name = head.rpartition(".")
+        setattr(module.get_submodule(parent), name, TwoHeads(old))
+        return module, head
+
+    def shared_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slices of the body and the generic head."""
+        return head_slices(spec, False)
+
+    def local_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slices of the personal head."""
+        return head_slices(spec, True)
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject what rules with adjusted logits, a shared part or personal models reject."""
+        adjusted = LogitAdjustment.conflict_with(self, method)
+        return adjusted or PartialSharing.conflict_with(self, method) or other_personal(self, method)
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that the loss has no class weights, and that updates are not delayed."""
+        return [*LogitAdjustment.check(self, run), *PartialSharing.check(self, run)]
+
+    def adjust(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """Return ``z + gamma log n_k``, which is ``-inf`` for absent classes."""
+        return logits + self.gamma * torch.log(counts)
+
+    def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
+        """Replace the task's loss by the losses of both heads."""
+
+        def both(v: Tensor, batch: Batch) -> Tensor:
+            loss = loss_fn(v, batch)
+            logits, features = ctx.model(v, batch.x, batch.track)
+            a = features.to(v.dtype)
+            z_g = linear(ctx.spec, v, "generic", a)
+            z_p = z_g.detach() + linear(ctx.spec, v, "personal", a.detach())
+            heads = ctx.task.loss(self.adjust(z_g, ctx.client_info["counts"]), batch.y) + ctx.task.loss(z_p, batch.y)
+            return loss + (heads - ctx.task.loss(logits, batch.y))
+
+        return both
+
+
+def linear(spec: ModelSpec, v: Tensor, name: str, features: Tensor) -> Tensor:
+    """Compute the logits of one of the two heads, ``[B, C]``.
+
+    Args:
+        spec: Layout of the model.
+        v: Parameters, ``[d]``.
+        name: ``generic`` or ``personal``.
+        features: Input of the head, ``[B, f]``.
+    """
+    parameters = spec.parameters(v)
+    prefix = f"{spec.head_name}.{name}"
+    return F.linear(features, parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias"))

@@ -1,0 +1,127 @@
+"""Per-FedAvg: a global model that is good for every client after one gradient step on its data.
+
+Fallah, Mokhtari, Ozdaglar, "Personalized Federated Learning: A Meta-Learning Approach", 2020, arXiv:2002.07948, Algorithm 1.
+The batch of a step is split into equal parts ``B1``, ``B2`` and, for ``hf``, ``B3``::
+
+    t  = theta_k - alpha grad f(theta_k; B1);    g = grad f(t; B2)
+    fo   theta_k <- theta_k - beta g
+    hf   theta_k <- theta_k - beta (g - alpha (grad f(theta_k + delta g; B3) - grad f(theta_k - delta g; B3)) / (2 delta))
+
+``hf`` replaces the product of ``g`` with the Hessian by a difference of gradients. After the last round, a client takes
+``steps`` steps of size ``alpha`` from the global model, on whole batches, to get its personal model. Samples that remain
+after an equal split are not used. A learning-rate schedule scales ``beta`` as it scales the run's rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.errors import ConfigError
+from unskew.methods.partial_sharing import other_personal
+from unskew.models.execution import Batch, GradFn
+from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
+
+
+@dataclass(frozen=True)
+class PerFedAvg(ClientRule):
+    """Meta-learning of an initial model for one step of personalization.
+
+    Attributes:
+        weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
+        version: First-order ``fo``, or ``hf`` with differences of gradients in place of the Hessian.
+        beta: Learning rate of the global model.
+        alpha: Learning rate of the personal step; None for the run's ``lr``.
+        delta: Step of the differences of gradients, for ``hf``.
+        steps: Number of personal steps after the last round.
+    """
+
+    name: ClassVar[str] = "perfedavg"
+    summary: ClassVar[str] = "a global model that is good after one step at each client"
+    paper: ClassVar[str] = "Fallah et al. 2020, arXiv:2002.07948"
+    needs = ("final_training",)
+    weights: ClassVar[Weights | None] = "uniform"
+    # Around the default, up to rates as large as those of FedAvg.
+    spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(1e-4, 0.1)}
+
+    version: Literal["fo", "hf"] = "fo"
+    beta: Annotated[float, Field(gt=0)] = 0.001
+    alpha: Annotated[float, Field(ge=0)] | None = None
+    delta: Annotated[float, Field(gt=0)] = 0.001
+    steps: Annotated[int, Field(ge=1)] = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts into which a batch is split."""
+        return 3 if self.version == "hf" else 2
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject other rules with personal models."""
+        return other_personal(self, method)
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate the optimizer, the number of local steps and the size of the batches.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
+
+        Raises:
+            ConfigError: If the optimizer is not plain SGD, a client takes fewer than ``steps`` local steps, or a batch has
+                too few samples to be split.
+        """
+        need_plain_sgd(self.name, run)
+        for size, client in {size: client for client, size in enumerate(run.federation.sizes.tolist())}.items():
+            if run.training.steps(size, client) < self.steps:
+                raise ConfigError(
+                    f"perfedavg:steps={self.steps} is more than the local steps of client {client}. Use fewer steps, or more "
+                    "local_steps or local_epochs."
+                )
+            if min(cut.stop - cut.start for cut in run.training.cuts(size)) < self.num_parts:
+                raise ConfigError(
+                    f"perfedavg splits every batch into {self.num_parts} parts, but the last batch of client {client} has "
+                    "fewer samples. Set drop_last, or another batch_size."
+                )
+        return ()
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """Return the meta-gradient, times ``beta / lr``; after the last round, the gradient of the personal steps."""
+
+        def personal(v: Tensor, batch: Batch) -> Tensor:
+            g = grad_fn(v, batch) * (batch.step < self.steps)
+            return g if self.alpha is None else g * (self.alpha / batch.lr)
+
+        def meta(v: Tensor, batch: Batch) -> Tensor:
+            size = len(batch.y) // self.num_parts
+            spans = [slice(part * size, (part + 1) * size) for part in range(self.num_parts)]
+            parts = [batch._replace(x=batch.x[span], y=batch.y[span]) for span in spans]
+            alpha = batch.lr if self.alpha is None else self.alpha
+            g = grad_fn(v - alpha * grad_fn(v, parts[0]), parts[1].untracked())
+            if self.version == "hf":
+                ahead, behind = (grad_fn(v + s * self.delta * g, parts[2].untracked()) for s in (1, -1))
+                g = g - alpha * (ahead - behind) / (2 * self.delta)
+            return g * (self.beta / ctx.training.lr)
+
+        return personal if ctx.final else meta
+
+
+def need_plain_sgd(name: str, run: PreRunContext) -> None:
+    """Validate that local steps are those of plain SGD.
+
+    Args:
+        name: Name of the method, for the error.
+        run: Run to check.
+
+    Raises:
+        ConfigError: If the optimizer is another one, or has momentum, decay or clipping.
+    """
+    if not run.training.plain_sgd:
+        raise ConfigError(
+            f"{name} supports only plain SGD. Use optimizer=sgd with momentum=0 and weight_decay=0, and do not set "
+            "clip_grad_norm."
+        )
