@@ -154,7 +154,7 @@ def test_a_run_that_is_killed_before_the_survey_is_resumed_with_it(tmp_path, mon
 
 
 def test_it_needs_feature_vectors_and_a_shared_model():
-    with pytest.raises(MethodConflictError, match="keeps the heads at the clients"):
+    with pytest.raises(MethodConflictError, match="shares only a part of it"):
         unskew.method("fedrep+ccvr")
     with pytest.raises(MethodConflictError, match="clients keep parts of the model"):
         unskew.method("fedbn+ccvr")

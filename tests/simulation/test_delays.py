@@ -320,9 +320,9 @@ def test_statistics_wait_with_the_model_and_move_by_the_mean_change_of_the_buffe
     sent, b, change, expected = {}, None, [], []
     cast, deliver = Server.broadcast, Network.deliver
 
-    def broadcast(server, round, client):
+    def broadcast(server, round, client, weight=None):
         sent[client] = server.b.numpy().copy()
-        return cast(server, round, client)
+        return cast(server, round, client, weight)
 
     def delivered(network, round, results):
         nonlocal b
