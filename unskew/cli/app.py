@@ -15,6 +15,7 @@ import typer
 
 from unskew.cli import info as cli_info
 from unskew.cli.audit_privacy import audit_privacy
+from unskew.cli.benchmark import benchmark
 from unskew.cli.common import (
     SEEDS,
     AsJson,
@@ -270,6 +271,7 @@ app.command()(evaluate)
 app.command()(export)
 app.command()(predict)
 app.command()(privacy)
+app.command()(benchmark)
 app.command("audit-privacy")(audit_privacy)
 app.command()(report)
 app.command()(reproduce)

@@ -131,6 +131,7 @@ EXAMPLES = {
     "predict": "unskew predict runs/digits-fedavg-seed0 new.csv",
     "evaluate": "unskew evaluate runs/digits-fedavg-seed0 new.csv",
     "report": "unskew report runs/compare-digits",
+    "benchmark": "unskew benchmark skew --federation digits-rotated --method fedavg --method scaffold",
     "reproduce": "unskew reproduce --list",
     "audit-privacy": "unskew audit-privacy runs/private --canaries 50",
     "privacy": "unskew privacy --clients 3383 --cohort 120 --rounds 100 --noise 1.2",

@@ -97,11 +97,14 @@ def store_outcome(
 
 
 def outcome_path(run: dict[str, Any]) -> Path:
-    """Return the path of an outcome: data, method, partition and seed. Only the hash at the end identifies it.
+    """Return the path of an outcome, from its data, method, partition and seed. The hash at the end identifies it.
 
     >>> outcome_path({"data": "digits", "method": "fedprox:mu=0.1", "partition": "classes:2", "seed": 3}).as_posix()
     'digits/fedprox-mu=0.1/classes-2-seed3-b42ddabb.json'
     """
+    if "benchmark" in run:
+        what = f"{_readable(run['method'])}-trials{run['trials']}"
+        return Path(_readable(run["federation"])) / f"{what}-{identity_hash(run)[:DIGITS]}.json"
     if "study" in run:
         folder, what = Path("studies") / _readable(run["study"]), run["part"]
     else:

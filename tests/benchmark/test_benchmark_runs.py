@@ -1,0 +1,139 @@
+"""Benchmark suites: files, units, outcomes, references, tables and pages."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from support.running import call
+
+import unskew
+from unskew.benchmark.pages import write_pages
+from unskew.benchmark.results import read_results
+from unskew.benchmark.runner import SuiteRuns, Unit
+from unskew.benchmark.suite import included, load_suite
+from unskew.errors import ConfigError
+
+SETTINGS = {
+    "data": "digits",
+    "clients": 3,
+    "partition": "dirichlet:0.5",
+    "model": "logistic",
+    "holdout": 0.2,
+    "max_train_samples": 300,
+    "rounds": 4,
+    "local_steps": 2,
+    "lr": 0.1,
+    "engine": "inline",
+}
+
+
+@pytest.fixture
+def suite_file(tmp_path):
+    federation = {"title": "Few digits", "kind": "controlled", "source": "scikit-learn", "settings": SETTINGS}
+    absent = {**federation, "title": "Absent", "kind": "natural", "needs": "absent.csv"}
+    absent["settings"] = {"data": "table:$data/absent.csv", "label": "y", "partition": "natural:site"}
+    suite = {
+        "title": "Small suite",
+        "trials": 2,
+        "seeds": [1, 2],
+        "federations": ["few.yaml", "absent.yaml"],
+        "methods": ["fedavg", "fedprox", "fedper", "ditto"],
+        "untuned": ["fedavg"],
+        "references": ["pooled", "local"],
+        "space": {"fedprox.mu": [0.1, 1.0], "batch_size": 16},
+    }
+    for name, content in (("few", federation), ("absent", absent), ("small", suite)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "small.yaml"
+
+
+def test_included_suites_and_federations_are_valid():
+    for name in included("suites"):
+        _, federations = load_suite(name)
+        assert {federation.kind for federation in federations} == {"natural", "controlled"}
+    used = {federation.name for name in included("suites") for federation in load_suite(name)[1]}
+    assert used <= set(included("federations"))
+
+
+def test_suite_runs_once_and_its_numbers_are_those_of_single_runs(suite_file, tmp_path, capsys):
+    pytest.importorskip("optuna")
+    results, pages = tmp_path / "results", tmp_path / "pages"
+    arguments = ("benchmark", suite_file, "--results", results)
+    first = call(capsys, *arguments, "--pages", pages)
+    assert first.code == 0, first.err
+    assert "absent is left out: the file absent.csv is missing" in " ".join(first.out.split())
+    runs = SuiteRuns(*load_suite(str(suite_file)), results)
+    stored = runs.stored()
+    done = [unit for unit in runs.units() if unit.federation == "few"]
+    assert set(stored) == set(done)
+
+    outcome = stored[Unit("few", "fedprox", 2)]
+    options = {name: value for name, value in outcome["options"].items() if "." not in name}
+    method = f"fedprox:mu={outcome['options']['fedprox.mu']}"
+    for seed, summary, curve in zip((1, 2), outcome["summaries"], outcome["curves"], strict=True):
+        result = unskew.run(**{**SETTINGS, **options}, method=method, seed=seed)
+        assert summary["accuracy"] == pytest.approx(result.summary["accuracy"], rel=1e-4)
+        assert summary["client_accuracy_mean"] == pytest.approx(result.summary["client_accuracy_mean"], rel=1e-4)
+        assert summary["bytes"] == result.summary["bytes_up"] + result.summary["bytes_down"]
+        np.testing.assert_allclose(curve, [row["accuracy"] for row in result.history], rtol=1e-4)
+    configured = stored[Unit("few", "fedavg", 1)]
+    assert configured["options"]["lr"] == 0.1
+
+    tuned = stored[Unit("few", "fedavg", 2)]["options"]
+    fields = {**SETTINGS, **tuned}
+    compared = unskew.compare(methods=["fedavg", "pooled", "local"], seeds=[1, 2], **fields)
+    for name, metric in (("pooled", "accuracy"), ("local", "client_accuracy_mean")):
+        values = [summary[metric] for summary in compared.summaries[name]]
+        found = [summary[metric] for summary in stored[Unit("few", name, 2)]["summaries"]]
+        np.testing.assert_allclose(found, values, rtol=1e-4)
+
+    [few] = read_results(runs)
+    assert set(few.values("global")) == {"fedavg", "fedprox", "pooled"}
+    assert set(few.not_applicable) == {"fedper"}  # a linear model has no body
+    assert set(few.values("clients")) == {"fedavg", "fedprox", "ditto", "pooled", "local"}
+    before = sorted((path, path.stat().st_mtime_ns) for path in results.rglob("*.json"))
+    printed = json.loads(call(capsys, *arguments, "--json").out)
+    assert sorted((path, path.stat().st_mtime_ns) for path in results.rglob("*.json")) == before
+    assert len(printed["units"]) == len(done)
+    assert (pages / "index.md").is_file()
+    assert "fedprox" in (pages / "few.md").read_text(encoding="utf-8")
+    assert {path.name for path in write_pages(runs, tmp_path / "again")} == {path.name for path in pages.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": ["fedavgg"]}, "There is no method 'fedavgg'"),
+        ({"seeds": [0, 1]}, "used for tuning"),
+        ({"methods": ["fedavg", "fedavg"]}, "listed twice"),
+        ({"references": ["scaffold"]}, "not a reference"),
+        ({"federations": ["nowhere"]}, "There is no federation 'nowhere'"),
+        ({"federations": ["nowhere.yaml"]}, "There is no file"),
+        ({"settings": {"learning_rate": 1}}, "learning_rate"),
+        ({"settings": {"seed": 1}}, "sets seed"),
+        ({"trial": 3}, "trial"),
+    ],
+)
+def test_wrong_suites_are_rejected(suite_file, change, message):
+    values = {**yaml.safe_load(suite_file.read_text()), **change}
+    suite_file.write_text(yaml.safe_dump(values))
+    with pytest.raises(ConfigError, match=message):
+        load_suite(str(suite_file))
+
+
+def test_unknown_names_are_rejected(suite_file, tmp_path):
+    runs = SuiteRuns(*load_suite(str(suite_file)), tmp_path)
+    with pytest.raises(ConfigError, match="no federation 'many'"):
+        runs.units(federations=["many"])
+    with pytest.raises(ConfigError, match="no method 'moon'"):
+        runs.units(methods=["moon"])
+    with pytest.raises(ConfigError, match="There is no suite 'skewed'"):
+        load_suite("skewed")
+
+
+def test_location_of_the_data_does_not_change_the_identity(suite_file, tmp_path):
+    one, two = (SuiteRuns(*load_suite(str(suite_file)), tmp_path, tmp_path / name) for name in ("a", "b"))
+    unit = one.units(federations=["absent"])[0]
+    assert one.identity(unit) == two.identity(unit)
+    assert "$data" in one.identity(unit)["settings"]["data"]

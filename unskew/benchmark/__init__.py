@@ -1,0 +1,1 @@
+"""Benchmark of methods on many federations, each method tuned with the same budget."""

@@ -1,0 +1,279 @@
+"""Execution of a benchmark suite: one unit per federation and method, which tunes the method and runs fresh seeds.
+
+Each finished unit is stored as a small JSON file, whose name depends on everything that determines its numbers. Run
+the suite again to continue: stored units are not repeated.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unskew.benchmark.suite import BenchmarkFederation, Suite, missing_file, run_settings
+from unskew.comparison.references import is_local, is_reference, reference_config, without_global_model
+from unskew.config.loader import experiment
+from unskew.data.load import federation_of
+from unskew.engines.cpu import num_cores
+from unskew.errors import ConfigError, DataError, EngineError
+from unskew.methods.registry import method
+from unskew.records.recorder import Callback
+from unskew.reproduction.outcomes import Files, Outcome, outcome_files, read_outcome, write_outcome
+from unskew.runs.cost import estimate
+from unskew.runs.parallel import check_parallel, run_in_pool, run_jobs, run_on_cluster
+from unskew.runs.process_pool import Job
+from unskew.runs.run import run_experiment
+from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
+from unskew.tuning.tune import tune
+
+VERSION = 1
+"""Version of the outcomes; increased when a change makes older ones incomparable."""
+POINTS = 25
+"""Maximum number of rounds that a stored curve has."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Unit of work: tuning and fresh seeds of one method on one federation.
+
+    Attributes:
+        federation: Name of the federation.
+        method: Method expression.
+        trials: Number of trials; 1 runs the configured options.
+    """
+
+    federation: str
+    method: str
+    trials: int
+
+
+class SuiteRuns:
+    """Units of a suite and their stored outcomes.
+
+    Args:
+        suite: The suite.
+        federations: Federations of the suite.
+        results: Folder of the outcomes.
+        data: Folder of the data files, or None.
+    """
+
+    def __init__(
+        self, suite: Suite, federations: Sequence[BenchmarkFederation], results: Path, data: Path | None = None
+    ):
+        self.suite = suite
+        self.federations = {federation.name: federation for federation in federations}
+        self.results = results
+        self.data = None if data is None else data.absolute()
+
+    def units(self, federations: Sequence[str] = (), methods: Sequence[str] = ()) -> list[Unit]:
+        """Return the units of the suite, method by method, and without those that a federation excludes.
+
+        Args:
+            federations: Federations to run; empty for all.
+            methods: Methods to run; empty for all.
+
+        Raises:
+            ConfigError: If the suite has no such federation or method.
+        """
+        suite = self.suite
+        names = [suite.baseline, *suite.references, *suite.methods[1:]]
+        for kind, wanted, available in (("federation", federations, self.federations), ("method", methods, names)):
+            for name in wanted:
+                if name not in available:
+                    raise ConfigError(f"The suite {suite.name} has no {kind} {name!r}. It has {', '.join(available)}.")
+        chosen = []
+        for name in names:
+            for federation in self.federations.values():
+                chosen_here = (not methods or name in methods) and (not federations or federation.name in federations)
+                if chosen_here and name not in federation.without:
+                    chosen.append(Unit(federation.name, name, suite.trials))
+                    if name in suite.untuned:
+                        chosen.append(Unit(federation.name, name, 1))
+        return chosen
+
+    def missing(self) -> dict[str, str]:
+        """Return the missing file of each federation whose data are not available."""
+        missing = {name: missing_file(federation, self.data) for name, federation in self.federations.items()}
+        return {name: path for name, path in missing.items() if path is not None}
+
+    def identity(self, unit: Unit) -> dict[str, Any]:
+        """Return everything that determines the numbers of a unit, without the location of the data."""
+        settings = run_settings(self.suite, self.federations[unit.federation], None)
+        return {
+            "benchmark": VERSION,
+            "federation": unit.federation,
+            "method": unit.method,
+            "trials": unit.trials,
+            "seeds": self.suite.seeds,
+            "tuning_seed": self.suite.tuning_seed,
+            "space": self.suite.space,
+            "settings": {name: value for name, value in settings.items() if name not in ("engine", "device")},
+        }
+
+    def stored(self, files: Files | None = None) -> dict[Unit, Outcome]:
+        """Return the stored outcomes of all units.
+
+        Args:
+            files: Outcome files, if they have been listed.
+        """
+        files = outcome_files(self.results) if files is None else files
+        outcomes = {unit: read_outcome(files, self.identity(unit)) for unit in self.units()}
+        return {unit: outcome for unit, outcome in outcomes.items() if outcome is not None}
+
+    def estimate(self, units: Sequence[Unit], places: int) -> tuple[float, list[str]]:
+        """Estimate the time of units from FedAvg's local steps on each federation.
+
+        Args:
+            units: Units to run.
+            places: Number of units that run at the same time.
+
+        Returns:
+            Seconds, if every method took as long as FedAvg and no trial ended early, and the federations that could not
+            be measured.
+        """
+        total, unknown = 0.0, []
+        for name in dict.fromkeys(unit.federation for unit in units):
+            config = experiment({**run_settings(self.suite, self.federations[name], self.data), "method": "fedavg"})
+            runs = sum(unit.trials + len(self.suite.seeds) for unit in units if unit.federation == name)
+            cost = estimate(
+                {"fedavg": (config, method("fedavg"), runs)}, federation_of(config.data_spec, 0), None, 1, 0.0
+            )
+            if cost is None or not cost.seconds:
+                unknown.append(name)
+            else:
+                total += runs * cost.seconds["fedavg"]
+        return total / max(1, places), unknown
+
+    def carry_out(self, units: Sequence[Unit], parallel: int | str = 1) -> Iterator[tuple[Unit, str | None]]:
+        """Run units and store their outcomes. A unit that fails does not stop the others.
+
+        Args:
+            units: Units to run, such as those without an outcome.
+            parallel: Number of concurrent units, ``auto``, or ``N@HOST:PORT`` on a Ray cluster whose nodes can access
+                the data and the results under the same paths.
+
+        Yields:
+            Each finished unit, and the error with which it failed or None.
+        """
+        check_parallel(parallel)
+        if isinstance(parallel, str) and "@" in parallel:
+            places: int = run_on_cluster(parallel, len(units), small=True)
+        else:
+            places = min(num_cores() if isinstance(parallel, str) else parallel, len(units))
+        if run_in_pool(places):
+            works = [Job(unit, run_unit, (unit,), after=self._before(unit, units)) for unit in units]
+            for unit, failure in run_jobs(works, places, self):
+                yield unit, failure  # type: ignore[misc]
+            return
+        for unit in units:
+            yield unit, run_unit(self, unit, [])
+
+    def _before(self, unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:
+        """Return the unit of the baseline, whose options a reference uses, if it is yet to run."""
+        baseline = Unit(unit.federation, self.suite.baseline, self.suite.trials)
+        return (baseline,) if is_reference(unit.method) and baseline in units else ()
+
+
+def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str | None:
+    """Tune a method on a federation, run the fresh seeds, and store the outcome.
+
+    Args:
+        runs: Suite of the unit.
+        unit: Unit to run.
+        callbacks: Callbacks of the job; not used.
+
+    Returns:
+        The error with which the unit failed; None if its outcome was stored.
+    """
+    started = time.perf_counter()
+    settings = run_settings(runs.suite, runs.federations[unit.federation], runs.data)
+    settings.setdefault("eval_every", max(1, math.ceil(experiment(settings).rounds / POINTS)))
+    try:
+        outcome = _reference(runs, unit, settings) if is_reference(unit.method) else _tuned(runs.suite, unit, settings)
+    except (ConfigError, DataError) as error:
+        outcome = {"not_applicable": str(error)}
+    except Exception as error:  # also out of memory: the other units go on, and this one has no outcome
+        return f"{type(error).__name__}: {error}"
+    outcome["seconds"] = round(time.perf_counter() - started, 1)
+    write_outcome(runs.results, runs.identity(unit), outcome, indent=None)
+    return None
+
+
+def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
+    """Return the outcome of tuning a method and running it with fresh seeds."""
+    owners = {part.partition(":")[0] for part in unit.method.split("+")}
+    space = {key: value for key, value in suite.space.items() if "." not in key or key.partition(".")[0] in owners}
+    shares_images = any(rule.generates_data for rule in method(unit.method).data)
+    with tempfile.TemporaryDirectory() as folder:
+        result = tune(
+            methods=[unit.method],
+            trials=unit.trials,
+            seeds=suite.seeds,
+            seed=suite.tuning_seed,
+            search_space=space,
+            out=Path(folder) / "tuning" if shares_images else None,  # trials share the images of a folder
+            **settings,
+        )
+    [tuned], [summaries] = result.tuned.values(), result.comparison.summaries.values()
+    [histories] = result.comparison.histories.values()
+    return {
+        "personal": tuned.judged_by.endswith("of personal models"),
+        "options": tuned.options,
+        "validation": {"configured": _rounded(tuned.configured), "tuned": _rounded(tuned.value)},
+        "trials": tuned.trials,
+        **results_of_runs(summaries, histories),
+    }
+
+
+def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome:
+    """Return the outcome of a reference, which uses the tuned training options of the baseline."""
+    suite = runs.suite
+    baseline = read_outcome(runs.results, runs.identity(Unit(unit.federation, suite.baseline, suite.trials)))
+    if baseline is None or "options" not in baseline:
+        raise EngineError(f"{unit.method} uses the options of {suite.baseline}, which has no outcome. Run it first.")
+    options = {name: value for name, value in baseline["options"].items() if "." not in name}
+    share, alone = experiment(settings).participation, is_local(unit.method)
+    spelling = unit.method if alone or share == 1 else f"{unit.method}:participation={share:g}"
+    summaries, histories = [], []
+    for seed in suite.seeds:
+        values = {**settings, **options, "seed": seed, "method": spelling}
+        result = run_experiment(experiment(reference_config(values, spelling)), method=method(spelling))
+        summaries.append(without_global_model(result.summary) if alone else result.summary)
+        histories.append([] if alone else result.history)
+    return {"personal": False, "options": options, **results_of_runs(summaries, histories)}
+
+
+def results_of_runs(
+    summaries: Sequence[Mapping[str, Any]], histories: Sequence[Sequence[Mapping[str, Any]]]
+) -> Outcome:
+    """Return the metrics, curves and traffic of runs with different seeds, rounded to five digits.
+
+    Args:
+        summaries: Summary of each run.
+        histories: History of each run, one row per round; empty without a global model.
+    """
+    objective = objective_metric(summaries[0]).name
+    name = client_metric_name(objective, primary_metric_name(summaries[0]))
+    names = [f"{whose}_{name}_{what}" for whose in ("client", "personal") for what in ("mean", "worst")]
+    metrics = [
+        {key: _rounded(summary[key]) for key in (objective, *names) if summary.get(key) is not None}
+        | {"bytes": summary["bytes_up"] + summary["bytes_down"], "diverged": bool(summary.get("diverged"))}
+        for summary in summaries
+    ]
+    scored = [[row for row in history if row.get(objective) is not None] for history in histories]
+    curves: Outcome = {
+        "rounds": [row["round"] for row in scored[0]],
+        "bytes": [row["bytes_up"] + row["bytes_down"] for row in scored[0]],
+        "curves": [[_rounded(row[objective]) for row in rows] for rows in scored],
+    }
+    if scored[0] and "seconds_simulated" in scored[0][0]:
+        curves["seconds_simulated"] = [[_rounded(row["seconds_simulated"]) for row in rows] for rows in scored]
+    return {"objective": objective, "client_metric": name, "summaries": metrics, **curves}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")

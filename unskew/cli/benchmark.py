@@ -1,0 +1,174 @@
+"""``unskew benchmark``: tune and compare methods on many federations, with equal budgets."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unskew.cli.common import AsJson, Parallel, console_for, exit_on_signal, print_json
+from unskew.errors import ConfigError
+from unskew.filesystem import parse_path
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unskew.benchmark.runner import SuiteRuns, Unit
+
+
+def benchmark(
+    suite: Annotated[str, typer.Argument(help="Name of a suite, or a YAML file.")] = "skew",
+    federations: Annotated[
+        list[str] | None, typer.Option("--federation", help="Run only this federation. Repeatable.")
+    ] = None,
+    methods: Annotated[list[str] | None, typer.Option("--method", help="Run only this method. Repeatable.")] = None,
+    data_path: Annotated[
+        Path | None,
+        typer.Option("--data-path", parser=parse_path, metavar="PATH", help="Folder of the data files."),
+    ] = None,
+    results: Annotated[
+        Path, typer.Option("--results", parser=parse_path, metavar="PATH", help="Folder of the outcomes.")
+    ] = Path("results/benchmark"),
+    parallel: Parallel = "1",
+    listing: Annotated[
+        bool, typer.Option("--list", help="List the federations and methods, and missing files.")
+    ] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Only estimate the time.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Show the stored outcomes without running anything.")] = False,
+    pages: Annotated[
+        Path | None,
+        typer.Option("--pages", parser=parse_path, metavar="PATH", help="Folder for Markdown pages and heat maps."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tune methods with equal budgets on many federations, and compare them; finished parts are not repeated."""
+    from unskew.benchmark.pages import write_pages
+    from unskew.benchmark.runner import SuiteRuns
+    from unskew.benchmark.suite import load_suite
+    from unskew.runs.cost import duration
+    from unskew.runs.parallel import read_parallel
+    from unskew.tuning.study import optuna_library
+
+    at_once, console = read_parallel(parallel), console_for(as_json)
+    runs = SuiteRuns(*load_suite(suite), results, data_path)
+    wanted = runs.units(federations or (), methods or ())
+    missing, stored = runs.missing(), runs.stored()
+    if listing:
+        _list(runs, missing, stored, console, as_json)
+        return
+    todo = [unit for unit in wanted if unit not in stored and unit.federation not in missing]
+    left_out = dict.fromkeys(unit.federation for unit in wanted if unit.federation in missing)
+    failures: dict[Unit, str] = {}
+    if not show:
+        for name in left_out:
+            text = f"{name} is left out: the file {missing[name]} is missing. Set --data-path to its folder."
+            console.print(text, style="yellow", soft_wrap=True, highlight=False)
+        if todo:
+            optuna_library()
+            places = 1 if isinstance(at_once, str) else at_once
+            seconds, unknown = runs.estimate(todo, places)
+            text = (
+                f"{len(todo)} of {len(wanted)} units to run: about {duration(seconds)} if all took as long as FedAvg."
+            )
+            if unknown:
+                text += f" Not measured: {', '.join(unknown)}."
+            console.print(text, soft_wrap=True, highlight=False)
+        if estimate:
+            return
+        failures = _run(runs, todo, at_once, results, console)
+    if pages is not None:
+        write_pages(runs, pages)
+    if as_json:
+        stored = runs.stored()
+        shown = [{**vars(unit), **stored[unit]} for unit in wanted if unit in stored]
+        print_json(
+            {
+                "suite": runs.suite.name,
+                "units": shown,
+                "failures": [[*vars(u).values(), t] for u, t in failures.items()],
+            }
+        )
+    else:
+        _show(runs, set(federations or ()), console)
+        if pages is not None:
+            console.print(f"The pages are in {pages}; start with {pages}/index.md.", soft_wrap=True, highlight=False)
+    if failures:
+        unit, reason = next(iter(failures.items()))
+        raise ConfigError(
+            f"{len(failures)} units failed, first {unit.method} on {unit.federation}: {reason} Run the command again to "
+            "repeat them."
+        )
+
+
+def _run(runs: SuiteRuns, todo: list[Unit], at_once: int | str, results: Path, console: Console) -> dict[Unit, str]:
+    """Run units with a progress bar, and return the errors of those that failed."""
+    from unskew.cli.progress import make_progress
+
+    failures = {}
+    with exit_on_signal(results, shlex.join(["unskew", *sys.argv[1:]])), make_progress(console) as progress:
+        progress.start()
+        task = progress.add_task(runs.suite.name, total=len(todo), accuracy="")
+        for unit, failure in runs.carry_out(todo, at_once):
+            progress.advance(task)
+            if failure is not None:
+                failures[unit] = failure
+    return failures
+
+
+def _list(
+    runs: SuiteRuns, missing: dict[str, str], stored: dict[Unit, dict[str, object]], console: Console, as_json: bool
+) -> None:
+    """Print the federations of a suite, with their finished units and missing files."""
+    from unskew.cli.fit_table import ReflowTable
+
+    suite, units = runs.suite, runs.units()
+    if as_json:
+        names = [federation.model_dump() for federation in runs.federations.values()]
+        print_json({"suite": suite.model_dump() | {"federations": names}, "missing": missing})
+        return
+    table = ReflowTable("federation", "title", "finished", "missing file", title=suite.title)
+    for name, federation in runs.federations.items():
+        own = [unit for unit in units if unit.federation == name]
+        done = sum(unit in stored for unit in own)
+        table.add_row(name, federation.title, f"{done} of {len(own)}", missing.get(name, ""))
+    console.print(table)
+    console.print(f"Methods: {', '.join(suite.methods)}; references: {', '.join(suite.references)}.", soft_wrap=True)
+
+
+def _show(runs: SuiteRuns, federations: set[str], console: Console) -> None:
+    """Print the table of each requested federation, or the overview of all."""
+    from unskew.benchmark.pages import KINDS, VIEWS
+    from unskew.benchmark.results import read_results
+    from unskew.benchmark.tables import federation_table, overview_table, ranks_note, tuning_table
+    from unskew.cli.fit_table import ReflowTable
+
+    results = [own for own in read_results(runs) if not federations or own.federation.name in federations]
+    if not results:
+        console.print(f"There are no outcomes of {runs.suite.baseline} yet.")
+        return
+
+    def put(title: str, header: list[str], rows: list[list[str]]) -> None:
+        table = ReflowTable(*header, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*(cell.replace("`", "").replace("**", "") for cell in row))
+        console.print(table)
+
+    if federations:
+        for own in results:
+            title, header, rows = federation_table(own)
+            put(f"{own.federation.title}: {title}", header, rows)
+        return
+    for kind, name in KINDS.items():
+        own_kind = [own for own in results if own.federation.kind == kind]
+        if not own_kind:
+            continue
+        console.print(name, style="bold")
+        put(*tuning_table(own_kind))
+        for view in VIEWS:
+            overview = overview_table(own_kind, runs.suite.methods[1:], view)
+            if overview[2]:
+                put(*overview)
+                console.print(ranks_note(own_kind, view), soft_wrap=True)
