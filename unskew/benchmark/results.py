@@ -61,7 +61,7 @@ class FederationResults:
 
     @property
     def complete(self) -> bool:
-        """Whether the baseline has an outcome, without which nothing is compared."""
+        """True if the baseline has an outcome, without which nothing is compared."""
         return self.baseline in self.outcomes
 
     @property
@@ -83,9 +83,9 @@ class FederationResults:
         """
         values = {}
         for name, outcome in self.outcomes.items():
-            found = _view(outcome, view, "worst" if worst else "mean", self.points)
-            if found is not None:
-                values[name] = found
+            per_seed = _view(outcome, view, "worst" if worst else "mean", self.points)
+            if per_seed is not None:
+                values[name] = per_seed
         return values
 
     def differences(self, view: View, worst: bool = False) -> dict[str, Difference]:

@@ -124,12 +124,12 @@ class SuiteRuns:
         outcomes = {unit: read_outcome(files, self.identity(unit)) for unit in self.units()}
         return {unit: outcome for unit, outcome in outcomes.items() if outcome is not None}
 
-    def estimate(self, units: Sequence[Unit], places: int) -> tuple[float, list[str]]:
+    def estimate(self, units: Sequence[Unit], at_once: int) -> tuple[float, list[str]]:
         """Estimate the time of units from FedAvg's local steps on each federation.
 
         Args:
             units: Units to run.
-            places: Number of units that run at the same time.
+            at_once: Number of units that run at the same time.
 
         Returns:
             Seconds, if every method took as long as FedAvg and no trial ended early, and the federations that could not
@@ -146,7 +146,7 @@ class SuiteRuns:
                 unknown.append(name)
             else:
                 total += runs * cost.seconds["fedavg"]
-        return total / max(1, places), unknown
+        return total / max(1, at_once), unknown
 
     def carry_out(self, units: Sequence[Unit], parallel: int | str = 1) -> Iterator[tuple[Unit, str | None]]:
         """Run units and store their outcomes. A unit that fails does not stop the others.
@@ -159,14 +159,10 @@ class SuiteRuns:
         Yields:
             Each finished unit, and the error with which it failed or None.
         """
-        check_parallel(parallel)
-        if isinstance(parallel, str) and "@" in parallel:
-            places: int = run_on_cluster(parallel, len(units), small=True)
-        else:
-            places = min(num_cores() if isinstance(parallel, str) else parallel, len(units))
-        if run_in_pool(places):
+        at_once = num_parallel_units(parallel, len(units))
+        if run_in_pool(at_once):
             works = [Job(unit, run_unit, (unit,), after=self._before(unit, units)) for unit in units]
-            for unit, failure in run_jobs(works, places, self):
+            for unit, failure in run_jobs(works, at_once, self):
                 yield unit, failure  # type: ignore[misc]
             return
         for unit in units:
@@ -176,6 +172,22 @@ class SuiteRuns:
         """Return the unit of the baseline, whose options a reference uses, if it is yet to run."""
         baseline = Unit(unit.federation, self.suite.baseline, self.suite.trials)
         return (baseline,) if is_reference(unit.method) and baseline in units else ()
+
+
+def num_parallel_units(parallel: int | str, units: int) -> int:
+    """Return the number of units that run at the same time.
+
+    Args:
+        parallel: Requested number, ``auto`` for one per core, or ``N@HOST:PORT`` on a Ray cluster.
+        units: Number of units.
+
+    Raises:
+        ConfigError: If ``parallel`` is not valid.
+    """
+    check_parallel(parallel)
+    if isinstance(parallel, str) and "@" in parallel:
+        return run_on_cluster(parallel, units, small=True)
+    return min(num_cores() if isinstance(parallel, str) else parallel, units)
 
 
 def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str | None:

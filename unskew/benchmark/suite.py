@@ -15,9 +15,10 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from unskew.config.loader import experiment
+from unskew.config.loader import experiment, load_yaml
 from unskew.errors import ConfigError, plain_message, unknown_name
 from unskew.methods.registry import REFERENCES, check_expression
+from unskew.provenance import TRUST, Named, check_trusted, with_provenance
 
 Settings = dict[str, Any]
 PLACEHOLDER = "$data"
@@ -71,8 +72,8 @@ class Suite(BaseModel):
     tuning_seed: int = 0
     settings: Settings = Field(default_factory=dict)
     federations: Annotated[list[str], Field(min_length=1)]
-    methods: Annotated[list[str], Field(min_length=1)]
-    untuned: list[str] = Field(default_factory=list)
+    methods: Annotated[list[Named], Field(min_length=1)]
+    untuned: list[Named] = Field(default_factory=list)
     references: list[str] = Field(default_factory=list)
     space: dict[str, Any] = Field(default_factory=dict)
 
@@ -110,22 +111,26 @@ def included(kind: str) -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
-def load_suite(name: str) -> tuple[Suite, list[BenchmarkFederation]]:
+def load_suite(name: str, trust_code: bool = False) -> tuple[Suite, list[BenchmarkFederation]]:
     """Read a suite and its federations.
 
     Args:
         name: Name of an included suite, or a YAML file, whose federations may be files relative to it.
+        trust_code: Whether files may name code to import.
 
     Raises:
-        ConfigError: If a file does not exist or is not valid.
+        ConfigError: If a file does not exist, is not valid, or names code to import without being trusted.
     """
-    suite = _read(Suite, name, "suites", None)
+    suite = _read(Suite, name, "suites", None, trust_code)
     folder = Path(name).parent if _is_file(name) else None
-    federations = [_read(BenchmarkFederation, entry, "federations", folder) for entry in suite.federations]
+    federations = [_read(BenchmarkFederation, entry, "federations", folder, trust_code) for entry in suite.federations]
     names = [federation.name for federation in federations]
     twice = [federation for federation in names if names.count(federation) > 1]
     if twice:
         raise ConfigError(f"Two federations of the suite are named {twice[0]}. Rename one of their files.")
+    for expression in (*suite.methods, *suite.untuned):
+        if any("." in part.partition(":")[0] for part in check_expression(expression)):
+            check_trusted(expression, f"the method {expression!r}")
     for federation in federations:
         check_settings(suite, federation)
     return suite, federations
@@ -162,7 +167,7 @@ def run_settings(suite: Suite, federation: BenchmarkFederation, data: Path | Non
     if data is None:
         return settings
     return {
-        name: value.replace(PLACEHOLDER, str(data)) if isinstance(value, str) else value
+        name: with_provenance(value.replace(PLACEHOLDER, str(data)), value) if isinstance(value, str) else value
         for name, value in settings.items()
     }
 
@@ -183,22 +188,18 @@ def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def _read(kind: type[File], name: str, where: str, folder: Path | None) -> File:
+def _read(kind: type[File], name: str, where: str, folder: Path | None, trust_code: bool) -> File:
     """Read and validate a file: an included one by its name, or one relative to a folder."""
     if _is_file(name):
-        path = Path(name) if folder is None else folder / name
-        if not path.is_file():
-            raise ConfigError(f"There is no file {path}. Check the path.")
-        text = path.read_text(encoding="utf-8")
+        values = load_yaml(Path(name) if folder is None else folder / name, None if trust_code else TRUST)
     elif name in included(where):
-        text = (files("unskew") / "benchmark" / where / f"{name}.yaml").read_text(encoding="utf-8")
+        path = files("unskew") / "benchmark" / where / f"{name}.yaml"
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     else:
         raise ConfigError(unknown_name("suite" if kind is Suite else "federation", name, included(where)))
     try:
-        return kind.model_validate({"name": Path(name).stem if _is_file(name) else name, **yaml.safe_load(text)})
+        return kind.model_validate({"name": Path(name).stem if _is_file(name) else name, **values})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where_in_file = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(f"{name} is not valid at {where_in_file}: {plain_message(first['msg'])}.") from error
-    except (yaml.YAMLError, TypeError) as error:
-        raise ConfigError(f"{name} is not a YAML file with a mapping of names to values.") from error

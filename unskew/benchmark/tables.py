@@ -123,11 +123,11 @@ def ranks_note(results: Sequence[FederationResults], view: View) -> str:
     if ranks.p is None or ranks.critical is None:
         return "Ranks need at least three methods that ran on all of at least two federations."
     baseline = results[0].baseline
-    place = f" {baseline} has mean rank {ranks.mean[baseline]:.1f}." if baseline in ranks.mean else ""
+    baseline_rank = f" {baseline} has mean rank {ranks.mean[baseline]:.1f}." if baseline in ranks.mean else ""
     return (
         f"Mean ranks are those of the {len(ranks.mean)} methods that ran on all {ranks.federations} federations. "
         f"Friedman's test: p = {ranks.p:.2g}. Mean ranks that differ by less than {ranks.critical:.1f} are not "
-        f"distinguished (Nemenyi, 5 %).{place}"
+        f"distinguished (Nemenyi, 5 %).{baseline_rank}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, Parallel, console_for, exit_on_signal, print_json
+from unskew.cli.common import AsJson, DataPath, Parallel, TrustCode, console_for, exit_on_signal, print_json
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 
@@ -25,10 +25,7 @@ def benchmark(
         list[str] | None, typer.Option("--federation", help="Run only this federation. Repeatable.")
     ] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Run only this method. Repeatable.")] = None,
-    data_path: Annotated[
-        Path | None,
-        typer.Option("--data-path", parser=parse_path, metavar="PATH", help="Folder of the data files."),
-    ] = None,
+    data_path: DataPath = None,
     results: Annotated[
         Path, typer.Option("--results", parser=parse_path, metavar="PATH", help="Folder of the outcomes.")
     ] = Path("results/benchmark"),
@@ -42,18 +39,19 @@ def benchmark(
         Path | None,
         typer.Option("--pages", parser=parse_path, metavar="PATH", help="Folder for Markdown pages and heat maps."),
     ] = None,
+    trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Tune methods with equal budgets on many federations, and compare them; finished parts are not repeated."""
     from unskew.benchmark.pages import write_pages
-    from unskew.benchmark.runner import SuiteRuns
+    from unskew.benchmark.runner import SuiteRuns, num_parallel_units
     from unskew.benchmark.suite import load_suite
     from unskew.runs.cost import duration
     from unskew.runs.parallel import read_parallel
     from unskew.tuning.study import optuna_library
 
     at_once, console = read_parallel(parallel), console_for(as_json)
-    runs = SuiteRuns(*load_suite(suite), results, data_path)
+    runs = SuiteRuns(*load_suite(suite, trust_code), results, None if data_path is None else parse_path(data_path))
     wanted = runs.units(federations or (), methods or ())
     missing, stored = runs.missing(), runs.stored()
     if listing:
@@ -68,8 +66,7 @@ def benchmark(
             console.print(text, style="yellow", soft_wrap=True, highlight=False)
         if todo:
             optuna_library()
-            places = 1 if isinstance(at_once, str) else at_once
-            seconds, unknown = runs.estimate(todo, places)
+            seconds, unknown = runs.estimate(todo, num_parallel_units(at_once, len(todo)))
             text = (
                 f"{len(todo)} of {len(wanted)} units to run: about {duration(seconds)} if all took as long as FedAvg."
             )
