@@ -85,6 +85,16 @@ def test_fine_tuning_works_with_methods_that_store_client_states(method):
     assert 0 <= summary["unseen_personal_accuracy_mean"] <= 1
 
 
+@pytest.mark.parametrize("method", ["fedavg+ft", "fedbabu", "ifca:groups=2"])
+def test_personal_models_of_named_unseen_clients(method, tmp_path):
+    data = {"data": "synthetic:1,1", "partition": "natural:client", "clients": 6}
+    options = RUN | {"model": "mlp"}
+    result = unskew.run(**data, **options, method=method, unseen=0.34, out=tmp_path / "run")
+    assert "unseen_personal_accuracy_mean" in result.summary
+    rows = [json.loads(line) for line in (tmp_path / "run/clients.jsonl").read_text().splitlines()]
+    assert len({row["name"] for row in rows}) == 6
+
+
 def test_methods_with_models_from_training_report_the_global_model_only():
     summary = unskew.run(**DATA, **RUN, method="ditto", unseen=0.34).summary
     assert "unseen_accuracy_mean" in summary

@@ -1,20 +1,31 @@
 """Advice: rules and their page, what methods declare, limits, the printed comparison, and trying it."""
 
-import dataclasses
 import math
 import operator
-import re
 import shlex
 
 import numpy as np
 import pytest
 from support.federations import blobs
-from support.pages import DOCS, section, table
+from support.pages import DOCS
 from support.running import call
 
 import unskew
-from unskew.diagnosis.advice_cautions import CAUTIONS
-from unskew.diagnosis.advice_rules import RULES
+from unskew.benchmark.evidence import score_page
+from unskew.diagnosis import advice as advice_module
+from unskew.diagnosis.evidence import (
+    SCALES,
+    WORTHWHILE,
+    ExpectedGain,
+    MeasuredFederation,
+    expected_gains,
+    load_evidence,
+    order_by_cost,
+    reliability,
+    score_leaving_out,
+    similarity,
+    summarize_scores,
+)
 from unskew.diagnosis.features import AdviceLimits
 from unskew.diagnosis.successive_halving import validate_advice
 from unskew.errors import ConfigError, DataError
@@ -31,51 +42,122 @@ def report():
     return unskew.diagnose(fed, **SMALL, synthetic_fractions=[0.25], engine="inline")
 
 
+IN_ORDER = {
+    "fedft": 5,
+    "feddle": 4,
+    "scaffold": 3,
+    "fedssyn:generator=gan-small": 2,
+    "fedavgm": 1.4,
+    "fedprox": 0.7,
+    "moon": 0.1,
+}
+"""Gains in the evidence of these tests, which does not depend on measurements."""
+
+
+@pytest.fixture(autouse=True)
+def evidence(monkeypatch):
+    """Evidence of one federation that is unlike any other."""
+    gains = {"global": IN_ORDER, "clients": {"fedavgm": 2.0, "ditto": 1.0}}
+    place = {"clients": 9.0}
+    only = MeasuredFederation("only", "Only", place, gains, {"global": [], "clients": []}, {})
+    monkeypatch.setattr(advice_module, "load_evidence", lambda: ([only], {}))
+
+
 def names(spellings):
     return [spelling.partition(":")[0] for spelling in spellings]
 
 
-def test_the_page_lists_the_rules_as_they_are(report):
-    """Sources and evidence in their order; the method is that which the rule makes of some situation."""
-    text = section((DOCS / "advice.md").read_text(), "The rules")
-    rows = table(text)
-    situation = dataclasses.replace(report.advice().situation, over_traffic=2.0, features=0.2)
-    told = [(re.search("`(.*?)`", row[0])[1], row[2], row[3]) for row in rows]
-    assert told == [(names([r.method(situation)])[0], str(r.evidence), r.source) for r in RULES]
-    rows = table(text.split("Cautions take")[1])
-    assert [(tuple(re.findall("`(.*?)`", row[0])), row[2]) for row in rows] == [(c.methods, c.source) for c in CAUTIONS]
-    for rule in (*RULES, *CAUTIONS):
-        assert rule.because(situation)
+def measured(name, place, gains, traffic=1.0):
+    """A federation of the benchmark with the same gains in both views."""
+    by_view = {"global": gains, "clients": gains}
+    return MeasuredFederation(name, name, place, by_view, {"global": [], "clients": []}, dict.fromkeys(gains, traffic))
 
 
-def test_what_skew_asks_for_comes_with_its_numbers(report):
+def test_expected_gain_is_a_kernel_average_shrunk_to_the_mean():
+    near, far = {"label skew": 0.5, "clients": 1.0}, {"label skew": 0.0, "clients": 2.4}
+    evidence = [measured("a", near, {"x": 4.0, "y": -1.0}), measured("b", far, {"x": 0.0})]
+    weight = math.exp(-((0.5 / 0.25) ** 2 + (1.4 / 0.7) ** 2) / 2)
+    by_name = {entry.method: entry for entry in expected_gains(near, "global", evidence)}
+    assert by_name["x"].gain == pytest.approx((2.0 + 1.0 * 4.0 + weight * 0.0) / (1 + 1 + weight))
+    assert by_name["y"].gain == pytest.approx(-1.0)  # measured once: the mean is that measurement
+    assert by_name["x"].measured == [("a", 4.0), ("b", 0.0)]
+    assert similarity({"kind of inputs": "images"}, {"kind of inputs": "texts"}) == pytest.approx(math.exp(-0.5))
+    assert similarity({"feature skew": None, "clients": 1.0}, {"feature skew": 0.9, "clients": 1.0}) == 1.0
+
+
+def test_close_gains_are_ordered_by_cost():
+    gains = [("a", 3.0, 2.0), ("b", 2.6, 1.0), ("c", 2.4, 0.5), ("d", -1.0, 0.1)]
+    expected = [ExpectedGain(name, gain, [], traffic) for name, gain, traffic in gains]
+    assert [entry.method for entry in order_by_cost(expected, lambda entry: entry.traffic)] == ["b", "a", "c", "d"]
+
+
+def test_scores_leave_the_federation_out():
+    """With itself in the evidence, the advice for ``odd`` would be ``x``."""
+    place = {"label skew": 0.5}
+    evidence = [measured(name, place, {"x": -2.0, "y": 2.0}, 0.5) for name in "abc"]
+    evidence.append(measured("odd", place, {"x": 50.0, "y": 1.0}, 0.5))
+    rows = {row["federation"]: row for row in score_leaving_out(evidence, "global")}
+    assert rows["odd"]["advised"] == ["y"]
+    assert (rows["odd"]["first"], rows["odd"]["best_of_all"], rows["odd"]["best_method"]) == (1.0, 50.0, "x")
+    assert rows["odd"]["traffic"] == 0.5
+    scores = summarize_scores(list(rows.values()))
+    assert scores["first_above"] == 1.0 or rows["a"]["advised"][0] == "x"
+    assert scores["missing"] == pytest.approx(
+        sum(row["best_of_all"] - max(0, row["best_of_advised"]) for row in rows.values()) / 4
+    )
+
+
+def test_page_and_terminal_have_the_scores_of_the_evidence():
+    page = " ".join((DOCS / "advice.md").read_text().split())
+    evidence, stored = load_evidence()
+    assert score_page(evidence) in (DOCS / "advice.md").read_text()
+    for view in ("global", "clients"):
+        scores = summarize_scores(score_leaving_out(evidence, view))
+        assert {name: round(value, 3) for name, value in scores.items()} == stored["scores"][view]
+    assert f"{stored['scores']['global']['within_one_point']:.0%}" in reliability("global")
+    for name, scale in SCALES.items():
+        assert f"| {name} | {scale:g} |" in page
+    for federation in evidence:
+        assert set(federation.coordinates) == set(SCALES)
+        for expression in federation.gains["clients"]:
+            method(expression)
+
+
+def test_suggestions_are_the_expected_gains_that_fit(report):
     advice = report.advice()
-    assert names(s.method for s in advice.suggestions)[:2] == ["fedssyn", "scaffold"]
-    assert [s.rank for s in advice.suggestions] == sorted((s.rank for s in advice.suggestions), reverse=True)
-    distance = f"{report.labels['label_distance_mean']:.2f}"
-    assert all(distance in s.reasons[0] for s in advice.suggestions if s.method.startswith(("scaffold", "fedavgm")))
-    for one in advice.suggestions:
-        method(one.method)  # options are within their bounds
-        assert one.reasons
-        assert one.sources
-    prox = next(s for s in advice.suggestions if s.method.startswith("fedprox"))
-    found = advice.situation.dissimilarity
-    wanted = found / (1 + found) / (0.1 * 10)
-    assert float(prox.method.split("=")[1]) == pytest.approx(wanted, rel=0.1)
+    assert names(s.method for s in advice.suggestions) == ["scaffold", "fedssyn", "fedavgm", "fedprox"]
+    assert [s.gain for s in advice.suggestions] == pytest.approx([3, 2, 1.4, 0.7])
+    assert [s.method for s in advice.personal] == ["ditto"]
+    assert advice.methods == ["fedavg", *(s.method for s in advice.suggestions[:3])]
+    assert advice.suggestions[0].reason.startswith("Expected gain over tuned FedAvg: +3.0 points.")
+    assert "Only (+3.0)" in advice.suggestions[0].reason
     assert {e.method: "needs data at the server" in e.reason for e in advice.excluded} == {
         "fedft": True,
         "feddle": True,
     }
+    assert any("Tune first" in note for note in advice.notes)
 
 
-def test_costs_sort_methods_of_equal_evidence(report):
+def test_measured_evidence_suggests_methods_that_exist():
+    """The file in the package, whatever was measured."""
+    for entry in expected_gains({"label skew": 0.5}, "clients", load_evidence()[0]):
+        method(entry.method)
+    assert WORTHWHILE > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advice_module, "load_evidence", lambda: ([], {}))
+        fed = unskew.load_federation("digits", partition="iid", clients=4)
+        advice = unskew.diagnose(fed, **SMALL).advice()
+    assert advice.suggestions == []
+    assert advice.methods == ["fedavg"]
+    assert any("Keep FedAvg" in note for note in advice.notes)
+
+
+def test_costs_order_methods_of_close_gains(report):
     advice = report.advice().with_costs()
     assert {s.method for s in advice.suggestions} == {s.method for s in report.advice().suggestions}
-    keys = [(-s.rank, math.inf if s.seconds is None else s.seconds) for s in advice.suggestions]
-    assert keys == sorted(keys)
-    missing = [s.method.partition(":")[0] for s in advice.suggestions if s.seconds is None]
-    assert missing == ["fedssyn"]
-    assert all(s.cost > 0 for s in advice.suggestions if s.seconds is not None)
+    ordered = order_by_cost(sorted(advice.suggestions, key=lambda s: -s.gain), lambda s: s.cost or math.inf)
+    assert [s.method for s in advice.suggestions] == [s.method for s in ordered]
+    assert all(s.cost > 0 for s in advice.suggestions if not s.method.startswith("fedssyn"))
     assert any("Estimated time of FedAvg" in note for note in advice.notes)
 
 
@@ -117,15 +199,6 @@ def test_limits_are_read_and_refused(report):
             AdviceLimits.read(**wrong)
     with pytest.raises(DataError, match="must keep some"):
         report.advice(server_data=360)
-
-
-def test_without_skew_it_says_so():
-    fed = unskew.load_federation("digits", partition="iid", clients=4)
-    advice = unskew.diagnose(fed, **SMALL).advice()
-    assert names(s.method for s in advice.suggestions) == ["fedavgm"]
-    assert "no label skew" in advice.suggestions[0].reasons[0]
-    delayed = unskew.diagnose(fed, **SMALL, network="fixed:2", method="fedavg").advice()
-    assert names(s.method for s in delayed.suggestions) == ["fedbuff"]
 
 
 def test_feature_skew_is_the_share_between_clients():
@@ -199,7 +272,7 @@ LIMITS = "--max-traffic 1MB --secure-aggregation --server-data 100 --privacy eps
 def test_the_command_gives_advice_as_json(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = call(capsys, "diagnose", *WORDS.split(), "--json").json()["advice"]
-    assert found["suggestions"][0]["sources"]
+    assert found["suggestions"][0]["measured"] == [["Only", 3.0]]
     assert found["command"].startswith("unskew compare fedavg ")
     assert "--local-steps 1" in found["command"]
     assert call(capsys, "diagnose", "--max-traffic", "lots").code == 2
@@ -219,16 +292,17 @@ def test_the_comparison_that_is_printed_can_be_run(capsys, tmp_path, monkeypatch
     assert [row["method"] for row in compared.json()["rows"]] == shlex.split(line)[2:6]
 
 
-def test_the_terminal_says_that_the_ranking_is_weak(capsys):
+def test_the_terminal_says_how_often_advice_was_right(capsys):
     """Also that a method's name is not repeated before a reason that begins with it."""
     from rich.console import Console
 
     from unskew.cli.advice import print_advice
-    from unskew.diagnosis.advice import Advice, Excluded
+    from unskew.diagnosis.advice import Advice, Excluded, Suggestion
 
     left = [Excluded("fedft", "fedft needs data."), Excluded("hfcl", "It would send too much.")]
-    print_advice(Console(width=200), Advice([], left, [], 1, None, None), "unskew compare")
+    some = [Suggestion("scaffold", 1.25, [("Only", 2.0)], [])]
+    print_advice(Console(width=200), Advice(some, [], left, [], 1, None, None), "unskew compare")
     printed = capsys.readouterr().out
-    assert "the ranking itself is weak, see docs/advice.md" in printed
+    assert reliability("global") in " ".join(printed.split())
     assert "fedft: fedft" not in printed
     assert "hfcl: It would" in printed

@@ -19,12 +19,6 @@ if TYPE_CHECKING:
     from unskew.diagnosis.successive_halving import AdviceTrial
     from unskew.records.recorder import Callback
 
-EVIDENCE = {
-    3: "our measurements: significant",
-    2: "our measurements: not significant",
-    1: "published; not measured by us",
-}
-
 
 class HalvingRound(ProgressLine):
     """Progress line without the message that a run is resumed, because every run of a trial is."""
@@ -43,6 +37,7 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         advice: Advice on methods.
         command: Command that compares the suggested methods.
     """
+    from unskew.diagnosis.evidence import reliability
     from unskew.runs.cost import duration
 
     def say(text: str, indent: int = 0, style: str | None = None) -> None:
@@ -52,25 +47,25 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         console.print(Padding(Text(text, style=style or ""), (0, 0, 0, indent)))
 
     console.print()
-    say(
-        "Methods worth comparing with fedavg (ranked by evidence; the ranking itself is weak, see docs/advice.md)",
-        style="italic",
+    groups = (
+        ("Methods worth comparing with fedavg", advice.suggestions),
+        ("If each client may have its own model (gains on the clients' own data)", advice.personal),
     )
-    has_costs = any(suggestion.seconds is not None for suggestion in advice.suggestions)
-    for number, suggestion in enumerate(advice.suggestions, 1):
-        sent = "" if suggestion.megabytes is None else f"; {suggestion.megabytes:.3g} MB in total"
-        time = (
-            f", about {duration(suggestion.seconds)} ({suggestion.cost:.2g} × fedavg)"
-            if suggestion.seconds is not None
-            else ""
-        )
-        if has_costs and suggestion.seconds is None:
-            time = ", time not estimated"
-        say(f"{number}. {suggestion.method}{time}", style="bold")
-        for text in (*suggestion.reasons, *suggestion.cautions):
-            say(text, 3)
-        doubt = "; caveat above" if suggestion.rank < suggestion.evidence else ""
-        say(f"[{EVIDENCE[suggestion.evidence]}{doubt}: {'; '.join(dict.fromkeys(suggestion.sources))}{sent}]", 3, "dim")
+    for title, suggestions in groups:
+        if not suggestions:
+            continue
+        say(title, style="italic")
+        has_costs = any(suggestion.seconds is not None for suggestion in suggestions)
+        for number, suggestion in enumerate(suggestions, 1):
+            time = ", time not estimated" if has_costs else ""
+            if suggestion.seconds is not None:
+                time = f", about {duration(suggestion.seconds)} ({suggestion.cost:.2g} × fedavg)"
+            sent = "" if suggestion.megabytes is None else f", {suggestion.megabytes:.3g} MB in total"
+            say(f"{number}. {suggestion.method}{time}{sent}", style="bold")
+            for text in (suggestion.reason, *suggestion.cautions):
+                say(text, 3)
+    if advice.suggestions:
+        say(f"{reliability('global')} See docs/advice.md.")
     if advice.excluded:
         say("Not applicable", style="italic")
         for left in advice.excluded:

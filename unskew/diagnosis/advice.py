@@ -1,4 +1,4 @@
-"""Advice on skewed data: suitable methods ordered by evidence, and methods that do not fit."""
+"""Advice on skewed data: methods with an expected gain over tuned FedAvg, and methods that do not fit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from unskew.config.loader import experiment
-from unskew.diagnosis.advice_cautions import CAUTIONS
 from unskew.diagnosis.advice_notes import budget_notes, notes
-from unskew.diagnosis.advice_rules import RULES, AdviceRule
+from unskew.diagnosis.evidence import (
+    WORTHWHILE,
+    ExpectedGain,
+    View,
+    coordinates,
+    expected_gains,
+    load_evidence,
+    order_by_cost,
+)
 from unskew.diagnosis.features import AdviceContext, AdviceLimits, SkewFeatures
 from unskew.diagnosis.traffic_estimate import estimate_traffic
 from unskew.errors import UnskewError
@@ -22,12 +29,15 @@ from unskew.methods.registry import method
 from unskew.protocol.rules import Method
 from unskew.runs.cost import duration, estimate
 from unskew.runs.validation import check_method
+from unskew.simulation.personal_models import has_personal_models
 
 if TYPE_CHECKING:
     from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 
-MOST = 3
+COMPARED = 3
 """Number of suggested methods that the printed comparison tests, in addition to FedAvg."""
+LISTED = 5
+"""Maximum number of suggestions, of each kind."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +46,32 @@ class Suggestion:
 
     Attributes:
         method: Method expression.
-        evidence: 3 if measured here with a decided result, 2 if measured here but not decided, 1 if only published.
-        rank: Evidence minus the deductions of cautions; suggestions are sorted by it.
-        reasons: Sentences with the metrics that the suggestion is based on.
-        cautions: Arguments against the method.
-        sources: Theory and result tables that the reasons and cautions are based on.
+        gain: Expected difference to tuned FedAvg in points of the primary metric.
+        measured: Title and measured difference of the most similar federations of the benchmark.
+        cautions: Warnings of the method about this setting.
         megabytes: Traffic up and down over all clients; None if no traffic limit was set.
         seconds: Estimated time of the run in seconds; None if it was not estimated.
         cost: Estimated time relative to FedAvg's.
     """
 
     method: str
-    evidence: int
-    rank: int
-    reasons: list[str]
+    gain: float
+    measured: list[tuple[str, float]]
     cautions: list[str]
-    sources: list[str]
     megabytes: float | None = None
     seconds: float | None = None
     cost: float | None = None
 
+    @property
+    def reason(self) -> str:
+        """Expected gain and the measurements that it is based on, as a sentence."""
+        similar = ", ".join(f"{title} ({gain:+.1f})" for title, gain in self.measured)
+        return f"Expected gain over tuned FedAvg: {self.gain:+.1f} points. Most similar data measured: {similar}."
+
 
 @dataclass(frozen=True)
 class Excluded:
-    """Method that a rule suggests but that does not fit.
+    """Method with an expected gain that does not fit.
 
     Attributes:
         method: Method expression.
@@ -72,18 +84,21 @@ class Excluded:
 
 @dataclass(frozen=True)
 class Advice:
-    """Suggested methods, best first, to compare with FedAvg.
+    """Methods to compare with FedAvg.
 
     Attributes:
-        suggestions: Methods that fit, those with the most evidence first.
-        excluded: Methods that do not fit, with the reason.
+        suggestions: Methods for one global model, the largest expected gain first; of close ones, the cheaper first.
+        personal: Methods that give each client a model of its own, in the same order; their gain is measured on the
+            clients' own data.
+        excluded: Methods with an expected gain that do not fit, with the reason.
         notes: Further information, including gaps of knowledge.
         rounds: Rounds of the comparison; fewer than configured if FedAvg would exceed the traffic limit.
         setting: Diagnosed data, model and configuration, with the limits applied.
-        situation: Features that the rules used.
+        situation: Features of the data and the model.
     """
 
     suggestions: list[Suggestion]
+    personal: list[Suggestion]
     excluded: list[Excluded]
     notes: list[str]
     rounds: int
@@ -93,10 +108,10 @@ class Advice:
     @property
     def methods(self) -> list[str]:
         """Methods of the comparison: FedAvg and the best suggestions."""
-        return ["fedavg", *(s.method for s in self.suggestions[:MOST])]
+        return ["fedavg", *(s.method for s in self.suggestions[:COMPARED])]
 
     def with_costs(self) -> Advice:
-        """Return the advice with the estimated time of each method; of equal evidence, the cheaper method comes first.
+        """Return the advice with the estimated time of each method; of close expected gains, the faster comes first.
 
         One client is trained for two rounds of FedAvg and of each suggested method. Methods that train generators
         before the first round have no estimate, because generators take most of their time.
@@ -105,7 +120,7 @@ class Advice:
         config = setting.config.model_copy(update={"rounds": self.rounds})
         estimated = [
             suggestion.method
-            for suggestion in self.suggestions
+            for suggestion in (*self.suggestions, *self.personal)
             if not any(rule.generates_data for rule in method(suggestion.method).data)
         ]
         names = ["fedavg", *estimated]
@@ -113,17 +128,24 @@ class Advice:
         costs = estimate(runs, setting.federation, setting.model, worth=0.0)
         if costs is None or "fedavg" not in costs.seconds:
             return self
-        suggestions = [
-            replace(suggestion, seconds=costs.seconds[suggestion.method], cost=costs.ratio(suggestion.method))
-            if suggestion.method in costs.seconds
-            else suggestion
-            for suggestion in self.suggestions
-        ]
-        suggestions.sort(
-            key=lambda suggestion: (-suggestion.rank, math.inf if suggestion.seconds is None else suggestion.seconds)
-        )
+
+        def with_time(suggestions: list[Suggestion]) -> list[Suggestion]:
+            timed = [
+                replace(suggestion, seconds=costs.seconds[suggestion.method], cost=costs.ratio(suggestion.method))
+                if suggestion.method in costs.seconds
+                else suggestion
+                for suggestion in suggestions
+            ]
+            timed.sort(key=lambda suggestion: -suggestion.gain)
+            return order_by_cost(timed, lambda suggestion: math.inf if suggestion.cost is None else suggestion.cost)
+
         text = f"Estimated time of FedAvg: {duration(costs.seconds['fedavg'])}."
-        return replace(self, suggestions=suggestions, notes=[*self.notes, " ".join([text, *costs.notes])])
+        return replace(
+            self,
+            suggestions=with_time(self.suggestions),
+            personal=with_time(self.personal),
+            notes=[*self.notes, " ".join([text, *costs.notes])],
+        )
 
     def options(self, file: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the fields of the comparison that differ from the defaults.
@@ -168,6 +190,7 @@ class Advice:
         """Return all fields as plain values."""
         return {
             "suggestions": [asdict(entry) for entry in self.suggestions],
+            "personal": [asdict(entry) for entry in self.personal],
             "excluded": [asdict(entry) for entry in self.excluded],
             "notes": self.notes,
             "methods": self.methods,
@@ -177,8 +200,10 @@ class Advice:
     def __str__(self) -> str:
         """Return the advice as text."""
         lines = []
-        for number, entry in enumerate(self.suggestions, 1):
-            lines += [f"{number}. {entry.method}", *(f"   {text}" for text in (*entry.reasons, *entry.cautions))]
+        for title, entries in (("", self.suggestions), ("With a model for each client:", self.personal)):
+            lines += [title] if title and entries else []
+            for number, entry in enumerate(entries, 1):
+                lines += [f"{number}. {entry.method}", *(f"   {text}" for text in (entry.reason, *entry.cautions))]
         lines += [f"not {entry.method}: {entry.reason}" for entry in self.excluded]
         return "\n".join([*lines, *self.notes, self.command()])
 
@@ -214,34 +239,58 @@ def advise(
             # Options that depend on the number of rounds use the number that the traffic limit allows.
             situation = replace(situation, rounds=rounds)
             setting = replace(setting, config=setting.config.model_copy(update={"rounds": rounds}))
-    evaluated = [evaluate_suggestion(rule, situation, setting, limits) for rule in RULES if rule.when(situation)]
-    excluded = [suggestion for suggestion in evaluated if isinstance(suggestion, Excluded)]
-    suggestions = [suggestion for suggestion in evaluated if isinstance(suggestion, Suggestion)]
-    suggestions.sort(key=lambda suggestion: -suggestion.rank)  # stable: equal ranks keep their order
+    suggestions, excluded = suggest("global", situation, setting, limits)
+    personal, excluded_personal = suggest("clients", situation, setting, limits)
+    excluded += [entry for entry in excluded_personal if entry not in excluded]
     notes_list = [*budget_notes(situation, limits, rounds), *notes(situation, limits, bool(suggestions))]
-    return Advice(suggestions, excluded, notes_list, rounds, setting, situation)
+    return Advice(suggestions, personal, excluded, notes_list, rounds, setting, situation)
 
 
-def evaluate_suggestion(
-    rule: AdviceRule, situation: SkewFeatures, setting: AdviceContext, limits: AdviceLimits
-) -> Suggestion | Excluded:
-    """Evaluate the method of a rule: return it as a suggestion, or the reason why it does not fit.
+def suggest(
+    view: View, situation: SkewFeatures, setting: AdviceContext, limits: AdviceLimits
+) -> tuple[list[Suggestion], list[Excluded]]:
+    """Return the methods with an expected gain: those that fit, and those that do not.
 
     Args:
-        rule: Rule that suggests a method.
+        view: ``global`` for methods with one global model, ``clients`` for methods with personal models.
         situation: Features of the data and the model.
         setting: Data, model and configuration.
         limits: User's limits.
     """
-    spelling = rule.method(situation)
-    chosen = method(spelling)
+    suggestions: list[Suggestion] = []
+    excluded = []
+    for expected in expected_gains(coordinates(situation), view, load_evidence()[0]):
+        if expected.gain < WORTHWHILE or len(suggestions) == LISTED:
+            continue
+        chosen = method(expected.method)
+        if view == "clients" and not has_personal_models(chosen, setting.spec):
+            continue
+        evaluated = evaluate_suggestion(expected, chosen, setting, limits)
+        if isinstance(evaluated, Excluded):
+            excluded.append(evaluated)
+        else:
+            suggestions.append(evaluated)
+    return suggestions, excluded
+
+
+def evaluate_suggestion(
+    expected: ExpectedGain, chosen: Method, setting: AdviceContext, limits: AdviceLimits
+) -> Suggestion | Excluded:
+    """Evaluate a method with an expected gain: return it as a suggestion, or the reason why it does not fit.
+
+    Args:
+        expected: Expected gain of the method.
+        chosen: The method.
+        setting: Data, model and configuration.
+        limits: User's limits.
+    """
     try:
         _, warnings = check_method(setting.config, setting.federation, setting.model, chosen)
     except UnskewError as error:
-        return Excluded(spelling, str(error))
+        return Excluded(expected.method, str(error))
     if limits.epsilon is not None and any(data_rule.generates_data for data_rule in chosen.data):
         return Excluded(
-            spelling,
+            expected.method,
             f"Generated images would have to be private at epsilon = {limits.epsilon:g}, and private generators took more "
             "rounds than no images (docs/results/fedssyn.md, privacy).",
         )
@@ -251,32 +300,9 @@ def evaluate_suggestion(
         total = before + each * setting.config.rounds
         if total > limits.traffic:
             return Excluded(
-                spelling,
+                expected.method,
                 f"It would send {total / 1e6:.3g} MB in {setting.config.rounds} rounds, more than the "
                 f"{limits.traffic / 1e6:.3g} MB allowed.",
             )
-    against = [c for c in CAUTIONS if caution_applies(c.methods, chosen) and c.when(situation)]
-    return Suggestion(
-        method=spelling,
-        evidence=rule.evidence,
-        rank=rule.evidence - sum(c.takes for c in against),
-        reasons=[capitalize_first(rule.because(situation))],
-        cautions=[*(capitalize_first(c.because(situation)) for c in against), *warnings],
-        sources=[rule.source, *(c.source for c in against)],
-        megabytes=None if total is None else total / 1e6,
-    )
-
-
-def caution_applies(names: Collection[str], chosen: Method) -> bool:
-    """Return whether a caution applies to a rule of a method.
-
-    Args:
-        names: Names of rules that the caution applies to.
-        chosen: The method.
-    """
-    return any(rule.name in names for rule in chosen.rules)
-
-
-def capitalize_first(text: str) -> str:
-    """Capitalize the first letter."""
-    return text[:1].upper() + text[1:]
+    megabytes = None if total is None else total / 1e6
+    return Suggestion(expected.method, expected.gain, expected.measured, list(warnings), megabytes)

@@ -125,11 +125,10 @@ class AdviceContext:
 
 @dataclass(frozen=True)
 class SkewFeatures:
-    """Features that the rules use.
+    """Features of data, model and budget that the advice uses.
 
     Attributes:
         task: Name of the task.
-        images: Whether inputs are 8-bit images.
         pixels: Longer side of the images.
         clients: Number of clients.
         mean_size: Mean number of training samples of a client.
@@ -137,26 +136,18 @@ class SkewFeatures:
         participation: Share of the clients that take part in a round.
         rounds: Number of rounds; smaller than ``asked`` if the traffic limit requires it.
         tau: Number of local steps per round of a client of mean size.
-        momentum: Momentum of the clients' optimizer.
-        by_epochs: Whether larger clients take more steps.
-        rate: Learning rate of the clients.
         delayed: Whether updates arrive late.
         skew: Total variation distance of clients' labels from all clients', minus the expected distance by chance; 0 to
             1.
-        distance: Mean total variation distance of clients' labels from all clients', as measured.
-        chance: Expected ``distance`` by chance for clients of these sizes.
         features: Share of the variance of inputs within a class that is between clients; None if not measured.
         dissimilarity: ``zeta^2``, corrected for finite clients, divided by ``||grad f||^2``.
         noise: ``sigma^2`` divided by batch size and ``zeta^2``: local steps from which drift exceeds noise.
         linear: Share of the parameters that are in linear layers.
-        norms: Whether the model has normalization buffers.
-        predicted: Corollary I's rounds with a quarter of shuffled synthetic data, relative to those without.
         asked: Configured number of rounds.
         over_traffic: FedAvg's traffic divided by the limit; None without a limit.
     """
 
     task: str
-    images: bool
     pixels: int
     clients: int
     mean_size: float
@@ -164,19 +155,12 @@ class SkewFeatures:
     participation: float
     rounds: int
     tau: float
-    momentum: float
-    by_epochs: bool
-    rate: float
     delayed: bool
     skew: float
-    distance: float
-    chance: float
     features: float | None
     dissimilarity: float
     noise: float
     linear: float
-    norms: bool
-    predicted: float | None
     asked: int
     over_traffic: float | None = None
 
@@ -207,7 +191,6 @@ class SkewFeatures:
         )
         return cls(
             task=fed.task,
-            images=x.dim() == 4 and x.dtype == torch.uint8,
             pixels=int(max(x.shape[2:])) if x.dim() == 4 else 0,
             clients=len(fed.clients),
             mean_size=float(sizes.mean()),
@@ -215,18 +198,11 @@ class SkewFeatures:
             participation=config.participation,
             rounds=config.rounds,
             tau=float(facts["tau"]),
-            momentum=config.momentum,
-            by_epochs=config.local_epochs is not None,
-            rate=config.lr,
             delayed=config.network.delay != "none",
             skew=max(0.0, distance - chance),
-            distance=distance,
-            chance=chance,
             features=labels.get("feature_skew"),
             dissimilarity=excess / gradient2 if gradient2 > 0 else 0.0,
             noise=sigma2 / facts["batch"] / excess if excess > 0 else math.inf,
             linear=linear / max(1, setting.spec.size),
-            norms=bool(setting.spec.buffer_names),
-            predicted=next((row["rounds"] for row in place.shares if row["p"] == 0.25), None),
             asked=config.rounds,
         )

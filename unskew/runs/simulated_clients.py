@@ -177,7 +177,8 @@ class SimulatedClients:
         scores, own = evaluate(None), None
         if personal_models.has_fine_tuning(parts.method) and not parts.method.data:
             name = "vectorized" if self.engine_name == "vectorized" else "inline"
-            engine = make_engine(name, replace(parts.setup, federation=replace(known, clients=AllClients(known))))
+            every = replace(known, clients=AllClients(known), client_names=(*known.client_names, *names))
+            engine = make_engine(name, replace(parts.setup, federation=every))
             first, at_once = len(known.clients), parts.sampler.size
 
             def tuned(clients: Sequence[int]) -> Served:

@@ -1,0 +1,137 @@
+"""Evidence of the advice, from the outcomes of a benchmark: ``python -m unskew.benchmark.evidence --data-path DATA``.
+
+Run it in the repository. It diagnoses every federation, which needs the data, and writes
+``unskew/diagnosis/evidence.json`` with features, gains and traffic, and with the scores of the advice for left-out
+federations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from unskew.benchmark.results import FederationResults, diverged, read_results
+from unskew.benchmark.runner import SuiteRuns
+from unskew.benchmark.suite import load_suite, run_settings
+from unskew.comparison.references import is_reference
+from unskew.diagnosis.diagnose import diagnose
+from unskew.diagnosis.evidence import MeasuredFederation, View, coordinates, score_leaving_out, summarize_scores
+from unskew.diagnosis.features import SkewFeatures
+from unskew.filesystem import write_atomic
+from unskew.reproduction.tables import markdown
+
+VIEWS: tuple[View, ...] = ("global", "clients")
+PATH, PAGE = Path("unskew/diagnosis/evidence.json"), Path("docs/advice.md")
+START, END = "<!-- scores -->", "<!-- end -->"
+
+
+def measured_federation(runs: SuiteRuns, results: FederationResults) -> MeasuredFederation:
+    """Diagnose a federation and collect its gains and traffic.
+
+    Args:
+        runs: Units of the suite.
+        results: Outcomes of the federation.
+    """
+    settings = run_settings(runs.suite, results.federation, runs.data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = diagnose(seed=runs.suite.tuning_seed, samples=100, curvature=False, **settings)
+    assert report.setting is not None
+    features = SkewFeatures.of(report.setting, report.labels, report.places[0], report.facts)
+    gains: dict[View, dict[str, float]] = {}
+    decided: dict[View, list[str]] = {}
+    for view in VIEWS:
+        differences = results.differences(view)
+        gains[view] = {name: round(difference.mean, 2) for name, difference in differences.items()}
+        decided[view] = [name for name, difference in differences.items() if difference.verdict != "tie"]
+    sent = {
+        name: statistics.fmean(summary["bytes"] for summary in outcome["summaries"])
+        for name, outcome in results.outcomes.items()
+        if not is_reference(name) and not diverged(outcome)
+    }
+    traffic = {name: round(value / sent[results.baseline], 3) for name, value in sent.items()}
+    rounded = {
+        name: value if value is None or isinstance(value, str) else round(value, 3)
+        for name, value in coordinates(features).items()
+    }
+    return MeasuredFederation(results.federation.name, results.federation.title, rounded, gains, decided, traffic)
+
+
+def collect(runs: SuiteRuns) -> dict[str, Any]:
+    """Return the content of the evidence file.
+
+    Args:
+        runs: Units of the suite.
+    """
+    results = read_results(runs)
+    evidence = [measured_federation(runs, own) for own in results]
+    tuning = [gain.mean for own in results if (gain := own.tuning_gain("global")) is not None]
+    scores = {view: summarize_scores(score_leaving_out(evidence, view)) for view in VIEWS}
+    return {
+        "made_with": f"unskew benchmark {runs.suite.name}",
+        "federations": [asdict(federation) for federation in evidence],
+        "tuning_gain": {"mean": round(statistics.fmean(tuning), 2), "federations": len(tuning)},
+        "scores": {view: {name: round(value, 3) for name, value in own.items()} for view, own in scores.items()},
+    }
+
+
+def score_page(evidence: Sequence[MeasuredFederation]) -> str:
+    """Return tables of the scores for left-out federations, as Markdown.
+
+    Args:
+        evidence: Measured federations.
+    """
+    titles = {"global": "One global model, on test data", "clients": "Personal or global models, on clients' own data"}
+    header = ["left-out federation", "advised", "first", "best of three", "best of all", "missing", "traffic"]
+    lines = []
+    for view in VIEWS:
+        rows = []
+        for row in score_leaving_out(evidence, view):
+            advised, best = row["best_of_advised"], row["best_of_all"]
+            rows.append(
+                [
+                    row["federation"],
+                    ", ".join(f"`{name}`" for name in row["advised"]) or "FedAvg",
+                    f"{row['first']:+.1f}",
+                    f"{advised:+.1f}",
+                    f"{best:+.1f} `{row['best_method']}`",
+                    f"{best - max(0.0, advised):.1f}",
+                    f"{row['traffic']:.2g}" if row["advised"] else "1",
+                ]
+            )
+        own = summarize_scores(score_leaving_out(evidence, view))
+        lines += [
+            f"**{titles[view]}**",
+            markdown(header, rows),
+            f"The first method is above tuned FedAvg in {own['first_above']:.0%} of {own['federations']:.0f} federations and "
+            f"not clearly below it in {own['first_not_worse']:.0%}; the best of three in {own['best_of_three_above']:.0%} "
+            f"and {own['best_of_three_not_worse']:.0%}. The best of three, or FedAvg if it is better, is within 1 point of "
+            f"the best method in {own['within_one_point']:.0%}, and {own['missing']:.1f} points below it on average; "
+            f"FedAvg is {own['missing_of_fedavg']:.1f} points below it.",
+        ]
+    return "\n\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the evidence file and the scores in ``docs/advice.md``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("results/benchmark"))
+    parser.add_argument("--data-path", type=Path)
+    options = parser.parse_args(arguments)
+    runs = SuiteRuns(*load_suite("skew"), options.results, options.data_path)
+    content = collect(runs)
+    write_atomic(PATH, (json.dumps(content, indent=1) + "\n").encode())
+    evidence = [MeasuredFederation(**federation) for federation in content["federations"]]
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.split(START)[0], text.split(END)[1]
+    write_atomic(PAGE, f"{before}{START}\n{score_page(evidence)}\n{END}{after}".encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Expected gains of methods: a kernel average over the federations of the benchmark (Nadaraya 1964, Watson 1964).
+
+The gain of a method on new data is the mean of its measured gains over tuned FedAvg, weighted by the similarity of the
+measured federations to the new one, and shrunk towards the mean over all federations.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal, Protocol, TypeVar
+
+from unskew.diagnosis.features import SkewFeatures
+
+View = Literal["global", "clients"]
+"""Global model on test data, or clients on their own data with a personal model if the method has one."""
+PRIOR = 1.0
+"""Weight of the mean over all federations; a federation with the same features has weight 1."""
+TIE = 0.5
+"""Methods whose expected gains differ by less than this number of points are ordered by cost."""
+WORTHWHILE = 0.25
+"""Smallest expected gain in points of a suggestion."""
+SCALES = {
+    "label skew": 0.25,
+    "feature skew": 0.4,
+    "dissimilarity": 0.8,
+    "clients": 0.7,
+    "samples per client": 0.7,
+    "participation": 0.7,
+    "unequal sizes": 0.3,
+    "late updates": 0.7,
+    "kind of inputs": 1.0,
+    "regression": 0.7,
+}
+"""Difference of each coordinate that reduces the weight of a federation to exp(-1/2)."""
+
+
+def coordinates(features: SkewFeatures) -> dict[str, float | str | None]:
+    """Return the coordinates by which federations are compared; None for what was not measured.
+
+    Args:
+        features: Features of the data, the model and the configuration.
+    """
+    inputs = "images" if features.pixels else "vectors" if features.linear > 0.99 else "texts"
+    return {
+        "label skew": features.skew,
+        "feature skew": features.features,
+        "dissimilarity": math.log10(0.1 + features.dissimilarity),
+        "clients": math.log10(features.clients),
+        "samples per client": math.log10(features.mean_size),
+        "participation": math.log10(features.participation),
+        "unequal sizes": 1.0 - features.even,
+        "late updates": float(features.delayed),
+        "kind of inputs": inputs,
+        "regression": float(features.task == "regression"),
+    }
+
+
+def similarity(a: Mapping[str, float | str | None], b: Mapping[str, float | str | None]) -> float:
+    """Return the weight of a federation, from 0 to 1: a Gaussian kernel over the coordinates that both have.
+
+    Args:
+        a: Coordinates of one federation.
+        b: Coordinates of the other.
+
+    >>> similarity({"label skew": 0.5}, {"label skew": 0.5})
+    1.0
+    """
+    squared = 0.0
+    for name, scale in SCALES.items():
+        first, second = a.get(name), b.get(name)
+        if isinstance(first, str) or isinstance(second, str):
+            squared += float(first != second) / scale**2
+        elif first is not None and second is not None:
+            squared += ((first - second) / scale) ** 2
+    return math.exp(-squared / 2)
+
+
+@dataclass(frozen=True)
+class MeasuredFederation:
+    """Federation of the benchmark.
+
+    Attributes:
+        name: Name in the suite.
+        title: Description in a few words.
+        coordinates: Coordinates, see ``coordinates``.
+        gains: Mean difference to tuned FedAvg in points, by view and method.
+        decided: Methods whose difference is decided, by view.
+        traffic: Bytes relative to tuned FedAvg's, by method.
+    """
+
+    name: str
+    title: str
+    coordinates: dict[str, float | str | None]
+    gains: dict[View, dict[str, float]]
+    decided: dict[View, list[str]]
+    traffic: dict[str, float]
+
+
+@dataclass(frozen=True)
+class ExpectedGain:
+    """Expected gain of a method over tuned FedAvg.
+
+    Attributes:
+        method: Method expression.
+        gain: Expected difference in points.
+        measured: Title and measured difference of the most similar federations, most similar first.
+        traffic: Mean traffic relative to FedAvg's over the federations where the method ran.
+    """
+
+    method: str
+    gain: float
+    measured: list[tuple[str, float]]
+    traffic: float
+
+
+def expected_gains(
+    here: Mapping[str, float | str | None], view: View, evidence: Sequence[MeasuredFederation], nearest: int = 3
+) -> list[ExpectedGain]:
+    """Return the expected gain of every measured method, the largest first; of close ones, the cheaper first.
+
+    Args:
+        here: Coordinates of the new federation.
+        view: Global model or clients.
+        evidence: Measured federations.
+        nearest: Number of federations to list as reasons.
+    """
+    weights = {federation.name: similarity(here, federation.coordinates) for federation in evidence}
+    expected = []
+    for name in dict.fromkeys(name for federation in evidence for name in federation.gains[view]):
+        measured = [federation for federation in evidence if name in federation.gains[view]]
+        gains = [federation.gains[view][name] for federation in measured]
+        weighted = [weights[federation.name] for federation in measured]
+        prior = math.fsum(gains) / len(gains)
+        total = PRIOR * prior + math.fsum(w * gain for w, gain in zip(weighted, gains, strict=True))
+        closest = sorted(measured, key=lambda federation: -weights[federation.name])[:nearest]
+        listed = [(federation.title, federation.gains[view][name]) for federation in closest]
+        ratios = [federation.traffic[name] for federation in measured if name in federation.traffic]
+        traffic = math.fsum(ratios) / len(ratios) if ratios else 1.0
+        expected.append(ExpectedGain(name, total / (PRIOR + math.fsum(weighted)), listed, traffic))
+    return order_by_cost(sorted(expected, key=lambda entry: -entry.gain), lambda entry: entry.traffic)
+
+
+class _WithGain(Protocol):
+    @property
+    def gain(self) -> float: ...
+
+
+Entry = TypeVar("Entry", bound=_WithGain)
+
+
+def order_by_cost(entries: Sequence[Entry], cost: Callable[[Entry], float]) -> list[Entry]:
+    """Order methods whose expected gains are close to the best remaining one by their cost.
+
+    Args:
+        entries: Methods with expected gains, largest first.
+        cost: Returns the cost of a method.
+    """
+    ordered: list[Entry] = []
+    rest = list(entries)
+    while rest:
+        close = [entry for entry in rest if rest[0].gain - entry.gain < TIE]
+        ordered += sorted(close, key=cost)
+        rest = rest[len(close) :]
+    return ordered
+
+
+@functools.cache
+def load_evidence() -> tuple[list[MeasuredFederation], dict[str, Any]]:
+    """Read the measured federations, and the other entries: the gain by tuning, and the scores of the advice."""
+    text = (files("unskew") / "diagnosis" / "evidence.json").read_text(encoding="utf-8")
+    stored = json.loads(text)
+    return [MeasuredFederation(**federation) for federation in stored.pop("federations")], stored
+
+
+def reliability(view: View) -> str:
+    """Return a sentence on how often advice was right for federations that were left out of the evidence.
+
+    Args:
+        view: Global model or clients.
+    """
+    scores = load_evidence()[1]["scores"][view]
+    return (
+        f"For {scores['federations']:.0f} federations left out in turn, the best of the first three methods was above "
+        f"tuned FedAvg in {scores['best_of_three_above']:.0%} of the cases, not clearly below it in "
+        f"{scores['best_of_three_not_worse']:.0%}, and within 1 point of the best method in "
+        f"{scores['within_one_point']:.0%}."
+    )
+
+
+def score_leaving_out(evidence: Sequence[MeasuredFederation], view: View, suggested: int = 3) -> list[dict[str, Any]]:
+    """Score the advice for each federation with evidence of the others only.
+
+    Args:
+        evidence: Measured federations.
+        view: Global model or clients.
+        suggested: Number of methods that are tried beside FedAvg.
+
+    Returns:
+        For each federation: the advised methods, the measured gain of the first and of the best of them (0 for FedAvg
+        itself), that of the best of all methods, and the mean traffic of the advised ones relative to FedAvg's.
+    """
+    rows = []
+    for federation in evidence:
+        others = [other for other in evidence if other.name != federation.name]
+        gains = federation.gains[view]
+        expected = expected_gains(federation.coordinates, view, others)
+        advised = [entry.method for entry in expected if entry.gain >= WORTHWHILE and entry.method in gains][:suggested]
+        best = max([0.0, *gains.values()])
+        own = [gains[name] for name in advised]
+        decided_losses = [name for name in advised if name in federation.decided[view] and gains[name] < 0]
+        rows.append(
+            {
+                "federation": federation.name,
+                "advised": advised,
+                "first": own[0] if own else 0.0,
+                "best_of_advised": max(own, default=0.0),
+                "best_of_all": best,
+                "best_method": max(gains, key=lambda name: gains[name]) if best > 0 else "fedavg",
+                "first_is_worse": bool(advised) and advised[0] in decided_losses,
+                "all_are_worse": bool(advised) and len(decided_losses) == len(advised),
+                "traffic": math.fsum(federation.traffic.get(name, 1.0) for name in advised) / max(1, len(advised)),
+            }
+        )
+    return rows
+
+
+def summarize_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the shares of federations in which the advice was right, and its mean distance to the best method.
+
+    Args:
+        rows: Result of ``score_leaving_out``.
+    """
+    count = len(rows)
+    return {
+        "federations": count,
+        "first_above": sum(row["first"] > 0 for row in rows) / count,
+        "first_not_worse": sum(not row["first_is_worse"] for row in rows) / count,
+        "best_of_three_above": sum(row["best_of_advised"] > 0 for row in rows) / count,
+        "best_of_three_not_worse": sum(not row["all_are_worse"] for row in rows) / count,
+        "within_one_point": sum(row["best_of_all"] - max(0.0, row["best_of_advised"]) <= 1 for row in rows) / count,
+        "missing": math.fsum(row["best_of_all"] - max(0.0, row["best_of_advised"]) for row in rows) / count,
+        "missing_of_fedavg": math.fsum(row["best_of_all"] for row in rows) / count,
+        "traffic": math.fsum(row["traffic"] for row in rows) / count,
+    }
