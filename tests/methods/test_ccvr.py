@@ -128,6 +128,49 @@ def test_only_the_head_changes_and_zero_epochs_change_nothing():
     assert [row["accuracy"] for row in calibrated.history] == [row["accuracy"] for row in plain.history]
 
 
+SKEWED = {
+    "data": "digits",
+    "partition": "dirichlet:0.1",
+    "clients": 4,
+    "holdout": 0.2,
+    "model": "mlp",
+    "engine": "inline",
+    "rounds": 3,
+    "local_steps": 3,
+    "batch_size": 16,
+    "lr": 0.1,
+    "max_train_samples": 400,
+}
+
+
+def test_what_judges_a_run_is_the_calibrated_model():
+    kept = unskew.run(**SKEWED, method="ccvr", keep="best").summary
+    assert kept["kept_accuracy"] == kept["accuracy"] != kept["accuracy_before_closing"]
+    worst = unskew.run(**SKEWED, method="ccvr", objective="worst_client").summary
+    assert worst["worst_client"] == worst["client_accuracy_worst"]
+    plain = unskew.run(**SKEWED, method="ccvr")
+    before, after = plain.summary["accuracy_before_closing"], plain.summary["accuracy"]
+    assert after > max(row["accuracy"] for row in plain.history)  # by 20 points on these data
+    assert (plain.summary["best_accuracy"], plain.summary["best_round"]) == (after, 3)
+    compared = unskew.compare(
+        methods=["fedavg", "ccvr"], seeds=[0], target=(before + after) / 2, references=False, **SKEWED
+    )
+    assert [row["rounds_to_target"] for row in compared.rows()] == [None, 3]
+    reached = unskew.run(**SKEWED, method="ccvr", target=(before + after) / 2).summary
+    assert reached["rounds_to_target"] == 3
+    assert reached["bytes_to_target"] == reached["bytes_up"] + reached["bytes_down"]
+
+
+def test_tuning_judges_the_calibrated_model():
+    """With a head that the calibration leaves as it is, the value is that of FedAvg."""
+    pytest.importorskip("optuna")
+    space = {"lr": 0.1, "local_steps": 3, "batch_size": 16, "ccvr.samples": 100, "ccvr.lr": [1e-12, 0.05]}
+    tuned = unskew.tune(methods=["ccvr"], trials=4, seeds=1, search_space=space, pruning=False, **SKEWED)
+    values = {row["options"]["ccvr.lr"]: row["value"] for row in tuned.trials}
+    assert set(values) == {1e-12, 0.05}
+    assert values[0.05] > values[1e-12]
+
+
 @pytest.mark.parametrize("cov", ["full", "diagonal"])
 def test_the_sums_are_sent_once(cov):
     plain, calibrated = train("fedavg"), train(f"ccvr:cov={cov}")

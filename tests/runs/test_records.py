@@ -24,7 +24,7 @@ from unskew.plots import curves
 from unskew.plots.curves import plot_clients_by_class, plot_convergence, plot_signs
 from unskew.plots.figure import new_figure, set_round_axis
 from unskew.plots.method_plots import METHOD_PLOTS
-from unskew.records.recorder import MEASURED, Recorder, first_reaching
+from unskew.records.recorder import MEASURED, Recorder, best_value_of, first_reaching
 from unskew.records.result import Result, read_history
 from unskew.simulation.evaluate import ClientScores
 from unskew.tasks.formatting import format_megabytes, format_percent
@@ -258,10 +258,10 @@ def test_lines_are_valid_json_whatever_the_figures(tmp_path):
 
 def test_best_is_the_first_of_equals():
     recorder = Recorder(None)
-    assert recorder.best() == (None, 0)
+    assert best_value_of(recorder.history, "accuracy") == (None, 0)
     for t, accuracy in enumerate([0.1, None, 0.7, 0.3, 0.7], start=1):
         recorder.round(row(t, accuracy))
-    assert recorder.best() == (0.7, 3)
+    assert best_value_of(recorder.history, "accuracy") == (0.7, 3)
     assert first_reaching(recorder.history, 0.2) == recorder.history[2]
     assert first_reaching(recorder.history, 0.9) is None
 

@@ -1,5 +1,7 @@
 """Early stopping: where a run ends, what it looks at, and that it ends there also after a stop in between."""
 
+import warnings
+
 import pytest
 import torch
 from support.slow import as_slow
@@ -78,3 +80,22 @@ def test_what_has_no_meaning_is_refused(digits):
         train(digits, 2, eval_clients=0)
     with pytest.raises(ConfigError, match="early_stopping=0"):
         train(digits, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "warns"), [("fedper", True), ("fedproto", True), ("ditto", False), ("fedavg", False)]
+)
+def test_early_stopping_warns_where_clients_keep_parts_of_their_models(method, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unskew.run(
+            data="digits",
+            clients=3,
+            model="mlp",
+            rounds=2,
+            local_steps=1,
+            engine="inline",
+            early_stopping=5,
+            method=method,
+        )
+    assert any("judges the global model" in str(entry.message) for entry in caught) == warns

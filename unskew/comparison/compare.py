@@ -32,7 +32,7 @@ from unskew.filesystem import output_folder, parse_path, write_atomic
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
 from unskew.records.notebook import format_mean_std, html_table, to_data_frame
-from unskew.records.recorder import Callback, first_reaching
+from unskew.records.recorder import Callback, first_reaching, with_closing
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
@@ -123,7 +123,10 @@ class Comparison:
         table = []
         for name, summaries in self.summaries.items():
             histories = self.histories[name]
-            reached = (first_reaching(history, self.target, self.objective) for history in histories)
+            reached = (
+                first_reaching(with_closing(history, summary), self.target, self.objective)
+                for history, summary in zip(histories, summaries, strict=True)
+            )
             rounds = [first["round"] for first in reached if first is not None]
             row: dict[str, Any] = {
                 "method": name,

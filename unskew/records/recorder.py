@@ -10,7 +10,7 @@ import platform
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,23 +212,6 @@ class Recorder:
             os.close(self._file)
             self._file = None
 
-    def best(self, figure: str = "accuracy", lowest: bool = False) -> tuple[float | None, int]:
-        """Return the best value of a metric so far and the first round that reached it, from 1.
-
-        Args:
-            figure: Name of the metric.
-            lowest: Whether lower values are better.
-
-        Returns:
-            The value and the round; None and 0 if there is no value.
-        """
-        sign = -1 if lowest else 1
-        scored = [(sign * row[figure], -row["round"]) for row in self.history if row.get(figure) is not None]
-        if not scored:
-            return None, 0
-        value, negative = max(scored)
-        return sign * value, -negative
-
 
 MEASURED = ("loss", "bytes_up", "bytes_down", "setup_seconds", "train_seconds")
 """Metrics of every round that the summary reads."""
@@ -272,6 +255,37 @@ def check_rounds(rows: list[Row], path: Path, rounds: int) -> list[Row]:
     if [row.get("round") for row in rows] != list(range(1, rounds + 1)):
         raise CheckpointError(f"{path} does not contain all {rounds} rounds of the checkpoint.")
     return rows
+
+
+def best_value_of(history: Iterable[Row], metric: str, lowest: bool = False) -> tuple[float | None, int]:
+    """Return the best value of a metric and the first round that reached it, from 1; None and 0 without a value.
+
+    Args:
+        history: Rows of a run.
+        metric: Name of the metric.
+        lowest: Whether lower values are better.
+
+    >>> best_value_of([{"round": 1, "accuracy": 0.5}, {"round": 2, "accuracy": 0.5}], "accuracy")
+    (0.5, 1)
+    """
+    sign = -1 if lowest else 1
+    scored = [(sign * row[metric], -row["round"]) for row in history if row.get(metric) is not None]
+    if not scored:
+        return None, 0
+    value, negative = max(scored)
+    return sign * value, -negative
+
+
+def with_closing(history: Sequence[Row], summary: Mapping[str, Any]) -> Sequence[Row]:
+    """Return the rows of a run, followed by the last one again if the final model was changed after it.
+
+    Args:
+        history: Rows of a run.
+        summary: Summary of the run, which has the metrics of the changed model.
+    """
+    if not any(name.endswith("_before_closing") for name in summary):
+        return history
+    return [*history, {**history[-1], **{name: summary[name] for name in history[-1] if name in summary}}]
 
 
 def first_reaching(history: Iterable[Row], target: float, objective: MetricInfo | None = None) -> Row | None:

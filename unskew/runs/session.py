@@ -93,6 +93,12 @@ class Session:
                 texts.append(
                     f"{name} fine-tunes only evaluated clients; with eval_clients=0 no personal metrics are reported."
                 )
+            sync = self.method.sync
+            if self.config.early_stopping is not None and sync is not None and sync.local_slices(self.spec):
+                texts.append(
+                    f"early_stopping judges the global model, but with {sync.name} clients keep parts of their models, so "
+                    "the run may end too early. Remove early_stopping, or compare personal metrics for several rounds."
+                )
             for text in texts:
                 self.recorder.warn(text)
             if start < self.config.rounds and (reason := self._stop_reason()) is not None:
@@ -111,7 +117,6 @@ class Session:
             self.best.take()
             closing = self._close(engine)
             client_scores, clients = self.clients.score(engine)
-            client_scores |= closing
             add_rule_fields(clients, self.server)
         except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
@@ -122,10 +127,10 @@ class Session:
             self.recorder.close()
         client_scores |= self.stopping.summary()
         if self.best.active:
-            client_scores |= kept_metrics(self.recorder.history, self.best.round, self.metrics)
+            client_scores |= kept_metrics(self.recorder.history, self.best.round, self.metrics, closing)
         who = () if attackers is None else attackers.clients
         summary = summarize(
-            self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics, who
+            self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics, who, closing
         )
         if self.folder is not None:
             self.recorder.check_folder()
@@ -151,11 +156,14 @@ class Session:
         broadcasts = [self.server.closing_broadcast(round, client) for client in self.clients.reachable()]
         self.server.close(round, engine.train(broadcasts))
         score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
-        before = self.recorder.history[-1]
+        before, held_out = self.recorder.history[-1], self.stopping.figures(self.server)
+        judged = self.stopping.score
         return {
             task.scored: score.accuracy,
             "loss": score.loss,
             **score.figures,
+            **held_out,
+            **({f"{judged}_after_closing": held_out[judged]} if judged in held_out else {}),
             f"{task.scored}_before_closing": before[task.scored],
         }
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.auto_select import EngineChoice
 from unskew.protocol.data_preparation import PreparedData
-from unskew.records.recorder import Recorder, finite_or_none, first_reaching
+from unskew.records.recorder import Recorder, best_value_of, finite_or_none, first_reaching
 from unskew.runs.metrics import RunMetrics
 from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.run_warnings import divergence_warning
@@ -43,6 +44,7 @@ def summarize(
     choice: EngineChoice,
     metrics: RunMetrics,
     attackers: Sequence[int] = (),
+    closing: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Build ``summary.json``: the run, its final and best metrics, traffic and time.
 
@@ -55,15 +57,19 @@ def summarize(
         choice: Engine that trained the clients.
         metrics: Metrics of the run.
         attackers: Numbers of the clients that attack.
+        closing: Metrics of the final model, if it was changed after the last round.
     """
     federation, spec = prepared.federation, server.spec
     task, own = federation.objective, {figure.name for figure in server.rule.summary_metrics}
     traffic, history = server.traffic, recorder.history
-    best, best_round = recorder.best(task.scored)
-    final, objective = history[-1], metrics.objective
+    final, objective = {**history[-1], **closing}, metrics.objective
+    if closing:
+        final |= {"bytes_up": traffic.up + traffic.buffers_up, "bytes_down": traffic.down + traffic.buffers_down}
+        history = [*history, final]  # the last round twice, before and after the change
+    best, best_round = best_value_of(history, task.scored)
     other = objective.name != task.scored
     if other:
-        best_value, best_round = recorder.best(objective.name, objective.lower_is_better)
+        best_value, best_round = best_value_of(history, objective.name, objective.lower_is_better)
     scored = [row[task.scored] for row in history if row[task.scored] is not None]
     summary: dict[str, Any] = {
         "method": server.method.expression or server.method.name,
@@ -72,7 +78,7 @@ def summarize(
         "partition_hash": federation.fingerprint,
         "clients": len(federation.clients),
         "seed": config.seed,
-        "rounds": len(history),
+        "rounds": len(recorder.history),
         "model": config.model,
         "parameters": spec.size,
         "buffers": config.buffers if spec.buffer_sizes else "none",
@@ -87,10 +93,11 @@ def summarize(
         "best_last_5": max(scored[-5:]),
         "loss": final["loss"],
         **{name: final[name] for name in (*task.figures, *metrics.computed.names)},
-        **{f"best_{name}": recorder.best(name)[0] for name in task.figures if name.endswith("f1")},
-        **{f"best_{name}": recorder.best(name, lowest=True)[0] for name in task.lower_is_better},
+        **{f"best_{name}": best_value_of(history, name)[0] for name in task.figures if name.endswith("f1")},
+        **{f"best_{name}": best_value_of(history, name, lowest=True)[0] for name in task.lower_is_better},
         **({objective.name: final[objective.name], f"best_{objective.name}": best_value} if other else {}),
         **client_scores,
+        **{name: value for name, value in closing.items() if name.endswith(("_before_closing", "_after_closing"))},
         **{name: value for name, value in final.items() if name.startswith(MEASURED) or name in own},
         "bytes_up": traffic.up + traffic.buffers_up,
         "bytes_down": traffic.down + traffic.buffers_down,
@@ -99,12 +106,12 @@ def summarize(
         "updates_skipped": server.num_skipped,
         "seconds": round(recorder.seconds, 3),
         # Total time of a client that takes part in every round.
-        "client_seconds": sum(row["setup_seconds"] + row["train_seconds"] for row in history),
+        "client_seconds": sum(row["setup_seconds"] + row["train_seconds"] for row in recorder.history),
     }
     if divergence_warning(final):
         summary["diverged"] = True
     if any("retries" in row for row in history):
-        summary["retries"] = sum(row.get("retries", 0) for row in history)
+        summary["retries"] = sum(row.get("retries", 0) for row in recorder.history)
     if traffic.reports:
         summary["report_bytes_up"] = traffic.reports
     if server.method.data and prepared.training.local_steps is None:
@@ -125,15 +132,18 @@ def summarize(
     return summary
 
 
-def kept_metrics(history: Sequence[dict[str, Any]], round: int, metrics: RunMetrics) -> dict[str, Any]:
+def kept_metrics(
+    history: Sequence[dict[str, Any]], round: int, metrics: RunMetrics, closing: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the round of the model that a run kept, and its test metrics.
 
     Args:
         history: Rows of the run.
         round: Round of the best model, from 1; 0 keeps the last one because no round had a finite objective.
         metrics: Metrics of the run.
+        closing: Metrics of that model, if it was changed after the last round.
     """
-    row = history[round - 1]
+    row = {**history[round - 1], **closing}
     return {"kept_round": row["round"], **{f"kept_{metric.name}": row[metric.name] for metric in metrics.judging}}
 
 

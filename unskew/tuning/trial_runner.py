@@ -95,6 +95,9 @@ class TuningPlan:
         own = f"personal_{client_metric_name(name, self.data.objective.scored)}_{'worst' if name == WORST else 'mean'}"
         values = [row.get(validation_metric_name(name)) for row in history if validation_metric_name(name) in row]
         values = [summary.get(own)] if personal else values[-1:] if self.config.keep == "last" else values
+        closed = summary.get(f"{validation_metric_name(name)}_after_closing")  # the final model, if a survey changed it
+        if closed is not None and not personal:
+            values = [closed]
         numbers = [float(value) for value in values if value is not None]
         return max(numbers, key=self.objective.rank, default=float("nan"))
 
