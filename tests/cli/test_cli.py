@@ -23,6 +23,7 @@ from unskew.config.loader import experiment
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 QUICK = (*TINY, "--rounds", "2")
+UNTIMED = dict.fromkeys(("uplink", "downlink", "latency", "compute", "deadline", "trace"))
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +140,7 @@ def test_every_flag_reaches_the_configuration(capsys):
     config = yaml.safe_load(Path("a/b/config.yaml").read_text())
     fields = {flag: value for flag, value in flags.items() if flag != "--delay"}
     assert {flag: config[flag[2:].replace("-", "_")] for flag in fields} == fields
-    assert config["network"] == {"drop": 0.25, "delay": "fixed:1", "delay_per": "dispatch"}
+    assert config["network"] == {"drop": 0.25, "delay": "fixed:1", "delay_per": "dispatch", **UNTIMED}
     assert config["model_options"] == {"hidden": [8]}
     assert (config["holdout"], config["clip_grad_norm"], config["local_epochs"]) == (0.2, 1.0, None)
     assert list(config) == list(Experiment.model_fields), "complete, and in order"
@@ -212,7 +213,7 @@ def test_flags_override_the_file_and_set_overrides_flags(capsys):
     found = {name: config[name] for name in ("clients", "rounds", "local_steps", "local_epochs", "lr", "network")}
     assert found == {
         "clients": 5, "rounds": 1, "local_steps": 1, "local_epochs": None, "lr": 0.2,
-        "network": {"drop": 0.1, "delay": "none", "delay_per": "dispatch"},
+        "network": {"drop": 0.1, "delay": "none", "delay_per": "dispatch", **UNTIMED},
     }  # fmt: skip
     assert call(capsys, "run", "my.yaml", "--rounds", 1, "--set", "local_steps=2", "--out", "b").code == 0
     assert yaml.safe_load(Path("b/config.yaml").read_text())["local_epochs"] is None

@@ -405,6 +405,7 @@ def test_sites_that_do_not_come_are_named(tmp_path):
     [
         ({"network": {"drop": 0.1}}, "network.drop simulate"),
         ({"network": {"delay": "fixed:1"}, "method": "fedbuff"}, "network.delay"),
+        ({"network": {"uplink": "5MB/s"}}, "slow clients"),
         ({"diagnose": ["consensus"]}, "diagnose=consensus"),
         ({"save_samples": True}, "save_samples"),
         ({"method": "fedssyn:data=local,generator=vae-small"}, "is only for simulations"),

@@ -70,7 +70,7 @@ VALUES = [REMOVED, None, "text", -1, 0, 2**40, 10**30, 1.5, float("nan"), float(
 VALUES += [{"0": 1}, {"0": [1]}, {"-1": [0, 0]}, {"99": [0, 0]}, {"x": {}}, {"0": None}, "a" * 10_000]
 PLACES = [
     *((key,) for key in ("format", "round", "rules", "skipped", "last", "version", "sent", "traffic", "waiting")),
-    *((key,) for key in ("in_flight", "extra", "files")),
+    *((key,) for key in ("in_flight", "clock", "extra", "files")),
     *(("traffic", key) for key in ("up", "reports", "clients")),
     *(("waiting", key) for key in ("count", "weight", "examples", "updates")),
     *(("extra", key) for key in ("config", "data", "seconds", "frozen", "delays")),

@@ -93,6 +93,17 @@ class MethodRows(Table):
             yield from super().__rich_console__(console, options)
 
 
+def cost_columns(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the titles of the columns of costs; simulated seconds are shown if the runs have a virtual clock."""
+    return (*COST, "simulated s") if "seconds_simulated" in row else COST
+
+
+def cost_cells(row: dict[str, Any]) -> list[str]:
+    """Format the costs of a method for the columns of ``cost_columns``."""
+    cells = [megabytes_cell(row["bytes_up"]), megabytes_cell(row["bytes_down"]), f"{row['seconds']:.1f}"]
+    return [*cells, f"{row['seconds_simulated']:.1f}"] if "seconds_simulated" in row else cells
+
+
 def mean_std_text(row: dict[str, Any]) -> str:
     """Describe the values in a comparison table, such as ``mean ± std over 3 seeds``."""
     return f"mean ± std over {row['seeds']} seeds" if row["seeds"] > 1 else "1 seed"
@@ -123,18 +134,16 @@ def language_table(rows: Sequence[dict[str, Any]]) -> Table:
     title = f"Test loss in nats per token (lower is better), {mean_std_text(rows[0])}"
     title = REFERENCES if rows[0].get("reference") else title
     figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds_title(rows[0]))
-    table = MethodRows(title, map(method_title, rows), *figures, *COST)
+    table = MethodRows(title, map(method_title, rows), *figures, *cost_columns(rows[0]))
     for row in rows:
         losses = [format_number(row.get(name), std_text(row, name)) for name in ("loss", "best_loss", "perplexity")]
         shares = [format_percent(row[name], std_text(row, name)) for name in ("accuracy", "client_accuracy_mean")]
-        traffic = [megabytes_cell(row[name]) for name in ("bytes_up", "bytes_down")]
         table.add_row(
             MethodExpressionCell(method_title(row)),
             *losses,
             *shares,
             rounds_cell(row),
-            *traffic,
-            f"{row['seconds']:.1f}",
+            *cost_cells(row),
         )
     return table
 
@@ -179,9 +188,8 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     better = " (lower is better)" if judge.lower_is_better else ""
     title = f"Test {judge.title}{unit_text(judge)}{better}, {mean_std_text(rows[0])}"
     title = REFERENCES if rows[0].get("reference") else title
-    table = MethodRows(
-        title, map(method_title, rows), *columns, rounds_title(rows[0]), *errors, *several, *attack, *private, *COST
-    )
+    extra = (*errors, *several, *attack, *private, *cost_columns(rows[0]))
+    table = MethodRows(title, map(method_title, rows), *columns, rounds_title(rows[0]), *extra)
     for row in rows:
         table.add_row(
             MethodExpressionCell(method_title(row)),
@@ -190,9 +198,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
             *(format_number(row.get(name), std_text(row, name)) for name in errors),
             *(format_percent(row.get(name), std_text(row, name)) for name in (several | attack).values()),
             *(epsilon_cell(row.get(name)) for name in private),
-            megabytes_cell(row["bytes_up"]),
-            megabytes_cell(row["bytes_down"]),
-            f"{row['seconds']:.1f}",
+            *cost_cells(row),
         )
     return table
 
@@ -209,7 +215,9 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
     """
     judge = objective or metric_info("accuracy")
     title = f"Rounds and traffic to {value_text(judge, target)} test {judge.title}"
-    figures = ("rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %")
+    figures = ["rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %"]
+    timed = any(row.seconds is not None for row in rows)
+    figures += ["seconds to target"] if timed else []
     table = MethodRows(title, (row.method for row in rows), *figures)
     for row in rows:
         faster = "-" if row.speed_up is None else f"{'>' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
@@ -221,6 +229,7 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
             row.against or "",
             "-" if row.bytes is None else format_megabytes(row.bytes),
             saving,
+            *([format_number(row.seconds)] if timed else []),
         )
     return table
 

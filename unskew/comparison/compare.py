@@ -151,6 +151,8 @@ class Comparison:
                 "bytes_down": mean_std([s["bytes_down"] for s in summaries])[0],
                 "seconds": mean_std([s["seconds"] for s in summaries])[0],
             }
+            timed = [s["seconds_simulated"] for s in summaries if "seconds_simulated" in s]
+            row |= {"seconds_simulated": mean_std(timed)[0]} if timed else {}
             table.append({**row, "bytes_up": None, "bytes_down": None} if row["reference"] else row)
         return table
 

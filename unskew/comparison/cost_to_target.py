@@ -1,4 +1,4 @@
-"""Cost of reaching a target: rounds and traffic, compared with FedAvg and with the method without its data rules."""
+"""Cost of reaching a target in rounds, traffic and simulated time, relative to FedAvg and without data rules."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class TargetCost:
         speed_up_at_least: Whether ``speed_up`` is a lower bound, because ``against`` does not reach the target.
         saving: ``1 - bytes / bytes of fedavg``.
         saving_at_least: Whether ``saving`` is a lower bound, because fedavg does not reach the target.
+        seconds: Simulated seconds until the target, mean over seeds; None if a seed does not reach it, or without a
+            virtual clock.
     """
 
     method: str
@@ -38,6 +40,7 @@ class TargetCost:
     speed_up_at_least: bool = False
     saving: float | None = None
     saving_at_least: bool = False
+    seconds: float | None = None
 
 
 def target_costs(
@@ -53,8 +56,8 @@ def target_costs(
     needs = {name: _needs(runs, target, objective) for name, runs in histories.items()}
     costs = []
     for name, runs in histories.items():
-        rounds, sent, limit = *needs[name], len(runs[0])
-        cost = TargetCost(name, rounds, sent, limit)
+        (rounds, sent, seconds), limit = needs[name], len(runs[0])
+        cost = TargetCost(name, rounds, sent, limit, seconds=seconds)
         partner = without_data_rules(name)
         if partner != name and partner in histories:
             needed = needs[partner][0]
@@ -84,12 +87,14 @@ def traffic_saving(sent: float, needed: float | None, spent: float) -> float:
 
 def _needs(
     runs: list[list[dict[str, Any]]], target: float, objective: MetricInfo | None
-) -> tuple[float | None, float | None]:
-    """Return the mean rounds and bytes until the target, over seeds; None for both if a seed does not reach it."""
+) -> tuple[float | None, float | None, float | None]:
+    """Return the mean rounds, bytes and simulated seconds until the target, over seeds; None if a seed misses it."""
     rows = [row for history in runs if (row := first_reaching(history, target, objective)) is not None]
     if len(rows) < len(runs):
-        return None, None
-    return sum(row["round"] for row in rows) / len(rows), _sent(rows)
+        return None, None, None
+    times = [row["seconds_simulated"] for row in rows if "seconds_simulated" in row]
+    seconds = sum(times) / len(times) if times else None
+    return sum(row["round"] for row in rows) / len(rows), _sent(rows), seconds
 
 
 def _sent(rows: Sequence[dict[str, Any]]) -> float:

@@ -51,7 +51,8 @@ def with_absolute_paths(config: Experiment) -> Experiment:
     if tokenizer is not None and Path(tokenizer).expanduser().is_dir():
         tokenizer = absolute_if_exists(tokenizer)
     text = config.text.model_copy(update={"tokenizer": tokenizer})
-    network = config.network.model_copy(update={"delay": absolute_source_name(config.network.delay)})
+    files = {"delay": absolute_source_name(config.network.delay), "trace": absolute_if_exists(config.network.trace)}
+    network = config.network.model_copy(update=files)
     return config.model_copy(update={**paths, **names, "text": text, "network": network})
 
 

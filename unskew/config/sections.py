@@ -35,6 +35,49 @@ class NetworkConfig(Section):
     """Rounds until an update arrives: ``none``, ``fixed:K``, ``half-normal:S``, ``lognormal:M,S`` or ``trace:FILE``."""
     delay_per: Literal["dispatch", "client"] = "dispatch"
     """Draw a delay for every dispatch, or once per client."""
+    uplink: str | None = None
+    """Bandwidth of a client to the server: a constant such as ``5MB/s``, or a distribution over clients."""
+    downlink: str | None = None
+    """Bandwidth of a client from the server."""
+    latency: str | None = None
+    """Time of one way between client and server, such as ``50ms``, or a distribution over clients."""
+    compute: str | None = None
+    """Time of a local step, such as ``20ms``, or a distribution over clients."""
+    deadline: str | None = None
+    """Longest duration of a round, such as ``60s``; None waits for the slowest client."""
+    trace: str | None = None
+    """CSV file with the bandwidths, the latency and the time of a step of each client, instead of the four fields."""
+
+    @property
+    def timed(self) -> bool:
+        """Return whether the run has a virtual clock."""
+        return any(value is not None for value in (self.trace, *self.speeds.values()))
+
+    @property
+    def speeds(self) -> dict[str, str | None]:
+        """The four constants of a client, as they are configured."""
+        return {"uplink": self.uplink, "downlink": self.downlink, "latency": self.latency, "compute": self.compute}
+
+    @pydantic.field_validator("uplink", "downlink", "latency", "compute", "deadline", mode="before")
+    @classmethod
+    def _check_speed(cls, value: Any, info: pydantic.ValidationInfo) -> str | None:
+        from unskew.simulation.clock import parse_quantity, parse_speed
+
+        if value is None:
+            return None
+        parse = parse_quantity if info.field_name == "deadline" else parse_speed
+        parse(str(value), str(info.field_name))
+        return str(value)
+
+    @pydantic.model_validator(mode="after")
+    def _is_consistent(self) -> NetworkConfig:
+        if self.trace is not None and any(value is not None for value in self.speeds.values()):
+            raise ValueError("trace replaces uplink, downlink, latency and compute; remove them or the trace")
+        if self.deadline is not None and not self.timed:
+            raise ValueError("deadline needs the speed of the clients: uplink, downlink, latency, compute or trace")
+        if self.timed and self.delay != "none":
+            raise ValueError("delay and the speeds of clients are two sources of delays; remove one of them")
+        return self
 
     @pydantic.field_validator("delay", mode="before")
     @classmethod

@@ -42,7 +42,7 @@ EVALUATED = {
 DASHES = ("solid", "dash", "dot", "dashdot")
 """Dash patterns of lines; the next one is used each time the colors repeat."""
 ALWAYS = {
-    *("round", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped"),
+    *("round", "bytes_up", "bytes_down", "seconds", "seconds_simulated", "cohort", "updates", "skipped"),
     *("macro_precision", "macro_recall", "micro_precision", "micro_recall"),
     *EVALUATED,
 }
@@ -138,6 +138,8 @@ def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list
     values = factor * np.array([[row[name] for row in of_seed[:shortest]] for of_seed in rows], float)
     sent = np.array([[(row["bytes_up"] + row["bytes_down"]) / 1e6 for row in of_seed[:shortest]] for of_seed in rows])
     seconds = np.array([[row["seconds"] for row in of_seed[:shortest]] for of_seed in rows], float)
+    timed = all(is_usable_number(row.get("seconds_simulated")) for of_seed in rows for row in of_seed[:shortest])
+    simulated = [[row["seconds_simulated"] for row in of_seed[:shortest]] for of_seed in rows] if timed else []
     spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
     indices = evenly_spaced(shortest)
     mean = values.mean(0)
@@ -145,6 +147,7 @@ def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list
         "round": [rows[0][index]["round"] for index in indices],
         "mb": sent.mean(0)[indices].tolist(),
         "seconds": seconds.mean(0)[indices].tolist(),
+        **({"simulated": np.mean(simulated, 0)[indices].tolist()} if timed else {}),
         "mean": mean[indices].tolist(),
         "std": spread[indices].tolist() if len(values) > 1 else [],
     }

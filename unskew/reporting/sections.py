@@ -110,12 +110,14 @@ def _comparison(part: RunGroup, methods: Sequence[Mapping[str, str]]) -> str:
 
 
 def _curves(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
+    lines = [line for of_method in shown["lines"].values() for line in of_method.values() if line is not None]
     return render_section(
         "curves",
         titles={name: title.removesuffix(" (%)") for name, title in shown["figures"].items()},
         group=group,
         several_seeds=any(len(method_runs.runs) > 1 for method_runs in part.series),
         reached=tables.target_table(part),
+        timed=any("simulated" in line for line in lines),
     )
 
 

@@ -227,19 +227,22 @@ def target_table(part: RunGroup) -> Table | None:
     if not part.counts:
         return None
     rows, judge = [], part.objective
+    timed = ["simulated seconds" for first in part.ranked[:1] if "seconds_simulated" in first.runs[0].summary]
     for method_runs in part.ranked:
         reached = [
             row for run in method_runs.runs if (row := first_reaching(run.history, part.target, judge)) is not None
         ]
-        cells = [Cell("")] * 3
+        cells = [Cell("")] * (3 + len(timed))
         if len(reached) == len(method_runs.runs):
             rounds, seconds = (mean_std([row[name] for row in reached])[0] for name in ("round", "seconds"))
             sent = mean_std([row["bytes_up"] + row["bytes_down"] for row in reached])[0]
             cells = [number_cell(rounds), megabytes_cell(sent), number_cell(seconds)]
+            cells += [number_cell(mean_or_none([row.get("seconds_simulated") for row in reached]))] * len(timed)
         rows.append([Cell(method_runs.label), Cell(f"{len(reached)} of {len(method_runs.runs)}", len(reached)), *cells])
     what = f"{value_text(judge, part.target, sign=' %')} test {judge.title}"
     caption = f"Cost of reaching {what} (mean over seeds; blank if a seed never reaches it)"
-    return Table("target", caption, ["method", "seeds that reach it", "rounds", "MB, up and down", "seconds"], rows)
+    columns = ["seeds that reach it", "rounds", "MB, up and down", "seconds", *timed]
+    return Table("target", caption, ["method", *columns], rows)
 
 
 def fairness_table(part: RunGroup) -> Table | None:
@@ -327,6 +330,7 @@ def confusion_table(one: MethodRuns) -> Table | None:
 
 COSTS: dict[str, tuple[str, Any]] = {
     "seconds": ("seconds of the run", number_cell),
+    "seconds_simulated": ("simulated seconds", number_cell),
     "client_seconds": ("seconds per client", lambda value: number_cell(value, 2)),
     "bytes_up": ("MB up", megabytes_cell),
     "bytes_down": ("MB down", megabytes_cell),

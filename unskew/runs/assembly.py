@@ -21,8 +21,9 @@ from unskew.records.recorder import Callback, Recorder
 from unskew.runs.metrics import RunMetrics, run_metrics
 from unskew.runs.round_plan import make_round_plan
 from unskew.runs.state_stores import make_client_store
-from unskew.runs.validation import resolve_weighting
+from unskew.runs.validation import accepts_late_updates, resolve_weighting, run_context
 from unskew.simulation.client_store import ClientStore
+from unskew.simulation.clock import Clock, draw_speeds, parse_quantity, read_speeds
 from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.network import Network
@@ -135,6 +136,7 @@ def assemble(
         server.traffic.count(client, "down", down, 0)
     delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
     delays.check(len(federation.clients))
+    clock = make_clock(config, original, spec, method, server) if config.network.timed else None
     recorder = Recorder(folder, callbacks)
     setup = EngineConfig(
         spec,
@@ -167,9 +169,33 @@ def assemble(
         metrics=metrics,
         sampler=sampler,
         server=server,
-        network=Network(config.network.drop, config.seed, delays, in_flight, device),
+        network=Network(config.network.drop, config.seed, delays, in_flight, device, clock),
         evaluator=Evaluator(spec, original, task, device, metrics.computed),
         recorder=recorder,
         setup=setup,
         attackers=attackers,
     )
+
+
+def make_clock(config: Experiment, federation: Federation, spec: ModelSpec, method: Method, server: Server) -> Clock:
+    """Create the virtual clock of a run.
+
+    Args:
+        config: Configuration of the run.
+        federation: Data before the data rules.
+        spec: Layout of the model.
+        method: Method of the run.
+        server: Server of the run, which has counted the transfers before the first round.
+
+    Raises:
+        DataError: If the trace cannot be read or lacks a client.
+    """
+    network, clients = config.network, server.federation_info.clients
+    if network.trace is None:
+        speeds = draw_speeds(network.speeds, clients, config.seed)
+    else:
+        speeds = read_speeds(Path(network.trace), clients)
+    if network.deadline is None:
+        return Clock(server, speeds, None, accepts_late=False)
+    late = accepts_late_updates(run_context(config, federation, lambda: spec, method), method)
+    return Clock(server, speeds, parse_quantity(network.deadline, "deadline"), late)

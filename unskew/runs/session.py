@@ -110,6 +110,8 @@ class Session:
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
                 self.recorder.warn(run_warnings.model_unchanged_warning(self.network, len(rounds)))
+            if lost := run_warnings.late_updates_warning(self.recorder.history):
+                self.recorder.warn(lost)
             problem = run_warnings.divergence_warning(self.recorder.history[-1], self.attack)
             if problem is not None and not self.server.overflows:
                 self.recorder.warn(problem)
@@ -117,6 +119,9 @@ class Session:
             self.best.take()
             closing = self._close(engine)
             client_scores, clients = self.clients.score(engine)
+            if self.network.clock is not None:
+                client_scores["seconds_simulated"] = self.network.clock.now
+                closing |= {"seconds_simulated": self.network.clock.now} if closing else {}
             add_rule_fields(clients, self.server)
         except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
@@ -153,8 +158,12 @@ class Session:
         if all(rule.survey_at != "final" for rule in self.method.client):
             return {}
         round, task = self.config.rounds, self.parts.task
+        clock = self.network.clock
+        counted = {} if clock is None else clock.counted()
         broadcasts = [self.server.closing_broadcast(round, client) for client in self.clients.reachable()]
         self.server.close(round, engine.train(broadcasts))
+        if clock is not None:
+            clock.add_exchange(counted)
         score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
         before, held_out = self.recorder.history[-1], self.stopping.figures(self.server)
         judged = self.stopping.score
@@ -245,6 +254,7 @@ class Session:
             "content": self._content(),
             "frozen": self.spec.frozen,
             "delays": self.network.delays.identity,
+            "speeds": "" if self.network.clock is None else self.network.clock.identity,
             **self.best.about(),
         }
         checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, self.network, extra)
@@ -269,6 +279,9 @@ class Session:
         check_frozen(extra, self.spec)
         if extra.get("delays", "") != self.network.delays.identity:
             raise CheckpointError("The delay trace has changed since the run started. Resume it with the same file.")
+        clock = self.network.clock
+        if clock is not None and self.config.network.trace and extra.get("speeds") != clock.identity:
+            raise CheckpointError("The trace of client speeds has changed since the run started. Restore the file.")
         restore.restore(path, manifest, self.server, self.network)
         self.best.restore(extra)
         self.recorder.resume(done, extra["seconds"])
@@ -278,9 +291,12 @@ class Session:
         """Start from the end of the run ``start_from``, if any; returns its number of rounds, otherwise 0."""
         if self.config.start_from is None:
             return 0
-        return warm_start(
+        done = warm_start(
             Path(self.config.start_from), self.config, self.server, self.recorder, data_identity(self.prepared)
         )
+        if self.network.clock is not None:
+            self.network.clock.now = self.recorder.history[-1].get("seconds_simulated", 0.0)
+        return done
 
     def _curves(self) -> dict[str, Any]:
         """Compute a classifier's curves if ``metrics`` are requested; they need its probabilities and scikit-learn."""

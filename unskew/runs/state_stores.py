@@ -27,9 +27,9 @@ def make_client_store(config: Experiment, folder: Path | None, here: ClientStore
         raise ConfigError(
             "ray.state=nodes stores client state in the run folder. Set out to a folder that all nodes share."
         )
-    if config.network.delay != "none":
+    if config.network.delay != "none" or config.network.deadline is not None:
         raise ConfigError(
             "ray.state=nodes does not support delays, because delayed updates and their client state wait on this "
-            "machine. Use ray.state=driver or network.delay=none."
+            "machine. Use ray.state=driver, or remove network.delay and network.deadline."
         )
     return SharedStore(folder / "clients")

@@ -129,6 +129,8 @@ def summarize(
         summary["target"] = config.target
         summary["rounds_to_target"] = None if row is None else row["round"]
         summary["bytes_to_target"] = None if row is None else row["bytes_up"] + row["bytes_down"]
+        if "seconds_simulated" in final:
+            summary["seconds_simulated_to_target"] = None if row is None else row["seconds_simulated"]
     return summary
 
 

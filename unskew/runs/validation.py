@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from unskew.attacks.attackers import check_attack, draw_attackers
@@ -68,22 +69,7 @@ def check_method(
                 f"secure_aggregation=required lets it see only sums. Exclude the column (--exclude {coded[0]}), or turn "
                 "secure aggregation off."
             )
-    delayed = config.network.delay != "none"
-    build = partial(initial_spec, config, federation, model, method)
-    run = PreRunContext(
-        federation,
-        build,
-        config.training,
-        config.rounds,
-        delayed,
-        config.diagnose,
-        config.base_run,
-        make_round_plan(config, len(federation.clients), method),
-        config.client_weighting,
-        config.buffers,
-        config.secure_aggregation == "required",
-        config.save_samples,
-    )
+    run = run_context(config, federation, partial(initial_spec, config, federation, model, method), method)
     if callable(method.weights) and config.client_weighting != "auto":
         raise ConfigError(
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
@@ -104,9 +90,10 @@ def check_method(
         )
     spec = run.spec
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
-    if delayed and of_one_round:
+    if of_one_round and (run.delayed or (config.network.deadline is not None and accepts_late_updates(run, method))):
+        which = "network.delay" if run.delayed else "network.deadline"
         raise ConfigError(
-            f"diagnose={of_one_round[0]} compares the clients of one round and does not support network.delay. Remove one."
+            f"diagnose={of_one_round[0]} compares the clients of one round and does not support {which}. Remove one."
         )
     tokens = getattr(spec.module, "tokens", None)
     if isinstance(tokens, int):
@@ -117,6 +104,50 @@ def check_method(
         half = method.sync.server_init(spec.flatten(), FederationInfo.of(federation))
         method.sync.exchanged_slices(half, 0, 0, None, spec)
     return spec, warnings
+
+
+def run_context(
+    config: Experiment, federation: Federation, build: Callable[[], ModelSpec], method: Method
+) -> PreRunContext:
+    """Create the configuration that the rules of a method validate.
+
+    Args:
+        config: Configuration of the run.
+        federation: Data of all clients.
+        build: Creates the model.
+        method: Method of the run.
+    """
+    return PreRunContext(
+        federation,
+        build,
+        config.training,
+        config.rounds,
+        config.network.delay != "none",
+        config.diagnose,
+        config.base_run,
+        make_round_plan(config, len(federation.clients), method),
+        config.client_weighting,
+        config.buffers,
+        config.secure_aggregation == "required",
+        config.save_samples,
+    )
+
+
+def accepts_late_updates(run: PreRunContext, method: Method) -> bool:
+    """Return whether a method uses updates that arrive in a later round than their broadcast.
+
+    Args:
+        run: Configuration that all rules of the method accept.
+        method: Method of the run.
+    """
+    if any("same_round" in rule.needs for rule in (server_rule(method), *method.rules)):
+        return False
+    try:
+        for rule in method.rules:
+            rule.check(replace(run, delayed=True))
+    except ConfigError:
+        return False
+    return True
 
 
 def check_attackable(attack: Attack, method: Method) -> None:

@@ -28,7 +28,7 @@ from unskew.simulation.client_store import ClientStore
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 
-FORMAT = 8
+FORMAT = 9
 KEEP = 2
 CHUNK = 256 << 20  # bytes of client state per file, so that writing needs little memory
 CLIENTS = "client"
@@ -93,6 +93,7 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
                 "traffic": vars(server.traffic),
                 "waiting": server.waiting.about(),
                 "in_flight": [update.fields() for update in network.pending],
+                "clock": None if network.clock is None else network.clock.state(),
                 "extra": extra,
             }
             text = json.dumps({**manifest, "files": checksums})

@@ -65,6 +65,13 @@ class TrafficBytes(ManifestPart):
     clients: dict[Client, tuple[Count, Count]]
 
 
+class ClockState(ManifestPart):
+    """State of the virtual clock, see ``unskew.simulation.clock``."""
+
+    now: Amount
+    arrivals: dict[Client, Amount]
+
+
 class RunExtra(BaseModel):
     """Additional values of a run; further fields are allowed."""
 
@@ -86,6 +93,7 @@ class Manifest(ManifestPart):
     traffic: TrafficBytes
     waiting: WaitingUpdates
     in_flight: list[UpdateFields]
+    clock: ClockState | None
     extra: RunExtra
     files: dict[FileName, str]
 
@@ -106,3 +114,5 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     flying = [update.client for update in parsed.in_flight]
     if len(set(flying)) < len(flying):
         raise ValueError("in_flight: a client has two updates in flight")
+    if parsed.clock is not None and {*parsed.clock.arrivals} != {*map(str, flying)}:
+        raise ValueError("clock: its arrivals are not those of the updates in flight")

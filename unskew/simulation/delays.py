@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from unskew.errors import ConfigError, DataError, unknown_name
@@ -128,31 +129,46 @@ def read_trace(path: Path) -> dict[int | None, list[int]]:
         DataError: If the file does not exist, or a row is not a delay.
     """
     delays: dict[int | None, list[int]] = {}
+    for where, row in trace_rows(path, ("delay",)):
+        client: int | None = None
+        if row.get("client") not in (None, ""):
+            client = parse_nonnegative(row["client"], f"{where}: a client is a number from 0 on")
+        delay = parse_nonnegative(row["delay"], f"{where}: a delay is an integer number of rounds, 0 or more")
+        delays.setdefault(client, []).append(delay)
+    if not delays:
+        raise DataError(f"{path} contains no delays.")
+    return delays
+
+
+def trace_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """Read the rows of a CSV file.
+
+    Args:
+        path: The file.
+        columns: Columns that it must have.
+
+    Yields:
+        File and line for error messages, and the row.
+
+    Raises:
+        DataError: If the file cannot be read, a column is missing, or a row has too many values.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:  # the file may start with a byte order mark
             rows = csv.DictReader(file, restkey="beyond", skipinitialspace=True)
-            if "delay" not in (rows.fieldnames or ()):
+            missing = next((name for name in columns if name not in (rows.fieldnames or ())), None)
+            if missing is not None:
                 raise DataError(
-                    f"{path} has no column 'delay'. The first line must contain comma-separated column names."
+                    f"{path} has no column {missing!r}. The first line must contain comma-separated column names."
                 )
             for row in rows:
-                number = rows.line_num
                 if "beyond" in row:
-                    raise DataError(f"{path}, line {number}: there are more values than columns.")
-                client: int | None = None
-                if row.get("client") not in (None, ""):
-                    client = parse_nonnegative(row["client"], f"{path}, line {number}: a client is a number from 0 on")
-                delay = parse_nonnegative(
-                    row["delay"], f"{path}, line {number}: a delay is an integer number of rounds, 0 or more"
-                )
-                delays.setdefault(client, []).append(delay)
+                    raise DataError(f"{path}, line {rows.line_num}: there are more values than columns.")
+                yield f"{path}, line {rows.line_num}", row
     except OSError as error:
         raise DataError(f"The trace {path} cannot be read: {error.strerror}.") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"The trace {path} is not a CSV file: {error}.") from error
-    if not delays:
-        raise DataError(f"{path} contains no delays.")
-    return delays
 
 
 def parse_nonnegative(text: str | None, what: str) -> int:

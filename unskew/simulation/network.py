@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from unskew.protocol.messages import Update, replace_fields
 from unskew.seeding import numpy_generator
 from unskew.simulation.client_store import ClientStore
+from unskew.simulation.clock import Clock
 from unskew.simulation.delays import Delays
 
 
@@ -24,9 +26,10 @@ class Network:
         delays: Delays of updates in rounds; None for none.
         store: Storage for the tensors of updates in flight.
         device: Device to which tensors are moved when they arrive.
+        clock: Simulated time, whose deadline delays or loses updates; None for none.
 
     Attributes:
-        pending: Updates in flight, without tensors; ``arrived`` is the round in which they will arrive.
+        pending: Updates in flight, without tensors; ``arrived`` is the round in which they will arrive, if that is known.
     """
 
     pending: list[Update]
@@ -38,12 +41,14 @@ class Network:
         delays: Delays | None = None,
         store: ClientStore | None = None,
         device: torch.device | None = None,
+        clock: Clock | None = None,
     ):
         self.drop = drop
         self.seed = seed
         self.delays = delays or Delays("none", seed)
         self.store = ClientStore() if store is None else store  # an empty store is falsy
         self.device = device or torch.device("cpu")
+        self.clock = clock
         self.pending = []
         self.ages: list[int] = []
 
@@ -68,6 +73,8 @@ class Network:
             round: Number of the round, from 0.
             results: Updates of the round's training.
         """
+        if self.clock is not None:
+            return self._deliver_in_time(self.clock, round, results)
         if self.delays.instant:
             return (replace_fields(update, arrived=round) for update in results)
         arrivals = [update for update in self.pending if update.arrived == round]
@@ -85,11 +92,39 @@ class Network:
             u if u.born == round else Update.of(u.fields(), self.store.take(u.client), self.device) for u in arrivals
         )
 
+    def _deliver_in_time(self, clock: Clock, round: int, results: Iterable[Update]) -> Iterator[Update]:
+        """Yield the updates that arrive before the deadline of the round, and move the clock to the round's end."""
+        due = [update for update in self.pending if clock.arrivals[update.client] <= clock.limit]
+        self.pending = [update for update in self.pending if clock.arrivals[update.client] > clock.limit]
+        self.ages = [round - update.born for update in due]
+        for update in sorted(due, key=lambda update: (update.born, update.client)):
+            clock.latest = max(clock.latest, clock.arrivals.pop(update.client))
+            fields = {**update.fields(), "arrived": round}
+            yield Update.of(fields, self.store.take(update.client), self.device)
+        for update in results:
+            time = clock.arrival(update)
+            if time <= clock.limit:
+                self.ages.append(0)
+                yield replace_fields(update, arrived=round)
+            elif clock.accepts_late:
+                clock.arrivals[update.client] = time
+                self.store.put(update.client, update.tensors())
+                self.pending.append(Update.of(update.fields(), {}))
+            else:
+                clock.num_late += 1
+                clock.server.lost(update.client)
+        clock.end_round()
+
     def figures(self) -> dict[str, Any]:
-        """Return the round metrics on delays: updates in flight, and the ages in rounds of those that arrived."""
-        if self.delays.instant:
-            return {}
-        return age_metrics(self.ages, len(self.pending))
+        """Return the round metrics on time and delays: updates in flight, and the ages in rounds of the arrivals."""
+        figures: dict[str, Any] = {}
+        may_wait = not self.delays.instant
+        if self.clock is not None:
+            figures["seconds_simulated"] = self.clock.now
+            if self.clock.deadline < math.inf:
+                may_wait = self.clock.accepts_late
+                figures |= {} if may_wait else {"late": self.clock.num_late}
+        return {**figures, **(age_metrics(self.ages, len(self.pending)) if may_wait else {})}
 
 
 def age_metrics(ages: Sequence[int], in_flight: int) -> dict[str, Any]:

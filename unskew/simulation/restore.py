@@ -51,6 +51,8 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
             for client, tensors in _client_parts(path, manifest, kind, server):
                 store.put(client, tensors)
         _counters(manifest, server)
+        if network.clock is not None:
+            network.clock.restore(manifest["clock"])
         network.pending = [Update.of(fields, {}) for fields in manifest["in_flight"]]
         for update in network.pending:
             if not {"delta", "buffers"} <= set(network.store.get(update.client)):

@@ -67,6 +67,8 @@ def run_rounds(
     with interruptible() as stopped:
         for t in rounds:
             cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
+            if network.clock is not None:
+                network.clock.start_round(cohort)
             broadcasts = server.broadcasts(t, cohort)
             dropped = {k for k in cohort if network.drops(t, k)}
             for k in dropped:

@@ -63,6 +63,22 @@ def divergence_warning(row: Mapping[str, Any], attack: str | None = None) -> str
     return f"{problem} Repeat the run with a smaller learning rate (lr), fewer local steps, or set clip_grad_norm."
 
 
+def late_updates_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if more than half of the updates of a run were lost because they missed the deadline.
+
+    Args:
+        history: Metrics of each round.
+    """
+    late = sum(row.get("late", 0) for row in history)
+    total = late + sum(row.get("updates", 0) + row.get("skipped", 0) for row in history)
+    if 2 * late <= total:
+        return None
+    return (
+        f"{late} of {total} updates missed network.deadline and were lost. Use a longer deadline, or a method that supports "
+        "delays, such as fedbuff."
+    )
+
+
 def model_unchanged_warning(network: Network, rounds: int) -> str:
     """Return a warning for a model that never changed.
 

@@ -425,12 +425,22 @@ class Server:
             figures[f"{self.rule.name}_cache_bytes"] = float(len(self.cache) * self.v.numel() * self.v.element_size())
         return figures
 
-    def _count(self, update: Update) -> Slices | None:
-        """Count the bytes of an update and return the slices that were sent."""
+    def _upload_sizes(self, update: Update) -> tuple[Slices | None, int, int]:
+        """Return the slices of the model that an update contains, and its bytes without and of buffers."""
         _, up = self.exchange.slices(self.rules, update.born, update.client, self.last.get(update.client))
         statistics = self.exchange.buffer_masks(up, update.buffers) if self.mode != "local" else 0
         model = slice_bytes(up, update.delta) if self.sends_model else 0
         sent = model + extra_bytes(update.upload, up, update.delta) if update.sent_bytes is None else update.sent_bytes
+        return up, sent, statistics
+
+    def upload_bytes(self, update: Update) -> int:
+        """Return the bytes that will be counted when an update arrives."""
+        _, sent, statistics = self._upload_sizes(update)
+        return sent + statistics
+
+    def _count(self, update: Update) -> Slices | None:
+        """Count the bytes of an update and return the slices that were sent."""
+        up, sent, statistics = self._upload_sizes(update)
         self.traffic.count(update.client, "up", sent, statistics)
         self.traffic.reports += num_bytes(update.report.values())
         if self.mode == "local" or update.report:  # all other buffers are averaged only for evaluation

@@ -21,7 +21,7 @@ FIGURES = ("loss", "setup_seconds", "train_seconds")
 """Metrics of updates that are averaged over a round."""
 TAKEN = {
     *("round", "accuracy", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped", "discarded"),
-    *("train_loss", "in_flight", "lr", *FIGURES),
+    *("train_loss", "in_flight", "lr", "seconds_simulated", "late", *FIGURES),
     *(figure for task in TASKS.values() for figure in (task.scored, *task.figures)),
 }
 """Names of round metrics that are reserved for the core."""

@@ -209,10 +209,10 @@ def check_deployable(config: Experiment) -> None:
     Raises:
         ConfigError: If it has such a field.
     """
-    if config.network.delay != "none" or config.network.drop:
+    if config.network.delay != "none" or config.network.drop or config.network.timed:
         raise ConfigError(
-            "network.delay and network.drop simulate delayed and lost messages, which occur on real machines anyway. "
-            "Remove them from the experiment."
+            "network.delay and network.drop simulate delayed and lost messages, and the other fields of network slow "
+            "clients, which occur on real machines anyway. Remove them from the experiment."
         )
     if config.attack is not None:
         raise ConfigError("attack simulates hostile clients and is not supported over real sites. Remove it.")

@@ -6,7 +6,7 @@
     o: "circle", s: "square", D: "diamond", "^": "triangle-up", v: "triangle-down",
     P: "cross", X: "x", "*": "star", "<": "triangle-left", ">": "triangle-right",
   };
-  const AXES = { round: "communication round", mb: "traffic of all clients, up and down (MB)", seconds: "seconds" };
+  const AXES = { round: "communication round", mb: "traffic of all clients, up and down (MB)", seconds: "seconds", simulated: "simulated seconds" };
   const CONFIG = {
     responsive: true, displaylogo: false,
     modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
@@ -81,7 +81,7 @@
     // Mean and band of each method; `lines` holds them by the method's label.
     lines(lines, axis) {
       const bands = [], means = [];
-      const there = this.methods().filter((one) => lines[one.label]);
+      const there = this.methods().filter((one) => lines[one.label]?.[axis]);
       there.forEach((one, place) => {
         const line = lines[one.label], x = line[axis];
         if (line.std.length && x.length > 1) {
