@@ -8,6 +8,7 @@ import yaml
 from support.running import call
 
 import unskew
+from unskew.benchmark.evidence import collect
 from unskew.benchmark.pages import write_pages
 from unskew.benchmark.results import read_results
 from unskew.benchmark.runner import SuiteRuns, Unit
@@ -99,6 +100,17 @@ def test_suite_runs_once_and_its_numbers_are_those_of_single_runs(suite_file, tm
     assert (pages / "index.md").is_file()
     assert "fedprox" in (pages / "few.md").read_text(encoding="utf-8")
     assert {path.name for path in write_pages(runs, tmp_path / "again")} == {path.name for path in pages.iterdir()}
+
+    content = collect(runs)
+    [measured] = content["federations"]
+    accuracies = {
+        name: [s["accuracy"] for s in stored[Unit("few", name, 2)]["summaries"]] for name in ("fedavg", "fedprox")
+    }
+    gain = 100 * np.mean(np.subtract(accuracies["fedprox"], accuracies["fedavg"]))
+    assert measured["gains"]["global"] == {"fedprox": pytest.approx(gain, abs=0.006)}  # two decimals
+    assert set(measured["gains"]["clients"]) == {"fedprox", "ditto"}
+    assert measured["coordinates"]["clients"] == pytest.approx(np.log10(3), abs=6e-4)  # three decimals
+    assert content["tuning_gain"]["federations"] == 1
 
 
 @pytest.mark.parametrize(
