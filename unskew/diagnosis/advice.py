@@ -65,7 +65,7 @@ class Suggestion:
     @property
     def reason(self) -> str:
         """Expected gain and the measurements that it is based on, as a sentence."""
-        similar = ", ".join(f"{title} ({gain:+.1f})" for title, gain in self.measured)
+        similar = "; ".join(f"{title} ({gain:+.1f})" for title, gain in self.measured)
         return f"Expected gain over tuned FedAvg: {self.gain:+.1f} points. Most similar data measured: {similar}."
 
 

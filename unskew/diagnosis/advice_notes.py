@@ -48,7 +48,7 @@ def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
     tuning = load_evidence()[1]["tuning_gain"]
     lines = [
         f"Tune first: on the {tuning['federations']} federations of the benchmark, tuning FedAvg's learning rate, local "
-        f"steps and batch size gave {tuning['mean']:.1f} points on average. Gains below are those of tuned methods over "
+        f"steps and batch size gave {tuning['mean']:.1f} points on average. The expected gains are those of tuned methods over "
         "tuned FedAvg (unskew tune)."
     ]
     if not any_method:
