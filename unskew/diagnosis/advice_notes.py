@@ -48,8 +48,8 @@ def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
     tuning = load_evidence()[1]["tuning_gain"]
     lines = [
         f"Tune first: on the {tuning['federations']} federations of the benchmark, tuning FedAvg's learning rate, local "
-        f"steps and batch size gave {tuning['mean']:.1f} points on average. The expected gains are those of tuned methods over tuned "
-        "FedAvg (unskew tune)."
+        f"steps and batch size gave {tuning['mean']:.1f} points on average. The expected gains are those of tuned methods "
+        "over tuned FedAvg (unskew tune)."
     ]
     if not any_method:
         lines.append("No measured method is expected to beat tuned FedAvg here. Keep FedAvg, and tune it.")
