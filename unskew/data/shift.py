@@ -67,7 +67,10 @@ def parse_shift(text: str) -> Shift:
     if name not in ("rotate", "noise") or len(values) != 1 or options:
         raise ConfigError(f"shift={text!r} is not valid. Write rotate:ANGLE, rotate:ANGLE,groups=G or noise:SIGMA.")
     size = parse_positive(values[0], f"The number in shift={text!r}")
-    return Shift(name, size, None if groups is None else parse_count(groups, f"groups in shift={text!r}"))
+    count = None if groups is None else parse_count(groups, f"groups in shift={text!r}")
+    if count == 1:
+        raise ConfigError(f"shift={text!r} rotates nothing: one group has the angle 0. Use groups of at least 2.")
+    return Shift(name, size, count)
 
 
 def with_shift(drawn: PartitionedSource, shift: Shift) -> PartitionedSource:

@@ -38,6 +38,7 @@ from unskew.protocol.rules import (
     SyncRule,
     Tensors,
     Updates,
+    Weights,
     WithServerHalf,
 )
 from unskew.protocol.run_context import PreRunContext
@@ -58,6 +59,7 @@ class FedProto(ClientRule, SyncRule, ServerRule):
     paper: ClassVar[str] = "Tan et al. 2021, arXiv:2105.00243"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "it needs one class per sample"
+    weights: ClassVar[Weights | None] = "uniform"
     uploads: ClassVar[bool] = True
     sends_model: ClassVar[bool] = False
     survey_at: ClassVar[SurveyTime | None] = "trained"
