@@ -81,6 +81,8 @@ def test_expected_gain_is_a_kernel_average_shrunk_to_the_mean():
     assert by_name["x"].gain == pytest.approx((2.0 + 1.0 * 4.0 + weight * 0.0) / (1 + 1 + weight))
     assert by_name["y"].gain == pytest.approx(-1.0)  # measured once: the mean is that measurement
     assert by_name["x"].measured == [("a", 4.0), ("b", 0.0)]
+    large = expected_gains(near, "global", [measured("a", near, {"x": 500.0})])
+    assert large[0].gain == pytest.approx(10.0)
     assert similarity({"kind of inputs": "images"}, {"kind of inputs": "texts"}) == pytest.approx(math.exp(-0.5))
     assert similarity({"feature skew": None, "clients": 1.0}, {"feature skew": 0.9, "clients": 1.0}) == 1.0
 

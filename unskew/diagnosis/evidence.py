@@ -20,6 +20,8 @@ View = Literal["global", "clients"]
 """Global model on test data, or clients on their own data with a personal model if the method has one."""
 PRIOR = 1.0
 """Weight of the mean over all federations; a federation with the same features has weight 1."""
+LARGEST = 10.0
+"""Larger measured differences in points count as this one, so that a single federation does not decide."""
 TIE = 0.5
 """Methods whose expected gains differ by less than this number of points are ordered by cost."""
 WORTHWHILE = 0.25
@@ -133,7 +135,7 @@ def expected_gains(
     expected = []
     for name in dict.fromkeys(name for federation in evidence for name in federation.gains[view]):
         measured = [federation for federation in evidence if name in federation.gains[view]]
-        gains = [federation.gains[view][name] for federation in measured]
+        gains = [max(-LARGEST, min(LARGEST, federation.gains[view][name])) for federation in measured]
         weighted = [weights[federation.name] for federation in measured]
         prior = math.fsum(gains) / len(gains)
         total = PRIOR * prior + math.fsum(w * gain for w, gain in zip(weighted, gains, strict=True))
