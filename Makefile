@@ -48,7 +48,7 @@ audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); b
 	.venv-audit/bin/python .ci/audit.py constraints.txt constraints-deploy.txt
 
 demo: .venv/installed  ## compare four methods on skewed handwritten digits
-	$(BIN)/unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml
+	$(BIN)/unskew demo
 
 test: .venv/installed  ## every method and every promise, in about three minutes on two cores
 	$(TEST) -m "not slow"

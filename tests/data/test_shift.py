@@ -80,7 +80,9 @@ def test_unseen_clients_do_not_change_the_shift_of_the_others():
     assert split.normalization.mean[0] == pytest.approx(pixels.mean().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("text", ["rotate", "noise:0", "noise:1,groups=2", "blur:1", "rotate:30,groups=0", "rotate:30,groups=1", "rotate:a"])
+@pytest.mark.parametrize(
+    "text", ["rotate", "noise:0", "noise:1,groups=2", "blur:1", "rotate:30,groups=0", "rotate:30,groups=1", "rotate:a"]
+)
 def test_invalid_shifts_raise(text):
     with pytest.raises(ConfigError):
         unskew.run(data="digits", shift=text)

@@ -89,7 +89,6 @@ def test_own_method_changes_the_model_alike_on_every_engine(engine, monkeypatch)
 def test_the_demo_is_a_whole_configuration():
     values = load_yaml(EXAMPLES / "demo.yaml")
     assert experiment(values).data == "digits"
-    assert "make demo" in (EXAMPLES / "demo.yaml").read_text()
-    assert (
-        "unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml" in (ROOT / "Makefile").read_text()
-    )
+    assert (EXAMPLES / "demo.yaml").read_text() == (ROOT / "unskew" / "cli" / "demo.yaml").read_text()
+    assert "unskew demo" in (EXAMPLES / "demo.yaml").read_text()
+    assert "$(BIN)/unskew demo\n" in (ROOT / "Makefile").read_text()

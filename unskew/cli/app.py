@@ -41,8 +41,10 @@ from unskew.cli.common import (
     show,
     unused_path,
 )
+from unskew.cli.demo import demo
 from unskew.cli.deploy import deploy
 from unskew.cli.diagnose import diagnose
+from unskew.cli.doctor import doctor
 from unskew.cli.evaluate import evaluate
 from unskew.cli.export import export
 from unskew.cli.flags import DATA, EVALUATION, EXAMPLES, MACHINE, SERVER, TRAINING, Sections
@@ -267,6 +269,8 @@ app.command()(cli_info.models)
 app.command(cls=Sections)(cli_info.partition)
 app.command()(init)
 app.command(cls=Sections)(diagnose)
+app.command()(demo)
+app.command()(doctor)
 app.command()(evaluate)
 app.command()(export)
 app.command()(predict)

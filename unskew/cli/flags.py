@@ -125,6 +125,8 @@ EXAMPLES = {
     "methods": "unskew methods",
     "models": "unskew models",
     "partition": "unskew partition digits --partition dirichlet:0.3",
+    "demo": "unskew demo",
+    "doctor": "unskew doctor",
     "init": "unskew init patients.csv",
     "diagnose": "unskew diagnose --data digits --partition dirichlet:0.1",
     "export": "unskew export runs/digits-fedavg-seed0 --out model.onnx",

@@ -164,12 +164,11 @@ def choose_engine(
     if setup.device.type != "cpu":
         if request.clients_per_group not in ("auto", 1):
             raise ConfigError("clients_per_group needs device=cpu; on another device, use engine=vectorized.")
-        engine = "vectorized" if request.engine == "auto" else request.engine
+        engine = engine_by_rule(setup.device.type, 1) if request.engine == "auto" else request.engine
         return EngineChoice(engine, 1, asked=request.identity)
     # More workers than clients in a round would have nothing to do.
     workers = min(request.workers or num_cores(), cohort)
-    several = workers > 1 and cohort > 1 and processes.fork_available()
-    engine = ("processes" if several else "inline") if request.engine == "auto" else request.engine
+    engine = engine_by_rule("cpu", workers) if request.engine == "auto" else request.engine
     plain = EngineChoice(engine, workers, 1, "rule" if "auto" in request.identity else "given", asked=request.identity)
     if isinstance(request.clients_per_group, int):
         plain = EngineChoice(
@@ -183,6 +182,18 @@ def choose_engine(
     if folder is not None:
         write_atomic(folder / FILE, (json.dumps(asdict(choice), indent=2) + "\n").encode())
     return choice
+
+
+def engine_by_rule(device: str, workers: int) -> str:
+    """Return the engine of ``auto`` without a measurement.
+
+    Args:
+        device: Type of the device, such as ``cpu``.
+        workers: Number of worker processes, at most the clients of a round.
+    """
+    if device != "cpu":
+        return "vectorized"
+    return "processes" if workers > 1 and processes.fork_available() else "inline"
 
 
 def _stored_choice(folder: Path | None) -> EngineChoice | None:

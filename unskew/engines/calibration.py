@@ -84,7 +84,8 @@ def calibration_key(setup: EngineConfig, steps: int, workers: int, inputs: str) 
     return hashlib.sha256(json.dumps([model, budget, machine]).encode()).hexdigest()[:32]
 
 
-def _read_entries() -> dict[str, object]:
+def read_entries() -> dict[str, object]:
+    """Return all stored entries by key; empty if there is no valid file."""
     try:
         entries = read_json(calibration_file())
     except (OSError, ValueError):
@@ -95,7 +96,7 @@ def _read_entries() -> dict[str, object]:
 def load_measurement(key: str) -> Measurement | None:
     """Return the stored measurement, or None if there is no valid one."""
     with contextlib.suppress(pydantic.ValidationError):
-        return Measurement.model_validate(_read_entries().get(key))
+        return Measurement.model_validate(read_entries().get(key))
     return None
 
 
@@ -110,7 +111,7 @@ def save_measurement(key: str, measurement: Measurement) -> None:
     with contextlib.suppress(Exception):  # a read-only or missing home folder must not stop a run
         make_folder(path.parent)
         with file_lock(path.with_name(".engines.lock"), LOCK_SECONDS):
-            entries = {k: v for k, v in _read_entries().items() if k != key}
+            entries = {k: v for k, v in read_entries().items() if k != key}
             entries[key] = measurement.model_dump(exclude_none=True)
             newest = dict(list(entries.items())[-MAX_ENTRIES:])
             write_atomic(path, (json.dumps(newest, indent=1) + "\n").encode())
