@@ -245,7 +245,8 @@ def test_trying_says_what_held_and_ends_in_time():
 
 
 @pytest.mark.parametrize("objective", ["loss", "worst_client"])
-def test_trying_ranks_by_the_objective(objective):
+def test_trying_ranks_by_the_objective(objective, monkeypatch):
+    monkeypatch.delitem(IN_ORDER, "fedssyn:generator=gan-small")  # training generators takes seconds
     options = {
         "model": "logistic",
         "rounds": 2,
