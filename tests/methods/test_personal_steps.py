@@ -135,6 +135,7 @@ def test_pfedme_is_fedavg_if_the_local_model_follows_at_once_and_still_without_t
     assert torch.equal(still.vector, initial())
 
 
+@pytest.mark.slow  # long training to convergence
 def test_pfedme_finds_the_minimum_of_the_moreau_envelopes():
     """``grad F_k = M_k (H_k x - c_k)`` with ``M_k = lam (H_k + lam)^-1``; the personal models are proximal points."""
     A, b = problem()

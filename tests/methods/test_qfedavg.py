@@ -69,6 +69,7 @@ def test_the_update_of_one_client_is_scaled(q):
         assert_close(found, x, TRAINING)
 
 
+@pytest.mark.slow  # long training to convergence
 def test_larger_powers_make_losses_more_equal():
     """At the fixed point of a convex problem, the variance of the clients' losses falls and their mean rises."""
     A, b = problem(sizes=(6, 6, 6))
