@@ -129,6 +129,61 @@ def mimelite(run: Run, beta: float) -> Iterator[Array]:
         yield x
 
 
+def fedsmoo(run: Run, rho: float, lam: float) -> Iterator[Array]:
+    """Sun et al. 2023, Algorithm 1: regularized models and perturbations, each with a dual variable per client."""
+    x, s = run.start, np.zeros_like(run.start)
+    h_k, mu = run.zeros(), run.zeros()
+    for S in run.cohorts:
+        y = {}
+        for k in S:
+
+            def direction(g: Array, w: Array, x: Array = x, s: Array = s, k: int = k) -> Array:
+                r = g - mu[k] - s
+                e = rho * r / np.linalg.norm(r)
+                mu[k] = mu[k] + e - s
+                return run.gradient(k, w + e) + lam * (w - x + h_k[k])
+
+            y[k] = run.local(k, x, direction)
+        for k in S:
+            h_k[k] = h_k[k] + y[k] - x
+        x = run.mean(y) + sum(run.share[k] * h_k[k] for k in h_k)
+        mean = run.mean({k: mu[k] for k in S})
+        s = rho * mean / np.linalg.norm(mean)
+        yield x
+
+
+def qfedavg(run: Run, q: float) -> Iterator[Array]:
+    """Li et al. 2020 ("Fair Resource Allocation"), Algorithm 2, with ``L = 1 / lr``; weights scale both sums.
+
+    As in the authors' code, a loss has 1e-10 added to it.
+    """
+    x, L = run.start, 1 / run.lr
+    for S in run.cohorts:
+        total, scale = np.zeros_like(x), 0.0
+        for k in S:
+            loss, d = run.problem.loss(k, x) + 1e-10, L * (x - run.local(k, x))
+            total = total + run.share[k] * loss**q * d
+            scale += run.share[k] * (q * loss ** (q - 1) * np.sum(d**2) + L * loss**q)
+        x = x - total / scale
+        yield x
+
+
+def pfedme(run: Run, lam: float, K: int, eta_p: float, beta: float) -> Iterator[Array]:
+    """Dinh et al. 2020, Algorithm 1, with ``K`` gradient steps in place of the exact personal model."""
+    x = run.start
+    for S in run.cohorts:
+        y = {}
+        for k in S:
+            w = personal = x
+            for _ in range(run.steps(k)):
+                for _ in range(K):
+                    personal = personal - eta_p * (run.gradient(k, personal) + lam * (personal - w))
+                w = w - run.lr * lam * (w - personal)
+            y[k] = w
+        x = (1 - beta) * x + beta * run.mean(y)
+        yield x
+
+
 def fednova(run: Run) -> Iterator[Array]:
     """Wang et al. 2020, Algorithm 1, for plain SGD, for which the length of an update is its number of steps."""
     x = run.start
@@ -260,6 +315,9 @@ PAPERS: dict[str, Callable[..., Iterator[Array]]] = {
     "mime": mime,
     "mimelite": mimelite,
     "fedcm": fedcm,
+    "fedsmoo": fedsmoo,
+    "qfedavg": qfedavg,
+    "pfedme": pfedme,
     "fednova": fednova,
     "fedavgm": fedavgm,
     "fedadagrad": fedadagrad,
@@ -273,6 +331,7 @@ PAPERS: dict[str, Callable[..., Iterator[Array]]] = {
     "fedasync": fedasync,
     "fedpvr": scaffold,  # the model is one linear layer, and all linear layers are corrected
     "ditto": fedavg,  # personal models are trained separately and do not affect the global one
+    "apfl": fedavg,  # the same
     "fedbn": fedavg,  # the model has no BatchNorm
     "fedavg+ft": fedavg,  # clients are fine-tuned only after the last round
 }

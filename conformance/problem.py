@@ -43,6 +43,11 @@ class Problem:
         """Model before the first round, ``[classes, features]``."""
         return np.zeros((CLASSES, self.x[0].shape[1]))
 
+    def loss(self, k: int, w: Array) -> float:
+        """Return client ``k``'s mean cross-entropy."""
+        right = softmax(self.x[k] @ w.T)[np.arange(len(self.y[k])), self.y[k]]
+        return float(-np.log(right).mean())
+
     def gradient(self, k: int, w: Array) -> Array:
         """Return the gradient of client ``k``'s mean cross-entropy."""
         error = softmax(self.x[k] @ w.T)

@@ -22,6 +22,9 @@ SPELLINGS = {
     "feddyn": "feddyn:alpha={alpha}",
     "fedcm": "fedcm:alpha={alpha}",
     "mimelite": "mimelite:beta={beta}",
+    "fedsmoo": "fedsmoo:rho={rho},lam={lam}",
+    "qfedavg": "qfedavg:q={q}",
+    "pfedme": "pfedme:lam={lam},K={K},eta_p={eta_p},beta={beta},decay=0",
     "fednova": "fednova",
     "fedavgm": "fedavgm:beta={beta}",
     "fedadagrad": "fedadagrad:eta={eta},tau={tau}",
@@ -35,6 +38,7 @@ SPELLINGS = {
     "fedasync": "fedasync:alpha0={alpha},staleness=constant",
     "fedpvr": "fedpvr",
     "ditto": "ditto",
+    "apfl": "apfl",
     "fedbn": "fedbn",
     "fedavg+ft": "fedavg+ft",
 }

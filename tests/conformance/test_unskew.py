@@ -16,28 +16,16 @@ from unskew.methods.registry import METHODS
 
 EXACT = 1e-12
 UNNAMED = {
-    "fedals": "needs a body beside the head",
-    "fedrep": "needs a body beside the head",
-    **dict.fromkeys(["fedper", "lgfedavg", "fedbabu"], "needs a body beside the head"),
-    **dict.fromkeys(
-        ["apfl", "pfedme", "perfedavg"],
-        "several models or parts of a batch per step; tests/methods/test_personal_steps.py compares with a loop",
-    ),
-    **dict.fromkeys(["fedper", "lgfedavg", "fedbabu"], "needs a body beside the head"),
-    **dict.fromkeys(
-        ["apfl", "pfedme", "perfedavg"],
-        "several models or parts of a batch per step; tests/methods/test_personal_steps.py compares with a loop",
-    ),
+    **dict.fromkeys(["fedals", "fedrep", "fedper", "lgfedavg", "fedbabu"], "needs a body beside the head"),
+    "perfedavg": "splits batches; tests/methods/test_personal_steps.py compares with a loop",
     "fedrod": "adds a head to the model; tests/methods/test_fedrod.py compares with a loop",
     "moon": "works on features, and inputs are all there is before a linear layer",
     "feddecorr": "works on features, and inputs are all there is before a linear layer",
     "vhl": "works on features, and inputs are all there is before a linear layer",
     "fedgen": "works on features, and inputs are all there is before a linear layer",
-    "fedsmoo": "two dual variables; tests/methods/test_fedsmoo.py compares with a loop",
     "fedlc": "all clients have all classes alike; tests/methods/test_logit_adjustment.py compares with a loop",
     "fedrs": "all clients have all classes; tests/methods/test_logit_adjustment.py compares with a loop",
     "ccvr": "works on features; tests/methods/test_ccvr.py compares with pooled statistics and with discriminant analysis",
-    "qfedavg": "reads losses; tests/methods/test_qfedavg.py compares with a loop",
     "feddisco": "all clients have all classes alike; tests/methods/test_feddisco.py compares with a loop",
     "ifca": "several models; tests/methods/test_ifca.py compares with a loop",
     "fedproto": "works on features, and inputs are all there is before a linear layer",
