@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import sklearn.datasets
 
 import unskew
 from unskew.data.sources.registry import load_source
@@ -89,3 +90,24 @@ def test_paths_and_labels_are_rejected():
         load_source("synthetic:1,1", label="y")
     with pytest.raises(ConfigError, match="is built in"):
         load_source("fcube", path="x")
+
+
+@pytest.mark.parametrize("name", ["iris", "wine", "breast_cancer", "diabetes"])
+def test_tables_of_scikit_learn_have_all_rows_once(name):
+    source = load_source(name)
+    expected = getattr(sklearn.datasets, f"load_{name}")(**({"scaled": False} if name == "diabetes" else {}))
+    x, y = (
+        np.concatenate([part, other]) for part, other in zip(arrays(source.train), arrays(source.test), strict=True)
+    )
+    rows = np.column_stack([x, y])
+    given = np.column_stack([expected.data, expected.target]).astype(np.float32)
+    assert np.array_equal(rows[np.lexsort(rows.T)], given[np.lexsort(given.T)])
+    assert len(source.test) == round(0.2 * len(given))
+    assert np.allclose(source.train.columns[expected.feature_names[0]], source.train.x[:, 0], rtol=1e-6)
+    if name != "diabetes":
+        shares = [np.bincount(part.y) / len(part) for part in (source.train, source.test)]
+        assert np.abs(shares[0] - shares[1]).max() < source.classes / len(source.test) + 1e-9
+
+
+def arrays(part):
+    return part.x.numpy(), part.y.numpy().reshape(len(part), 1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Built-in data sets: scikit-learn's digits and Gaussian classes."""
+"""Built-in data sets: scikit-learn's digits and tables, and Gaussian classes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from unskew.data.readers.tables import SampleTable, Source
-from unskew.data.validation import as_inputs
+from unskew.data.readers.tables import SampleTable, Source, train_test_tables
+from unskew.data.validation import as_inputs, as_targets
 
 
 def _digits() -> np.ndarray:
@@ -40,6 +40,24 @@ def digits() -> Source:
     parts = np.split(order, [int(0.8 * len(order))])
     train, test = (SampleTable(as_inputs(images[rows], "digits"), torch.from_numpy(labels[rows]), {}) for rows in parts)
     return Source("digits", train, test, tuple(str(c) for c in range(10)), 10)
+
+
+def scikit_learn_table(name: str) -> Source:
+    """Load a table that scikit-learn ships, with a test part of 20 % that is stratified by class.
+
+    Args:
+        name: ``iris``, ``wine``, ``breast_cancer`` or ``diabetes``; the last one is a regression.
+    """
+    from sklearn import datasets
+
+    options = {"scaled": False} if name == "diabetes" else {}
+    data = getattr(datasets, f"load_{name}")(**options)
+    task = "regression" if name == "diabetes" else "classification"
+    names = ("progression",) if name == "diabetes" else tuple(map(str, data.target_names))
+    columns = dict(zip(map(str, data.feature_names), data.data.T, strict=True))
+    x, y = torch.from_numpy(data.data.astype(np.float32)), as_targets(data.target, name, task)
+    train, test = train_test_tables([SampleTable(x, y, columns)], 0.2)
+    return Source(name, train, test, names, len(names), task)
 
 
 def gaussians() -> Source:

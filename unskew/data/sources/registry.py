@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from unskew.data.readers.files import (
     table_files,
 )
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
-from unskew.data.sources.builtin import digits, gaussians
+from unskew.data.sources.builtin import digits, gaussians, scikit_learn_table
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.generated import fcube, parse_synthetic, synthetic
 from unskew.data.sources.leaf import leaf_root, leaf_source
@@ -41,6 +41,10 @@ __all__ = ["SOURCES", "SampleTable", "Source", "load_source"]
 
 SOURCES: dict[str, str] = {
     "digits": "handwritten digits, 8 x 8 gray, 1,797 images; comes with scikit-learn, no download",
+    "iris": "flowers, 4 features, 3 classes, 150 rows; comes with scikit-learn, no download",
+    "wine": "wines, 13 features, 3 classes, 178 rows; comes with scikit-learn, no download",
+    "breast_cancer": "tumors, 30 features, 2 classes, 569 rows; comes with scikit-learn, no download",
+    "diabetes": "progression of diabetes, 10 features, a regression, 442 rows; comes with scikit-learn, no download",
     "cifar10": "CIFAR-10, 32 x 32 color, 10 classes (uoft-cs/cifar10)",
     "cifar100": "CIFAR-100, 32 x 32 color, 100 classes (uoft-cs/cifar100)",
     "mnist": "MNIST, 28 x 28 gray, 10 classes (ylecun/mnist)",
@@ -67,7 +71,13 @@ SOURCES: dict[str, str] = {
     "text": "text:PATH, texts in a .csv, .jsonl or .parquet file, or a folder with train and test files",
     "table": "table:PATH, a .csv, .jsonl or .parquet file, or a folder with train and test files; requires label",
 }
-DRAWN = {"digits": digits, "gaussians": gaussians, "fcube": fcube, "shapes": shapes}
+DRAWN: dict[str, Callable[[], Source]] = {
+    "digits": digits,
+    "gaussians": gaussians,
+    "fcube": fcube,
+    "shapes": shapes,
+    **{name: partial(scikit_learn_table, name) for name in ("iris", "wine", "breast_cancer", "diabetes")},
+}
 """Sources that are built in or generated."""
 PATHS = ("folder", "table", "leaf", "npz", "npy")
 """Sources that are written with a path."""
