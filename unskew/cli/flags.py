@@ -40,7 +40,11 @@ FLAGS: dict[str, tuple[type, str]] = {
     ),
     "rounds": (int, "Communication rounds."),
     "participation": (float, "Share of clients per round."),
-    "sampling": (str, "Cohorts: fixed, or poisson (each client with probability participation)."),
+    "sampling": (
+        str,
+        "Cohorts: fixed, poisson (each client with probability participation), or power-of-choice:D (those of D candidates "
+        "with the largest loss).",
+    ),
     "local_steps": (int, "Mini-batch steps per client and round."),
     "local_epochs": (int, "Passes over a client's data per round."),
     "batch_size": (int, "Samples per step."),

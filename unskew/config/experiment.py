@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticSerializationError
 
 from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
@@ -25,6 +25,7 @@ from unskew.errors import ConfigError, unknown_name
 from unskew.methods.registry import method, own_diagnostics
 from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite
+from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.training_config import Training
 from unskew.provenance import Named, with_provenance
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric_info
@@ -120,8 +121,9 @@ class Experiment(Section):
     """Number of communication rounds."""
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of clients per round."""
-    sampling: Literal["fixed", "poisson"] = "fixed"
-    """Cohorts of a ``fixed`` size, or ``poisson``: each client takes part with probability ``participation``."""
+    sampling: str = "fixed"
+    """Cohorts of a ``fixed`` size, ``poisson``: each client takes part with probability ``participation``, or
+    ``power-of-choice:D``: the clients with the largest losses of ``D`` candidates."""
     local_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Mini-batch steps per client and round; cannot be combined with ``local_epochs``."""
     local_epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
@@ -299,6 +301,15 @@ class Experiment(Section):
         if self.target <= 0 or (share and self.target > 1):
             unit = "above 0 and at most 1, such as 0.9 for 90 %" if share else "above 0, in the unit of the objective"
             raise ValueError(f"target={self.target:g} is not valid: it must be {unit}")
+
+    @field_validator("sampling")
+    @classmethod
+    def _check_sampling(cls, value: str) -> str:
+        try:
+            parse_sampling(value)
+        except ConfigError as error:
+            raise ValueError(str(error).rstrip(".")) from error
+        return value
 
     def _check_schedule(self) -> None:
         """Validate that the learning-rate schedule fits rounds and local steps."""

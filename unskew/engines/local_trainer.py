@@ -22,11 +22,11 @@ from unskew.engines.client_inputs import (
     move_to,
     pack_update,
 )
-from unskew.engines.survey import take_surveys
+from unskew.engines.survey import CHUNK, forward, take_surveys
 from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.execution import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
-from unskew.protocol.messages import Broadcast, Tensors, Update
+from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update
 from unskew.protocol.rules import ClientRule, SurveyTime
 from unskew.seeding import fold
 from unskew.tasks.base import Task
@@ -171,10 +171,36 @@ class LocalTrainer:
         metrics = {"loss": 0.0, "steps": 0.0, "setup_seconds": 0.0, "train_seconds": time.perf_counter() - began}
         return pack_update(setup, broadcast, torch.zeros_like(v), v, b, written, metrics, {}, {})
 
+    def report_loss(self, broadcast: Broadcast) -> Update:
+        """Return an update without tensors, whose metric ``loss`` is the mean loss of the client's initial model."""
+        setup, device = self.setup, self.setup.device
+        client = setup.federation.clients[broadcast.client]
+        v, b = self.inputs.initial_params(broadcast).to(device), self.inputs.initial_buffers(broadcast).to(device)
+        total = 0.0
+        count = 0
+        for index in torch.split(torch.arange(client.examples, device=client.y.device), CHUNK):
+            x = self.inputs.normalize(take_rows(client.x, index))
+            losses = setup.task.losses(forward(self.model, b, v, x).logits, client.y[index].to(device))
+            total += float(losses.double().sum())
+            count += losses.numel()
+        return Update(
+            client=broadcast.client,
+            born=broadcast.round,
+            examples=client.examples,
+            weight=broadcast.weight,
+            delta=v.new_zeros(0),
+            buffers=b.new_zeros(0),
+            upload={},
+            state=ClientState(),
+            metrics={"loss": total / count},
+        )
+
     def train(self, broadcast: Broadcast) -> Update:
         """Run the local training of one client from its broadcast."""
         if broadcast.closing:
             return self.answer(broadcast)
+        if broadcast.asks_loss:
+            return self.report_loss(broadcast)
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
         plan = setup.batch_plan(broadcast.round, broadcast.client).to(client.y.device)

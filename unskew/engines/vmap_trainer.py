@@ -179,8 +179,8 @@ class GroupTrainer:
 
     def mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Train clients of one kind under ``vmap``."""
-        if broadcasts[0].closing:
-            return [self.single.answer(broadcast) for broadcast in broadcasts]
+        if broadcasts[0].closing or broadcasts[0].asks_loss:
+            return [self.single.train(broadcast) for broadcast in broadcasts]
         with use_grouped(self.setup.spec, self.form):
             return self._mapped(broadcasts)
 

@@ -140,6 +140,7 @@ class Broadcast:
         show: Client rule whose carry the client must return, so that its generated samples can be plotted; empty for none.
         keeps: Whether the state of the optimizer stays at the client from round to round.
         closing: Whether the client only answers the surveys after the last round, without training.
+        asks_loss: Whether the client only reports the mean loss of its training samples, without training.
         kept: Paths of the files that the process training the client reads (empty if there is none yet) and writes;
             None if ``state`` is in memory.
     """
@@ -159,6 +160,7 @@ class Broadcast:
     show: str = ""
     keeps: bool = False
     closing: bool = False
+    asks_loss: bool = False
     kept: tuple[str, str] | None = None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from unskew.attacks.attackers import Attackers
@@ -112,7 +113,8 @@ def assemble(
     store = make_client_store(config, folder, clients)
     plan = make_round_plan(config, len(federation.clients), method)
     secret = None if deployed and config.sampling == "poisson" else config.seed
-    sampler = Sampler(len(federation.clients), config.participation, secret, config.sampling)
+    sizes = np.asarray(federation.sizes)
+    sampler = Sampler(len(federation.clients), config.participation, secret, config.sampling, sizes)
     observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
     trainer = ServerTrainer(
         spec, federation, config.training, device, sampler.size, observed, "samples" if callable(weights) else weights

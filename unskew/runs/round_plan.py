@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unskew.config.experiment import Experiment
-from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.round_plan import RoundPlan, parse_sampling
 from unskew.protocol.rules import Method
 from unskew.simulation.sampler import Sampler
 
@@ -21,4 +21,6 @@ def make_round_plan(config: Experiment, clients: int, method: Method) -> RoundPl
         f"{rule.name}/{name}": float(scale(training)) for rule in method.client for name, scale in rule.private.items()
     }
     cohort = Sampler(clients, config.participation, config.seed).size
-    return RoundPlan(config.rounds, clients, config.participation, cohort, config.sampling, scales, training)
+    return RoundPlan(
+        config.rounds, clients, config.participation, cohort, parse_sampling(config.sampling)[0], scales, training
+    )

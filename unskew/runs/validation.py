@@ -15,7 +15,9 @@ from unskew.config.renamed import FORMER_HOOKS
 from unskew.data.federation import Federation
 from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflictError, unknown_name
+from unskew.methods.dp import DP
 from unskew.methods.dp_sites import site_noise
+from unskew.methods.dpsgd import DPSGD
 from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.registry import MODELS
@@ -23,6 +25,7 @@ from unskew.models.spec import ModelSpec
 from unskew.option_parsing import option_defaults
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.requirements import NEEDS
+from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.runs.build_model import ModelLike, initial_spec
@@ -75,7 +78,7 @@ def check_method(
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
             "Remove client_weighting."
         )
-    warnings: list[str] = []
+    warnings = check_sampling(config, run, method)
     if config.attack is not None:
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
         warnings += unsuspected_attackers(config, federation, method)
@@ -104,6 +107,35 @@ def check_method(
         half = method.sync.server_init(spec.flatten(), FederationInfo.of(federation))
         method.sync.exchanged_slices(half, 0, 0, None, spec)
     return spec, warnings
+
+
+def check_sampling(config: Experiment, run: PreRunContext, method: Method) -> list[str]:
+    """Validate power-of-choice, whose server learns the loss of each candidate; returns warnings.
+
+    Args:
+        config: Configuration of the run.
+        run: Run to check.
+        method: Method of the run.
+
+    Raises:
+        ConfigError: If the number of candidates is impossible, or nobody may learn the losses.
+    """
+    candidates = parse_sampling(config.sampling)[1]
+    if candidates is None:
+        return []
+    if not run.plan.cohort <= candidates <= run.plan.clients:
+        raise ConfigError(
+            f"sampling=power-of-choice:{candidates} needs from {run.plan.cohort} candidates, the clients of a round, to "
+            f"{run.plan.clients}, all clients. Change the number or participation."
+        )
+    private = next((rule.name for rule in method.client if isinstance(rule, DP | DPSGD)), None)
+    if private is not None or config.secure_aggregation == "required":
+        what = "secure_aggregation=required" if private is None else private
+        raise ConfigError(
+            f"With sampling=power-of-choice the server learns the loss of each candidate, which {what} does not protect. Use "
+            "sampling=fixed."
+        )
+    return ["With power-of-choice the cohorts depend on the model, so methods are not compared on the same cohorts."]
 
 
 def run_context(

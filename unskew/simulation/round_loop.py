@@ -67,6 +67,11 @@ def run_rounds(
     with interruptible() as stopped:
         for t in rounds:
             cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
+            if sampler.candidates is not None and cohort:
+                counted = {} if network.clock is None else network.clock.counted()
+                cohort = sampler.select(cohort, server.losses(t, cohort, engine))
+                if network.clock is not None:
+                    network.clock.add_exchange(counted)
             if network.clock is not None:
                 network.clock.start_round(cohort)
             broadcasts = server.broadcasts(t, cohort)

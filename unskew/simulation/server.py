@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskew.engines.base import Engine
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo, Weights
@@ -239,6 +240,27 @@ class Server:
             sent += slice_bytes(subtract_slices(up, down, len(self.v)), self.v)
         self.traffic.count(client, "down", sent, statistics)
         return broadcast
+
+    def losses(self, round: int, candidates: Sequence[int], engine: Engine) -> list[float]:
+        """Ask clients for the mean loss of the model that they would train in a round, and count the bytes.
+
+        Args:
+            round: Number of the round, from 0.
+            candidates: Clients to ask.
+            engine: Evaluates the model at the clients.
+
+        Returns:
+            The loss of each candidate.
+        """
+        model = self._broadcast_model(round)
+        buffers = num_bytes([self.b]) if self.mode == "average" else 0
+        broadcasts = []
+        for client in candidates:
+            down, _ = self.exchange.slices(self.rules, round, client, self.last.get(client))
+            broadcasts.append(replace_fields(self._cast(round, client, model, self.b, down, ()), asks_loss=True))
+            self.traffic.count(client, "down", slice_bytes(down, self.v), buffers)
+            self.traffic.count(client, "up", self.v.element_size(), 0)
+        return [update.metrics["loss"] for update in engine.train(broadcasts)]
 
     def _broadcast_model(self, round: int) -> Tensor:
         """Return the model that clients have after the broadcast of a round, ``[d]``."""

@@ -26,6 +26,7 @@ from unskew.methods.dp_sites import site_noise
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import match_model_input_range
 from unskew.runs.round_plan import make_round_plan
@@ -58,6 +59,8 @@ def check_method_over_sites(
         raise ConfigError(
             f"{both_ways}:down=true is available in simulations only; over sites, only uploads are compressed."
         )
+    if parse_sampling(config.sampling)[1] is not None:
+        raise ConfigError("sampling=power-of-choice is available in simulations only. Use sampling=fixed.")
     simulated = next((rule.simulated_only for rule in method.data if rule.simulated_only is not None), None)
     if simulated is not None:
         raise ConfigError(simulated)
