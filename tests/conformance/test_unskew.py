@@ -16,7 +16,9 @@ from unskew.methods.registry import METHODS
 
 EXACT = 1e-12
 UNNAMED = {
-    **dict.fromkeys(["fedals", "fedrep", "fedper", "lgfedavg", "fedbabu"], "needs a body beside the head"),
+    **dict.fromkeys(
+        ["fedals", "fedrep", "fedper", "lgfedavg", "fedbabu", "heterofl", "fedrolex"], "needs a body beside the head"
+    ),
     "perfedavg": "splits batches; tests/methods/test_personal_steps.py compares with a loop",
     "fedrod": "adds a head to the model; tests/methods/test_fedrod.py compares with a loop",
     "moon": "works on features, and inputs are all there is before a linear layer",

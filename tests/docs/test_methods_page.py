@@ -128,6 +128,7 @@ def test_the_costs_of_methods_are_those_counted():
     for name in METHODS:
         traffic = re.search(r"^- Traffic: (.*?) down, (.*?) up\b", part_of(name, "Cost"), re.M)
         expressions = {**QUICK, "dp": "dp:noise=0.1,bit_noise=1"}  # with the bits of adaptive clipping
+        expressions |= {name: f"{name}:rates=0.5" for name in ("heterofl", "fedrolex")}
         result = unskew.run(method=expressions.get(name, name), server_data=100, base_run=True, **options)
         size = result.summary["parameters"]
         g = LatentGenerator(classes=10, noise=32, hidden=256, features=8).size
@@ -137,6 +138,7 @@ def test_the_costs_of_methods_are_those_counted():
             "dc": size,
             "db": 64 * 8 + 8,
             "dh": 8 * 10 + 10,
+            "dr": 64 * 4 + 4 + 4 * 10 + 10,
             "db/alpha": 0,
             "1": 1,
             "g": g,

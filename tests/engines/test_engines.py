@@ -52,7 +52,7 @@ SIZES = [5, 19, 8, 13, 21, 11]
 
 def train(method, engine, precision="fp64", **options):
     torch.manual_seed(0)
-    method = EARLY.get(method, method)
+    method = EARLY.get(method, method) if isinstance(method, str) else method
     given = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.5, "local_epochs": 2, **options}
     return unskew.run(
         blobs(SIZES), model=small_model(method), method=method, engine=engine, precision=precision, workers=2, **given
@@ -286,3 +286,20 @@ def test_a_failure_in_a_worker_reaches_the_user():
 
     with pytest.raises(unskew.UnskewError, match="the rule is broken"):
         train(Broken(), "processes")
+
+
+class Computed(unskew.ClientRule):
+    """Evaluates the loss at a vector computed from the parameters, with the same values."""
+
+    name, summary, paper = "computed", "evaluates the loss elsewhere", "none"
+
+    def loss(self, loss_fn, ctx, carry):
+        return lambda v, batch: loss_fn(v * 1.0, batch)
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+def test_a_loss_at_computed_parameters_has_the_same_dropout_and_statistics(engine):
+    plain, computed = (train(method, engine, rounds=2) for method in ("fedavg", Computed()))
+    assert_close(computed.vector, plain.vector, TRAINING)
+    for name, value in plain.model.state_dict().items():
+        assert_close(computed.model.state_dict()[name].double(), value.double(), TRAINING)

@@ -26,6 +26,7 @@ NOT_HERE = {
     "feddm": "sends images of the classes that a client has",
     "mimelite": "takes a pass over each client's data, one client after the other",
     "dpsgd": "does not support the BatchNorm of this model",
+    **dict.fromkeys(["heterofl", "fedrolex"], "trains the clients of each rate as a group, which reads once per group"),
     **dict.fromkeys(ENCODING, "reads the device for each client, because encoded updates are bytes"),
 }
 ACTING = {

@@ -28,7 +28,19 @@ from unskew.tuning.trial_runner import TuningPlan
 pytestmark = pytest.mark.usefixtures("undrawn")
 pytest.importorskip("optuna")
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 1, "engine": "inline"}
-NOTHING_TO_TUNE = {"fedavg", "hfcl", "fednova", "fedpvr", "fedper", "lgfedavg", "fedbn", "ft", "fedssyn"}
+NOTHING_TO_TUNE = {
+    "fedavg",
+    "hfcl",
+    "fednova",
+    "fedpvr",
+    "fedper",
+    "lgfedavg",
+    "heterofl",
+    "fedrolex",
+    "fedbn",
+    "ft",
+    "fedssyn",
+}
 NOTHING_TO_TUNE |= {"median", "trimmed", "krum", "multikrum", "bulyan", "geomedian", "fltrust"}
 NOTHING_TO_TUNE |= {"topk", "randk", "qsgd", "sign", "int8", "fp16", "bf16", "powersgd"}
 

@@ -69,6 +69,8 @@ METHODS: dict[str, str] = {
     "lgfedavg": "unskew.methods.lgfedavg:LGFedAvg",
     "fedbabu": "unskew.methods.fedbabu:FedBABU",
     "fedrod": "unskew.methods.fedrod:FedRoD",
+    "heterofl": "unskew.methods.heterofl:HeteroFL",
+    "fedrolex": "unskew.methods.heterofl:FedRolex",
     "fedbn": "unskew.methods.fedbn:FedBN",
     "ft": "unskew.methods.finetune:FineTune",
     "perfedavg": "unskew.methods.perfedavg:PerFedAvg",

@@ -141,7 +141,7 @@ class BoundModel:
         if shared is not None:
             return shared
         if v is not self.leaf:
-            return self._once.put(v, x, track, self.spec.forward(v, self.b, x, train=True))
+            return self._once.put(v, x, track, self._at(v, x, track))
         before = None if track else self.b.clone()
         with self._precision:
             output = ModelOutput(self.module(x).to(v.dtype), self._features)
@@ -149,6 +149,20 @@ class BoundModel:
             # Use .data: a versioned write would make autograd raise an error for buffers that it saved but does not use.
             self.b.data.copy_(before)
         return self._once.put(v, x, track, output)
+
+    def _at(self, v: Tensor, x: Tensor, track: bool) -> ModelOutput:
+        """Compute training-mode outputs at another vector, with the dropout keys and buffers of this model."""
+        buffers = {name: view.clone() for name, view in self.spec.buffers(self.b).items()}
+        other = self.spec.stream
+        if other is not None and self.stream is not None:
+            other.key, other.calls = self.stream.key, self.stream.calls
+        output = self.spec.forward(v, buffers, x, train=True)
+        if other is not None and self.stream is not None:
+            self.stream.calls = other.calls
+            other.start(None)
+        if track and buffers:
+            self.b.data.copy_(torch.cat([view.reshape(-1) for view in buffers.values()]))
+        return output
 
     def predict(self, v: Tensor, b: Tensor) -> Callable[[Tensor], ModelOutput]:
         """Return the model in eval mode at ``v`` and ``b`` as a function of inputs, without gradients.
