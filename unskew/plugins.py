@@ -1,4 +1,4 @@
-"""Plugins of installed packages, found by entry points: methods, models, data sources, partitions and engines.
+"""Plugins of installed packages, found by entry points: methods, models, data sources, partitions, engines and trackers.
 
 A package declares a plugin in its ``pyproject.toml``::
 
@@ -26,7 +26,8 @@ MODELS = "unskew.models"
 DATA = "unskew.data"
 PARTITIONS = "unskew.partitions"
 ENGINES = "unskew.engines"
-GROUPS = (METHODS, MODELS, DATA, PARTITIONS, ENGINES)
+TRACKERS = "unskew.trackers"
+GROUPS = (METHODS, MODELS, DATA, PARTITIONS, ENGINES, TRACKERS)
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ OPTIONS = [
     ("--set workers=0", "workers=0"),
     ("--set eval_clients=-1", "eval_clients=-1"),
     ("--set checkpoint_every=0", "checkpoint_every=0"),
-    ("--set trackers=wandb", "trackers"),
+    ("--set trackers=wandbee", "There is no tracker 'wandbee'. Did you mean 'wandb'"),
     ("--set head=nowhere", "no module 'nowhere'"),
     ("--set model_options.hidden=[3]", "no option 'hidden'"),
     ("--model mlp --set model_options.hidden=[0]", "hidden"),

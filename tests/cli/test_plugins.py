@@ -65,6 +65,17 @@ class Counting:
 
 def counting(setup, workers, clients_per_group, options):
     return Counting(setup, options["log"])
+
+
+class Lines(unskew.Callback):
+    def __init__(self, folder, resumed):
+        self.file = open(folder / "lines.txt", "a" if resumed else "w")
+
+    def round(self, row):
+        print(row["round"], row["accuracy"], file=self.file, flush=True)
+
+    def end(self, summary):
+        self.file.close()
 '''
 ENTRIES = """
 [unskew.methods]
@@ -79,6 +90,8 @@ moons = PACKAGE:moons
 halves = PACKAGE:halves
 [unskew.engines]
 counting = PACKAGE:counting
+[unskew.trackers]
+lines = PACKAGE:Lines
 """
 
 
@@ -108,6 +121,13 @@ def test_what_a_package_offers_is_used_by_its_name(package):
     whole = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="fedavg", **RUN)
     start = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="damped:by=0", **RUN).vector
     assert (result.vector - start - 0.25 * (whole.vector - start)).abs().max() < 1e-6
+
+
+def test_a_tracker_of_a_package_receives_the_rounds(package, tmp_path):
+    result = unskew.run(data="moons", model="tiny", trackers="lines", out=tmp_path / "run", **RUN)
+    assert (tmp_path / "run" / "lines.txt").read_text() == f"1 {result.history[0]['accuracy']}\n"
+    unskew.resume(tmp_path / "run", rounds=2)
+    assert len((tmp_path / "run" / "lines.txt").read_text().splitlines()) == 2
 
 
 def test_an_engine_of_a_package_gives_the_same_numbers(package, tmp_path):

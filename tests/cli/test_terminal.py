@@ -1,8 +1,10 @@
 """What a terminal shows: narrow ones, without colors, quiet or verbose, and completion."""
 
 import io
+import json
 import re
 import time
+from pathlib import Path
 
 import pytest
 import typer
@@ -103,6 +105,21 @@ def test_quiet_says_the_result_and_verbose_every_round(capsys):
     wrong = call(capsys, "run", "--method", "fedprix", "--verbose")
     assert (wrong.code, "Traceback" in wrong.err, "There is no method" in wrong.err) == (2, True, True)
     assert call(capsys, "run", "--quiet", "--verbose").code == 2
+
+
+def test_log_json_prints_events_as_lines_and_the_result_as_usual(capsys):
+    outcome = call(capsys, "run", *TINY, "--rounds", "2", "--lr", "1e5", "--out", "a", "--log-json")
+    events = [json.loads(line) for line in outcome.err.splitlines()]
+    assert [line["event"] for line in events if line["event"] != "warning"] == ["start", "round", "round", "end"]
+    assert any("diverged" in line["text"] or "loss" in line["text"] for line in events if line["event"] == "warning")
+    rounds = [json.loads(line) for line in Path("a/metrics.jsonl").read_text().splitlines()]
+    logged = [{k: v for k, v in line.items() if k not in ("time", "event", "run")} for line in events]
+    assert [line for line in logged if "accuracy" in line] == rounds
+    assert "test accuracy, last round" in outcome.out
+    wrong = call(capsys, "--log-json", "run", "--method", "fedprix")
+    (error,) = [json.loads(line) for line in wrong.err.splitlines()]
+    assert (wrong.code, error["event"], "There is no method" in error["text"]) == (2, "error", True)
+    assert call(capsys, "run", "--log-json", "--verbose").code == 2
 
 
 def test_colors_can_be_turned_off(capsys, monkeypatch):

@@ -3,6 +3,7 @@
 import importlib
 import os
 import sqlite3
+import sys
 import threading
 import time
 
@@ -38,6 +39,44 @@ class Fake:
 
     def end(self, summary):
         self.step("end")
+
+
+class WandBModule:
+    """The part of the module ``wandb`` that the tracker uses."""
+
+    def __init__(self):
+        self.runs, self.calls = [], []
+
+    def init(self, **options):
+        self.calls.append(options)
+        self.runs.append(WandBRun(options["id"] or "abc"))
+        return self.runs[-1]
+
+
+class WandBRun:
+    def __init__(self, number):
+        self.id, self.rows, self.summary, self.finished = number, [], {}, False
+
+    def log(self, row, step):
+        self.rows.append((step, row))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_receives_rounds_and_summary_and_is_resumed(tmp_path, monkeypatch):
+    module = WandBModule()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    result = unskew.run(**QUICK, trackers="wandb", out=tmp_path / "run")
+    (run,) = module.runs
+    assert [step for step, _ in run.rows] == [1, 2]
+    assert [row["accuracy"] for _, row in run.rows] == [row["accuracy"] for row in result.history]
+    assert run.summary["final_accuracy"] == result.summary["accuracy"]
+    assert run.finished
+    unskew.resume(tmp_path / "run", rounds=3)
+    assert [call["id"] for call in module.calls] == [None, "abc"]
+    assert [step for step, _ in module.runs[1].rows] == [3]
+    assert module.calls[0]["name"] == "fedavg, seed 0"
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ from unskew.cli.privacy import privacy
 from unskew.cli.report import report, report_after_runs
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
-from unskew.cli.verbosity import LOUDNESS, normalize_global_flags, print_notices
+from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, print_notices
 from unskew.errors import ConfigError, UnskewError, short_repr
 from unskew.filesystem import check_run, parse_path
 
@@ -288,6 +288,9 @@ app.add_typer(deploy, name="deploy")
 
 def _print_error(message: str) -> None:
     """Print an error message to standard error."""
+    if LOUDNESS.log_json:
+        log_event("error", text=message.removeprefix("unskew: "))
+        return
     from rich.console import Console  # slow to import, and not needed otherwise
 
     Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)

@@ -29,6 +29,7 @@ FEATURES = {
     "export": "unskew export to ONNX",
     "tensorboard": "the tracker tensorboard",
     "mlflow": "the tracker mlflow",
+    "wandb": "the tracker wandb",
     "ray": "runs on a Ray cluster",
     "cloud": "data at s3://, gs:// and other URLs",
     "docs": "building the documentation",

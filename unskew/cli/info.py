@@ -201,11 +201,20 @@ def version(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print a line per round, and the traceback of errors.")
     ] = False,
+    log_json: Annotated[
+        bool,
+        typer.Option(
+            "--log-json", help="Print rounds, warnings and errors as JSON lines to standard error; no progress."
+        ),
+    ] = False,
 ) -> None:
     """Federated learning on skewed data: run, compare and resume composable methods."""
     if quiet and verbose:
         raise ConfigError("--quiet and --verbose cannot be combined. Use one of them.")
-    LOUDNESS.quiet, LOUDNESS.verbose = quiet, verbose
+    if log_json and verbose:
+        raise ConfigError("--log-json and --verbose cannot be combined: the JSON lines have all metrics of a round.")
+    LOUDNESS.quiet, LOUDNESS.verbose = quiet or log_json, verbose
+    LOUDNESS.log_json = log_json
     if show:
         from unskew.version import __version__
 

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from unskew.cli.tables import columns_table
-from unskew.cli.verbosity import LOUDNESS
+from unskew.cli.verbosity import LOUDNESS, log_event
 from unskew.comparison.references import is_local
 from unskew.config.metrics import AUTO, metric_name
 from unskew.data.federation import Federation
@@ -138,6 +138,7 @@ class ProgressLine(Callback):
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Add the line to the display."""
+        log_event("start", run=self.title, rounds=config["rounds"], rounds_done=rounds_done)
         self.objective = metric_name(config.get("objective", AUTO))
         self.global_model = not is_local(str(config.get("method", "")))
         self.progress.start()
@@ -157,6 +158,7 @@ class ProgressLine(Callback):
 
     def round(self, row: Row) -> None:
         """Advance the line and show the metric of the round."""
+        log_event("round", run=self.title, **row)
         judge = metric_info(primary_metric_name(row) if self.objective == AUTO else self.objective)
         if "perplexity" in row and judge.name in SCORES and not self.held_out:
             judge = metric_info("loss")
@@ -175,11 +177,13 @@ class ProgressLine(Callback):
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        if self.warnings:
+        log_event("warning", run=self.title, text=text)
+        if self.warnings and not LOUDNESS.log_json:
             whose = f"{self.title}: " if self.named else ""
             self.progress.console.print(whose + text, style="yellow", markup=False, highlight=False)
 
     def end(self, summary: dict[str, Any]) -> None:
         """Keep the line with the final metric, or remove it if it is transient."""
+        log_event("end", run=self.title)
         if self.transient:
             self.progress.remove_task(self.line)

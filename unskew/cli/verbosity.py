@@ -1,10 +1,13 @@
-"""Verbosity of the commands: ``--quiet`` and ``--verbose``."""
+"""Verbosity of the commands: ``--quiet``, ``--verbose`` and ``--log-json``."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 
 
 @dataclass
@@ -14,15 +17,29 @@ class Verbosity:
     Attributes:
         quiet: Print only results, warnings and errors, without progress and hints.
         verbose: Print a line per round, and the traceback of an error.
+        log_json: Print events as JSON lines to standard error, instead of progress.
     """
 
     quiet: bool = False
     verbose: bool = False
+    log_json: bool = False
 
 
 LOUDNESS = Verbosity()
 """Verbosity of the current command."""
-FLAGS = ("--quiet", "--verbose")
+FLAGS = ("--quiet", "--verbose", "--log-json")
+
+
+def log_event(event: str, **fields: Any) -> None:
+    """Print an event as a JSON line to standard error if ``--log-json`` is set.
+
+    Args:
+        event: Kind of the event.
+        **fields: Further JSON values.
+    """
+    if LOUDNESS.log_json:
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
+        print(json.dumps(line), file=sys.stderr, flush=True)
 
 
 class NoticePrinter(logging.Handler):
@@ -30,6 +47,7 @@ class NoticePrinter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one notice."""
+        log_event("notice", text=record.getMessage())
         if not LOUDNESS.quiet:
             print(f"unskew: {record.getMessage()}", file=sys.stderr)
 
@@ -43,7 +61,7 @@ def print_notices() -> None:
 
 
 def normalize_global_flags(words: list[str]) -> list[str]:
-    """Move ``--quiet`` and ``--verbose`` to the front of the command-line arguments.
+    """Move the flags of all commands to the front of the command-line arguments.
 
     >>> normalize_global_flags(["run", "--rounds", "2", "--quiet"])
     ['--quiet', 'run', '--rounds', '2']

@@ -15,6 +15,7 @@ import yaml
 from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticSerializationError
 
+from unskew import plugins
 from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
 from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
@@ -34,6 +35,7 @@ Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
 LOSSES = r"^(auto|mse|mae|huber(:[0-9.e+-]+)?)$"
 DEFAULT_EPOCHS = 5
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 OWN_TOKENIZERS = {"text-mlp": "words"}
 LEAST_RATE = 1e-30
 """Smallest learning rate at the end of a schedule; smaller rates have no effect in float32."""
@@ -203,8 +205,8 @@ class Experiment(Section):
     """Plot the inputs that clients generate in the last round into the run folder, for methods that generate inputs."""
     target: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Value of the objective; the run reports the number of rounds needed to reach it."""
-    trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
-    """Trackers that receive the metrics in addition to the run folder."""
+    trackers: tuple[str, ...] = ()
+    """Trackers that receive the metrics in addition to the run folder: ``tensorboard``, ``mlflow``, ``wandb``, or plugins."""
 
     @pydantic.field_validator("features", "exclude", "categories", "dates", "metrics", mode="before")
     @classmethod
@@ -302,11 +304,15 @@ class Experiment(Section):
             unit = "above 0 and at most 1, such as 0.9 for 90 %" if share else "above 0, in the unit of the objective"
             raise ValueError(f"target={self.target:g} is not valid: it must be {unit}")
 
-    @field_validator("sampling")
+    @field_validator("sampling", "trackers")
     @classmethod
-    def _check_sampling(cls, value: str) -> str:
+    def _check_names(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         try:
-            parse_sampling(value)
+            if info.field_name == "sampling":
+                parse_sampling(value)
+            else:
+                for name in set(value) - {*TRACKERS}:
+                    plugins.find_plugin(plugins.TRACKERS, "tracker", name, TRACKERS)
         except ConfigError as error:
             raise ValueError(str(error).rstrip(".")) from error
         return value

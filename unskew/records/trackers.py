@@ -1,13 +1,19 @@
-"""Trackers: callbacks that log metrics to TensorBoard or MLflow, in addition to the run folder. Each needs an extra."""
+"""Trackers: callbacks that log metrics to TensorBoard, MLflow or Weights & Biases, in addition to the run folder.
+
+Each needs an extra. Other packages may provide trackers by entry points.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unskew import plugins
 from unskew.errors import ConfigError
+from unskew.filesystem import write_atomic
 from unskew.records.mlflow_store import NAME, is_complete_database, open_client
 from unskew.records.recorder import Callback, Row, notify_warning
 
@@ -115,6 +121,49 @@ class MLflow(Callback):
         self.client.set_terminated(self.run_id)
 
 
+class WandB(Callback):
+    """Logs to the project ``unskew`` of Weights & Biases; a resumed run continues its run there.
+
+    Its own files are in the folder ``wandb`` of the working directory, or in ``WANDB_DIR``; with ``WANDB_MODE=offline`` only
+    there.
+
+    Args:
+        folder: Run folder.
+        resumed: Whether the run is resumed.
+    """
+
+    def __init__(self, folder: Path, resumed: bool = False):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("The tracker 'wandb' needs: pip install 'unskew[wandb]'.") from error
+        self.wandb: Any = wandb
+        self.folder = folder
+        self.resumed = resumed
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        """Create the run, or continue the one whose identifier is in the run folder."""
+        file = self.folder / "wandb-id.txt"
+        known = file.read_text().strip() if self.resumed and file.is_file() else None
+        self.run = self.wandb.init(
+            project=EXPERIMENT,
+            name=f"{config['method']}, seed {config['seed']}",
+            config=config,
+            id=known,
+            resume=None if known is None else "allow",
+        )
+        write_atomic(file, f"{self.run.id}\n".encode())
+
+    def round(self, row: Row) -> None:
+        """Log the metrics of a round as one step."""
+        self.run.log(_numbers(row), step=row["round"])
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Log the summary and finish the run."""
+        self.run.summary.update({f"final_{name}": value for name, value in _numbers(summary).items()})
+        self.run.finish()
+
+
 class GuardedTracker(Callback):
     """Tracker whose first failure becomes a warning; the run continues without the tracker.
 
@@ -181,5 +230,12 @@ def make_trackers(
     kinds: dict[str, Callable[[], Callback]] = {
         "tensorboard": lambda: TensorBoard(folder),
         "mlflow": lambda: MLflow(folder, folder.absolute().parent if store is None else store, resumed),
+        "wandb": lambda: WandB(folder, resumed),
     }
-    return [GuardedTracker(name, kinds[name](), followers) for name in dict.fromkeys(names)]
+    chosen: list[Callback] = []
+    for name in dict.fromkeys(names):
+        if name not in kinds:
+            create = plugins.find_plugin(plugins.TRACKERS, "tracker", name, kinds).load_callable()
+            kinds[name] = partial(create, folder, resumed)
+        chosen.append(GuardedTracker(name, kinds[name](), followers))
+    return chosen
