@@ -9,6 +9,7 @@ import torch
 
 import unskew
 from tests.support.federations import blobs
+from unskew.cli.comparison_tables import clients_table
 from unskew.config.experiment import Experiment
 from unskew.data.clients import joined_clients
 from unskew.data.load import load_partitioned
@@ -136,10 +137,12 @@ def test_shares_outside_the_range_raise(share):
 
 
 def test_a_comparison_has_columns_of_the_unseen_clients():
-    compared = unskew.compare(**DATA, **RUN, methods=["ft"], seeds=1, unseen=0.34)
+    compared = unskew.compare(**DATA, **RUN, methods=["ft", "ifca"], seeds=1, unseen=0.34)
     row = next(row for row in compared.rows() if row["method"] == "ft")
     assert row["unseen_accuracy_mean"] == compared.summaries["ft"][0]["unseen_accuracy_mean"]
     assert row["unseen_personal_accuracy_mean"] is not None
+    labels = list(clients_table(compared.rows()).columns[1].cells)  # ifca fine-tunes no model
+    assert labels.count("personal, unseen clients") == labels.count("global, unseen clients") == 2
 
 
 def test_clients_that_train_alone_have_no_model_for_unseen_clients():

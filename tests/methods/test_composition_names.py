@@ -32,6 +32,11 @@ def test_a_name_has_no_options_and_repeats_no_rule():
 
 def test_the_command_lists_the_names(capsys):
     out = call(capsys, "methods").out
+    rows = {row["name"]: row for row in call(capsys, "methods", "--json").json()}
     for name, (expression, _) in COMPOSITIONS.items():
         assert name in out
         assert expression in out
+        assert rows[name]["expression"] == expression
+        filled = [slot for slot in ("client", "sync", "aggregate", "server") if getattr(method(name), slot)]
+        assert rows[name]["slots"] == filled
+        assert rows[name]["needs"] == "sum"

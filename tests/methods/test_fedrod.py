@@ -111,3 +111,9 @@ def test_rules_with_another_loss_or_personal_model_are_rejected(other):
     for expression in (f"fedrod+{other}", f"{other}+fedrod"):
         with pytest.raises(MethodConflictError):
             method(expression)
+
+
+def test_clients_with_one_class_train_only_the_personal_head_and_a_warning_says_so():
+    with pytest.warns(UserWarning, match="4 of 4 clients have samples of one class only.*Only their personal heads"):
+        result, _ = run("fedrod", fed=skewed(present=1), model=two_layers(), momentum=0.0, weight_decay=0.0)
+    assert torch.equal(result.vector, with_personal_head())

@@ -1,16 +1,20 @@
 """FedLC and FedRS against a loop over the papers' formulas, by hand, and in their limits."""
 
 import math
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
-from support.batch_loop import CLASSES, initial, local, logits, run, skewed
+from support.batch_loop import CLASSES, FEATURES, initial, local, logits, run, skewed
 from support.tolerance import TRAINING, assert_close
 from torch.nn.functional import cross_entropy
 
+import unskew
 from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.fedlc import FedLC
 from unskew.methods.fedrs import FedRS
+from unskew.methods.logit_adjustment import num_single_class
 
 EXACT = 1e-12
 
@@ -100,3 +104,22 @@ def test_other_rules_that_correct_for_classes_are_refused():
         run("fedlc+fedrs")
     with pytest.raises(ConfigError, match="fedlc and class_weights both correct the loss"):
         run("fedlc", class_weights="balanced")
+
+
+def test_clients_with_one_class_learn_nothing_and_a_warning_names_their_number():
+    """The softmax over the client's only class is 1, so its loss is 0 for any model."""
+    single = skewed(present=1)
+    with pytest.warns(
+        UserWarning, match="4 of 4 clients have samples of one class only, where fedlc's loss is constant"
+    ):
+        still = run("fedlc", fed=single, momentum=0.0, weight_decay=0.0)[0]
+    assert torch.equal(still.vector, initial())
+    draws = torch.Generator().manual_seed(1)
+    labels = [[0, 0, 0], [0, 1, 1], [2], [3, 3]]
+    arrays = [(torch.randn(len(y), FEATURES, generator=draws), torch.tensor(y)) for y in labels]
+    mixed = unskew.Federation.from_arrays(arrays, test=arrays[0], classes=CLASSES, holdout=0)
+    assert num_single_class(mixed) == num_single_class(replace(mixed, clients=list(mixed.clients))) == 3
+    for fed, method in ((skewed(), "fedlc"), (single, "fedlc:tau=0"), (single, "fedrs")):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "[0-9]+ of")
+            run(method, fed=fed, rounds=1)

@@ -116,6 +116,8 @@ def test_models_without_a_shared_part_and_too_many_layers_are_rejected():
     for name in ("fedper", "fedbabu"):
         with pytest.raises(ConfigError, match=f"{name} shares the body of the model"):
             run(name)
+    with pytest.raises(ConfigError, match=r"fedper:personal=2 makes all 2 layers of the model personal.*personal=1 or"):
+        run("fedper:personal=2", model=two_layers())
     for option in ("fedper:personal=3", "lgfedavg:share=3"):
         with pytest.raises(ConfigError, match=f"{option} is too large: the model has 2 layers"):
             run(option, model=two_layers())

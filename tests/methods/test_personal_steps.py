@@ -231,6 +231,11 @@ def test_perfedavg_rejects_batches_that_cannot_be_split_and_too_many_steps():
     for version, option in (("fo", {}), ("hf", {"batch_size": 7})):
         with pytest.raises(ConfigError, match="the last batch of client"):
             run(f"perfedavg:version={version}", **PLAIN, **option)
+    few = {"fed": skewed(sizes=(8, 2, 9)), "batch_size": 8, "drop_last": True}
+    with pytest.raises(ConfigError, match=r"3 parts, but client 1 has fewer training samples \(2\).*larger min"):
+        run("perfedavg:version=hf", **few, **PLAIN)
+    with pytest.raises(ConfigError, match=r"2 parts, but batch_size is 1\. Set batch_size=2 or more"):
+        run("perfedavg", drop_last=True, batch_size=1, **PLAIN)
     with pytest.raises(ConfigError, match="perfedavg:steps=3 is more than the local steps of client 0"):
         run("perfedavg:steps=3", fed=skewed(**SPLIT), batch_size=6, **PLAIN)
 

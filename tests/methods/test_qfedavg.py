@@ -1,5 +1,7 @@
 """q-FedAvg against a loop over the paper's formulas, and in its limits."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -105,3 +107,19 @@ def test_delays_are_refused():
 def test_sums_suffice():
     masked, plain = (run("qfedavg", secure_aggregation=value)[0] for value in ("required", "off"))
     assert torch.equal(masked.vector, plain.vector)
+
+
+def test_adaptive_optimizers_warn():
+    """By the formula for one client, with steps of Adam: an update of nearly one rate per entry and step."""
+    adam = {"optimizer": "adam", "momentum": 0.0, "rounds": 1, "lr": 0.1}
+    with pytest.warns(
+        UserWarning, match="With optimizer=adam the server's steps can be far too small. Use optimizer=sgd"
+    ):
+        scaled = run("qfedavg:q=1", fed=skewed((6,)), **adam)[0].vector - initial()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "qfedavg estimates")
+        plain = run("qfedavg:q=0", fed=skewed((6,)), **adam)[0].vector - initial()
+        run("qfedavg:q=1", rounds=1)
+    f = loss(initial(), skewed((6,)).clients[0].x.double(), skewed((6,)).clients[0].y)
+    assert_close(scaled, plain / (1 + plain.square().sum() / adam["lr"] / (f + SMALLEST)), TRAINING)
+    assert float(scaled.norm()) < 0.5 * float(plain.norm())

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -181,6 +182,44 @@ def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch
         unskew.run(out=tmp_path / "large", **same)
     with pytest.raises(ConfigError, match="has none of client 0"):
         unskew.load_predictor(tmp_path / "large", client=0)
+
+
+def test_unseen_clients_get_the_global_model_with_a_note_or_an_error(tmp_path, capsys):
+    same = {**TINY, "clients": 5, "unseen": 0.4, "rounds": 1, "model": "mlp"}
+    done = unskew.run(method="fedper", out=tmp_path / "fedper", **same)
+    x = unskew.load_federation("digits", clients=3).test[0][:5]
+    words = (
+        "Client 4 is unseen: it took no part in training, so the global model serves it. With fedper, 3.64 % of the "
+        "parameters stay at the clients; in the global model they have their initial values."
+    )
+    last = list(done.model.parameters())[-2:]
+    share = sum(p.numel() for p in last) / sum(p.numel() for p in done.model.parameters())
+    assert f"{100 * share:.3g}" == "3.64"
+    with pytest.warns(RuntimeWarning, match=words):
+        unseen = unskew.load_predictor(done.folder, client=4).predict_proba(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert np.array_equal(unseen, unskew.load_predictor(done.folder).predict_proba(x))
+        assert not np.allclose(unseen, unskew.load_predictor(done.folder, client=0).predict_proba(x))
+    Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
+    assert call(capsys, "predict", done.folder, tmp_path / "0.png", "--client", "4").err == f"unskew: {words}\n"
+    assert not call(capsys, "predict", done.folder, tmp_path / "0.png", "--client", "0").err
+    found = call(capsys, "export", done.folder, "--format", "torchscript", "--client", "4", "--json")
+    assert words in found.err
+    card = (done.folder / "export-torchscript-client-4" / "README.md").read_text()
+    assert words in card
+    assert "This is the global model" in card
+    tuned = unskew.run(method="ft", out=tmp_path / "ft", **same).folder
+    with pytest.raises(ConfigError, match=r"Client 3 is unseen.*Omit --client to use the global model"):
+        unskew.load_predictor(tuned, client=3)
+
+
+def test_the_card_of_a_global_model_names_its_initial_parameters(tmp_path):
+    run = {**TINY, "rounds": 1, "model": "logistic", "method": "fedproto"}
+    folder = unskew.run(out=tmp_path / "run", **run).folder
+    words = "With fedproto, 100 % of the parameters stay at the clients; in the global model they have their initial values."
+    assert words in model_card_text(open_run(folder), "onnx", None)
+    assert words not in model_card_text(open_run(folder, 1), "onnx", 1)
 
 
 def test_models_that_nobody_keeps_are_refused(ditto, tmp_path):

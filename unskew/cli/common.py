@@ -10,6 +10,7 @@ import re
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,16 @@ Parallel = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def printed_warnings() -> Iterator[None]:
+    """Context manager that prints each warning once to stderr, as a line of the command."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        yield
+    for text in dict.fromkeys(str(warning.message) for warning in caught):
+        print(f"unskew: {text}", file=sys.stderr)
 
 
 def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -261,7 +261,7 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     table = MethodRows(title, map(method_title, rows), *figures)
     for row in rows:
         groups = {"client": "global", "personal": "personal", "unseen": "global, unseen clients"}
-        for whose, label in {**groups, "unseen_personal": "fine-tuned, unseen clients"}.items():
+        for whose, label in {**groups, "unseen_personal": "personal, unseen clients"}.items():
             keys = [f"{whose}_{scored}_{name}" for name in ("mean", "std", "worst_decile", "worst")]
             if row.get(keys[0]) is not None:
                 table.add_row(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json, printed_warnings
 from unskew.cli.predict import check_output, escape_controls, write_rows
 from unskew.filesystem import check_run, parse_path
 
@@ -44,7 +44,7 @@ def evaluate(
     from unskew.serving.input_files import read_rows
     from unskew.serving.load import load_predictor
 
-    with progress_while_waiting("evaluate"):
+    with printed_warnings(), progress_while_waiting("evaluate"):
         predictor = load_predictor(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
         scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json, printed_warnings
 from unskew.filesystem import check_run, parse_path
 
 
@@ -26,7 +26,8 @@ def export(
     check_run(run)
     from unskew.serving.export import export as write
 
-    done = write(run, kind, out=out, client=client, trust_code=trust_code)
+    with printed_warnings():
+        done = write(run, kind, out=out, client=client, trust_code=trust_code)
     if as_json:
         print_json({"folder": str(done.folder), "file": str(done.file), "apart": done.apart})
         return

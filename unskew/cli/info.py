@@ -23,9 +23,10 @@ def methods(as_json: AsJson = False) -> None:
     from unskew.cli.tables import methods_table
     from unskew.methods.registry import COMPOSITIONS
 
-    rows = [*described(), *plugin_methods()]
+    registered = described()
+    rows = [*registered, *plugin_methods()]
     if as_json:
-        print_json(rows)
+        print_json([*rows, *composition_rows(registered)])
         return
     console = console_for()
     console.print(methods_table(rows))
@@ -33,6 +34,32 @@ def methods(as_json: AsJson = False) -> None:
         console.print(f"{name} is a name for {expression} ({paper}).", markup=False, highlight=False)
     for line in plugin_data_and_partitions():
         console.print(line, markup=False, highlight=False)
+
+
+def composition_rows(registered: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Describe the names of published compositions like methods, with the ``expression`` that each name stands for.
+
+    Args:
+        registered: Rows of the registered methods.
+    """
+    from unskew.methods.registry import COMPOSITIONS
+
+    rows: list[dict[str, Any]] = []
+    row_of = {row["name"]: row for row in registered}
+    for name, (expression, paper) in COMPOSITIONS.items():
+        parts = [row_of[part.partition(":")[0]] for part in expression.split("+")]
+        rows.append(
+            {
+                "name": name,
+                "slots": list(dict.fromkeys(slot for part in parts for slot in part["slots"])),
+                "summary": f"a name for {expression}",
+                "needs": "individual" if any(part["needs"] == "individual" for part in parts) else "sum",
+                "options": {},
+                "paper": paper,
+                "expression": expression,
+            }
+        )
+    return rows
 
 
 def described() -> list[dict[str, Any]]:

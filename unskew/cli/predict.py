@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json, printed_warnings
 from unskew.errors import ConfigError
 from unskew.filesystem import check_run, parse_path, write_atomic
 
@@ -51,7 +51,7 @@ def predict(
     from unskew.serving.input_files import file_columns, read_rows
     from unskew.serving.load import load_predictor
 
-    with progress_while_waiting("predict"):
+    with printed_warnings(), progress_while_waiting("predict"):
         predictor = load_predictor(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
         kept_columns = file_columns(read, parse_names(keep or ""), rows)

@@ -87,7 +87,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
                 ("per client", "client"),
                 ("personal models", "personal"),
                 ("unseen clients", "unseen"),
-                ("unseen clients, fine-tuned", "unseen_personal"),
+                ("unseen clients, personal models", "unseen_personal"),
             )
             if f"{whose}_{scored}_mean" in summary
         ),

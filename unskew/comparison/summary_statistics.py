@@ -22,7 +22,7 @@ def is_metric(name: str) -> bool:
 
 
 UNSEEN = ("unseen", "unseen_personal")
-"""Prefixes of the metrics over unseen clients, of the global model and of fine-tuned models."""
+"""Prefixes of the metrics over unseen clients, of the global model and of personal models."""
 OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
 
 

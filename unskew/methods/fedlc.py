@@ -11,14 +11,15 @@ client: counts of all clients, as in some other libraries, give FedAvg if classe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.methods.logit_adjustment import LogitAdjustment
+from unskew.methods.logit_adjustment import LogitAdjustment, single_class_note
+from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -42,6 +43,16 @@ class FedLC(LogitAdjustment):
     def neutral(self) -> bool:
         """True if ``tau`` is 0."""
         return self.tau == 0
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that the loss has no class weights; warn about clients with one class."""
+        notes = super().check(run)
+        if self.neutral:
+            return notes
+        remedy = (
+            "They learn nothing. Use fedrs, which keeps absent classes, or a partition with more classes per client."
+        )
+        return [*notes, *single_class_note(run.federation, "fedlc's loss", remedy)]
 
     def adjust(self, logits: Tensor, counts: Tensor) -> Tensor:
         """Return ``z - tau n_k^(-1/4)``, which is ``-inf`` for absent classes."""

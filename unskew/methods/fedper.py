@@ -11,14 +11,18 @@ The average is weighted by samples, as in the paper.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from unskew.errors import ConfigError
 from unskew.methods.partial_sharing import PartialSharing, last_layers
+from unskew.models.layer_groups import layer_groups
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import Slices
+from unskew.protocol.run_context import PreRunContext
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,16 @@ class FedPer(PartialSharing):
     paper: ClassVar[str] = "Arivazhagan et al. 2019, arXiv:1912.00818"
 
     personal: Annotated[int, Field(ge=0)] = 1
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that a trained layer is shared."""
+        layers = len(layer_groups(run.spec))
+        if 1 < self.personal == layers:
+            raise ConfigError(
+                f"fedper:personal={layers} makes all {layers} layers of the model personal, so nothing would be shared. Use "
+                f"personal={layers - 1} or less."
+            )
+        return super().check(run)
 
     def shared_slices(self, spec: ModelSpec) -> Slices:
         """Return the slices of the base layers."""

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.methods.logit_adjustment import LogitAdjustment
+from unskew.methods.logit_adjustment import LogitAdjustment, single_class_note
 from unskew.methods.partial_sharing import PartialSharing, other_personal
 from unskew.models.body_head import merge_slices
 from unskew.models.execution import Batch, LossFn
@@ -120,8 +120,10 @@ class FedRoD(LogitAdjustment, PartialSharing):
         return adjusted or PartialSharing.conflict_with(self, method) or other_personal(self, method)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the loss has no class weights, and that updates are not delayed."""
-        return [*LogitAdjustment.check(self, run), *PartialSharing.check(self, run)]
+        """Validate that the loss has no class weights, and that updates are not delayed; warn about single classes."""
+        remedy = "Only their personal heads learn. Use fedper or fedrep, or a partition with more classes per client."
+        notes = single_class_note(run.federation, "the loss of fedrod's generic head", remedy)
+        return [*LogitAdjustment.check(self, run), *PartialSharing.check(self, run), *notes]
 
     def adjust(self, logits: Tensor, counts: Tensor) -> Tensor:
         """Return ``z + gamma log n_k``, which is ``-inf`` for absent classes."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from unskew.data.federation import ArrayClients, Federation
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, LossFn
 from unskew.protocol.federation_info import ClientDataView
@@ -77,3 +79,33 @@ class LogitAdjustment(ClientRule):
             return loss + (changed - ctx.task.loss(logits, batch.y))
 
         return adjusted
+
+
+def single_class_note(federation: Federation, loss: str, consequence: str) -> Sequence[str]:
+    """Return a warning about clients with one class: a softmax without absent classes is constant there.
+
+    Args:
+        federation: Data of all clients.
+        loss: Name of the loss that is constant.
+        consequence: Consequence and remedy, in sentences.
+    """
+    sizes = federation.sizes
+    # Sites that hide their data all report one sample of the first class.
+    count = num_single_class(federation) if sizes.max(initial=0) > 1 else 0
+    if not count:
+        return ()
+    have = "has" if count == 1 else "have"
+    return (
+        f"{count} of {len(sizes)} clients {have} samples of one class only, where {loss} is constant. {consequence}",
+    )
+
+
+def num_single_class(federation: Federation) -> int:
+    """Return the number of clients whose training samples all have the same class."""
+    clients = federation.clients
+    if not isinstance(clients, ArrayClients):
+        return sum(bool(len(client.y)) and bool((client.y == client.y[0]).all()) for client in clients)
+    y = clients.y.cpu()
+    changes = torch.cat([torch.zeros(1, dtype=torch.int64), (y[1:] != y[:-1]).cumsum(0)]).numpy()
+    first, last = clients.offsets[:-1], clients.splits - 1
+    return int(((first <= last) & (changes[first] == changes[last])).sum())

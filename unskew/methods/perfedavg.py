@@ -83,11 +83,28 @@ class PerFedAvg(ClientRule):
                     "local_steps or local_epochs."
                 )
             if min(cut.stop - cut.start for cut in run.training.cuts(size)) < self.num_parts:
-                raise ConfigError(
-                    f"perfedavg splits every batch into {self.num_parts} parts, but the last batch of client {client} has "
-                    "fewer samples. Set drop_last, or another batch_size."
-                )
+                raise ConfigError(self.small_batch_reason(run, size, run.federation.client_label(client)))
         return ()
+
+    def small_batch_reason(self, run: PreRunContext, size: int, client: str) -> str:
+        """Return the reason why a batch of a client cannot be split, and the remedy.
+
+        Args:
+            run: Run to check.
+            size: Number of training samples of the client.
+            client: Label of the client.
+        """
+        batch, parts = run.training.batch_size, self.num_parts
+        if batch < parts:
+            cause = f"batch_size is {batch}. Set batch_size={parts} or more"
+        elif size < parts:
+            cause = (
+                f"{client} has fewer training samples ({size}). Leave it out, or set a larger min in the partition, which "
+                "also counts held-out samples (dirichlet:0.3,min=10)"
+            )
+        else:
+            cause = f"the last batch of {client} has fewer samples. Set drop_last, or another batch_size"
+        return f"perfedavg splits every batch into {parts} parts, but {cause}."
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """Return the meta-gradient, times ``beta / lr``; after the last round, the gradient of the personal steps."""

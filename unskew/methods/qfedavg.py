@@ -59,9 +59,15 @@ class QFedAvg(ClientRule, ServerRule):
         return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that losses and updates belong to the same model."""
+        """Validate that losses and updates belong to the same model; warn if ``1 / lr`` is not that of SGD."""
         run.need_no_delays(self.name)
-        return ()
+        optimizer = run.training.optimizer
+        if self.q == 0 or optimizer == "sgd":
+            return ()
+        return (
+            f"qfedavg estimates the curvature of the losses as 1/lr, which holds for SGD. With optimizer={optimizer} the "
+            "server's steps can be far too small. Use optimizer=sgd.",
+        )
 
     def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
         """Return the sum of the losses, and the number of samples."""

@@ -253,7 +253,7 @@ def fairness_table(part: RunGroup) -> Table | None:
             ("global", "client", judge.name),
             ("personal", "personal", f"personal_{judge.name}"),
             ("global, unseen clients", "unseen", judge.name),
-            ("fine-tuned, unseen clients", "unseen_personal", f"personal_{judge.name}"),
+            ("personal, unseen clients", "unseen_personal", f"personal_{judge.name}"),
         ):
             keys = [f"{whose}_{judge.name}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
             means = [mean_or_none([run.summary.get(key) for run in method_runs.runs]) for key in keys]

@@ -155,7 +155,7 @@ class SimulatedClients:
         return figures | more, [*client_rows(federation, scores, own, server.last, attackers), *unseen_rows]
 
     def _score_unseen(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Evaluate the final model on the unseen clients, and each unseen client's fine-tuned model with ``ft``.
+        """Evaluate the final model on the unseen clients, and the personal models that they get after the last round.
 
         Fine-tuning starts from the global model, with an empty state of the client. With rules that change the clients'
         data, unseen clients are not fine-tuned.

@@ -174,7 +174,7 @@ def unseen_metrics(
 
     Args:
         scores: Scores of the final model.
-        own: Scores of fine-tuned models, or None.
+        own: Scores of their personal models, or None.
         metrics: Metrics of the run.
         names: Names of all unseen clients; may be empty.
     """

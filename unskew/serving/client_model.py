@@ -11,15 +11,15 @@ from unskew.config.experiment import Experiment
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import parse_json, read_file, read_json
 from unskew.models.spec import ModelSpec
-from unskew.protocol.messages import ClientState, Tensors
+from unskew.protocol.messages import PERSONAL, ClientState, Tensors
 from unskew.protocol.rules import Method
 from unskew.runs.personal_model_files import NAME, load_personal_model
 from unskew.simulation.checkpoint import CLIENTS, checkpoint_errors, newest_checkpoint
 from unskew.simulation.personal_models import has_fine_tuning, has_personal_models, serving_model
 
 
-def client_number(folder: Path, client: int | str) -> int:
-    """Return the number of a client, given its number or name.
+def find_client(folder: Path, client: int | str) -> tuple[int, bool]:
+    """Return the number of a client, given its number or name, and whether it is unseen.
 
     Args:
         folder: Run folder.
@@ -33,19 +33,20 @@ def client_number(folder: Path, client: int | str) -> int:
     with checkpoint_errors(path):
         rows = [parse_json(line) for line in read_file(path).splitlines()]
         names = {str(row["name"]): int(row["client"]) for row in rows if "name" in row}
-        numbers = {int(row["client"]) for row in rows}
-    if str(client) in names:
-        return names[str(client)]
-    if str(client).isdigit() and int(client) in numbers:
-        return int(client)
-    known = ", ".join(sorted(names)[:10]) if names else f"0 to {max(numbers, default=0)}"
+        unseen = {int(row["client"]): row.get("unseen", False) is True for row in rows}
+    number = names.get(str(client), int(client) if str(client).isdigit() else -1)
+    if number in unseen:
+        return number, unseen[number]
+    known = ", ".join(sorted(names)[:10]) if names else f"0 to {max(unseen, default=0)}"
     raise ConfigError(f"The run in {folder} has no client {client!r}; its clients are {known}.")
 
 
 def model_of_client(
     folder: Path, config: Experiment, method: Method, spec: ModelSpec, final: tuple[Tensor, Tensor], client: int | str
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, str]:
     """Load the parameters ``v [d]`` and buffers ``b [m]`` of a client's model; the global ones if it never took part.
+
+    The third value is a note on the use of the global model, or an empty string.
 
     Args:
         folder: Run folder.
@@ -59,9 +60,9 @@ def model_of_client(
         ConfigError: If there is no such client, or it has no personal model.
         CheckpointError: If the checkpoint with the personal model is missing or corrupted.
     """
-    number = client_number(folder, client)
+    number, unseen = find_client(folder, client)
     if has_fine_tuning(method):
-        return _tuned(folder, config, final, number)
+        return *_tuned(folder, config, final, number, unseen), ""
     own = has_personal_models(method, spec)
     if not own and config.buffers != "local":
         raise ConfigError(f"{config.method} has no personal models; all clients use the global model. Omit --client.")
@@ -78,11 +79,43 @@ def model_of_client(
         v, b = serving_model(method, spec, config.buffers, state, *final, own)
         if v.shape != final[0].shape or b.shape != final[1].shape:
             raise ValueError(f"the model of client {number} has another size")
-    return v, b
+    if not own or state.model is not None or any(PERSONAL in rule_state for rule_state in state.rules.values()):
+        return v, b, ""
+    cause = (
+        f"Client {client} is unseen: it took no part in training, so the global model serves it."
+        if unseen
+        else f"The run has no personal model of client {client}, so the global model serves it: the client took part in no "
+        "round, or its model stays at its site."
+    )
+    return v, b, f"{cause} {initial_values_note(method, spec)}".rstrip()
 
 
-def _tuned(folder: Path, config: Experiment, final: tuple[Tensor, Tensor], number: int) -> tuple[Tensor, Tensor]:
+def initial_values_note(method: Method, spec: ModelSpec) -> str:
+    """Return a note on the parameters of the global model that no client sends; empty if all are sent.
+
+    Args:
+        method: Method of the run.
+        spec: Layout of the model.
+    """
+    slices = method.sync.local_slices(spec) if method.sync is not None else ()
+    if method.sync is None or not slices:
+        return ""
+    share = sum(part.stop - part.start for part in slices) / spec.size
+    return (
+        f"With {method.sync.name}, {100 * share:.3g} % of the parameters stay at the clients; in the global model they have "
+        "their initial values."
+    )
+
+
+def _tuned(
+    folder: Path, config: Experiment, final: tuple[Tensor, Tensor], number: int, unseen: bool
+) -> tuple[Tensor, Tensor]:
     """Load the model that a client fine-tuned at the end of the run."""
+    if unseen:
+        raise ConfigError(
+            f"Client {number} is unseen: it took no part in training, and the run stores no model of it. Omit --client to "
+            "use the global model."
+        )
     # The summary is missing while a resumed run is training, when personal models of an earlier end may still exist.
     with checkpoint_errors(folder / "summary.json"):
         read_json(folder / "summary.json")

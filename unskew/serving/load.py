@@ -22,7 +22,7 @@ from unskew.provenance import TRUST
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.input_spec import InputSpec, read_inputs
 from unskew.runs.predictor import Predictor
-from unskew.serving.client_model import model_of_client
+from unskew.serving.client_model import initial_values_note, model_of_client
 from unskew.serving.evaluation import evaluate_rows
 from unskew.serving.input_files import read_rows
 
@@ -71,6 +71,7 @@ class OpenedRun:
         inputs: Input specification of the model.
         spec: Layout of the model.
         module: The model in eval mode: the global model, or a client's personal model.
+        note: Sentences on parameters with initial values, and on a client that the global model serves; empty if none.
     """
 
     folder: Path
@@ -78,12 +79,15 @@ class OpenedRun:
     inputs: InputSpec
     spec: ModelSpec
     module: nn.Module
+    note: str = ""
 
 
 def load_predictor(
     run: str | Path, *, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
 ) -> ServedModel:
     """Load the trained model of a run folder for predictions on new inputs.
+
+    A client that never took part in a run whose clients keep models is served by the global one, with a warning.
 
     Args:
         run: The run folder.
@@ -108,7 +112,7 @@ def load_predictor(
 def open_run(
     run: str | Path, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
 ) -> OpenedRun:
-    """Load a finished run with its model; see ``load_predictor``.
+    """Load a finished run with its model; see ``load_predictor``. Warn about a client that the global model serves.
 
     Args:
         run: Run folder.
@@ -125,9 +129,14 @@ def open_run(
     method = method_of(config.method)
     spec = initial_spec(config, empty_federation(inputs), model, method)
     final = final_model(folder, spec)
-    v, b = final if client is None else model_of_client(folder, config, method, spec, final, client)
+    if client is None:
+        v, b, note = *final, initial_values_note(method, spec)
+    else:
+        v, b, note = model_of_client(folder, config, method, spec, final, client)
+        if note:
+            warnings.warn(note, RuntimeWarning, stacklevel=3)
     module = spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b)
-    return OpenedRun(folder, config, inputs, spec, module)
+    return OpenedRun(folder, config, inputs, spec, module, note)
 
 
 def empty_federation(inputs: InputSpec) -> Federation:

@@ -71,7 +71,7 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
     }
     whose = (
         "the global model of a federation"
-        if client is None
+        if client is None or found.note
         else f"the personal model of client {client} of a federation"
     )
     averaged_over = (
@@ -293,7 +293,9 @@ def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: 
         )
     if seeds == 1:
         texts.append("Only one seed was run, so chance may contribute much to the metrics.")
-    if client is not None:
+    if found.note:
+        texts.append(found.note)
+    elif client is not None:
         texts.append("This model was trained for one client, but the metrics above are not of this model alone.")
     texts.append("Training gave no privacy guarantee: information on single samples may be recoverable from the model.")
     path = found.folder / "warnings.txt"
