@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-SCRIPT = '''
+SCRIPT = """
 import importlib, os, pkgutil, sys
 from pathlib import Path
 
@@ -26,7 +26,7 @@ options = {"rounds": 2, "local_steps": 1, "clients": 3, "model": "logistic"}
 result = unskew.compare(methods=["fedavg", "scaffold"], seeds=1, out=sys.argv[1], **options)
 (folder,) = (str(path.parent) for path in Path(sys.argv[1]).rglob("config.yaml") if "fedavg" in str(path))
 print(len(result.rows()), unskew.resume(folder, rounds=3).summary["engine"])
-'''
+"""
 
 
 @pytest.mark.slow
