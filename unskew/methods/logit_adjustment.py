@@ -19,6 +19,9 @@ from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors
 from unskew.protocol.run_context import PreRunContext
 
+MOST_READ = 1000
+"""Largest number of clients whose labels are read before training if they are not in one array."""
+
 
 class LogitAdjustment(ClientRule):
     """Cross-entropy of logits that depend on the client's class counts.
@@ -89,6 +92,8 @@ def single_class_note(federation: Federation, loss: str, consequence: str) -> Se
         loss: Name of the loss that is constant.
         consequence: Consequence and remedy, in sentences.
     """
+    if not isinstance(federation.clients, ArrayClients) and len(federation.clients) > MOST_READ:
+        return ()
     sizes = federation.sizes
     # Sites that hide their data all report one sample of the first class.
     count = num_single_class(federation) if sizes.max(initial=0) > 1 else 0

@@ -17,6 +17,7 @@ from unskew.methods.fedavg import FedAvg, server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.noise import NoiseSource
+from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, Recorder
 from unskew.runs.metrics import RunMetrics, run_metrics
@@ -113,7 +114,8 @@ def assemble(
     store = make_client_store(config, folder, clients)
     plan = make_round_plan(config, len(federation.clients), method)
     secret = None if deployed and config.sampling == "poisson" else config.seed
-    sizes = np.asarray(federation.sizes)
+    candidates = parse_sampling(config.sampling)[1]
+    sizes = None if candidates is None else np.asarray(federation.sizes)  # sizes of many clients are slow to read
     sampler = Sampler(len(federation.clients), config.participation, secret, config.sampling, sizes)
     observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
     trainer = ServerTrainer(
