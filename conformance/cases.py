@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, float]] = {
     "feddyn": {"alpha": 0.5},
     "fedcm": {"alpha": 0.3},
     "mimelite": {"beta": 0.7},
+    "mime-momentum": {"beta": 0.7},
     "fedsmoo": {"rho": 0.2, "lam": 0.3},
     "qfedavg": {"q": 2.0},
     "pfedme": {"lam": 2.0, "K": 3, "eta_p": 0.2, "beta": 0.7},

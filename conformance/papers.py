@@ -99,13 +99,16 @@ def feddyn(run: Run, alpha: float) -> Iterator[Array]:
         yield x
 
 
-def mime(run: Run) -> Iterator[Array]:
-    """Karimireddy et al. 2020 ("Mime"), Algorithm 1 for plain SGD: the cohort's gradient at ``x`` corrects steps."""
-    x = run.start
+def mime(run: Run, beta: float = 0.0) -> Iterator[Array]:
+    """Karimireddy et al. 2020 ("Mime"), Algorithm 1 for SGD with momentum: the cohort's gradient at ``x`` corrects steps."""
+    x, m = run.start, np.zeros_like(run.start)
     for S in run.cohorts:
-        at_x = {k: run.gradient(k, x) for k in S}
+        y, at_x = {}, {k: run.gradient(k, x) for k in S}
         c = run.mean(at_x)
-        x = run.mean({k: run.local(k, x, lambda g, w, k=k, at_x=at_x, c=c: g - at_x[k] + c) for k in S})
+        for k in S:
+            y[k] = run.local(k, x, lambda g, w, k=k, at_x=at_x, c=c, m=m: beta * m + (1 - beta) * (g - at_x[k] + c))
+        x = run.mean(y)
+        m = beta * m + (1 - beta) * c
         yield x
 
 
@@ -313,6 +316,7 @@ PAPERS: dict[str, Callable[..., Iterator[Array]]] = {
     "scaffold+fedavgm": scaffold,
     "feddyn": feddyn,
     "mime": mime,
+    "mime-momentum": mime,
     "mimelite": mimelite,
     "fedcm": fedcm,
     "fedsmoo": fedsmoo,

@@ -25,6 +25,8 @@ SPELLINGS = {
     "fedsmoo": "fedsmoo:rho={rho},lam={lam}",
     "qfedavg": "qfedavg:q={q}",
     "pfedme": "pfedme:lam={lam},K={K},eta_p={eta_p},beta={beta},decay=0",
+    "mime": "mime:beta=0",
+    "mime-momentum": "mime:beta={beta}",
     "fednova": "fednova",
     "fedavgm": "fedavgm:beta={beta}",
     "fedadagrad": "fedadagrad:eta={eta},tau={tau}",

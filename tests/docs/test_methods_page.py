@@ -135,6 +135,7 @@ def test_the_costs_of_methods_are_those_counted():
         numbers = {
             "d": size,
             "2d": 2 * size,
+            "3d": 3 * size,
             "dc": size,
             "db": 64 * 8 + 8,
             "dh": 8 * 10 + 10,

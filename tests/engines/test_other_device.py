@@ -24,7 +24,9 @@ ENCODING = [name for name in METHODS if any(rule.encodes for rule in method(QUIC
 NOT_HERE = {
     "vhl": "has images made before training",
     "feddm": "sends images of the classes that a client has",
-    "mimelite": "takes a pass over each client's data, one client after the other",
+    **dict.fromkeys(
+        ["mimelite", "ifca", "fedproto", "qfedavg"], "takes a pass over each client's data, one client after the other"
+    ),
     "dpsgd": "does not support the BatchNorm of this model",
     **dict.fromkeys(["heterofl", "fedrolex"], "trains the clients of each rate as a group, which reads once per group"),
     **dict.fromkeys(ENCODING, "reads the device for each client, because encoded updates are bytes"),

@@ -107,12 +107,12 @@ class LocalTrainer:
         self.setup = setup
         self.model = BoundModel(setup.spec, setup.device)
         self.inputs = ClientInputs(setup)
-        self.needs_full_gradient = any("full_gradient" in rule.needs for rule in setup.rules)
+        self.needs_full_gradient = any(
+            "full_gradient" in rule.needs and rule.survey_at != "asked" for rule in setup.rules
+        )
 
-    def full_gradient(self, broadcast: Broadcast) -> Tensor | None:
-        """Compute the gradient of the client's mean loss at its initial model, ``[d]``; None if no rule needs it."""
-        if not self.needs_full_gradient:
-            return None
+    def full_gradient(self, broadcast: Broadcast) -> Tensor:
+        """Compute the gradient of the client's mean loss at its initial model, ``[d]``."""
         client, device = self.setup.federation.clients[broadcast.client], self.setup.device
         v = self.inputs.initial_params(broadcast).to(device)
         key = client_key(self.setup.seed, broadcast).to(device)
@@ -132,7 +132,8 @@ class LocalTrainer:
             broadcast: Message from the server.
             plan: Batches of the client.
         """
-        inputs = self.inputs.of(broadcast, plan, self.full_gradient(broadcast))
+        gradient = self.full_gradient(broadcast) if self.needs_full_gradient else None
+        inputs = self.inputs.of(broadcast, plan, gradient)
         return inputs | {"survey": self.surveys("received", broadcast, inputs, inputs["v_global"], inputs["b_global"])}
 
     def surveys(
@@ -156,16 +157,18 @@ class LocalTrainer:
         return take_surveys(when, setup.rules, ctxs, *args)
 
     def answer(self, broadcast: Broadcast) -> Update:
-        """Answer the surveys of the final model, without training; only the ``end`` hooks of their rules run."""
+        """Answer surveys of a model without training; only the ``end`` hooks of their rules run."""
         setup, device = self.setup, self.setup.device
         plan = setup.batch_plan(broadcast.round, broadcast.client)
-        inputs = move_to(self.inputs.of(broadcast, plan, None), device)
+        after = broadcast.round >= setup.plan.rounds
+        when: SurveyTime = "final" if after else "asked"
+        inputs = move_to(self.inputs.of(broadcast, plan, None if after else self.full_gradient(broadcast)), device)
         began = time.perf_counter()
         v, b = inputs["v_global"], inputs["b_global"]
-        inputs["survey"] = self.surveys("final", broadcast, inputs, v, b)
+        inputs["survey"] = self.surveys(when, broadcast, inputs, v, b)
         written: list[tuple[Tensors, Tensors]] = []
         for rule, ctx in zip(setup.rules, self.inputs.contexts(inputs, self.model, broadcast.round, True), strict=True):
-            if rule.survey_at == "final":
+            if rule.survey_at == when:
                 rule.end(ctx, {}, v)
             written.append((ctx.state, ctx.upload))
         metrics = {"loss": 0.0, "steps": 0.0, "setup_seconds": 0.0, "train_seconds": time.perf_counter() - began}

@@ -7,8 +7,8 @@ Learning", 2020, arXiv:2008.03606, Algorithm 1, for SGD with momentum::
     server:  m <- beta m + (1 - beta) mean_S grad f_k(theta)           theta: the model that clients received
 
 Initially ``m = 0``. The average is uniform. A client computes its full gradient in one more pass over its data and sends
-it, so the server needs only sums, and clients keep no state. Full Mime also corrects local steps with the mean gradient of
-the same cohort, which takes a second exchange within a round; it is not implemented.
+it, so the server needs only sums, and clients keep no state. ``mime`` also corrects local steps with the mean gradient of the
+same cohort.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ METHODS: dict[str, str] = {
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
     "fedcm": "unskew.methods.fedcm:FedCM",
     "mimelite": "unskew.methods.mimelite:MimeLite",
+    "mime": "unskew.methods.mime:Mime",
     "fedsmoo": "unskew.methods.fedsmoo:FedSMOO",
     "qfedavg": "unskew.methods.qfedavg:QFedAvg",
     "feddisco": "unskew.methods.feddisco:FedDisco",

@@ -16,8 +16,8 @@ from unskew.protocol.payload import Stage, UploadContext
 from unskew.protocol.rule import WithServerHalf
 from unskew.protocol.training_config import Training
 
-SurveyTime = Literal["received", "trained", "final"]
-"""Model that a survey evaluates: before the first step, after the last step, or after the last round."""
+SurveyTime = Literal["received", "trained", "final", "asked"]
+"""Time of a survey: before the first step, after the last step, after the last round, or before the broadcasts of a round."""
 
 Forward = Callable[[Tensor, Tensor], ModelOutput]
 """Function ``(v [d], x [n, ...]) -> ModelOutput`` in eval mode, without gradients."""
@@ -75,7 +75,9 @@ class ClientRule(WithServerHalf):
 
         ``survey_at`` names the model: the ``received`` one before the first step, the ``trained`` one after the last step,
         or the ``final`` one, for which all clients are asked once after the last round. The sums are in ``ctx.survey``: from
-        ``begin`` on for the received model, and in ``end`` for the others.
+        ``begin`` on for the received model, and in ``end`` for the others. With ``asked``, the clients of a round first
+        answer without training: ``end`` runs with an empty carry, and ``server_update`` with its uploads, before the
+        broadcasts of the round. Only simulations support this.
 
         Args:
             ctx: Context of the client in this round.

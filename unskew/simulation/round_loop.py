@@ -64,14 +64,16 @@ def run_rounds(
             the round was the last one.
         attackers: Replace the updates of attackers; None for an honest run.
     """
+    asks = any(rule.survey_at == "asked" for rule in server.method.client)
     with interruptible() as stopped:
         for t in rounds:
             cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
             if sampler.candidates is not None and cohort:
-                counted = {} if network.clock is None else network.clock.counted()
-                cohort = sampler.select(cohort, server.losses(t, cohort, engine))
-                if network.clock is not None:
-                    network.clock.add_exchange(counted)
+                with timed_exchange(network):
+                    cohort = sampler.select(cohort, server.losses(t, cohort, engine))
+            if asks and cohort:
+                with timed_exchange(network):
+                    server.ask(t, cohort, engine)
             if network.clock is not None:
                 network.clock.start_round(cohort)
             broadcasts = server.broadcasts(t, cohort)
@@ -88,6 +90,15 @@ def run_rounds(
                 return
             if stopped:
                 raise RunInterrupted(stopped[0])
+
+
+@contextmanager
+def timed_exchange(network: Network) -> Iterator[None]:
+    """Context manager of an exchange without training, for which the virtual clock waits."""
+    counted = {} if network.clock is None else network.clock.counted()
+    yield
+    if network.clock is not None:
+        network.clock.add_exchange(counted)
 
 
 def train_clients(engine: Engine, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:

@@ -160,6 +160,7 @@ class Server:
         self.last = {}
         self.version = 0
         self.sent = {}
+        self.have_model: tuple[int, frozenset[int]] = (-1, frozenset())  # clients that received the model of a round
         self.watchers = []
         self.attack_state = {}
         self.meter = nullcontext
@@ -235,11 +236,53 @@ class Server:
             v, b = (model if "sent_model" in self.needs else None), (broadcast.b if statistics_too else None)
             self.sent[client] = SentModel(self.version, round, v, b)
         statistics = self.exchange.buffer_masks(down, self.b) if self.mode == "average" else 0
-        sent = self._model_bytes(round, client, down) + extra_bytes(broadcast.download, down, self.v)
+        sent = self._model_bytes(round, client, down)
+        if self.have_model[0] == round and client in self.have_model[1]:
+            sent = statistics = 0
+        sent += extra_bytes(broadcast.download, down, self.v)
         if self.changes_updates:  # the client needs the server's values wherever it uploads a difference
             sent += slice_bytes(subtract_slices(up, down, len(self.v)), self.v)
         self.traffic.count(client, "down", sent, statistics)
         return broadcast
+
+    def ask(self, round: int, cohort: Sequence[int], engine: Engine) -> None:
+        """Ask the clients of a round about its model before they train, and update the states of the rules that ask.
+
+        Args:
+            round: Number of the round, from 0.
+            cohort: Clients of the round.
+            engine: Evaluates the model at the clients.
+        """
+        model = self._broadcast_model(round)
+        weights = self.federation_info.cohort_weights(cohort)
+        broadcasts = [
+            replace_fields(
+                self._cast(round, k, model, self.b, None, (), weight), closing=True, keeps=False, download={}
+            )
+            for k, weight in zip(cohort, weights, strict=True)
+        ]
+        self._count_model(round, cohort)
+        collected = empty_updates(self.method, self.rule)
+        for reply in engine.train(broadcasts):
+            self.traffic.count(reply.client, "up", extra_bytes(reply.upload, None, reply.delta), 0)
+            if reply.is_finite():
+                collected.add(reply)
+        if collected.aggregate.count:
+            updates = self._updates(round, collected, self.b, self.v)
+            asking = {rule.name: rule for rule in self.method.client if rule.survey_at == "asked"}
+            states = {name: rule.server_update(self.rules[name], updates) for name, rule in asking.items()}
+            self.rules = {**self.rules, **states}
+
+    def _count_model(self, round: int, clients: Sequence[int]) -> None:
+        """Count the bytes of the model for clients that receive it before the broadcasts of a round."""
+        for client in clients:
+            down, _ = self.exchange.slices(self.rules, round, client, self.last.get(client))
+            buffers = self.exchange.buffer_masks(down, self.b) if self.mode == "average" else 0
+            self.traffic.count(client, "down", self._model_bytes(round, client, down), buffers)
+        self.have_model = (
+            round,
+            frozenset(clients) | (self.have_model[1] if self.have_model[0] == round else frozenset()),
+        )
 
     def losses(self, round: int, candidates: Sequence[int], engine: Engine) -> list[float]:
         """Ask clients for the mean loss of the model that they would train in a round, and count the bytes.
@@ -253,12 +296,11 @@ class Server:
             The loss of each candidate.
         """
         model = self._broadcast_model(round)
-        buffers = num_bytes([self.b]) if self.mode == "average" else 0
+        self._count_model(round, candidates)
         broadcasts = []
         for client in candidates:
             down, _ = self.exchange.slices(self.rules, round, client, self.last.get(client))
             broadcasts.append(replace_fields(self._cast(round, client, model, self.b, down, ()), asks_loss=True))
-            self.traffic.count(client, "down", slice_bytes(down, self.v), buffers)
             self.traffic.count(client, "up", self.v.element_size(), 0)
         return [update.metrics["loss"] for update in engine.train(broadcasts)]
 

@@ -61,6 +61,9 @@ def check_method_over_sites(
         )
     if parse_sampling(config.sampling)[1] is not None:
         raise ConfigError("sampling=power-of-choice is available in simulations only. Use sampling=fixed.")
+    asking = next((rule.name for rule in method.client if rule.survey_at == "asked"), None)
+    if asking is not None:
+        raise ConfigError(f"{asking} needs two exchanges per round and is available in simulations only.")
     simulated = next((rule.simulated_only for rule in method.data if rule.simulated_only is not None), None)
     if simulated is not None:
         raise ConfigError(simulated)
