@@ -4,7 +4,7 @@ FROM python:3.11-slim
 
 RUN useradd --create-home --uid 1000 ray
 WORKDIR /home/ray/unskew
-COPY --chown=ray pyproject.toml constraints.txt README.md LICENSE ./
+COPY --chown=ray pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY --chown=ray unskew ./unskew
 
 # PyTorch's build without CUDA is a fifth of the size; leave the index out for nodes with an accelerator.
