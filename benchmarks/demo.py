@@ -20,18 +20,17 @@ from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "docs" / "assets"
-COMMAND = "unskew compare fedavg fedprox scaffold fedavgm --config examples/demo.yaml"
+COMMAND = "unskew demo"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SIZE = (1280, 1480)
 """Width and height of the screenshot in pixels."""
-BLOCK = re.compile(r"```text\n\$ unskew compare .*?```", re.S)
+BLOCK = re.compile(r"```text\n\$ unskew demo\n.*?```", re.S)
 
 
 def run_demo(folder: Path) -> str:
     """Run the comparison in ``folder`` and return what it prints."""
-    words = COMMAND.replace("examples/demo.yaml", str(ROOT / "examples" / "demo.yaml")).split()
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [sys.executable, "-m", *COMMAND.split()],
         cwd=folder,
         env={**os.environ, "COLUMNS": "126"},
         capture_output=True,

@@ -20,6 +20,8 @@ SETTING = "the defaults: `engine: auto`"
 class Cohorts:
     """The cohorts of all libraries."""
 
+    candidates = None
+
     def __init__(self, work: Work):
         self.work, self.size = work, len(work.cohorts[0])
 

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from support.pages import DOCS, ROOT, fences
@@ -11,6 +12,7 @@ from support.running import call
 
 from unskew.cli.app import commands
 from unskew.cli.common import config_values
+from unskew.cli.demo import METHODS as DEMO_METHODS
 from unskew.cli.flags import DEFAULTS, EXAMPLES, FLAGS
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
@@ -70,8 +72,16 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
+@pytest.fixture
+def after_demo(checkout):
+    """A checkout in which the demo was run, as far as commands of the pages read it."""
+    folder = Path("runs/compare-digits/fedavg/seed-0")
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(Path("examples/demo.yaml").read_text())
+
+
 @pytest.mark.parametrize("line", [*shown(), *(line for name, line in EXAMPLES.items() if name != "init")])
-def test_a_command_that_is_shown_is_valid(line, checkout):
+def test_a_command_that_is_shown_is_valid(line, after_demo):
     """Options exist and names are known; a run on data that are here passes every check that comes before training."""
     words = words_of(line)
     with COMMANDS[words[0]].make_context(words[0], words[1:]) as context:
@@ -167,7 +177,7 @@ def shortened(line, place):
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.stem != "cluster" and any(trained_here(p))], ids=lambda p: p.stem
 )
-def test_the_commands_of_a_page_run_one_after_the_other(page, checkout, capsys):
+def test_the_commands_of_a_page_run_one_after_the_other(page, after_demo, capsys):
     """The run that pages go on with is made before."""
     known = ("run", "--out", "runs/digits-fedavg-seed0", "--model", "logistic", "--engine", "inline", "--rounds", 2)
     assert call(capsys, *known).code == 0
@@ -184,13 +194,12 @@ def test_the_commands_of_a_page_run_one_after_the_other(page, checkout, capsys):
 def test_the_table_of_the_demo_is_what_the_demo_prints(checkout, capsys, monkeypatch):
     """Rounds may differ by one and accuracies by some tenths where sums are rounded in another order."""
     monkeypatch.setattr("unskew.comparison.references.BY_DEFAULT", True)
-    (block,) = (text for text in fences(ROOT / "README.md", "text") if text.startswith("$ unskew compare"))
+    (block,) = (text for text in fences(ROOT / "README.md", "text") if text.startswith("$ unskew demo"))
     line, *rest = block.splitlines()
     printed = call(capsys, *words_of(line.removeprefix("$ "))).out.splitlines()
     assert os.path.isfile("runs/compare-digits/convergence.png")
     assert {"pooled", "local"} <= {row.split()[0] for row in printed if row.strip()}
-    names = words_of(line.removeprefix("$ "))[1:5]
-    for name in names:
+    for name in DEMO_METHODS:
         ours, shown = (next(row.split() for row in rows if row.split()[:1] == [name]) for rows in (printed, rest))
         figures = [[float(word) for word in row if re.fullmatch(r"[\d.]+", word)] for row in (ours, shown)]
         assert len(figures[0]) == len(figures[1]) == 12
