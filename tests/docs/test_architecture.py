@@ -60,6 +60,8 @@ def imported_modules():
     paths = {}
     for package in packages:
         for path in (ROOT / package).rglob("*.py"):
+            if ".venv" in path.parts:  # environments of other libraries
+                continue
             paths[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
     imports = {}
     for module, path in paths.items():
