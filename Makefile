@@ -91,6 +91,7 @@ bench: .venv/installed  ## speed, memory, generation, Ray and the regret of auto
 
 docs: .venv/installed  ## the table and pictures of the README from one run of the demo, then the documentation, into site/
 	-$(BIN)/python -m benchmarks.demo
+	-$(BIN)/python docs/fetch_mermaid.py
 	$(BIN)/mkdocs build --strict
 
 clean:
