@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs format clean
+.PHONY: demo test test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -93,6 +93,12 @@ docs: .venv/installed  ## the table and pictures of the README from one run of t
 	-$(BIN)/python -m benchmarks.demo
 	-$(BIN)/python docs/fetch_mermaid.py
 	$(BIN)/mkdocs build --strict
+
+screenshots: .venv/installed  ## the pictures of reports in docs/assets, from the demo and the example of the hospitals
+	$(BIN)/python -m benchmarks.screenshots
+
+gallery: .venv/installed  ## the pictures of docs/gallery.md, by the code on that page
+	$(BIN)/python -m benchmarks.gallery
 
 clean:
 	rm -rf .venv .venv-deploy .venv-audit site build *.egg-info .pytest_cache .mypy_cache .ruff_cache

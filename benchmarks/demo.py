@@ -24,6 +24,8 @@ COMMAND = "unskew demo"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SIZE = (1280, 1480)
 """Width and height of the screenshot in pixels."""
+OUT = Path("runs/compare-digits")
+"""Folder of the comparison below the folder in which the demo runs."""
 BLOCK = re.compile(r"```text\n\$ unskew demo\n.*?```", re.S)
 
 
@@ -43,11 +45,9 @@ def run_demo(folder: Path) -> str:
 def results(folder: Path) -> dict[str, list[float | None]]:
     """Return the test accuracy of every round, by run."""
     curves = {}
-    for path in sorted(folder.glob("runs/compare-digits/**/metrics.jsonl")):
+    for path in sorted((folder / OUT).rglob("metrics.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        curves[path.parent.relative_to(folder / "runs" / "compare-digits").as_posix()] = [
-            row.get("accuracy") for row in rows
-        ]
+        curves[path.parent.relative_to(folder / OUT).as_posix()] = [row.get("accuracy") for row in rows]
     return curves
 
 
@@ -57,20 +57,16 @@ def without_times(block: str) -> list[str]:
     return [re.sub(r"\s+\d+\.\d+\s*$", "", line).rstrip() for line in lines]
 
 
-def take_screenshot(page: Path, target: Path) -> None:
-    """Write the top of an HTML page as a PNG file."""
+def take_screenshot(page: Path, target: Path, size: tuple[int, int] = SIZE) -> None:
+    """Write the top of an HTML page as a PNG file of ``size``, width and height in pixels."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise SystemExit(
-            "README.md and its pictures are out of date. Install Chromium, which draws one of them, and repeat."
-        )
+        raise SystemExit("Screenshots of reports need Chromium. Install it and repeat.")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
-    size = f"--window-size={SIZE[0]},{SIZE[1]}"
-    subprocess.run(
-        [browser, *options, size, f"--screenshot={target}", page.as_uri()], check=True, capture_output=True, timeout=120
-    )
+    options += [f"--window-size={size[0]},{size[1]}", f"--screenshot={target}"]
+    subprocess.run([browser, *options, page.as_uri()], check=True, capture_output=True, timeout=120)
     with Image.open(target) as image:
-        image.convert("RGB").quantize(256).save(target, optimize=True)
+        image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(target, optimize=True)
 
 
 def main() -> None:
@@ -88,9 +84,8 @@ def main() -> None:
         if found == known and without_times(shown.group()) == without_times(block):
             print("The README's table and both pictures show the results of the demo.")
             return
-        out = folder / "runs" / "compare-digits"
-        take_screenshot(out / "report.html", ASSETS / "report.png")
-        shutil.copy(out / "convergence.png", ASSETS / "demo.png")
+        take_screenshot(folder / OUT / "report.html", ASSETS / "report.png")
+        shutil.copy(folder / OUT / "convergence.png", ASSETS / "demo.png")
         record.write_text(json.dumps(found) + "\n")
         (ROOT / "README.md").write_text(readme.replace(shown.group(), block))
         print("The README's table, demo.png and report.png were made anew.")

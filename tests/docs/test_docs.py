@@ -35,7 +35,7 @@ def options_of(command):
     return {o for p in command.params for o in p.opts if o.startswith("--")} - {"--help"}
 
 
-LONGER = ("index", "report")
+LONGER = ("index", "report", "gallery")
 
 
 @pytest.mark.parametrize(

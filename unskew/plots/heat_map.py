@@ -45,7 +45,7 @@ def plot_heat_map(
             color = "white" if decided[federation][name] and abs(value) > 0.6 * LIMIT else "black"
             axis.text(column, row, text, ha="center", va="center", color=color, fontsize=6.5)
     image = axis.imshow(colors, cmap="PuOr_r", vmin=-LIMIT, vmax=LIMIT, aspect="auto")
-    figure.colorbar(image, ax=axis, label="points above the baseline, where decided", extend="both")
+    figure.colorbar(image, ax=axis, label="points above the baseline", extend="both")
     axis.set_xticks(range(len(federations)), [literal_text(name) for name in federations], rotation=60, ha="right")
     axis.set_yticks(range(len(methods)), [literal_text(name) for name in methods])
     axis.tick_params(labelsize=7, length=0)

@@ -65,7 +65,8 @@
     const hint = box.parentElement.querySelector(".hint");
     if (hint) hint.hidden = box.scrollWidth <= box.clientWidth + 1;
   });
-  new ResizeObserver(fit).observe(document.body);
+  // In the next frame, because changing sizes while sizes are reported is an error.
+  new ResizeObserver(() => requestAnimationFrame(fit)).observe(document.body);
   document.querySelectorAll("details").forEach((one) => one.addEventListener("toggle", fit));
   document.querySelectorAll("[data-copy]").forEach((button) => button.addEventListener("click", () => {
     const box = button.closest(".copyable");
