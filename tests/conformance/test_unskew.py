@@ -30,6 +30,7 @@ UNNAMED = {
     "fedrs": "all clients have all classes; tests/methods/test_logit_adjustment.py compares with a loop",
     "ccvr": "works on features; tests/methods/test_ccvr.py compares with pooled statistics and with discriminant analysis",
     "feddisco": "all clients have all classes alike; tests/methods/test_feddisco.py compares with a loop",
+    "fedala": "personal starting points; tests/methods/test_fedala.py compares with a loop",
     "ifca": "several models; tests/methods/test_ifca.py compares with a loop",
     "fedproto": "works on features, and inputs are all there is before a linear layer",
     "fedcog": "generates inputs",

@@ -74,6 +74,7 @@ class ClientInputs:
             "task": setup.task,
             "training": setup.training,
             "plain_sgd": setup.training.plain_sgd and not has_frozen_parameters(setup.rules),
+            "inputs": self.normalize,
             "pixels": PixelScaling.of(federation),
             "secret_noise": setup.secret_noise,
         }

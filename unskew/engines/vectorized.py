@@ -54,7 +54,8 @@ class VectorizedEngine:
         self.trainer = GroupTrainer(setup, LocalTrainer(setup), form)
         self.unfold = convolution == "unfold"
         self.width = WIDTH if self.memory is None else None
-        if any(type(part).__module__.startswith("transformers.") for part in setup.spec.module.modules()):
+        pretrained = any(type(part).__module__.startswith("transformers.") for part in setup.spec.module.modules())
+        if pretrained or any(rule.trains_alone for rule in setup.rules):
             self.width = 1  # one client of a pretrained model fills a device
         self._file: Path | None = None
 

@@ -155,7 +155,8 @@ class GroupTrainer:
     def __init__(
         self, setup: EngineConfig, single: LocalTrainer, form: GroupedModel | None = None, views: bool = False
     ):
-        self.setup, self.single, self.form, self.views = setup, single, form, views
+        self.setup, self.single, self.views = setup, single, views
+        self.form = None if any(rule.trains_alone for rule in setup.rules) else form
         # Encoded uploads are other tensors than those that are checked for all clients at once.
         self.encodes = any(rule.encodes for rule in setup.rules)
 

@@ -65,6 +65,7 @@ METHODS: dict[str, str] = {
     "ditto": "unskew.methods.ditto:Ditto",
     "apfl": "unskew.methods.apfl:APFL",
     "pfedme": "unskew.methods.pfedme:PFedMe",
+    "fedala": "unskew.methods.fedala:FedALA",
     "fedrep": "unskew.methods.fedrep:FedRep",
     "fedper": "unskew.methods.fedper:FedPer",
     "lgfedavg": "unskew.methods.lgfedavg:LGFedAvg",

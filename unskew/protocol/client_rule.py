@@ -43,6 +43,10 @@ class ClientRule(WithServerHalf):
     """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
     gradient of the loss from single samples; the rule then acts before all other client rules."""
 
+    trains_alone: ClassVar[bool] = False
+    """True if hooks depend on values of tensors, or ``client_info`` differs in shape between clients: no engine then trains
+    several clients as one network."""
+
     sends_model: ClassVar[bool] = True
     """True if clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -29,6 +30,11 @@ class ReadOnlyDict(dict[str, Tensor]):
     __setitem__ = update = setdefault = pop = _refuse
 
 
+def as_stored(x: Tensor) -> Tensor:
+    """Return stored samples that are inputs of the model as they are."""
+    return x
+
+
 @dataclass(frozen=True)
 class Context:
     """Inputs of a client rule, and its two writable dictionaries, ``state`` and ``upload``.
@@ -54,6 +60,7 @@ class Context:
         weight: Client's aggregation weight before normalization, as a scalar tensor.
         client_info: Output of the rule's ``client_info`` hook for this client's data.
         common: Tensors that a data rule of the same name sent to every client before the first round.
+        inputs: Converts stored samples, as in ``ClientDataView.client``, to inputs of the model.
         pixels: Scaling of image intensities to inputs of the model.
         full_gradient: Gradient of the client's whole objective at ``v_global``, ``[d]``, if a rule needs it.
         survey: Sums over all of the client's training samples that the rule's ``survey`` computed.
@@ -81,6 +88,7 @@ class Context:
     weight: Tensor
     client_info: Tensors = field(default_factory=dict)
     common: Tensors = field(default_factory=dict)
+    inputs: Callable[[Tensor], Tensor] = as_stored
     pixels: PixelScaling = AS_THEY_ARE
     full_gradient: Tensor | None = None
     survey: Tensors = field(default_factory=dict)
