@@ -31,6 +31,7 @@ UNNAMED = {
     "ccvr": "works on features; tests/methods/test_ccvr.py compares with pooled statistics and with discriminant analysis",
     "feddisco": "all clients have all classes alike; tests/methods/test_feddisco.py compares with a loop",
     "fedala": "personal starting points; tests/methods/test_fedala.py compares with a loop",
+    "knnper": "classification; tests/methods/test_knnper.py compares with scikit-learn",
     "ifca": "several models; tests/methods/test_ifca.py compares with a loop",
     "fedproto": "works on features, and inputs are all there is before a linear layer",
     "fedcog": "generates inputs",

@@ -74,6 +74,7 @@ METHODS: dict[str, str] = {
     "heterofl": "unskew.methods.heterofl:HeteroFL",
     "fedrolex": "unskew.methods.heterofl:FedRolex",
     "fedbn": "unskew.methods.fedbn:FedBN",
+    "knnper": "unskew.methods.knnper:KNNPer",
     "ft": "unskew.methods.finetune:FineTune",
     "perfedavg": "unskew.methods.perfedavg:PerFedAvg",
     "fedreg": "unskew.methods.fedreg:FedReg",

@@ -1,0 +1,179 @@
+"""kNN-Per: after the run, each client mixes the global model's predictions with those of its nearest training samples.
+
+Marfoq, Neglia, Kameni, Vidal, "Personalized Federated Learning through Local Memorization", 2022, arXiv:2111.09360,
+Equations 6 and 8. With the features ``a`` of an input, the squared distances ``d_i`` to the ``k`` nearest features among the
+client's training samples, and ``f`` features::
+
+    p_knn(c) = sum_{i: y_i = c} exp(-d_i / (f scale)) / sum_i exp(-d_i / (f scale))
+    p(c)     = lam p_knn(c) + (1 - lam) p_global(c)
+
+``scale`` is that of the authors' code (``client.py`` of omarfoq/knn-per). Training is that of FedAvg. The features and labels
+of a client's samples are parameters of the model that never leave the client: they are 0 during training, and the training
+after the last round writes them and takes no step. So a personal model is an ordinary model that can be stored and exported.
+``lam`` is the same for all clients; the paper also tunes it for each.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from unskew.data.federation import take_rows
+from unskew.errors import ConfigError
+from unskew.methods.partial_sharing import PartialSharing, other_personal
+from unskew.models.body_head import merge_slices
+from unskew.models.execution import Batch
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import ClientDataView
+from unskew.protocol.rules import START, ClientRule, Context, Method, Slices, Tensors
+from unskew.protocol.search_space import Space, uniform_range
+from unskew.seeding import fold, uniform
+
+CHUNK = 500
+"""Samples of one forward pass."""
+PURPOSE = 6
+"""Separates the draw of samples from other draws with a client's key."""
+STORE = ("keys", "labels")
+"""Parameters of the head that hold a client's samples."""
+
+
+class HeadWithNeighbors(nn.Module):
+    """Head that mixes its probabilities with those of the nearest stored samples, if there are any, in eval mode."""
+
+    def __init__(self, linear: nn.Linear, rule: KNNPer):
+        super().__init__()
+        self.linear = linear
+        self.k, self.lam = min(rule.k, rule.capacity), rule.lam
+        self.width = linear.in_features * rule.scale
+        self.keys = nn.Parameter(linear.weight.new_zeros(rule.capacity, linear.in_features))
+        self.labels = nn.Parameter(linear.weight.new_zeros(rule.capacity))  # class + 1; 0: no sample
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map features ``[B, f]`` to logits ``[B, C]``, which are logarithms of probabilities if there are samples."""
+        logits: Tensor = self.linear(x)
+        if self.training:
+            return logits
+        distances = x.square().sum(1, keepdim=True) - 2 * x @ self.keys.T + self.keys.square().sum(1)
+        empty = self.labels == 0
+        nearest, index = torch.where(empty, math.inf, distances).topk(self.k, largest=False)
+        weights = torch.softmax(-nearest / self.width, dim=1)
+        classes = torch.arange(1, logits.shape[1] + 1, device=x.device)
+        neighbors = (weights.unsqueeze(2) * (self.labels[index].round().unsqueeze(2) == classes)).sum(1)
+        mixed = torch.log(self.lam * neighbors + (1 - self.lam) * torch.softmax(logits, dim=1))
+        return torch.where(empty.all(), logits, mixed)
+
+
+@lru_cache(maxsize=16)
+def store_slices(spec: ModelSpec, stored: bool) -> Slices:
+    """Return the slices of the client's samples, or of the rest of the model.
+
+    Args:
+        spec: Layout of the model.
+        stored: Select the samples.
+    """
+    names = {f"{spec.head_name}.{name}" for name in STORE}
+    start, spans = 0, []
+    for name, size in zip(spec.names, spec.sizes, strict=True):
+        if (name in names) == stored:
+            spans.append(slice(start, start + size))
+        start += size
+    return merge_slices(spans)
+
+
+@dataclass(frozen=True)
+class KNNPer(ClientRule, PartialSharing):
+    """The global model with a memory of the client's own samples.
+
+    Attributes:
+        k: Number of neighbors.
+        lam: Weight of the neighbors' labels; 0 is the global model.
+        scale: Width of the kernel, relative to the number of features.
+        capacity: Largest number of samples that a client stores.
+    """
+
+    name: ClassVar[str] = "knnper"
+    summary: ClassVar[str] = "the global model, mixed with the labels of the client's nearest samples"
+    paper: ClassVar[str] = "Marfoq et al. 2022, arXiv:2111.09360"
+    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    tasks_reason: ClassVar[str] = "it mixes probabilities of classes"
+    needs = ("final_training",)
+    trains_alone: ClassVar[bool] = True
+    # The paper's grid of weights, and the numbers of neighbors of its experiments.
+    spaces: ClassVar[Mapping[str, Space]] = {"lam": uniform_range(0.0, 0.9)}
+
+    k: Annotated[int, Field(ge=1)] = 10
+    lam: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    capacity: Annotated[int, Field(ge=1)] = 1000
+
+    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
+        """Add the memory of samples to the head.
+
+        Args:
+            module: The model.
+            head: Name of its head.
+
+        Returns:
+            A copy of the model with the new head, and the head's name.
+
+        Raises:
+            ConfigError: If the head is not a linear layer.
+        """
+        module = copy.deepcopy(module)
+        old = module.get_submodule(head)
+        if not isinstance(old, nn.Linear):
+            raise ConfigError(f"knnper needs a model with a linear head, but its head is a {type(old).__name__}.")
+        new = HeadWithNeighbors(old, self)
+        if not head:
+            return nn.Sequential(new), "0"
+        parent, _, name = head.rpartition(".")
+        setattr(module.get_submodule(parent), name, new)
+        return module, head
+
+    def shared_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slices of the model without the samples."""
+        return store_slices(spec, False)
+
+    def local_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slices of the samples."""
+        return store_slices(spec, True)
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject what all methods with a shared part reject, and other rules with personal models."""
+        return PartialSharing.conflict_with(self, method) or other_personal(self, method)
+
+    def client_info(self, data: ClientDataView) -> Tensors:
+        """Return the stored samples, without a copy."""
+        return {"x": data.client.x, "y": data.client.y}
+
+    def begin(self, ctx: Context) -> Tensors:
+        """After the last round, write features and labels of the client's samples into the model."""
+        if not ctx.final:
+            return {}
+        x, y = ctx.client_info["x"], ctx.client_info["y"]
+        drawn = torch.arange(len(y), device=y.device)
+        if len(y) > self.capacity:
+            drawn = uniform(fold(ctx.key, PURPOSE), (len(y),)).argsort()[: self.capacity].to(y.device)
+        features = []
+        with torch.no_grad():
+            for part in torch.split(drawn, CHUNK):
+                output = ctx.spec.forward(ctx.v_global, ctx.b_global, ctx.inputs(take_rows(x, part)))
+                features.append(output.features.to(ctx.v_global.dtype))
+        start = ctx.v_global.clone()
+        parameters = ctx.spec.parameters(start)  # views
+        keys, labels = (parameters[f"{ctx.spec.head_name}.{name}"] for name in STORE)
+        keys[: len(drawn)] = torch.cat(features)
+        labels[: len(drawn)] = (y[drawn] + 1).to(labels)
+        return {START: start}
+
+    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
+        """Freeze the whole model after the last round."""
+        return torch.zeros_like(ctx.v_global, dtype=torch.bool) if ctx.final else None
