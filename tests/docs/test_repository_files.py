@@ -1,5 +1,6 @@
 """Files around the package: workflows, citation, version and licenses."""
 
+import importlib.util
 import re
 import tomllib
 
@@ -53,3 +54,18 @@ def test_issue_forms_have_unique_fields():
             ids = [field["id"] for field in form["body"]]
             assert len(ids) == len(set(ids))
     assert "about.json" in (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
+
+
+def test_the_readme_on_pypi_has_absolute_links_to_files_that_exist():
+    spec = importlib.util.spec_from_file_location("absolute_links", ROOT / ".github" / "absolute_links.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (ROOT / "README.md").read_text()
+    text = module.with_absolute_links(readme, "v1.2.3")
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith("#")]
+    assert all(target.startswith("https://") for target in targets)
+    links = [target.split("/v1.2.3/")[1] for target in targets if "/v1.2.3/" in target]
+    assert len(links) > 40
+    assert all((ROOT / link.split("#")[0]).exists() for link in links)
+    assert all(("raw." in target) == target.endswith(".png") for target in targets if "/v1.2.3/" in target)
+    assert re.sub(r"https://[^)]*/v1\.2\.3/", "", text) == readme
