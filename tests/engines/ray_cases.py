@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from support import ray_nodes
-from support.federations import blobs, small_model
+from support.federations import blobs, small_budget, small_model
 from support.ray_nodes import STORE, TOKEN, Node, cluster
 from test_engines import ALL_METHODS, EARLY, SUMS
 
@@ -41,7 +41,8 @@ def nodes():
 
 def train(method, engine, address=None, ray=None, **options):
     torch.manual_seed(0)
-    settings = {"rounds": 4, "participation": 0.5, "local_steps": 2, "batch_size": 8, "lr": 0.05, **options}
+    settings = {"rounds": 4, "participation": 0.5, "local_steps": 2, "batch_size": 8, "lr": 0.05}
+    settings |= {**small_budget(method), **options}
     return unskew.run(
         blobs([9, 14, 11, 8, 12, 10, 9, 9]), model=small_model(method), method=EARLY.get(method, method), engine=engine,
         ray={"address": address, "deadline": 240, **(ray or {})}, **settings,

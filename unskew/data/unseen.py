@@ -17,7 +17,7 @@ from unskew.data.clients import (
 )
 from unskew.data.federation import Federation
 from unskew.data.partitioned import PartitionedSource
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, short_repr
 from unskew.seeding import numpy_generator
 
 
@@ -32,8 +32,8 @@ def draw_unseen(share: float, clients: int, seed: int) -> np.ndarray:
     Raises:
         ConfigError: If the share is not valid, no client is unseen, or fewer than two clients train.
     """
-    if not 0 <= share < 1:
-        raise ConfigError(f"unseen must be at least 0 and below 1, not {share:g}.")
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ConfigError(f"unseen must be at least 0 and below 1, not {short_repr(share)}.")
     count = round(share * clients)
     if not 1 <= count <= clients - 2:
         what, remedy = ("no client unseen", "larger") if count < 1 else ("fewer than two clients to train", "smaller")
