@@ -124,7 +124,7 @@ def load_federation(
     """
     if not isinstance(name, str):
         raise ConfigError(f"The data set must be a string such as 'digits' or 'table:PATH', not {short_repr(name)}.")
-    if clients == "auto":
+    if isinstance(clients, str) and clients == "auto":
         clients = None if str(partition).startswith("natural") else DataSpec.clients
     counts = {
         "seed": seed,
@@ -144,11 +144,13 @@ def load_federation(
         "label_separator": label_separator,
         "tokenizer": tokenizer,
     }
-    text_options |= {"split_by": split_by, "shift": shift}
+    text_options |= {"split_by": split_by, "shift": shift, "task": task, "missing": missing}
     paths = {"data_path": data_path, "server_data_path": server_data_path}
     for field, text_or_path in (text_options | paths).items():
         if not isinstance(text_or_path, str | None) and not (field in paths and isinstance(text_or_path, Path)):
             raise ConfigError(f"{field} must be a string, not {short_repr(text_or_path)}.")
+    if isinstance(unseen, bool) or not isinstance(unseen, int | float):
+        raise ConfigError(f"unseen must be a number, not {short_repr(unseen)}.")
     if label_separator == "":
         raise ConfigError("label_separator must not be empty. Use for example '|'.")
     spec = DataSpec(
