@@ -171,8 +171,8 @@ def qfedavg(run: Run, q: float) -> Iterator[Array]:
         yield x
 
 
-def pfedme(run: Run, lam: float, K: int, eta_p: float, beta: float) -> Iterator[Array]:
-    """Dinh et al. 2020, Algorithm 1, with ``K`` gradient steps in place of the exact personal model."""
+def pfedme(run: Run, lam: float, K: int, eta_p: float, beta: float, decay: float) -> Iterator[Array]:
+    """Dinh et al. 2020, Algorithm 1; the personal model takes ``K`` gradient steps with the decay of the authors' code."""
     x = run.start
     for S in run.cohorts:
         y = {}
@@ -180,7 +180,8 @@ def pfedme(run: Run, lam: float, K: int, eta_p: float, beta: float) -> Iterator[
             w = personal = x
             for _ in range(run.steps(k)):
                 for _ in range(K):
-                    personal = personal - eta_p * (run.gradient(k, personal) + lam * (personal - w))
+                    g = run.gradient(k, personal) + lam * (personal - w) + decay * personal
+                    personal = personal - eta_p * g
                 w = w - run.lr * lam * (w - personal)
             y[k] = w
         x = (1 - beta) * x + beta * run.mean(y)

@@ -19,12 +19,13 @@ from conformance.problem import Case, Trace
 
 REQUIREMENTS = ("omegaconf", "hydra-core", "rich", "pandas", "pillow", "scikit-learn", "pynvml")
 CHECKOUT = "https://github.com/KarhouTam/FL-bench"
-METHODS = ("fedavg", "fedprox", "scaffold", "feddyn")
+METHODS = ("fedavg", "fedprox", "scaffold", "feddyn", "pfedme")
 SERVERS = {
     "fedavg": "fedavg.FedAvgServer",
     "fedprox": "fedprox.FedProxServer",
     "scaffold": "scaffold.SCAFFOLDServer",
     "feddyn": "feddyn.FedDynServer",
+    "pfedme": "pfedme.pFedMeServer",
 }
 _where: list[Path] = []
 
@@ -61,6 +62,12 @@ def _begin(server: object, args: Of) -> None:
     server.testing = False
 
 
+def _pfedme(options: dict[str, float]) -> dict[str, float]:
+    """Return the options of pFedMe under the library's names."""
+    names = {"beta": "beta", "lamda": "lam", "pers_lr": "eta_p", "mu": "decay", "k": "K"}
+    return {name: options[ours] for name, ours in names.items()}
+
+
 def run(case: Case) -> Trace:
     """Run each round: packages to the clients, their training, the server's aggregation."""
     one = case.make()
@@ -75,6 +82,7 @@ def run(case: Case) -> Trace:
     args = Of(
         net=net, clients=one.clients, common=common, optimizer=Of(lr=case.lr), scaffold=Of(global_lr=1.0),
         fedprox=Of(mu=case.options.get("mu")), feddyn=Of(alpha=case.options.get("alpha"), max_grad_norm=1e9),
+        pfedme=Of(**_pfedme(case.options)) if case.method == "pfedme" else None,
     )  # fmt: skip
     module, _, name = SERVERS[case.method].partition(".")
     server = getattr(importlib.import_module(f"src.server.{module}"), name)(args)

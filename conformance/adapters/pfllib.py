@@ -17,12 +17,13 @@ from conformance.problem import Case, Trace
 
 REQUIREMENTS = ("h5py", "scikit-learn", "numpy")
 CHECKOUT = "https://github.com/TsingZ0/PFLlib"
-METHODS = ("fedavg", "fedprox", "scaffold", "feddyn")
+METHODS = ("fedavg", "fedprox", "scaffold", "feddyn", "pfedme")
 SERVERS = {
     "fedavg": "serveravg.FedAvg",
     "fedprox": "serverprox.FedProx",
     "scaffold": "serverscaffold.SCAFFOLD",
     "feddyn": "serverdyn.FedDyn",
+    "pfedme": "serverpFedMe.pFedMe",
 }
 _where: list[Path] = []
 
@@ -58,17 +59,28 @@ def run(case: Case) -> Trace:
     }  # fmt: skip
     module, _, name = SERVERS[case.method].partition(".")
     server_class = getattr(importlib.import_module(f"flcore.servers.{module}"), name)
-    server = server_class(SimpleNamespace(**{**given, **case.options}), 0)
+    options = {**case.options}
+    if case.method == "pfedme":  # the decay of 0.001 is the optimizer's default
+        options = {
+            "lamda": options["lam"],
+            "K": options["K"],
+            "p_learning_rate": options["eta_p"],
+            "beta": options["beta"],
+        }
+    server = server_class(SimpleNamespace(**{**given, **options}), 0)
     models = []
     for cohort in case.cohorts:
         server.selected_clients = [server.clients[k] for k in cohort]
         server.send_models()
         for client in server.selected_clients:
             client.train()
+        server.previous_global_model = [p.clone() for p in server.global_model.parameters()]
         server.receive_models()
         if case.method == "feddyn":
             server.update_server_state()
         server.aggregate_parameters()
+        if case.method == "pfedme":
+            server.beta_aggregate_parameters()
         models.append(next(server.global_model.parameters()).detach().double().numpy().copy())
     return Trace(models, case.cohorts)
 

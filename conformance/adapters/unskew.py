@@ -24,7 +24,7 @@ SPELLINGS = {
     "mimelite": "mimelite:beta={beta}",
     "fedsmoo": "fedsmoo:rho={rho},lam={lam}",
     "qfedavg": "qfedavg:q={q}",
-    "pfedme": "pfedme:lam={lam},K={K},eta_p={eta_p},beta={beta},decay=0",
+    "pfedme": "pfedme:lam={lam},K={K},eta_p={eta_p},beta={beta},decay={decay}",
     "mime": "mime:beta=0",
     "mime-momentum": "mime:beta={beta}",
     "fednova": "fednova",

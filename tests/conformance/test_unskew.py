@@ -32,6 +32,7 @@ UNNAMED = {
     "feddisco": "all clients have all classes alike; tests/methods/test_feddisco.py compares with a loop",
     "fedala": "personal starting points; tests/methods/test_fedala.py compares with a loop",
     "knnper": "classification; tests/methods/test_knnper.py compares with scikit-learn",
+    "flora": "LoRA factors; tests/methods/test_flora.py compares with a loop",
     "ifca": "several models; tests/methods/test_ifca.py compares with a loop",
     "fedproto": "works on features, and inputs are all there is before a linear layer",
     "fedcog": "generates inputs",

@@ -145,7 +145,7 @@ def test_statistics_are_sent_over_sites_as_they_are_counted(name, options, tmp_p
     compare(tmp_path, method=name, **{**ONE_STEP, **options})
 
 
-@pytest.mark.parametrize("name", slow_but(["fedssyn", "vhl"], sorted(set(METHODS) - {"mime"})))
+@pytest.mark.parametrize("name", slow_but(["fedssyn", "vhl"], sorted(set(METHODS) - {"mime", "flora"})))
 def test_every_method_gives_the_numbers_of_the_simulator(name, tmp_path):
     options = {"server_data": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else {}
     options = FULL_BATCHES.get(name, options)

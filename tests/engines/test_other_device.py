@@ -22,6 +22,7 @@ from unskew.tasks.registry import TASKS
 META = torch.device("meta")
 ENCODING = [name for name in METHODS if any(rule.encodes for rule in method(QUICK.get(name, name)).client)]
 NOT_HERE = {
+    "flora": "needs a model with LoRA factors",
     "vhl": "has images made before training",
     "feddm": "sends images of the classes that a client has",
     **dict.fromkeys(

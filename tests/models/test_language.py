@@ -400,11 +400,13 @@ def test_a_method_for_another_task_refuses(name, opt, texts):
         run(opt, texts, method=name)
 
 
-@pytest.mark.parametrize("name", slow_but([SUMS[1]], [*FITTING, *SUMS]))
+@pytest.mark.parametrize("name", slow_but([SUMS[1], "flora"], [*FITTING, *SUMS]))
 def test_the_vectorized_engine_gives_the_same_vector(name, opt, texts):
     """By default a method that asks the task for something, and one that splits the model."""
     given = {"optimizer": "sgd", "lr": 0.05, "server_data": 5, "rounds": 3}
     given["method"] = SMALL_COHORT.get(name, name)
+    if name == "flora":
+        given |= {"method": "flora:ranks=2/1", "model": {"hf": str(opt), "lora": LORA}}
     reference = run(opt, texts, **given)
     other = run(opt, texts, **given, engine="vectorized")
     assert torch.isfinite(reference.vector).all()

@@ -21,7 +21,9 @@ def train(out=None, method="fedavg", rounds=4, **options):
     return unskew.run(blobs(SIZES), model=small_model(method), method=method, rounds=rounds, out=out, **given)
 
 
-EVERY = [name for name in METHODS if name not in ("fedreg", "vhl", "ft", "fedcog", "fedcog-authors", "fedssyn")]
+EVERY = [
+    name for name in METHODS if name not in ("fedreg", "vhl", "ft", "fedcog", "fedcog-authors", "fedssyn", "flora")
+]
 
 
 ALL = [*EVERY, "fedals:alpha=3", "fedcog:start_round=1,n=6,g_steps=3+fedavgm:beta=0.9"]

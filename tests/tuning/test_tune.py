@@ -37,6 +37,7 @@ NOTHING_TO_TUNE = {
     "lgfedavg",
     "heterofl",
     "fedrolex",
+    "flora",
     "fedbn",
     "ft",
     "fedssyn",

@@ -37,7 +37,7 @@ from unskew.errors import ConfigError
 from unskew.methods.logit_adjustment import LogitAdjustment
 from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.execution import Batch, LossFn
-from unskew.models.spec import ModelSpec, slices_mask
+from unskew.models.spec import ModelSpec, mask_slices, slices_mask
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.rules import Context, Method, Slices, SyncRule, Tensors, Weights
 from unskew.protocol.run_context import PreRunContext
@@ -236,6 +236,4 @@ def submodel(spec: ModelSpec, rate: float, shift: int) -> Slices:
         before = rows
     prefix = {name.removeprefix("."): mask for name, mask in masks.items()}
     mask = torch.cat([prefix[name].reshape(-1) for name in spec.names]) if spec.names else torch.zeros(0)
-    edges = torch.diff(mask.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
-    changes = torch.nonzero(edges)[:, 0].tolist()
-    return tuple(slice(start, stop) for start, stop in zip(changes[::2], changes[1::2], strict=True))
+    return mask_slices(mask)

@@ -73,6 +73,7 @@ METHODS: dict[str, str] = {
     "fedrod": "unskew.methods.fedrod:FedRoD",
     "heterofl": "unskew.methods.heterofl:HeteroFL",
     "fedrolex": "unskew.methods.heterofl:FedRolex",
+    "flora": "unskew.methods.flora:FLoRA",
     "fedbn": "unskew.methods.fedbn:FedBN",
     "knnper": "unskew.methods.knnper:KNNPer",
     "ft": "unskew.methods.finetune:FineTune",

@@ -350,3 +350,17 @@ def slices_mask(slices: Sequence[slice], size: int) -> Tensor:
     for span in slices:
         mask[span] = True
     return mask
+
+
+def mask_slices(mask: Tensor) -> tuple[slice, ...]:
+    """Return the slices of a vector on which a mask is true, in ascending order.
+
+    Args:
+        mask: Boolean mask, ``[d]``.
+
+    >>> mask_slices(torch.tensor([True, True, False, True]))
+    (slice(0, 2, None), slice(3, 4, None))
+    """
+    end = torch.zeros(1, dtype=torch.int8)
+    changes = torch.nonzero(torch.diff(mask.to(torch.int8), prepend=end, append=end))[:, 0].tolist()
+    return tuple(slice(start, stop) for start, stop in zip(changes[::2], changes[1::2], strict=True))

@@ -193,12 +193,15 @@ class Combined(NamedTuple):
         buffers: New normalization buffers, ``[m]``; None for the weighted mean.
         upload: Sums of the rules' uploads by rule and name; None for the plain sums.
         weight: Number of updates, or sum of their weights, that other rules are given; None for the real one.
+        changed: Mask of the entries of the model that the combined update changes, boolean ``[d]``; None for those that
+            some client sent. It is ignored if clients send the whole model.
     """
 
     delta: Tensor
     buffers: Tensor | None = None
     upload: dict[str, Tensors] | None = None
     weight: float | None = None
+    changed: Tensor | None = None
 
 
 class CombinedUpdate(Aggregate):
@@ -218,6 +221,8 @@ class CombinedUpdate(Aggregate):
             self.upload = combined.upload
         if combined.weight is not None:
             self.count, self.weight = round(combined.weight), combined.weight
+        if combined.changed is not None and self.sent is not None:
+            self.sent = combined.changed, self.sent[1]
 
     @property
     def delta(self) -> Tensor:

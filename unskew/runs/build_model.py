@@ -62,7 +62,9 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
         for rule in method.client:
             adapted, head = rule.adapt(module, spec.head_name)
             if adapted is not module:
-                module, spec = adapted, spec_of(adapted, head)
+                module = adapted
+                # A head without trained parameters, as of language models, is found but cannot be requested.
+                spec = spec_of(adapted, head if spec.head_trains or head != spec.head_name else config.head)
     return spec
 
 

@@ -522,7 +522,8 @@ class Server:
         rules = self.rules
         b = self.b
         done = None
-        if self.method.sync is not None and intake.unequal and "individual" in self.needs:
+        others = (part for part in self.method.rules if part is not self.method.sync)
+        if self.method.sync is not None and intake.unequal and any("individual" in part.needs for part in others):
             raise ConfigError(
                 f"{self.method.sync.name}.exchanged_slices gives clients different slices to upload, but a rule of "
                 f"{self.method.name} reads single updates. Return the same slices for all clients of a round, or remove "

@@ -1,0 +1,132 @@
+"""FLoRA against a loop that trains the factors of each client and adds their products to the weight."""
+
+import peft
+import pytest
+import torch
+from support.batch_loop import CLASSES, DECAY, FEATURES, HIDDEN, LR, MOMENTUM, OPTIONS, SIZES, Recorder, run
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers.pytorch_utils import Conv1D
+
+from unskew.errors import ConfigError, MethodConflictError
+
+RANK, SCALE = 3, 2.0
+"""Rank of the factors, and ``alpha / r``."""
+
+
+def model(transposed=False, freeze_a=False):
+    """A hidden layer with factors, and a head that is trained as it is."""
+    torch.manual_seed(1)
+    first = Conv1D(HIDDEN, FEATURES) if transposed else nn.Linear(FEATURES, HIDDEN)
+    net = nn.Sequential(first, nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+    factors = peft.LoraConfig(r=RANK, lora_alpha=SCALE * RANK, target_modules=["0"], fan_in_fan_out=transposed)
+    net = peft.inject_adapter_in_model(factors, net)
+    net[2].requires_grad_(True)
+    net[0].lora_A["default"].weight.requires_grad_(not freeze_a)
+    return net
+
+
+class Starts(Recorder):
+    """Also records the parameters that training starts from."""
+
+    def __init__(self):
+        super().__init__()
+        self.starts = []
+
+    def begin(self, ctx):
+        self.starts.append(split(ctx.v_global))
+        return super().begin(ctx)
+
+
+def split(v):
+    """Weight, factors and head of a parameter vector."""
+    shapes = [(HIDDEN, FEATURES), (RANK, FEATURES), (HIDDEN, RANK), (CLASSES, HIDDEN), (CLASSES,)]
+    pieces = torch.split(v, [torch.Size(shape).numel() for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def train(w, bias, parts, batches):
+    """Local SGD of factors and head; ``w`` is ``[out, in]``."""
+    parts = [p.clone().requires_grad_(True) for p in parts]
+    optimizer = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    for x, y in batches:
+        optimizer.zero_grad()
+        a, b, head, head_bias = parts
+        hidden = torch.tanh(x @ (w + SCALE * b @ a).T + bias)
+        cross_entropy(hidden @ head.T + head_bias, y).backward()
+        optimizer.step()
+    return [p.detach() for p in parts]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "participation", "transposed"),
+    [("", 1.0, False), ("", 0.5, True), ("3/1", 1.0, False), ("2/1/3", 0.5, False)],
+)
+def test_a_run_is_the_papers_loop(ranks, participation, transposed):
+    recorder = Starts()
+    method = f"flora:ranks={ranks}" if ranks else "flora"
+    listed = [int(rank) for rank in ranks.split("/")] if ranks else [RANK]
+    result, cohorts = run(method, participation, model=model(transposed), recorder=recorder, outermost=True)
+    net = model(transposed)
+    bias = net[0].base_layer.bias.detach().double()
+    w = net[0].base_layer.weight.detach().double()
+    w = w.T if transposed else w
+    head = [net[2].weight.detach().double(), net[2].bias.detach().double()]
+    starts, drawn = iter(recorder.starts), []
+    for cohort in cohorts:
+        total = sum(SIZES[k] for k in cohort)
+        products, heads = torch.zeros_like(w), [torch.zeros_like(part) for part in head]
+        for k, batches in cohort.items():
+            rank = listed[k % len(listed)]
+            _, a, b, *_ = next(starts)
+            assert not a[rank:].any()
+            assert not b.any()
+            assert a[:rank].abs().max() <= FEATURES**-0.5
+            drawn.append(a[:rank].flatten()[0].item())
+            a, b, *own = train(w, bias, [a[:rank], b[:, :rank], *head], batches)
+            products += SIZES[k] / total * SCALE * (b @ a)
+            heads = [mean + SIZES[k] / total * part for mean, part in zip(heads, own, strict=True)]
+        w, head = w + products, heads
+    assert len(set(drawn)) == len(drawn)  # each client draws new factors in each round
+    served = torch.cat([(w.T if transposed else w).flatten(), *[part.flatten() for part in head]])
+    ends = split(result.vector)
+    assert not ends[2].any()  # the served model has no product left
+    kept = torch.cat([ends[0].flatten(), ends[3].flatten(), ends[4]])
+    assert float((kept - served).abs().max()) < 1e-12
+
+
+def test_traffic_is_the_weights_down_and_the_factors_of_each_rank_up():
+    head = CLASSES * (HIDDEN + 1)
+    result, _ = run("flora:ranks=3/1", model=model())
+    up = sum(4 * (rank * (FEATURES + HIDDEN) + head) for rank in (3, 1, 3, 1))
+    down = 4 * 4 * (FEATURES * HIDDEN + head + 1)  # and the rank
+    assert result.summary["bytes_up"] == OPTIONS["rounds"] * 2 * up  # float64
+    assert result.summary["bytes_down"] == OPTIONS["rounds"] * 2 * down
+
+
+def test_fine_tuned_clients_have_factors_of_their_rank():
+    recorder = Starts()
+    run(["flora:ranks=3/1", "ft"], model=model(), recorder=recorder, outermost=True)
+    final = recorder.starts[-len(SIZES) :]
+    assert [bool(a[1:].any()) for _, a, *_ in final] == [True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("flora", {"model": None}, "needs a model with LoRA factors"),
+        ("flora", {"model": model(freeze_a=True)}, "Remove freeze_a"),
+        ("flora:ranks=4", {}, "a rank above 3"),
+        ("flora:ranks=2/0", {}, "positive whole numbers"),
+        ("flora", {"network": {"delay": "half-normal:2"}}, "all updates of a round in the same round"),
+    ],
+)
+def test_what_does_not_fit_is_rejected(method, options, message):
+    with pytest.raises(ConfigError, match=message):
+        run(method, **{"model": model(), **options})
+
+
+@pytest.mark.parametrize("other", ["scaffold", "topk:share=0.5", "ditto", "median", "heterofl"])
+def test_compositions_that_mix_factors_of_rounds_are_rejected(other):
+    with pytest.raises(MethodConflictError):
+        run(f"flora+{other}", model=model())

@@ -1,0 +1,294 @@
+"""FLoRA: exact averages of LoRA updates of any rank, merged into the weights in every round.
+
+Wang, Shen, He, Sun, Wang, Lyu, Li, "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank
+Adaptations", 2024, arXiv:2409.05976, Section 3 and Algorithm 1. A weight of the model is ``W + s B A``, ``s = alpha / r``.
+In every round, client ``k`` draws a new ``A_k [r_k, in]``, sets ``B_k [out, r_k]`` to 0, trains both and sends them. The
+server stacks them::
+
+    A = [p_1 A_1; ...; p_K A_K]     B = [B_1, ..., B_K]
+    W <- W + s B A = W + s sum_k p_k B_k A_k
+
+This is the mean of the clients' models, unlike the product of the mean factors. Ranks may differ between clients; ``s`` is
+the same for all, as in the authors' code (ATP-1010/FederatedLLM: ``lora_alpha`` is twice the rank). Other trained parameters,
+such as a classifier's head, are averaged.
+
+Clients receive ``W``. The authors send ``A`` and ``B``, which is smaller if ``sum_k r_k`` is small, but needs every client in
+every round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+
+from unskew.errors import ConfigError
+from unskew.models.execution import Batch
+from unskew.models.spec import ModelSpec, mask_slices
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.rules import (
+    START,
+    AggregateRule,
+    ClientRule,
+    Combined,
+    Context,
+    Method,
+    ServerRule,
+    Slices,
+    SyncRule,
+    Tensors,
+    Updates,
+)
+from unskew.protocol.run_context import PreRunContext
+from unskew.seeding import fold, uniform
+
+PURPOSE = 7
+"""Separates the draws of ``A`` from other draws with a client's key."""
+WEIGHT = 2**31 - 1
+"""Number of a component that no rank includes."""
+ADAPTER = "default"
+"""Name that peft gives to the factors of a layer."""
+
+
+class Factors(NamedTuple):
+    """LoRA factors of one layer, as numbers of parameters of the model.
+
+    Attributes:
+        weight: Number of the weight ``W``.
+        a: Number of ``A``, ``[r, in]``.
+        b: Number of ``B``, ``[out, r]``.
+        scale: Factor ``s`` of the product.
+        transposed: Whether the weight is ``[in, out]``.
+    """
+
+    weight: int
+    a: int
+    b: int
+    scale: float
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class FLoRA(ClientRule, SyncRule, AggregateRule):
+    """Exact averages of LoRA updates, also with different ranks.
+
+    Attributes:
+        ranks: Ranks of the clients' factors, separated by slashes; client ``k`` has rank number ``k`` modulo their count.
+            Empty for the model's rank.
+    """
+
+    name: ClassVar[str] = "flora"
+    summary: ClassVar[str] = "averages LoRA updates exactly, also of different ranks"
+    paper: ClassVar[str] = "Wang et al. 2024, arXiv:2409.05976"
+    needs = ("individual",)
+
+    ranks: str = ""
+
+    def __post_init__(self) -> None:
+        """Validate the ranks."""
+        if self.ranks and not all(part.isdecimal() and int(part) > 0 for part in self.ranks.split("/")):
+            raise ConfigError(
+                f"flora:ranks={self.ranks} is not valid: write positive whole numbers, separated by slashes, such as 16/8/4."
+            )
+
+    def rank_of(self, client: int, spec: ModelSpec) -> int:
+        """Return the rank of a client's factors.
+
+        Args:
+            client: Client number.
+            spec: Layout of the model.
+        """
+        listed = [int(part) for part in self.ranks.split("/")] if self.ranks else [model_rank(spec)]
+        return listed[client % len(listed)]
+
+    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
+        """Make the weights of layers with LoRA factors part of the exchanged model.
+
+        Args:
+            module: Model with LoRA factors.
+            head: Name of its head.
+
+        Raises:
+            ConfigError: If the model has no LoRA factors, or does not train both.
+        """
+        module = copy.deepcopy(module)
+        layers: list[Any] = [layer for layer in module.modules() if ADAPTER in getattr(layer, "lora_A", ())]
+        if not layers:
+            raise ConfigError(
+                "flora needs a model with LoRA factors: model: {hf: NAME, lora: {r: 8}} (see docs/models.md)."
+            )
+        for layer in layers:
+            weight = layer.get_base_layer().weight
+            if not layer.lora_A[ADAPTER].weight.requires_grad:
+                raise ConfigError("flora trains both LoRA factors. Remove freeze_a, whose averages are exact already.")
+            if weight.dim() != 2:
+                raise ConfigError(
+                    "flora supports LoRA factors of linear layers only. Remove the others from lora.targets."
+                )
+            weight.requires_grad_(True)
+        return module, head
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject rules that keep or compare values of the factors from round to round, or read the updates themselves."""
+        for rule in method.client:
+            if rule is self or "final_training" in rule.needs:
+                continue
+            at_server = isinstance(rule, ServerRule) or type(rule).server_update is not ClientRule.server_update
+            if at_server or rule.uploads or rule.encodes:
+                return (
+                    f"{rule.name} needs updates of the same parameters in all rounds, but flora's clients train new LoRA "
+                    "factors in each. Remove one of them."
+                )
+            if rule.has_personal_model:
+                return (
+                    f"{rule.name} keeps a client's own model, but flora's clients train new LoRA factors in each round. "
+                    "Remove one of them."
+                )
+        if method.server is not None and {"individual", "sent_statistics"} & set(method.server.needs):
+            return f"{method.server.name} reads the update of each client, but flora combines them first. Remove one of them."
+        return None
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate the ranks, and that updates are not delayed.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
+
+        Raises:
+            ConfigError: If a rank is larger than the model's, the model has BatchNorm, or updates are delayed.
+        """
+        most = model_rank(run.spec)
+        largest = max(self.rank_of(k, run.spec) for k in range(self.ranks.count("/") + 1))
+        if largest > most:
+            raise ConfigError(
+                f"flora:ranks={self.ranks} has a rank above {most}, the r of the model's LoRA factors. Set r to the largest "
+                "rank."
+            )
+        if run.spec.buffer_sizes:
+            raise ConfigError("flora does not train normalization layers, so the model cannot have BatchNorm.")
+        return SyncRule.check(self, run)
+
+    def exchanged_slices(
+        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
+    ) -> tuple[Slices, Slices]:
+        """Send everything but the factors to clients, and everything but the weights ``W`` to the server."""
+        return exchanged(spec, self.rank_of(client, spec))
+
+    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+        """Store the ranks, if the clients have their own."""
+        return {"ranks": v.new_tensor([int(part) for part in self.ranks.split("/")])} if self.ranks else {}
+
+    def download(self, state: Tensors, client: int) -> Tensors:
+        """Send the client's rank, if the clients have their own."""
+        return {"rank": state["ranks"][client % len(state["ranks"])]} if state else {}
+
+    def begin(self, ctx: Context) -> Tensors:
+        """Start with a new random ``A``, as peft draws it, and with ``B = 0``."""
+        pieces = list(torch.split(ctx.v_global, ctx.spec.sizes))
+        for number, layer in enumerate(lora_layers(ctx.spec)):
+            draws = uniform(fold(fold(ctx.key, PURPOSE), number), (ctx.spec.sizes[layer.a],)).to(ctx.v_global)
+            pieces[layer.a] = (2 * draws - 1) * ctx.spec.shapes[layer.a][1] ** -0.5
+            pieces[layer.b] = torch.zeros_like(pieces[layer.b])
+        start = torch.cat(pieces)
+        rows = components(ctx.spec).to(start.device)
+        rank = ctx.download.get("rank", model_rank(ctx.spec))
+        unused = (rows >= rank) & (rows < WEIGHT)
+        return {START: torch.where(unused, 0.0, start), "trained": rows < rank}
+
+    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
+        """Return the mask of what the client sends: factors of its rank, and parameters without factors."""
+        return carry["trained"]
+
+    def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
+        """Add the mean of the products to the weights, and average parameters without factors.
+
+        Args:
+            state: State of the rule, which is empty.
+            updates: Factors and updates of the clients.
+        """
+        spec = updates.spec
+        delta = updates.aggregate.delta
+        pieces = list(torch.split(delta, spec.sizes))
+        # Updates are differences to the server's factors, which are not sent and do not change.
+        sent = [torch.split(updates.v_global + update.delta, spec.sizes) for update in updates]
+        shares = [update.weight / updates.aggregate.weight for update in updates]
+        for layer in lora_layers(spec):
+            a = torch.cat([p * own[layer.a].view(spec.shapes[layer.a]) for p, own in zip(shares, sent, strict=True)])
+            b = torch.cat([own[layer.b].view(spec.shapes[layer.b]) for own in sent], dim=1)
+            product = layer.scale * (b @ a)
+            pieces[layer.weight] = (product.T if layer.transposed else product).reshape(-1)
+            pieces[layer.a] = torch.zeros_like(pieces[layer.a])
+            pieces[layer.b] = torch.zeros_like(pieces[layer.b])
+        return state, Combined(torch.cat(pieces), changed=~factors_mask(spec).to(delta.device))
+
+
+@lru_cache(maxsize=16)
+def lora_layers(spec: ModelSpec) -> tuple[Factors, ...]:
+    """Return the layers with LoRA factors.
+
+    Args:
+        spec: Layout of a model that ``FLoRA.adapt`` returned.
+    """
+    modules = dict(spec.module.named_modules())
+    found = []
+    for number, name in enumerate(spec.names):
+        layer, _, rest = name.partition(".lora_A.")
+        if rest:
+            weight, b = spec.names.index(f"{layer}.base_layer.weight"), spec.names.index(f"{layer}.lora_B.{rest}")
+            module = modules[layer]
+            found.append(Factors(weight, number, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
+    return tuple(found)
+
+
+def model_rank(spec: ModelSpec) -> int:
+    """Return the rank of the model's factors.
+
+    Args:
+        spec: Layout of a model that ``FLoRA.adapt`` returned.
+    """
+    return spec.shapes[lora_layers(spec)[0].a][0]
+
+
+@lru_cache(maxsize=16)
+def components(spec: ModelSpec) -> Tensor:
+    """Return the number of the component of the product that a factor's entry belongs to, ``[d]``.
+
+    It is the row of ``A`` or the column of ``B``; -1 for parameters without factors, and ``WEIGHT`` for the weights ``W``.
+
+    Args:
+        spec: Layout of a model that ``FLoRA.adapt`` returned.
+    """
+    numbers = torch.full((spec.size,), -1, dtype=torch.int32)
+    pieces = torch.split(numbers, spec.sizes)
+    for layer in lora_layers(spec):
+        row = torch.arange(spec.shapes[layer.a][0], dtype=torch.int32)
+        pieces[layer.weight][:] = WEIGHT
+        pieces[layer.a].view(spec.shapes[layer.a])[:] = row[:, None]
+        pieces[layer.b].view(spec.shapes[layer.b])[:] = row
+    return numbers
+
+
+def factors_mask(spec: ModelSpec) -> Tensor:
+    """Return the mask of the entries of all factors, boolean ``[d]``.
+
+    Args:
+        spec: Layout of a model that ``FLoRA.adapt`` returned.
+    """
+    rows = components(spec)
+    return (rows >= 0) & (rows < WEIGHT)
+
+
+@lru_cache(maxsize=64)
+def exchanged(spec: ModelSpec, rank: int) -> tuple[Slices, Slices]:
+    """Return the slices that a client of some rank downloads and uploads.
+
+    Args:
+        spec: Layout of a model that ``FLoRA.adapt`` returned.
+        rank: Rank of the client's factors.
+    """
+    return mask_slices(~factors_mask(spec)), mask_slices(components(spec) < rank)
