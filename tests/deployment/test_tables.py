@@ -176,9 +176,10 @@ def test_the_administrator_sees_what_sums_leave(tmp_path):
 
 
 @pytest.mark.slow
-def test_texts_without_labels_give_the_numbers_of_the_simulator(tmp_path):
-    """Of them a site tells only how many it has."""
-    pytest.importorskip("transformers")
+@pytest.mark.parametrize("method", ["fedavg", "flora:ranks=2/1"])
+def test_texts_without_labels_give_the_numbers_of_the_simulator(method, tmp_path):
+    """Of them a site tells only how many it has. FLoRA's sites download the weights and upload factors of unequal rank."""
+    pytest.importorskip("peft")
     from support.tiny import opt_folder, rows, write_jsonl
 
     for name, some in (("train", rows(36)), ("test", rows(12, seed=1))):
@@ -188,9 +189,12 @@ def test_texts_without_labels_give_the_numbers_of_the_simulator(tmp_path):
         "data": f"text:{tmp_path / 'texts'}",
         "text": {"columns": ["premise", "hypothesis"], "block": 14},
         "model": {"hf": str(opt_folder(tmp_path / "opt"))},
+        "method": method,
         "partition": "sorted:genre",
         "max_train_samples": None,
     }
+    if method != "fedavg":
+        asked["model"]["lora"] = {"r": 2, "targets": ["q_proj", "fc1"]}
     result, place = compare(tmp_path, **asked)
     assert result.summary["perplexity"] > 1
     told = [frame.arrays["facts/class_counts"].shape for _, frame in place.link.received if frame.kind == "facts"]

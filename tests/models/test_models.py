@@ -81,6 +81,9 @@ VARIANTS = [(name, {}) for name in BUILT] + [
     ("resnet20", {"norm": "group"}),
     ("resnet20", {"shortcut": "1x1"}),
     ("resnet20", {"shortcut": "none"}),
+    ("mlp", {"norm": "batch"}),
+    ("cnn", {"norm": "batch"}),
+    ("cnn", {"norm": "group"}),
 ]
 
 
@@ -176,18 +179,27 @@ def test_group_norm_has_no_buffers_and_batch_norm_has():
     assert list(ResNet20(SMALL, 2, norm="batch").buffers())
 
 
+def test_normalization_comes_before_each_relu_of_the_small_models():
+    layers = [type(layer).__name__ for layer in build_model("cnn", SMALL, 2, norm="batch").body]
+    stage, hidden = ["Conv2d", "BatchNorm2d", "MaxPool2d", "ReLU"], ["Linear", "BatchNorm1d", "ReLU"]
+    assert layers == [*stage, *stage, "Flatten", *hidden, *hidden]
+    layers = [type(layer).__name__ for layer in build_model("mlp", SMALL, 2, hidden=[8], norm="group").body]
+    assert layers == ["Flatten", "Linear", "GroupNorm", "ReLU"]
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "classes", "options", "message"),
     [
         ("resnet2", SMALL, 2, {}, "Did you mean 'resnet20'"),
         ("transformer-xxl", SMALL, 2, {}, "Known: cnn, cnn-b, cnn-c, logistic"),
         ("resnet20", SMALL, 2, {"shorcut": "1x1"}, "has no option 'shorcut'. Its options are: 'shortcut', 'norm'"),
-        ("cnn", SMALL, 2, {"width": 3}, "has no option 'width'. It has no options"),
+        ("cnn", SMALL, 2, {"width": 3}, "has no option 'width'. Its options are: 'norm'"),
         ("resnet20", SMALL, 2, {"shortcut": "2x2"}, "'shortcut' must be one of '3x3', '1x1', 'none', not '2x2'"),
         ("resnet20", SMALL, 2, {"norm": None}, "'norm' must be one of 'batch', 'group', not None"),
         ("vgg11", SMALL, 2, {"init": "xavier"}, "'init' must be one of 'he', 'default'"),
         ("mlp", SMALL, 2, {"hidden": 200}, "'hidden' must be a list of positive integers, not 200"),
         ("mlp", SMALL, 2, {"hidden": [200, 0]}, "list of positive integers"),
+        ("mlp", SMALL, 2, {"norm": "layer"}, "'norm' must be one of 'none', 'batch', 'group', not 'layer'"),
         ("mlp", (), 2, {}, "shape of a sample"),
         ("cnn", (3, 3, 3), 2, {}, "at least 4x4 pixels, but got 3x3"),
         ("cnn-b", (1, 8, 7), 2, {}, "at least 8x8 pixels, but got 8x7"),

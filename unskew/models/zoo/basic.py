@@ -11,7 +11,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from unskew.errors import ConfigError, short_repr
 
 VGG11_LAYERS: tuple[int | None, ...] = (64, None, 128, None, 256, 256, None, 512, 512, None, 512, 512, None)
 """Output channels of the convolutions of VGG-11; `None` is a pooling layer."""
+NORMS = ("none", "batch", "group")
+"""Kinds of normalization."""
 
 
 class Classifier(nn.Module):
@@ -96,25 +98,43 @@ class MLP(Classifier):
         shape: Shape of a sample, `(features,)` or `(channels, height, width)`.
         classes: Number of logits.
         hidden: Widths of the hidden layers.
+        norm: Normalization before each ReLU: `"none"`, `"batch"` or `"group"`.
     """
 
-    def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (200, 200)) -> None:
-        layers, features = hidden_layers(num_features("The MLP", shape), hidden)
+    def __init__(
+        self, shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (200, 200), norm: str = "none"
+    ) -> None:
+        check_choice("The MLP", "norm", norm, NORMS)
+        layers, features = hidden_layers(num_features("The MLP", shape), hidden, norm)
         super().__init__(nn.Sequential(nn.Flatten(), *layers), features, classes)
 
 
-def hidden_layers(inputs: int, hidden: Sequence[int]) -> tuple[list[nn.Module], int]:
+def hidden_layers(inputs: int, hidden: Sequence[int], norm: str = "none") -> tuple[list[nn.Module], int]:
     """Create linear layers with ReLU; returns them with the number of output features.
 
     Args:
         inputs: Number of input features.
         hidden: Width of each layer.
+        norm: Normalization before each ReLU, as in `norm_layers`.
     """
     widths = [inputs, *_hidden_widths(hidden)]
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.ReLU(inplace=True)]
+        layers += [nn.Linear(before, after), *norm_layers(norm, after, nn.BatchNorm1d), nn.ReLU(inplace=True)]
     return layers, widths[-1]
+
+
+def norm_layers(kind: str, channels: int, batch_norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> list[nn.Module]:
+    """Return a list with a normalization layer, or an empty list.
+
+    Args:
+        kind: `"none"`, `"batch"`, or `"group"`, which has up to 8 groups and no running statistics.
+        channels: Number of channels or features.
+        batch_norm: Class for `"batch"`.
+    """
+    if kind == "none":
+        return []
+    return [batch_norm(channels) if kind == "batch" else nn.GroupNorm(math.gcd(8, channels), channels)]
 
 
 def _vgg_conv(inputs: int, outputs: int, init: str) -> nn.Conv2d:

@@ -12,7 +12,7 @@ from typing import Literal
 from torch import nn
 
 from unskew.errors import ConfigError
-from unskew.models.zoo.basic import Classifier, check_choice, image_shape
+from unskew.models.zoo.basic import NORMS, Classifier, check_choice, hidden_layers, image_shape, norm_layers
 
 SIDE = 4  # side of CNN-C's pooled feature map
 
@@ -26,22 +26,22 @@ class CNNA(Classifier):
     Args:
         shape: Channels, height and width of an image.
         classes: Number of logits.
+        norm: Normalization after each convolution and hidden linear layer: `"none"`, as in the paper, `"batch"` or
+            `"group"`.
 
     >>> sum(p.numel() for p in CNNA((3, 32, 32), 10).parameters())
     62006
     """
 
-    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+    def __init__(self, shape: tuple[int, int, int], classes: int, norm: str = "none") -> None:
         channels, height, width = image_shape("CNN-A", shape)
+        check_choice("CNN-A", "norm", norm, NORMS)
         padding, flat = _fit("CNN-A", (height, width), kernel=5, stages=2)
         body = nn.Sequential(
-            *_stage(channels, 6, 5, padding),
-            *_stage(6, 16, 5, padding),
+            *_stage(channels, 6, 5, padding, norm),
+            *_stage(6, 16, 5, padding, norm),
             nn.Flatten(),
-            nn.Linear(16 * flat, 120),
-            nn.ReLU(inplace=True),
-            nn.Linear(120, 84),
-            nn.ReLU(inplace=True),
+            *hidden_layers(16 * flat, (120, 84), norm)[0],
         )
         super().__init__(body, 84, classes)
 
@@ -107,9 +107,10 @@ class CNNC(Classifier):
         super().__init__(body, 256, classes)
 
 
-def _stage(inputs: int, outputs: int, kernel: int, padding: int) -> list[nn.Module]:
+def _stage(inputs: int, outputs: int, kernel: int, padding: int, norm: str = "none") -> list[nn.Module]:
     """Return convolution, pooling and ReLU; ReLU after max pooling is equivalent and processes a quarter of the values."""
-    return [nn.Conv2d(inputs, outputs, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
+    conv = nn.Conv2d(inputs, outputs, kernel, padding=padding)
+    return [conv, *norm_layers(norm, outputs), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
 
 
 def _fit(name: str, sides: tuple[int, int], kernel: int, stages: int) -> tuple[int, int]:

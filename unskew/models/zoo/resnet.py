@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from unskew.models.zoo.basic import Classifier, check_choice, image_shape
+from unskew.models.zoo.basic import Classifier, check_choice, image_shape, norm_layers
 
 
 class ResNet20(Classifier):
@@ -31,7 +30,9 @@ class ResNet20(Classifier):
         check_choice("ResNet-20", "shortcut", shortcut, ("3x3", "1x1", "none"))
         check_choice("ResNet-20", "norm", norm, ("batch", "group"))
         layers: OrderedDict[str, nn.Module] = OrderedDict(
-            stem=nn.Conv2d(channels, 16, 3, padding=1, bias=False), norm=_norm(norm, 16), relu=nn.ReLU(inplace=True)
+            stem=nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+            norm=norm_layers(norm, 16)[0],
+            relu=nn.ReLU(inplace=True),
         )
         widths = (16, 16, 16, 16, 32, 32, 32, 64, 64, 64)
         for block, (inputs, outputs) in enumerate(pairwise(widths), start=1):
@@ -55,9 +56,9 @@ class BasicBlock(nn.Module):
         super().__init__()
         stride = 1 if inputs == outputs else 2
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = _norm(norm, outputs)
+        self.norm1 = norm_layers(norm, outputs)[0]
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = _norm(norm, outputs)
+        self.norm2 = norm_layers(norm, outputs)[0]
         self.shortcut: nn.Module
         if inputs == outputs:
             self.shortcut = nn.Identity()
@@ -66,7 +67,7 @@ class BasicBlock(nn.Module):
         else:
             kernel = 3 if shortcut == "3x3" else 1
             projection = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
-            self.shortcut = nn.Sequential(projection, _norm(norm, outputs))
+            self.shortcut = nn.Sequential(projection, *norm_layers(norm, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output."""
@@ -88,7 +89,3 @@ class PaddedShortcut(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the subsampled and padded input."""
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.extra))
-
-
-def _norm(kind: str, channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(math.gcd(8, channels), channels)
