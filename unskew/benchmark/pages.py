@@ -7,8 +7,8 @@ from pathlib import Path
 
 from unskew.benchmark.results import FederationResults, View, read_results
 from unskew.benchmark.runner import SuiteRuns
-from unskew.benchmark.suite import BenchmarkFederation
-from unskew.benchmark.tables import TITLES, federation_table, overview_table, ranks_note, tuning_table
+from unskew.benchmark.suite import BenchmarkFederation, included
+from unskew.benchmark.tables import FEWEST, TITLES, federation_table, overview_table, ranks_note, tuning_table
 from unskew.filesystem import make_folder, write_atomic
 from unskew.plots.heat_map import plot_heat_map
 from unskew.reproduction.study import Line
@@ -19,7 +19,8 @@ VIEWS: tuple[View, ...] = ("global", "clients")
 LEGEND = (
     "Each cell is the mean difference to the tuned baseline over paired seeds, in points. Bold and colored differences "
     "are decided (paired t-test, 5 %, Holm's correction over the methods of a federation); all others are ties. "
-    "Intervals are 95 %, of one method without correction; in the overview, from resampled federations."
+    "Intervals are 95 %, of one method without correction; in the overview, from resampled federations if there are at "
+    f"least {FEWEST}."
 )
 
 
@@ -83,7 +84,8 @@ def command(runs: SuiteRuns, federation: BenchmarkFederation | None = None) -> s
         runs: Units of the suite.
         federation: Federation of the page; None for all.
     """
-    words = ["unskew", "benchmark", runs.suite.name]
+    name = runs.suite.name
+    words = ["unskew", "benchmark", name if name in included("suites") else f"{name}.yaml"]
     if federation is not None:
         words += ["--federation", federation.name]
     if federation is None or federation.needs is not None:

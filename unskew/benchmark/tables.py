@@ -11,6 +11,8 @@ from unskew.comparison.references import is_reference
 from unskew.reproduction.study import Line
 
 TITLES: dict[View, str] = {"global": "Global model, test data", "clients": "Clients' own data"}
+FEWEST = 5
+"""Number of federations from which an interval of a mean over federations is shown."""
 
 
 def mean_and_std(values: Sequence[float]) -> str:
@@ -92,10 +94,12 @@ def overview_table(results: Sequence[FederationResults], methods: Sequence[str],
             continue
         verdicts = [difference.verdict for difference in own_differences]
         means = [difference.mean for difference in own_differences]
-        low, high = bootstrap_interval(means)
+        mean = f"{statistics.fmean(means):+.1f}"
+        if len(means) >= FEWEST:
+            low, high = bootstrap_interval(means)
+            mean += f" ({low:+.1f} to {high:+.1f})"
         counts = [str(verdicts.count(verdict)) for verdict in ("better", "tie", "worse")]
         rank = f"{ranks.mean[name]:.1f}" if name in ranks.mean else "-"
-        mean = f"{statistics.fmean(means):+.1f} ({low:+.1f} to {high:+.1f})"
         rows.append([f"`{name}`", str(len(means)), *counts, mean, f"{statistics.median(means):+.1f}", rank])
     rows.sort(key=lambda row: -float(row[5].split(" ")[0]))
     header = ["method", "federations", "better", "tie", "worse", "mean difference (95 %)", "median", "mean rank"]

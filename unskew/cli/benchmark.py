@@ -75,7 +75,8 @@ def benchmark(
             console.print(text, soft_wrap=True, highlight=False)
         if estimate:
             return
-        failures = _run(runs, todo, at_once, results, console)
+        if todo:
+            failures = _run(runs, todo, at_once, results, console)
     if pages is not None:
         write_pages(runs, pages)
     if as_json:
