@@ -15,9 +15,11 @@ from unskew.benchmark.evidence import score_page
 from unskew.diagnosis import advice as advice_module
 from unskew.diagnosis.evidence import (
     SCALES,
+    SUGGESTED,
     WORTHWHILE,
     ExpectedGain,
     MeasuredFederation,
+    complementary,
     expected_gains,
     load_evidence,
     order_by_cost,
@@ -93,6 +95,18 @@ def test_close_gains_are_ordered_by_cost():
     assert [entry.method for entry in order_by_cost(expected, lambda entry: entry.traffic)] == ["b", "a", "c", "d"]
 
 
+def test_the_first_three_methods_complement_each_other():
+    """``b`` gains where ``a`` does not; ``c`` gains more than ``b`` on average, but only where ``a`` gains more."""
+    place = {"label skew": 0.5}
+    evidence = [measured("first", place, {"a": 6.0, "b": -1.0, "c": 5.0, "d": 1.0})]
+    evidence.append(measured("second", place, {"a": 1.0, "b": 4.0, "c": 0.0, "d": 2.0}))
+    expected = expected_gains(place, "global", evidence)
+    assert [entry.method for entry in expected] == ["a", "c", "b", "d"]
+    ordered = complementary(expected, place, "global", evidence)
+    assert [entry.method for entry in ordered] == ["a", "b", "c", "d"]
+    assert complementary([], place, "global", evidence) == []
+
+
 def test_scores_leave_the_federation_out():
     """With itself in the evidence, the advice for ``odd`` would be ``x``."""
     place = {"label skew": 0.5}
@@ -129,7 +143,7 @@ def test_suggestions_are_the_expected_gains_that_fit(report):
     advice = report.advice()
     assert names(s.method for s in advice.suggestions) == ["scaffold", "fedssyn", "fedavgm", "fedprox"]
     assert [s.gain for s in advice.suggestions] == pytest.approx([3, 2, 1.4, 0.7])
-    assert [s.method for s in advice.personal] == ["ditto"]
+    assert [s.method for s in advice.personal] == ["fedavgm", "ditto"]
     assert advice.methods == ["fedavg", *(s.method for s in advice.suggestions[:3])]
     assert advice.suggestions[0].reason.startswith("Expected gain over tuned FedAvg: +3.0 points.")
     assert "Only (+3.0)" in advice.suggestions[0].reason
@@ -157,8 +171,9 @@ def test_measured_evidence_suggests_methods_that_exist():
 def test_costs_order_methods_of_close_gains(report):
     advice = report.advice().with_costs()
     assert {s.method for s in advice.suggestions} == {s.method for s in report.advice().suggestions}
-    ordered = order_by_cost(sorted(advice.suggestions, key=lambda s: -s.gain), lambda s: s.cost or math.inf)
-    assert [s.method for s in advice.suggestions] == [s.method for s in ordered]
+    for part in (advice.suggestions[:SUGGESTED], advice.suggestions[SUGGESTED:]):
+        ordered = order_by_cost(sorted(part, key=lambda s: -s.gain), lambda s: s.cost or math.inf)
+        assert [s.method for s in part] == [s.method for s in ordered]
     assert all(s.cost > 0 for s in advice.suggestions if not s.method.startswith("fedssyn"))
     assert any("Estimated time of FedAvg" in note for note in advice.notes)
 

@@ -49,7 +49,7 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
     console.print()
     groups = (
         ("Methods worth comparing with fedavg", advice.suggestions),
-        ("If each client may have its own model (gains on the clients' own data)", advice.personal),
+        ("On the clients' own data, where each client may have its own model", advice.personal),
     )
     for title, suggestions in groups:
         if not suggestions:

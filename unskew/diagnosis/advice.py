@@ -14,9 +14,12 @@ import yaml
 from unskew.config.loader import experiment
 from unskew.diagnosis.advice_notes import budget_notes, notes
 from unskew.diagnosis.evidence import (
+    CONSIDERED,
+    SUGGESTED,
     WORTHWHILE,
     ExpectedGain,
     View,
+    complementary,
     coordinates,
     expected_gains,
     load_evidence,
@@ -29,13 +32,10 @@ from unskew.methods.registry import method
 from unskew.protocol.rules import Method
 from unskew.runs.cost import duration, estimate
 from unskew.runs.validation import check_method
-from unskew.simulation.personal_models import has_personal_models
 
 if TYPE_CHECKING:
     from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 
-COMPARED = 3
-"""Number of suggested methods that the printed comparison tests, in addition to FedAvg."""
 LISTED = 5
 """Maximum number of suggestions, of each kind."""
 
@@ -108,7 +108,7 @@ class Advice:
     @property
     def methods(self) -> list[str]:
         """Methods of the comparison: FedAvg and the best suggestions."""
-        return ["fedavg", *(s.method for s in self.suggestions[:COMPARED])]
+        return ["fedavg", *(s.method for s in self.suggestions[:SUGGESTED])]
 
     def with_costs(self) -> Advice:
         """Return the advice with the estimated time of each method; of close expected gains, the faster comes first.
@@ -136,8 +136,11 @@ class Advice:
                 else suggestion
                 for suggestion in suggestions
             ]
-            timed.sort(key=lambda suggestion: -suggestion.gain)
-            return order_by_cost(timed, lambda suggestion: math.inf if suggestion.cost is None else suggestion.cost)
+            ordered: list[Suggestion] = []
+            for part in (timed[:SUGGESTED], timed[SUGGESTED:]):  # the first ones complement each other
+                part.sort(key=lambda suggestion: -suggestion.gain)
+                ordered += order_by_cost(part, lambda entry: math.inf if entry.cost is None else entry.cost)
+            return ordered
 
         text = f"Estimated time of FedAvg: {duration(costs.seconds['fedavg'])}."
         return replace(
@@ -200,7 +203,10 @@ class Advice:
     def __str__(self) -> str:
         """Return the advice as text."""
         lines = []
-        for title, entries in (("", self.suggestions), ("With a model for each client:", self.personal)):
+        for title, entries in (
+            ("", self.suggestions),
+            ("On the clients' own data, also with a model for each client:", self.personal),
+        ):
             lines += [title] if title and entries else []
             for number, entry in enumerate(entries, 1):
                 lines += [f"{number}. {entry.method}", *(f"   {text}" for text in (entry.reason, *entry.cautions))]
@@ -252,25 +258,26 @@ def suggest(
     """Return the methods with an expected gain: those that fit, and those that do not.
 
     Args:
-        view: ``global`` for methods with one global model, ``clients`` for methods with personal models.
+        view: ``global`` for methods with one global model on test data, ``clients`` for all methods on the clients' data.
         situation: Features of the data and the model.
         setting: Data, model and configuration.
         limits: User's limits.
     """
-    suggestions: list[Suggestion] = []
+    here, evidence = coordinates(situation), load_evidence()[0]
+    fitting: dict[str, Suggestion] = {}
+    entries: list[ExpectedGain] = []
     excluded = []
-    for expected in expected_gains(coordinates(situation), view, load_evidence()[0]):
-        if expected.gain < WORTHWHILE or len(suggestions) == LISTED:
+    for expected in expected_gains(here, view, evidence):
+        if expected.gain < WORTHWHILE or len(entries) == CONSIDERED:
             continue
-        chosen = method(expected.method)
-        if view == "clients" and not has_personal_models(chosen, setting.spec):
-            continue
-        evaluated = evaluate_suggestion(expected, chosen, setting, limits)
+        evaluated = evaluate_suggestion(expected, method(expected.method), setting, limits)
         if isinstance(evaluated, Excluded):
             excluded.append(evaluated)
         else:
-            suggestions.append(evaluated)
-    return suggestions, excluded
+            entries.append(expected)
+            fitting[expected.method] = evaluated
+    ordered = complementary(entries, here, view, evidence)
+    return [fitting[entry.method] for entry in ordered[:LISTED]], excluded
 
 
 def evaluate_suggestion(

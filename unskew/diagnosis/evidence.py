@@ -26,6 +26,10 @@ TIE = 0.5
 """Methods whose expected gains differ by less than this number of points are ordered by cost."""
 WORTHWHILE = 0.25
 """Smallest expected gain in points of a suggestion."""
+SUGGESTED = 3
+"""Number of methods to try in addition to FedAvg."""
+CONSIDERED = 8
+"""Number of methods with the largest expected gains from which these are chosen."""
 SCALES = {
     "label skew": 0.25,
     "feature skew": 0.4,
@@ -135,7 +139,7 @@ def expected_gains(
     expected = []
     for name in dict.fromkeys(name for federation in evidence for name in federation.gains[view]):
         measured = [federation for federation in evidence if name in federation.gains[view]]
-        gains = [max(-LARGEST, min(LARGEST, federation.gains[view][name])) for federation in measured]
+        gains = [limited(federation.gains[view][name]) for federation in measured]
         weighted = [weights[federation.name] for federation in measured]
         prior = math.fsum(gains) / len(gains)
         total = PRIOR * prior + math.fsum(w * gain for w, gain in zip(weighted, gains, strict=True))
@@ -145,6 +149,47 @@ def expected_gains(
         traffic = math.fsum(ratios) / len(ratios) if ratios else 1.0
         expected.append(ExpectedGain(name, total / (PRIOR + math.fsum(weighted)), listed, traffic))
     return order_by_cost(sorted(expected, key=lambda entry: -entry.gain), lambda entry: entry.traffic)
+
+
+def limited(gain: float) -> float:
+    """Return a measured difference in points, at least ``-LARGEST`` and at most ``LARGEST``."""
+    return max(-LARGEST, min(LARGEST, gain))
+
+
+def complementary(
+    expected: Sequence[ExpectedGain],
+    here: Mapping[str, float | str | None],
+    view: View,
+    evidence: Sequence[MeasuredFederation],
+) -> list[ExpectedGain]:
+    """Order methods so that the best of the first three, or FedAvg if it is better, is expected to gain most.
+
+    The first method stays the first. The second and the third are chosen one after the other, for the largest weighted mean
+    over the federations of the best gain so far. Weights are those of ``expected_gains``. Where a method was not measured,
+    its expected gain is used.
+
+    Args:
+        expected: Methods in order; only the first ``CONSIDERED`` are considered.
+        here: Coordinates of the new federation.
+        view: Global model or clients.
+        evidence: Measured federations.
+
+    Returns:
+        The three methods, and the others in their order.
+    """
+    pool, chosen = list(expected[:CONSIDERED]), list(expected[:1])
+    weights = [similarity(here, federation.coordinates) + PRIOR / len(evidence) for federation in evidence]
+
+    def best_with(entry: ExpectedGain) -> float:
+        total = 0.0
+        for weight, federation in zip(weights, evidence, strict=True):
+            gains = [limited(federation.gains[view].get(other.method, other.gain)) for other in (*chosen, entry)]
+            total += weight * max(0.0, *gains)
+        return total
+
+    while len(chosen) < min(SUGGESTED, len(pool)):
+        chosen.append(max((entry for entry in pool if entry not in chosen), key=best_with))
+    return [*chosen, *(entry for entry in expected if entry not in chosen)]
 
 
 class _WithGain(Protocol):
@@ -194,13 +239,12 @@ def reliability(view: View) -> str:
     )
 
 
-def score_leaving_out(evidence: Sequence[MeasuredFederation], view: View, suggested: int = 3) -> list[dict[str, Any]]:
+def score_leaving_out(evidence: Sequence[MeasuredFederation], view: View) -> list[dict[str, Any]]:
     """Score the advice for each federation with evidence of the others only.
 
     Args:
         evidence: Measured federations.
         view: Global model or clients.
-        suggested: Number of methods that are tried beside FedAvg.
 
     Returns:
         For each federation: the advised methods, the measured gain of the first and of the best of them (0 for FedAvg
@@ -211,7 +255,9 @@ def score_leaving_out(evidence: Sequence[MeasuredFederation], view: View, sugges
         others = [other for other in evidence if other.name != federation.name]
         gains = federation.gains[view]
         expected = expected_gains(federation.coordinates, view, others)
-        advised = [entry.method for entry in expected if entry.gain >= WORTHWHILE and entry.method in gains][:suggested]
+        fitting = [entry for entry in expected if entry.gain >= WORTHWHILE and entry.method in gains]
+        ordered = complementary(fitting, federation.coordinates, view, others)
+        advised = [entry.method for entry in ordered[:SUGGESTED]]
         best = max([0.0, *gains.values()])
         own = [gains[name] for name in advised]
         decided_losses = [name for name in advised if name in federation.decided[view] and gains[name] < 0]

@@ -189,12 +189,12 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """Start with a new random ``A``, as peft draws it, and with ``B = 0``."""
-        pieces = list(torch.split(ctx.v_global, ctx.spec.sizes))
+        values = list(torch.split(ctx.v_global, ctx.spec.sizes))
         for number, layer in enumerate(lora_layers(ctx.spec)):
             draws = uniform(fold(fold(ctx.key, PURPOSE), number), (ctx.spec.sizes[layer.a],)).to(ctx.v_global)
-            pieces[layer.a] = (2 * draws - 1) * ctx.spec.shapes[layer.a][1] ** -0.5
-            pieces[layer.b] = torch.zeros_like(pieces[layer.b])
-        start = torch.cat(pieces)
+            values[layer.a] = (2 * draws - 1) * ctx.spec.shapes[layer.a][1] ** -0.5
+            values[layer.b] = torch.zeros_like(values[layer.b])
+        start = torch.cat(values)
         rows = components(ctx.spec).to(start.device)
         rank = ctx.download.get("rank", model_rank(ctx.spec))
         unused = (rows >= rank) & (rows < WEIGHT)
@@ -213,7 +213,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
         """
         spec = updates.spec
         delta = updates.aggregate.delta
-        pieces = list(torch.split(delta, spec.sizes))
+        values = list(torch.split(delta, spec.sizes))
         # Updates are differences to the server's factors, which are not sent and do not change.
         sent = [torch.split(updates.v_global + update.delta, spec.sizes) for update in updates]
         shares = [update.weight / updates.aggregate.weight for update in updates]
@@ -221,10 +221,10 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
             a = torch.cat([p * own[layer.a].view(spec.shapes[layer.a]) for p, own in zip(shares, sent, strict=True)])
             b = torch.cat([own[layer.b].view(spec.shapes[layer.b]) for own in sent], dim=1)
             product = layer.scale * (b @ a)
-            pieces[layer.weight] = (product.T if layer.transposed else product).reshape(-1)
-            pieces[layer.a] = torch.zeros_like(pieces[layer.a])
-            pieces[layer.b] = torch.zeros_like(pieces[layer.b])
-        return state, Combined(torch.cat(pieces), changed=~factors_mask(spec).to(delta.device))
+            values[layer.weight] = (product.T if layer.transposed else product).reshape(-1)
+            values[layer.a] = torch.zeros_like(values[layer.a])
+            values[layer.b] = torch.zeros_like(values[layer.b])
+        return state, Combined(torch.cat(values), changed=~factors_mask(spec).to(delta.device))
 
 
 @lru_cache(maxsize=16)
@@ -235,14 +235,14 @@ def lora_layers(spec: ModelSpec) -> tuple[Factors, ...]:
         spec: Layout of a model that ``FLoRA.adapt`` returned.
     """
     modules = dict(spec.module.named_modules())
-    found = []
+    layers: list[Factors] = []
     for number, name in enumerate(spec.names):
         layer, _, rest = name.partition(".lora_A.")
         if rest:
             weight, b = spec.names.index(f"{layer}.base_layer.weight"), spec.names.index(f"{layer}.lora_B.{rest}")
             module = modules[layer]
-            found.append(Factors(weight, number, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
-    return tuple(found)
+            layers.append(Factors(weight, number, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
+    return tuple(layers)
 
 
 def model_rank(spec: ModelSpec) -> int:
@@ -264,12 +264,12 @@ def components(spec: ModelSpec) -> Tensor:
         spec: Layout of a model that ``FLoRA.adapt`` returned.
     """
     numbers = torch.full((spec.size,), -1, dtype=torch.int32)
-    pieces = torch.split(numbers, spec.sizes)
+    values = torch.split(numbers, spec.sizes)
     for layer in lora_layers(spec):
         row = torch.arange(spec.shapes[layer.a][0], dtype=torch.int32)
-        pieces[layer.weight][:] = WEIGHT
-        pieces[layer.a].view(spec.shapes[layer.a])[:] = row[:, None]
-        pieces[layer.b].view(spec.shapes[layer.b])[:] = row
+        values[layer.weight][:] = WEIGHT
+        values[layer.a].view(spec.shapes[layer.a])[:] = row[:, None]
+        values[layer.b].view(spec.shapes[layer.b])[:] = row
     return numbers
 
 
