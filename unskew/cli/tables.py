@@ -109,6 +109,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
             f"engine {summary['engine']}{clients_per_group}",
         ),
     ]
+    if "seconds_simulated" in summary:
+        lines.append(("simulated time", f"{summary['seconds_simulated']:.1f} s"))
     if "perplexity" in summary:
         best = (format_number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
         share = f"next-token accuracy {format_percent(summary['accuracy'])}%"

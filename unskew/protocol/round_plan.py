@@ -30,12 +30,11 @@ def parse_sampling(text: str) -> tuple[Sampling, int | None]:
         raise ConfigError(unknown_name("sampling", kind, KINDS))
     if kind != "power-of-choice":
         if number:
-            raise ConfigError(f"sampling={text!r} is not valid: {kind} has no number. Write sampling={kind}.")
+            raise ConfigError(f"{kind} has no number; write sampling={kind}")
         return cast(Sampling, kind), None
     if not number.isdecimal() or not 0 < int(number) < 10**9:
         raise ConfigError(
-            f"sampling={text!r} is not valid: write power-of-choice:D with the number of candidates, such as "
-            "power-of-choice:20."
+            "write power-of-choice:D with the number of candidates, such as power-of-choice:20"
         )
     return "power-of-choice", int(number)
 

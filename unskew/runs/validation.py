@@ -125,8 +125,8 @@ def check_sampling(config: Experiment, run: PreRunContext, method: Method) -> li
         return []
     if not run.plan.cohort <= candidates <= run.plan.clients:
         raise ConfigError(
-            f"sampling=power-of-choice:{candidates} needs from {run.plan.cohort} candidates, the clients of a round, to "
-            f"{run.plan.clients}, all clients. Change the number or participation."
+            f"sampling=power-of-choice:{candidates} needs at least as many candidates as clients per round "
+            f"({run.plan.cohort}) and at most all clients ({run.plan.clients}). Change the number or participation."
         )
     private = next((rule.name for rule in method.client if isinstance(rule, DP | DPSGD)), None)
     if private is not None or config.secure_aggregation == "required":
