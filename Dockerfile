@@ -12,7 +12,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir --constraint constraints.txt --index-url "$TORCH_INDEX" torch \
  && pip install --no-cache-dir --constraint constraints.txt '.[hub,ray]'
 
-USER ray
+USER 1000
 ENV PYTHONUNBUFFERED=1
 WORKDIR /home/ray
 ENTRYPOINT ["unskew"]

@@ -41,10 +41,11 @@ lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constr
 DOCSTRINGS = --select=DOC1,DOC3,DOC4 --style=google --arg-type-hints-in-docstring=False --check-return-types=False \
   --check-yield-types=False --skip-checking-short-docstrings=True --skip-checking-raises=True --skip-checking-private-functions=True
 
-audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); bandit on the code; pip-audit on what is installed by version, where the network allows it
-	.venv-audit/bin/codespell unskew docs examples README.md CONTRIBUTING.md --skip '*.json,*.html,*.js,*.css,*.svg,*.png,__pycache__'
+audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); bandit on the code; hadolint on the Dockerfiles; pip-audit on what is installed by version, where the network allows it
+	.venv-audit/bin/codespell unskew docs examples README.md CONTRIBUTING.md --ignore-words-list fo --skip '*.json,*.html,*.js,*.css,*.svg,*.png,__pycache__'
 	.venv-audit/bin/flake8 $(DOCSTRINGS) unskew
 	.venv-audit/bin/bandit --quiet --recursive -ll unskew
+	.venv-audit/bin/hadolint Dockerfile unskew/deployment/templates/Dockerfile
 	.venv-audit/bin/python .ci/audit.py constraints.txt constraints-deploy.txt
 
 demo: .venv/installed  ## compare four methods on skewed handwritten digits

@@ -175,7 +175,7 @@ def _space_problems() -> Iterator[str]:
     except FileNotFoundError:
         folders = {}
         yield "There is no writable temporary folder. Set TMPDIR to one."
-    folders["/dev/shm"] = "Enlarge it, in Docker by the option shm-size=2g"
+    folders["/dev/shm"] = "Enlarge it, in Docker by the option shm-size=2g"  # nosec B108
     for folder, remedy in folders.items():
         if Path(folder).is_dir() and (free := shutil.disk_usage(folder).free) < MIN_FREE:
             yield f"{folder} has only {free >> 20} MiB free, so worker processes may fail. {remedy}."

@@ -33,9 +33,7 @@ def parse_sampling(text: str) -> tuple[Sampling, int | None]:
             raise ConfigError(f"{kind} has no number; write sampling={kind}")
         return cast(Sampling, kind), None
     if not number.isdecimal() or not 0 < int(number) < 10**9:
-        raise ConfigError(
-            "write power-of-choice:D with the number of candidates, such as power-of-choice:20"
-        )
+        raise ConfigError("write power-of-choice:D with the number of candidates, such as power-of-choice:20")
     return "power-of-choice", int(number)
 
 
