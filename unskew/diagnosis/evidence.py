@@ -233,8 +233,8 @@ def reliability(view: View) -> str:
     scores = load_evidence()[1]["scores"][view]
     return (
         f"For {scores['federations']:.0f} federations left out in turn, the best of the first three methods, which "
-        f"complement each other, was above tuned FedAvg in {scores['best_of_three_above']:.0%} of the cases, not clearly below it in "
-        f"{scores['best_of_three_not_worse']:.0%}, and within 1 point of the best method in "
+        f"complement each other, was above tuned FedAvg in {scores['best_of_three_above']:.0%} of the cases, "
+        f"not clearly below it in {scores['best_of_three_not_worse']:.0%}, and within 1 point of the best method in "
         f"{scores['within_one_point']:.0%}."
     )
 
