@@ -105,8 +105,8 @@ def test_a_loss_that_is_not_a_number_counts_as_smallest():
     [
         ({"sampling": "power-of-choice"}, "number of candidates"),
         ({"sampling": "power-of-choice:0"}, "number of candidates"),
-        ({"sampling": "power-of-choice:1"}, "from 2 candidates"),
-        ({"sampling": "power-of-choice:9"}, "to 8, all clients"),
+        ({"sampling": "power-of-choice:1"}, r"clients per round \(2\)"),
+        ({"sampling": "power-of-choice:9"}, r"at most all clients \(8\)"),
         ({"sampling": "poisson:3"}, "has no number"),
         ({"sampling": "power"}, "power-of-choice"),
         ({"sampling": "power-of-choice:5", "secure_aggregation": "required"}, "secure_aggregation=required does not"),
