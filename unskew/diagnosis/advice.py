@@ -87,9 +87,9 @@ class Advice:
     """Methods to compare with FedAvg.
 
     Attributes:
-        suggestions: Methods for one global model, the largest expected gain first; of close ones, the cheaper first.
-        personal: Methods that give each client a model of its own, in the same order; their gain is measured on the
-            clients' own data.
+        suggestions: Methods for one global model: three that complement each other, then the others. Within each part, the
+            largest expected gain is first; of close ones, the cheaper.
+        personal: Methods by their gains on the clients' own data, with personal or global models, in the same order.
         excluded: Methods with an expected gain that do not fit, with the reason.
         notes: Further information, including gaps of knowledge.
         rounds: Rounds of the comparison; fewer than configured if FedAvg would exceed the traffic limit.

@@ -96,6 +96,11 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
                 f"flora:ranks={self.ranks} is not valid: write positive whole numbers, separated by slashes, such as 16/8/4."
             )
 
+    @property
+    def listed_ranks(self) -> list[int]:
+        """Ranks as numbers; empty if all clients have the model's rank."""
+        return [int(part) for part in self.ranks.split("/")] if self.ranks else []
+
     def rank_of(self, client: int, spec: ModelSpec) -> int:
         """Return the rank of a client's factors.
 
@@ -103,7 +108,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
             client: Client number.
             spec: Layout of the model.
         """
-        listed = [int(part) for part in self.ranks.split("/")] if self.ranks else [model_rank(spec)]
+        listed = self.listed_ranks or [model_rank(spec)]
         return listed[client % len(listed)]
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
@@ -163,8 +168,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
             ConfigError: If a rank is larger than the model's, the model has BatchNorm, or updates are delayed.
         """
         most = model_rank(run.spec)
-        largest = max(self.rank_of(k, run.spec) for k in range(self.ranks.count("/") + 1))
-        if largest > most:
+        if max(self.listed_ranks, default=0) > most:
             raise ConfigError(
                 f"flora:ranks={self.ranks} has a rank above {most}, the r of the model's LoRA factors. Set r to the largest "
                 "rank."
@@ -181,7 +185,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
 
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Store the ranks, if the clients have their own."""
-        return {"ranks": v.new_tensor([int(part) for part in self.ranks.split("/")])} if self.ranks else {}
+        return {"ranks": v.new_tensor(self.listed_ranks)} if self.ranks else {}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the client's rank, if the clients have their own."""

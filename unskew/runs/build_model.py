@@ -63,7 +63,7 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
             adapted, head = rule.adapt(module, spec.head_name)
             if adapted is not module:
                 module = adapted
-                # A head without trained parameters, as of language models, is found but cannot be requested.
+                # ModelSpec rejects a head that is passed and not trained, as those of language models are.
                 spec = spec_of(adapted, head if spec.head_trains or head != spec.head_name else config.head)
     return spec
 
