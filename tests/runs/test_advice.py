@@ -116,6 +116,7 @@ def test_scores_leave_the_federation_out():
     assert rows["odd"]["advised"] == ["y"]
     assert (rows["odd"]["first"], rows["odd"]["best_of_all"], rows["odd"]["best_method"]) == (1.0, 50.0, "x")
     assert rows["odd"]["traffic"] == 0.5
+    assert score_leaving_out(evidence[:3], "global", evidence[3:]) == [rows["odd"]]
     scores = summarize_scores(list(rows.values()))
     assert scores["first_above"] == 1.0 or rows["a"]["advised"][0] == "x"
     assert scores["missing"] == pytest.approx(
@@ -126,7 +127,10 @@ def test_scores_leave_the_federation_out():
 def test_page_and_terminal_have_the_scores_of_the_evidence():
     page = " ".join((DOCS / "advice.md").read_text().split())
     evidence, stored = load_evidence()
-    assert score_page(evidence) in (DOCS / "advice.md").read_text()
+    others = [MeasuredFederation(**federation) for federation in stored["other_federations"]]
+    assert {federation.name for federation in evidence}.isdisjoint(federation.name for federation in others)
+    for tables in (score_page(evidence), score_page(evidence, others)):
+        assert tables in (DOCS / "advice.md").read_text()
     for view in ("global", "clients"):
         scores = summarize_scores(score_leaving_out(evidence, view))
         assert {name: round(value, 3) for name, value in scores.items()} == stored["scores"][view]

@@ -2,7 +2,7 @@
 
 Run it in the repository. It diagnoses every federation, which needs the data, and writes
 ``unskew/diagnosis/evidence.json`` with features, gains and traffic, and with the scores of the advice for left-out
-federations.
+federations and for those of a second suite, which are not part of the evidence.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from unskew.filesystem import write_atomic
 from unskew.reproduction.tables import markdown
 
 VIEWS: tuple[View, ...] = ("global", "clients")
+SUITE, SECOND_SUITE = "skew", "cifar10"
 PATH, PAGE = Path("unskew/diagnosis/evidence.json"), Path("docs/advice.md")
-START, END = "<!-- scores -->", "<!-- end -->"
+START, SECOND_START = "<!-- scores -->", "<!-- scores of other federations -->"
+END = "<!-- end -->"
 
 
 def measured_federation(runs: SuiteRuns, results: FederationResults) -> MeasuredFederation:
@@ -63,14 +65,16 @@ def measured_federation(runs: SuiteRuns, results: FederationResults) -> Measured
     return MeasuredFederation(results.federation.name, results.federation.title, rounded, gains, decided, traffic)
 
 
-def collect(runs: SuiteRuns) -> dict[str, Any]:
+def collect(runs: SuiteRuns, second: SuiteRuns) -> dict[str, Any]:
     """Return the content of the evidence file.
 
     Args:
-        runs: Units of the suite.
+        runs: Units of the suite that is the evidence.
+        second: Units of the suite on which the advice is scored, too.
     """
     results = read_results(runs)
     evidence = [measured_federation(runs, own) for own in results]
+    others = [measured_federation(second, own) for own in read_results(second)]
     tuning = [gain.mean for own in results if (gain := own.tuning_gain("global")) is not None]
     scores = {view: summarize_scores(score_leaving_out(evidence, view)) for view in VIEWS}
     return {
@@ -78,21 +82,24 @@ def collect(runs: SuiteRuns) -> dict[str, Any]:
         "federations": [asdict(federation) for federation in evidence],
         "tuning_gain": {"mean": round(statistics.fmean(tuning), 2), "federations": len(tuning)},
         "scores": {view: {name: round(value, 3) for name, value in own.items()} for view, own in scores.items()},
+        "other_federations": [asdict(federation) for federation in others],
     }
 
 
-def score_page(evidence: Sequence[MeasuredFederation]) -> str:
-    """Return tables of the scores for left-out federations, as Markdown.
+def score_page(evidence: Sequence[MeasuredFederation], scored: Sequence[MeasuredFederation] | None = None) -> str:
+    """Return tables of the scores of the advice, as Markdown.
 
     Args:
         evidence: Measured federations.
+        scored: Federations that are not in the evidence; None for those of the evidence, each left out in turn.
     """
     titles = {"global": "One global model, on test data", "clients": "Personal or global models, on clients' own data"}
-    header = ["left-out federation", "advised", "first", "best of three", "best of all", "missing", "traffic"]
+    federation = "left-out federation" if scored is None else "federation"
+    header = [federation, "advised", "first", "best of three", "best of all", "missing", "traffic"]
     lines = []
     for view in VIEWS:
-        rows = []
-        for row in score_leaving_out(evidence, view):
+        scores, rows = score_leaving_out(evidence, view, scored), []
+        for row in scores:
             advised, best = row["best_of_advised"], row["best_of_all"]
             rows.append(
                 [
@@ -105,7 +112,7 @@ def score_page(evidence: Sequence[MeasuredFederation]) -> str:
                     f"{row['traffic']:.2g}" if row["advised"] else "1",
                 ]
             )
-        own = summarize_scores(score_leaving_out(evidence, view))
+        own = summarize_scores(scores)
         lines += [
             f"**{titles[view]}**",
             markdown(header, rows),
@@ -124,13 +131,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path("results/benchmark"))
     parser.add_argument("--data-path", type=Path)
     options = parser.parse_args(arguments)
-    runs = SuiteRuns(*load_suite("skew"), options.results, options.data_path)
-    content = collect(runs)
+    runs = SuiteRuns(*load_suite(SUITE), options.results, options.data_path)
+    second = SuiteRuns(*load_suite(SECOND_SUITE), options.results, options.data_path)
+    content = collect(runs, second)
     write_atomic(PATH, (json.dumps(content, indent=1) + "\n").encode())
     evidence = [MeasuredFederation(**federation) for federation in content["federations"]]
+    others = [MeasuredFederation(**federation) for federation in content["other_federations"]]
     text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(START)[0], text.split(END)[1]
-    write_atomic(PAGE, f"{before}{START}\n{score_page(evidence)}\n{END}{after}".encode())
+    for start, tables in ((START, score_page(evidence)), (SECOND_START, score_page(evidence, others))):
+        before, rest = text.split(start)
+        text = f"{before}{start}\n{tables}\n{END}{rest.split(END, 1)[1]}"
+    write_atomic(PAGE, text.encode())
 
 
 if __name__ == "__main__":

@@ -239,19 +239,22 @@ def reliability(view: View) -> str:
     )
 
 
-def score_leaving_out(evidence: Sequence[MeasuredFederation], view: View) -> list[dict[str, Any]]:
+def score_leaving_out(
+    evidence: Sequence[MeasuredFederation], view: View, scored: Sequence[MeasuredFederation] | None = None
+) -> list[dict[str, Any]]:
     """Score the advice for each federation with evidence of the others only.
 
     Args:
         evidence: Measured federations.
         view: Global model or clients.
+        scored: Federations to score; None for those of the evidence, each of which is left out in turn.
 
     Returns:
         For each federation: the advised methods, the measured gain of the first and of the best of them (0 for FedAvg
         itself), that of the best of all methods, and the mean traffic of the advised ones relative to FedAvg's.
     """
     rows = []
-    for federation in evidence:
+    for federation in evidence if scored is None else scored:
         others = [other for other in evidence if other.name != federation.name]
         gains = federation.gains[view]
         expected = expected_gains(federation.coordinates, view, others)
