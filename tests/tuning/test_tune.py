@@ -23,7 +23,7 @@ from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
 from unskew.tuning.spaces import SHARED, apply_parameters, configured_values, method_spaces, spaces_for, user_spaces
 from unskew.tuning.study import Study, database, make_storage
-from unskew.tuning.trial_runner import TuningPlan
+from unskew.tuning.trial_runner import TEST_SAMPLES, TuningPlan
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 pytest.importorskip("optuna")
@@ -333,6 +333,21 @@ def test_a_plan_prunes_no_method_with_personal_models():
     names = {name: type(study.study.pruner).__name__ for name, study in plan.studies().items()}
     assert names == {"fedavg": "MedianPruner", "fedrep": "NopPruner"}
     assert isinstance(plan.spaces("fedavg")["batch_size"], CategoricalSpace)
+
+
+def test_trials_evaluate_few_test_samples_unless_something_reads_them_all():
+    fed = digits(noise=False)
+    order = fed.test[1].argsort(stable=True)
+    fed = replace(fed, test=(fed.test[0][order], fed.test[1][order]))
+
+    def samples(**settings):
+        plan = TuningPlan(["fedavg"], {"data": "digits", **TINY, **settings}, {}, 2, federation=fed)
+        return plan.trial_data.test[1]
+
+    assert len(samples()) == TEST_SAMPLES < len(order)
+    assert samples().unique().tolist() == list(range(10))
+    assert len(samples(metrics=["auroc"])) == len(samples(objective="f1")) == len(order)
+    assert len(samples(attack="backdoor:share=0.4")) == len(order)
 
 
 @pytest.mark.parametrize(("key", "value"), [("fedprox.mu", "1+mine.Rule"), ("fedssyn.generator", "mine:net")])

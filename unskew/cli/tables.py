@@ -97,7 +97,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
             else []
         ),
         ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
-        ("partition hash", str(summary["partition_hash"])),
+        *([("partition hash", str(summary["partition_hash"]))] if summary["partition_hash"] else []),
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters, buffers: {summary['buffers']}"),
         (
             "traffic",

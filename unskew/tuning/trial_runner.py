@@ -6,15 +6,17 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.config.metrics import AUTO
-from unskew.data.federation import Federation
+from unskew.data.federation import Federation, take_rows
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
 from unskew.methods.registry import method
@@ -33,6 +35,8 @@ from unskew.tuning.study import Study, Trial, TrialPruned, make_storage
 
 Follow = Callable[[str], Sequence[Callback]]
 WAIT = 0.2
+TEST_SAMPLES = 100
+"""Number of test samples that trials evaluate."""
 
 
 def no_callbacks(title: str) -> Sequence[Callback]:
@@ -75,6 +79,19 @@ class TuningPlan:
     def data(self) -> Federation:
         """Data used for tuning."""
         return self.federation or federation_of(self.config.data_spec, self.config.seed)
+
+    @cached_property
+    def trial_data(self) -> Federation:
+        """Data of the trials, with few of the test samples, because held-out samples judge the trials.
+
+        Metrics that are computed from all predictions at once may be undefined for few samples, and attacks read the test
+        images, so both keep the whole test set.
+        """
+        x, y = self.data.test
+        if len(y) <= TEST_SAMPLES or self.config.attack or run_metrics(self.config, self.data).computed:
+            return self.data
+        few = torch.linspace(0, len(y) - 1, TEST_SAMPLES).long()  # of all classes, also if samples are in order
+        return replace(self.data, test=(take_rows(x, few.to(x.device)), y[few.to(y.device)]))
 
     @cached_property
     def objective(self) -> MetricInfo:
@@ -242,7 +259,7 @@ def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Ca
         else:
             result = run_experiment(
                 config,
-                federation=plan.data,
+                federation=plan.trial_data,
                 model=plan.model,
                 method=method(config.method),
                 out=folder,
