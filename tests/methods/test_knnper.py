@@ -9,6 +9,7 @@ from torch import nn
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
+from unskew.methods.knnper import HeadWithNeighbors, KNNPer
 from unskew.methods.registry import method
 from unskew.serving.load import open_run
 
@@ -81,6 +82,20 @@ def test_without_the_neighbors_a_client_has_the_global_model():
     options = {"model": "mlp", "clients": 4, "rounds": 2, "local_steps": 5, "batch_size": 16, "engine": "inline"}
     summary = unskew.run(method="knnper:lam=0", **options).summary
     assert summary["personal_accuracy_mean"] == summary["client_accuracy_mean"]
+
+
+def test_a_certain_model_has_a_finite_loss():
+    linear = nn.Linear(1, 2)
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor([[200.0], [0.0]]))
+        linear.bias.zero_()
+    head = HeadWithNeighbors(linear, KNNPer(k=1, lam=0.5, capacity=1)).eval()
+    with torch.no_grad():
+        head.keys.fill_(1.0)
+        head.labels.fill_(1.0)  # class 0, like the model
+        logits = head(torch.ones(1, 1))
+    assert logits.argmax() == 0
+    assert 80 < nn.functional.cross_entropy(logits, torch.tensor([1])) < 100
 
 
 def test_it_needs_a_linear_head_and_is_the_only_personal_model():

@@ -67,8 +67,9 @@ class HeadWithNeighbors(nn.Module):
         weights = torch.softmax(-nearest / self.width, dim=1)
         classes = torch.arange(1, logits.shape[1] + 1, device=x.device)
         neighbors = (weights.unsqueeze(2) * (self.labels[index].round().unsqueeze(2) == classes)).sum(1)
-        mixed = torch.log(self.lam * neighbors + (1 - self.lam) * torch.softmax(logits, dim=1))
-        return torch.where(empty.all(), logits, mixed)
+        mixed = self.lam * neighbors + (1 - self.lam) * torch.softmax(logits, dim=1)
+        # A probability may underflow to 0; its logarithm, and the loss, would be infinite.
+        return torch.where(empty.all(), logits, torch.log(mixed.clamp_min(torch.finfo(mixed.dtype).tiny)))
 
 
 @lru_cache(maxsize=16)
