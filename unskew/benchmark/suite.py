@@ -201,5 +201,5 @@ def _read(kind: type[File], name: str, where: str, folder: Path | None, trust_co
         return kind.model_validate({"name": Path(name).stem if _is_file(name) else name, **values})
     except pydantic.ValidationError as error:
         first = error.errors()[0]
-        where_in_file = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{name} is not valid at {where_in_file}: {plain_message(first['msg'])}.") from error
+        where_in_file = f" at {'.'.join(map(str, first['loc']))}" if first["loc"] else ""
+        raise ConfigError(f"{name} is not valid{where_in_file}: {plain_message(first['msg'])}.") from error
