@@ -140,5 +140,5 @@ def test_fedbabu_fine_tunes_once():
 
 
 def test_fedbabu_without_evaluated_clients_warns():
-    with pytest.warns(UserWarning, match="fedbabu fine-tunes only evaluated clients"):
+    with pytest.warns(UserWarning, match="fedbabu personalizes only evaluated clients"):
         unskew.run(blobs([9, 14]), model="mlp", method="fedbabu", rounds=1, local_steps=1, eval_clients=0)

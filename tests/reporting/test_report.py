@@ -236,7 +236,7 @@ def test_warnings_are_kept_and_shown(tmp_path, light):
     page = Page(unskew.report(result).read_text())
     assert (tmp_path / "run" / "report.html").is_file()
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ after round 0: ft fine-tunes only evaluated clients; .*", kept[0]
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ after round 0: ft personalizes only evaluated clients; .*", kept[0]
     )
     assert any(kept[0].partition(": ")[2] in text for text in page.texts)
 

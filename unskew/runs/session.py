@@ -91,7 +91,7 @@ class Session:
             if personal_models.has_fine_tuning(self.method) and not self.config.eval_clients:
                 name = next(rule.name for rule in self.method.rules if "final_training" in rule.needs)
                 texts.append(
-                    f"{name} fine-tunes only evaluated clients; with eval_clients=0 no personal metrics are reported."
+                    f"{name} personalizes only evaluated clients; with eval_clients=0 no personal metrics are reported."
                 )
             sync = self.method.sync
             if self.config.early_stopping is not None and sync is not None and sync.local_slices(self.spec):
