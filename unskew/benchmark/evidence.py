@@ -2,7 +2,8 @@
 
 Run it in the repository. It diagnoses every federation, which needs the data, and writes
 ``unskew/diagnosis/evidence.json`` with features, gains and traffic, and with the scores of the advice for left-out
-federations and for those of a second suite, which are not part of the evidence.
+federations. The federations of another suite are stored, too; the advice is scored on them, and they are not part of the
+evidence.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from unskew.filesystem import write_atomic
 from unskew.reproduction.tables import markdown
 
 VIEWS: tuple[View, ...] = ("global", "clients")
-SUITE, SECOND_SUITE = "skew", "cifar10"
+SUITE, OTHER_SUITE = "skew", "cifar10"
+"""Suite that is the evidence of the advice, and the suite on which the advice is scored in addition."""
 PATH, PAGE = Path("unskew/diagnosis/evidence.json"), Path("docs/advice.md")
-START, SECOND_START = "<!-- scores -->", "<!-- scores of other federations -->"
+START, OTHER_START = "<!-- scores -->", "<!-- scores of other federations -->"
 END = "<!-- end -->"
 
 
@@ -65,16 +67,16 @@ def measured_federation(runs: SuiteRuns, results: FederationResults) -> Measured
     return MeasuredFederation(results.federation.name, results.federation.title, rounded, gains, decided, traffic)
 
 
-def collect(runs: SuiteRuns, second: SuiteRuns) -> dict[str, Any]:
+def collect(runs: SuiteRuns, other_runs: SuiteRuns) -> dict[str, Any]:
     """Return the content of the evidence file.
 
     Args:
         runs: Units of the suite that is the evidence.
-        second: Units of the suite on which the advice is scored, too.
+        other_runs: Units of the suite on which the advice is scored in addition.
     """
     results = read_results(runs)
     evidence = [measured_federation(runs, own) for own in results]
-    others = [measured_federation(second, own) for own in read_results(second)]
+    others = [measured_federation(other_runs, own) for own in read_results(other_runs)]
     tuning = [gain.mean for own in results if (gain := own.tuning_gain("global")) is not None]
     scores = {view: summarize_scores(score_leaving_out(evidence, view)) for view in VIEWS}
     return {
@@ -94,11 +96,12 @@ def score_page(evidence: Sequence[MeasuredFederation], scored: Sequence[Measured
         scored: Federations that are not in the evidence; None for those of the evidence, each left out in turn.
     """
     titles = {"global": "One global model, on test data", "clients": "Personal or global models, on clients' own data"}
-    federation = "left-out federation" if scored is None else "federation"
-    header = [federation, "advised", "first", "best of three", "best of all", "missing", "traffic"]
+    first_title = "left-out federation" if scored is None else "federation"
+    header = [first_title, "advised", "first", "best of three", "best of all", "missing", "traffic"]
     lines = []
     for view in VIEWS:
-        scores, rows = score_leaving_out(evidence, view, scored), []
+        scores = score_leaving_out(evidence, view, scored)
+        rows = []
         for row in scores:
             advised, best = row["best_of_advised"], row["best_of_all"]
             rows.append(
@@ -132,13 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data-path", type=Path)
     options = parser.parse_args(arguments)
     runs = SuiteRuns(*load_suite(SUITE), options.results, options.data_path)
-    second = SuiteRuns(*load_suite(SECOND_SUITE), options.results, options.data_path)
-    content = collect(runs, second)
+    other_runs = SuiteRuns(*load_suite(OTHER_SUITE), options.results, options.data_path)
+    content = collect(runs, other_runs)
     write_atomic(PATH, (json.dumps(content, indent=1) + "\n").encode())
     evidence = [MeasuredFederation(**federation) for federation in content["federations"]]
     others = [MeasuredFederation(**federation) for federation in content["other_federations"]]
     text = PAGE.read_text(encoding="utf-8")
-    for start, tables in ((START, score_page(evidence)), (SECOND_START, score_page(evidence, others))):
+    for start, tables in ((START, score_page(evidence)), (OTHER_START, score_page(evidence, others))):
         before, rest = text.split(start)
         text = f"{before}{start}\n{tables}\n{END}{rest.split(END, 1)[1]}"
     write_atomic(PAGE, text.encode())

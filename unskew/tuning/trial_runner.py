@@ -36,7 +36,7 @@ from unskew.tuning.study import Study, Trial, TrialPruned, make_storage
 Follow = Callable[[str], Sequence[Callback]]
 WAIT = 0.2
 TEST_SAMPLES = 100
-"""Number of test samples that trials evaluate."""
+"""Largest number of test samples that trials evaluate."""
 
 
 def no_callbacks(title: str) -> Sequence[Callback]:
