@@ -649,7 +649,7 @@ def test_the_default_folder_is_called_alike_however_the_data_are_written(capsys,
     options = ("--label", "y", "--model", "logistic", "--rounds", 1, "--clients", 2, "--partition", "iid")
     for spelling in spellings:
         assert call(capsys, "run", "--data", spelling, *options, "--engine", "inline").code == 0
-    names = ["rows.csv-fedavg-seed0", *(f"rows.csv-fedavg-seed0-{k}" for k in range(2, 6))]
+    names = ["rows-fedavg-seed0", *(f"rows-fedavg-seed0-{k}" for k in range(2, 6))]
     assert sorted(path.name for path in Path("runs").iterdir()) == names
 
 

@@ -252,13 +252,15 @@ def resume_command(folder: Path, config: Experiment) -> str:
 
 
 def shorten_name(config: Experiment) -> str:
-    """Return the name of the data for default folder names, independent of the form of its path."""
+    """Return the name of the data for default folder names, independent of the form of its path; files without suffix."""
     from unskew.config.paths import PREFIXES
+    from unskew.data.spec import TABLES
 
     prefix, _, path = config.data.partition(":")
+    file = Path(config.data)
     if prefix in PREFIXES and (path or config.data_path):
-        return Path(path or str(config.data_path)).expanduser().resolve().name
-    return Path(config.data).name
+        file = Path(path or str(config.data_path)).expanduser().resolve()
+    return file.stem if file.suffix.lower() in (*TABLES, ".npz") else file.name
 
 
 @contextmanager

@@ -240,7 +240,10 @@ def as_targets(values: object, who: str, task: str = "classification") -> Tensor
             'For several labels per sample, set task="multilabel".'
         )
     if y.is_floating_point() and not bool((torch.isfinite(y) & (y == y.round())).all()):
-        raise DataError(f"The labels of {who} are not integers, but classification requires class indices.")
+        raise DataError(
+            f"The labels of {who} are not integers, but classification requires class indices. For regression, use a "
+            'table with task=regression, or in Python Federation.from_arrays(..., task="regression").'
+        )
     return y.to(torch.int64).contiguous()
 
 

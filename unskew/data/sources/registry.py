@@ -181,7 +181,8 @@ def load_source(
             raise ConfigError(f"split_by requires a table or texts, but {name!r} is neither.")
         if choice.mixed:
             raise ConfigError(
-                f"task=regression, categories, dates and missing require a table, but {name!r} is not a table."
+                f"task=regression, categories, dates and missing require a table, but {name!r} is not a table. Save the "
+                "data as .csv or .parquet, or in Python use Federation.from_arrays."
             )
         choice = ALL
     where = absolute_path(path)
