@@ -576,7 +576,7 @@ def test_the_least_and_the_largest_are_a_band_about_the_mean(tmp_path, monkeypat
         (PresetCell(row, "CIFAR-10", experiment({})), {"summary": summary, "curve": curve}) for row in ("iid", "D 1")
     ]
     figures.draw_curves(preset, cells, tmp_path / "figure.png")
-    assert [axis.get_title().partition(": ")[2][:6] for axis in drawn[0].axes] == ["length", "cosine"]
+    assert [axis.get_title().partition(": ")[2].split()[0] for axis in drawn[0].axes] == ["norm", "cosine"]
     for axis in drawn[0].axes:
         for band in axis.collections:
             corners = band.get_paths()[0].vertices

@@ -16,11 +16,11 @@ MARK = " †"
 EARLIER = {
     "fedssyn": (
         "match_steps=epochs",
-        "with local epochs matched and not steps, as in the authors' code, so a client took another number of steps",
+        "with equal local epochs instead of equal steps, as in the authors' code",
     ),
     "fedcog": (
         "cycle=by_step",
-        "with synthetic batches in the order of classes, at places that skip some inputs where real batches are not whole",
+        "with synthetic batches in the order of classes; some inputs are skipped if a client has incomplete batches",
     ),
 }
 """Former option of each rule, and its meaning."""
@@ -58,7 +58,7 @@ def notes(cells: Iterable[PresetCell]) -> list[str]:
     """Return the explanations of a table's marks."""
     methods = {cell.config.method for cell in cells if cell.row.endswith(MARK)}
     return [
-        f"{MARK.strip()} Measured before: {meaning} (`{rule}:{option}`)."
+        f"{MARK.strip()} Measured with an earlier default: {meaning} (`{rule}:{option}`)."
         for rule, (option, meaning) in EARLIER.items()
         if any(option in method for method in methods)
     ]
