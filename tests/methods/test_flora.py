@@ -117,7 +117,7 @@ def test_fine_tuned_clients_have_factors_of_their_rank():
         ("flora", {"model": None}, "needs a model with LoRA factors"),
         ("flora", {"model": model(freeze_a=True)}, "Remove freeze_a"),
         ("flora:ranks=4", {}, "a rank above 3"),
-        ("flora:ranks=2/0", {}, "positive whole numbers"),
+        ("flora:ranks=2/0", {}, "positive integers"),
         ("flora", {"network": {"delay": "half-normal:2"}}, "all updates of a round in the same round"),
     ],
 )

@@ -208,7 +208,7 @@ def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str 
         outcome = _reference(runs, unit, settings) if is_reference(unit.method) else _tuned(runs.suite, unit, settings)
     except (ConfigError, DataError) as error:
         outcome = {"not_applicable": str(error)}
-    except Exception as error:  # also out of memory: the other units go on, and this one has no outcome
+    except Exception as error:  # also out of memory: the other units continue, and this one has no outcome
         return f"{type(error).__name__}: {error}"
     outcome["seconds"] = round(time.perf_counter() - started, 1)
     write_outcome(runs.results, runs.identity(unit), outcome, indent=None)

@@ -136,7 +136,7 @@ def ranks_note(results: Sequence[FederationResults], view: View) -> str:
 
 
 def tuning_table(results: Sequence[FederationResults]) -> Line:
-    """Return what tuning the baseline alone gives, and the best method beside it.
+    """Return what tuning the baseline alone gives, and the best method.
 
     Args:
         results: Outcomes of the federations.

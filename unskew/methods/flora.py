@@ -93,7 +93,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
         """Validate the ranks."""
         if self.ranks and not all(part.isdecimal() and int(part) > 0 for part in self.ranks.split("/")):
             raise ConfigError(
-                f"flora:ranks={self.ranks} is not valid: write positive whole numbers, separated by slashes, such as 16/8/4."
+                f"flora:ranks={self.ranks} is not valid: write positive integers, separated by slashes, such as 16/8/4."
             )
 
     @property

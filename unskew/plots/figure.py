@@ -97,7 +97,7 @@ def check_place(path: Path) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """Write a figure; the suffix of ``path`` determines the format.
+    """Write a figure; the suffix of ``path`` determines the format. The same figure gives the same file.
 
     Args:
         figure: The figure.
@@ -108,7 +108,12 @@ def save_figure(figure: Any, path: Path) -> Path:
     """
     check_ending(figure, path)
     make_folder(path.parent)
+    from matplotlib import rc_context
+
     data = io.BytesIO()
-    figure.savefig(data, dpi=130, format=path.suffix.lower()[1:])
+    form = path.suffix.lower()[1:]
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+    with rc_context({"svg.hashsalt": "unskew"}):  # constant identifiers instead of random ones
+        figure.savefig(data, dpi=130, format=form, metadata=undated)
     write_atomic(path, data.getvalue())
     return path

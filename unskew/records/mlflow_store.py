@@ -67,9 +67,9 @@ def is_complete_database(path: Path) -> bool:
 def move_aside(path: Path) -> None:
     """Rename an incomplete database, with SQLite's files next to it."""
     for end in ("", "-journal", "-wal", "-shm"):
-        beside = path.with_name(path.name + end)
-        if beside.exists():
-            os.replace(beside, path.with_name("mlflow-damaged.db" + end))
+        companion = path.with_name(path.name + end)
+        if companion.exists():
+            os.replace(companion, path.with_name("mlflow-damaged.db" + end))
 
 
 def create_database(path: Path) -> None:
