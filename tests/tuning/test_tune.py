@@ -135,6 +135,16 @@ def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written(
     assert "feddf.epochs" not in method_spaces("feddf:steps=3")
 
 
+def test_the_authors_options_of_a_published_composition_are_tuned_and_tried_first():
+    published, written = "fedspeed+fedprox:mu=0.3", "fedsam:rho=0.1+feddyn:alpha=0.1+fedprox:mu=0.3"
+    assert list(method_spaces(published)) == ["fedsam.rho", "feddyn.alpha"]
+    assert method_spaces(written) == {}
+    tried_first = configured_values(published, experiment({}), method_spaces(published))
+    assert tried_first == {"fedsam.rho": 0.1, "feddyn.alpha": 0.1}
+    assert apply_parameters(published, tried_first)[0] == written
+    assert apply_parameters(published, {"feddyn.alpha": 0.02})[0] == written.replace("alpha=0.1", "alpha=0.02")
+
+
 def digits(noise):
     """A federation, and the same with a test set whose labels are noise."""
     fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=3, max_train_samples=120)

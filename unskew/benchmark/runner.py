@@ -28,6 +28,7 @@ from unskew.runs.parallel import check_parallel, run_in_pool, run_jobs, run_on_c
 from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
+from unskew.tuning.spaces import split_expression
 from unskew.tuning.tune import tune
 
 VERSION = 1
@@ -217,7 +218,7 @@ def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str 
 
 def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
     """Return the outcome of tuning a method and running it with fresh seeds."""
-    owners = {part.partition(":")[0] for part in unit.method.split("+")}
+    owners = {name for name, _ in split_expression(unit.method)}
     space = {key: value for key, value in suite.space.items() if "." not in key or key.partition(".")[0] in owners}
     shares_images = any(rule.generates_data for rule in method(unit.method).data)
     with tempfile.TemporaryDirectory() as folder:

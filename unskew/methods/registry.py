@@ -201,8 +201,7 @@ def check_expression(spec: str) -> list[str]:
     Raises:
         ConfigError: If a method does not exist, or the syntax is wrong.
     """
-    # A plus sign before a digit is part of a number such as 1e+3.
-    parts = [part.strip() for part in re.split(r"\+(?=\s*[A-Za-z_])", spec)]
+    parts = written_parts(spec)
     if spec.strip().endswith("+") or spec.strip().startswith("+"):
         raise ConfigError(f"In {spec!r} a method name is missing next to '+'.")
     parts = [text for part in parts for text in _expand(part)]
@@ -211,6 +210,19 @@ def check_expression(spec: str) -> list[str]:
     for part in parts:
         _split(part)
     return parts
+
+
+def written_parts(spec: str) -> list[str]:
+    """Split a composition at its plus signs; names of published compositions are not replaced.
+
+    Args:
+        spec: Composition.
+
+    >>> written_parts("fedspeed + topk:share=1e+0")
+    ['fedspeed', 'topk:share=1e+0']
+    """
+    # A plus sign before a digit is part of a number such as 1e+3.
+    return [part.strip() for part in re.split(r"\+(?=\s*[A-Za-z_])", spec)]
 
 
 def _expand(part: str) -> list[str]:

@@ -54,7 +54,11 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "updates/cosine_max": ("cosine of two updates of the last round, maximum", 1, 4),
     "generalization/gap": ("generalization gap of the averaged model", 1, 4),
     "generalization/local_gap": ("generalization gap of the clients' models, mean", 1, 4),
-    "generalization/ratio": ("gap of the averaged model / mean gap of the clients' models; leading term of the theory: 1/K²", 1, 4),
+    "generalization/ratio": (
+        "gap of the averaged model / mean gap of the clients' models; leading term of the theory: 1/K²",
+        1,
+        4,
+    ),
     "generalization/skew": ("non-iidness δ_k, mean over clients", 1, 4),
     "generalization/trend": ("trend of Theorem 4.3, mean over rounds, without constants", 1, 4),
     "consensus/": ("consensus distance of {}", 1, 4),

@@ -10,7 +10,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.errors import ConfigError, unknown_name
 from unskew.expressions import Expression, parse_expression
-from unskew.methods.registry import check_expression, rule_class
+from unskew.methods.registry import COMPOSITIONS, check_expression, rule_class, written_parts
 from unskew.option_parsing import build_from_options, option_defaults
 from unskew.protocol.search_space import CategoricalSpace, RangeSpace, Space, log_range, one_of, read_space
 
@@ -45,6 +45,19 @@ def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
     return "+".join(str(Expression(name, options=options)) for name, options in parts)
 
 
+def canonical_expression(composition: str) -> str:
+    """Return a composition in a single notation; names of published compositions stay, so that their options are tuned.
+
+    >>> canonical_expression("FedSpeed + fedprox:mu=0.1")
+    'fedspeed+fedprox:mu=0.1'
+    """
+    split_expression(composition)  # validates it
+    return "+".join(
+        part.lower() if part.lower() in COMPOSITIONS else join_expression(split_expression(part))
+        for part in written_parts(composition)
+    )
+
+
 def common_spaces(config: Experiment) -> dict[str, Space]:
     """Return the search spaces common to all methods, around the configured values.
 
@@ -63,13 +76,17 @@ def common_spaces(config: Experiment) -> dict[str, Space]:
 def method_spaces(spelling: str) -> dict[str, Space]:
     """Return the search spaces of a composition's methods, with names such as ``fedprox.mu``.
 
-    Options that are set in the expression are omitted.
+    Options that are set in the expression are omitted. The authors' options of a published composition, such as
+    ``fedspeed``, are tuned, like the default options of a method.
     """
     spaces: dict[str, Space] = {}
-    for name, written in split_expression(spelling):
-        for option, space in rule_class(name).spaces.items():
-            if option not in written and SERVER_BUDGETS.get(option) not in written:
-                spaces[f"{name}.{option}"] = space
+    for part in written_parts(spelling):
+        is_published = part.lower() in COMPOSITIONS
+        for name, options in split_expression(part):
+            written = {} if is_published else options
+            for option, space in rule_class(name).spaces.items():
+                if option not in written and SERVER_BUDGETS.get(option) not in written:
+                    spaces[f"{name}.{option}"] = space
     return spaces
 
 
@@ -195,7 +212,7 @@ def is_in_space(value: Any, space: Space) -> bool:
 
 
 def configured_values(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
-    """Return the values of the configuration and the method's defaults that are inside their spaces.
+    """Return the values of the configuration and of the method's options that are inside their spaces.
 
     Args:
         spelling: Method expression.
@@ -203,10 +220,13 @@ def configured_values(spelling: str, config: Experiment, spaces: Mapping[str, Sp
         spaces: Search spaces by name.
     """
     values_found = {}
-    written = {f"{name}.{key}": text for name, options in split_expression(spelling) for key, text in options.items()}
+    rules = {
+        name: build_from_options(rule_class(name), options, name, f"{name}:")
+        for name, options in split_expression(spelling)
+    }
     for key, space in spaces.items():
         owner, dot, option = key.rpartition(".")
-        value = getattr(config, key) if not dot else written.get(key, option_defaults(rule_class(owner)).get(option))
+        value = getattr(rules[owner], option) if dot else getattr(config, key)
         if is_in_space(value, space):
             values_found[key] = value
     return {key: value for key, value in values_found.items() if key not in fixed_fields(spaces)}

@@ -34,7 +34,7 @@ from unskew.runs.build_model import ModelLike
 from unskew.runs.parallel import MOST, check_parallel, num_parallel_runs, run_jobs, run_on_cluster
 from unskew.runs.process_pool import Job, raise_if_unpicklable
 from unskew.tuning.results import TunedMethod, TuningResult, best_of_trials, write_results
-from unskew.tuning.spaces import join_expression, split_expression, user_spaces
+from unskew.tuning.spaces import canonical_expression, user_spaces
 from unskew.tuning.study import database, optuna_library
 from unskew.tuning.trial_runner import Follow, TuningPlan, finish_trials, make_trials, no_callbacks
 
@@ -137,7 +137,7 @@ def _names(methods: Any) -> list[str]:
         )
     if not names:
         raise ConfigError("Name at least one method.")
-    names = [join_expression(split_expression(name)) for name in names]
+    names = [canonical_expression(name) for name in names]
     if len(set(names)) < len(names):
         raise ConfigError("Name each method only once.")
     return names
