@@ -33,7 +33,7 @@ lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constr
 	  --constraint constraints-deploy.txt --extra flower --extra hub $(addprefix --no-emit-package ,$(TORCH)) \
 	  --output-file requirements-deploy.txt pyproject.toml
 
-.venv-audit/installed: constraints-audit.txt  ## what looks for faults; it is no part of unskew
+.venv-audit/installed: constraints-audit.txt  ## environment of the audit tools
 	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-audit.txt
 	touch $@

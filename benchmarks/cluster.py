@@ -147,21 +147,21 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any, tuple
 
 def measure(args: argparse.Namespace) -> None:
     """Measure the cases without a result, and store each result."""
-    kept = json.loads(args.json.read_text()) if args.json.exists() and not args.again else {"rows": []}
+    stored = json.loads(args.json.read_text()) if args.json.exists() and not args.again else {"rows": []}
     end = time.monotonic() + 60 * args.minutes
     for key, function, arguments in cases(args):
-        if any(key.items() <= row.items() for row in kept["rows"]):
+        if any(key.items() <= row.items() for row in stored["rows"]):
             continue
         if time.monotonic() > end:
-            print(f"{args.minutes:g} minutes are over; the same command goes on.")
+            print(f"{args.minutes:g} minutes are over; the same command continues.")
             return
-        ((_, found),) = run_jobs([Job("case", function, arguments)], 1)
-        kept["rows"].append(key | found)
-        kept |= {"machine": machine(), "constants": constants(kept["rows"])}
+        ((_, measured),) = run_jobs([Job("case", function, arguments)], 1)
+        stored["rows"].append(key | measured)
+        stored |= {"machine": machine(), "constants": constants(stored["rows"])}
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(kept, indent=2) + "\n")
+        args.json.write_text(json.dumps(stored, indent=2) + "\n")
         named = ", ".join(str(value) for value in key.values())
-        print(f"{named}: {found['seconds']:.3f} s a round", flush=True)
+        print(f"{named}: {measured['seconds']:.3f} s a round", flush=True)
 
 
 def constants(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -203,7 +203,7 @@ def settings_table(rows: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|",
     ]
     for name in SETTINGS:
-        found = {
+        measured = {
             engine: [
                 row["seconds"]
                 for row in rows
@@ -211,27 +211,27 @@ def settings_table(rows: list[dict[str, Any]]) -> list[str]:
             ]
             for engine in ENGINES
         }
-        if all(found.values()):
-            forked, ray = (statistics.median(found[engine]) for engine in ENGINES)
+        if all(measured.values()):
+            forked, ray = (statistics.median(measured[engine]) for engine in ENGINES)
             lines.append(f"| {name} | {1 / forked:.2f} | {1 / ray:.2f} | {forked / ray:.2f} |")
     return lines
 
 
-def costs(kept: dict[str, Any] | None) -> list[str]:
+def costs(stored: dict[str, Any] | None) -> list[str]:
     """Return the section of ``docs/cluster.md`` on these measurements."""
-    if not kept:
+    if not stored:
         return ["They have not been measured on an idle machine yet."]
-    of = kept["machine"]
+    of = stored["machine"]
     return [
         f"Measured on {of['cores']} cores ({of['cpu']}), Python {of['python']}, torch {of['torch']}, both engines with as "
         f"many workers; a client's training is one step that computes next to nothing. A round whose updates have more than "
         f"{LARGEST / 1e9:.0f} GB is not measured.",
         "",
-        *overhead_table(kept["rows"]),
+        *overhead_table(stored["rows"]),
         "",
         "FedAvg with CNN-A and CIFAR-10 images, in the [settings A and B](engines.md#measurements):",
         "",
-        *settings_table(kept["rows"]),
+        *settings_table(stored["rows"]),
     ]
 
 
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--cohorts", type=int, nargs="+", default=COHORTS)
     parser.add_argument("--workers", type=int, default=num_cores())
     parser.add_argument("--address", default="local", help="of a cluster; a new one of this machine without")
-    parser.add_argument("--minutes", type=float, default=12.0, help="after so many nothing more is begun")
+    parser.add_argument("--minutes", type=float, default=12.0, help="minutes after which no other case is started")
     parser.add_argument("--quick", action="store_true", help="only what takes less than a minute")
     parser.add_argument("--again", action="store_true", help="forget what is there")
     parser.add_argument("--json", type=Path, default=RESULTS)
@@ -251,11 +251,11 @@ def main() -> None:
     args = parser.parse_args()
     if not args.pages:
         measure(args)
-    kept = json.loads(args.json.read_text()) if args.json.exists() else None
+    stored = json.loads(args.json.read_text()) if args.json.exists() else None
     if args.pages:
-        write_pages(kept, {page_of("cluster"): {"costs": costs(kept)}})
-    elif kept:
-        print("\n".join([*overhead_table(kept["rows"]), "", *settings_table(kept["rows"])]))
+        write_pages(stored, {page_of("cluster"): {"costs": costs(stored)}})
+    elif stored:
+        print("\n".join([*overhead_table(stored["rows"]), "", *settings_table(stored["rows"])]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.demo`` runs the comparison of ``make demo``. If its results differ from those recorded in
 ``docs/assets/demo.json``, or the README shows another table, it writes the table, ``demo.png`` (the curves of the comparison)
-and ``report.png`` (a screenshot of its report, taken with Chromium) anew. Times vary between runs and are not compared.
+and ``report.png`` (a screenshot of its report, taken with Chromium) again. Times vary between runs and are not compared.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def main() -> None:
         shown = BLOCK.search(readme)
         if shown is None:
             raise SystemExit("README.md has no block that begins with the command of the demo.")
-        found = results(folder)
-        if found == known and without_times(shown.group()) == without_times(block):
+        measured = results(folder)
+        if measured == known and without_times(shown.group()) == without_times(block):
             print("The README's table and both pictures show the results of the demo.")
             return
         take_screenshot(folder / OUT / "report.html", ASSETS / "report.png")
         shutil.copy(folder / OUT / "convergence.png", ASSETS / "demo.png")
-        record.write_text(json.dumps(found) + "\n")
+        record.write_text(json.dumps(measured) + "\n")
         (ROOT / "README.md").write_text(readme.replace(shown.group(), block))
-        print("The README's table, demo.png and report.png were made anew.")
+        print("The README's table, demo.png and report.png were updated.")
 
 
 if __name__ == "__main__":

@@ -56,32 +56,32 @@ def in_a_process(size: str, sites: int, rounds: int, idle: float) -> dict[str, A
             return {"failed": f"it has not ended within {LONGEST:g} s"}
     if done.returncode:
         return {"failed": " ".join(done.stderr.split())[-300:]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    outcome: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
 
 
 def table(cases: dict[str, dict[str, Any]]) -> str:
     """Return the table for the page."""
     rows = []
     for name in (f"{size}/{sites}" for size in WIDTHS for sites in SITES):
-        one, (size, _, sites) = cases.get(name), name.partition("/")
-        if one is None:
+        outcome, (size, _, sites) = cases.get(name), name.partition("/")
+        if outcome is None:
             rows.append([size, sites, "not measured", *[""] * 5])
-        elif "failed" in one:
-            rows.append([size, sites, one["failed"], *[""] * 5])
+        elif "failed" in outcome:
+            rows.append([size, sites, outcome["failed"], *[""] * 5])
         else:
-            memory = [f"{one[f'{of}_megabytes']:,.0f}" for of in ("run", "superlink", "all")]
+            memory = [f"{outcome[f'{of}_megabytes']:,.0f}" for of in ("run", "superlink", "all")]
             rows.append(
                 [
                     size,
                     sites,
-                    f"{one['round_seconds']:.1f}",
-                    f"{one['ratio']:.3f}",
-                    f"{one['idle_processor_share']:.0%}",
+                    f"{outcome['round_seconds']:.1f}",
+                    f"{outcome['ratio']:.3f}",
+                    f"{outcome['idle_processor_share']:.0%}",
                     *memory,
                 ]
             )
-    machine = next((one["machine"] for one in cases.values() if "machine" in one), "")
+    machine = next((outcome["machine"] for outcome in cases.values() if "machine" in outcome), "")
     head = ["parameters", "sites", "seconds a round", "bytes on the wire / counted", "processor at idle"]
     head += [f"MB, {who}" for who in ("the run's process", "the SuperLink", "all together")]
     return f"Measured by `python -m benchmarks.deployment` on {machine}:\n\n{markdown(head, rows)}"
@@ -100,40 +100,41 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     every = [f"{size}/{sites}" for size in WIDTHS for sites in SITES]
     parser.add_argument("--only", nargs="+", choices=every, default=every, help="cases, as PARAMETERS/SITES")
-    parser.add_argument("--again", action="store_true", help="measure those, too, that are there")
-    parser.add_argument("--rounds", type=int, help="of each case")
-    parser.add_argument("--idle", type=float, default=IDLE, help="seconds in which nothing is asked")
+    parser.add_argument("--again", action="store_true", help="measure stored cases again")
+    parser.add_argument("--rounds", type=int, help="rounds of each case")
+    parser.add_argument("--idle", type=float, default=IDLE, help="seconds in which the idle processes are measured")
     parser.add_argument("--show", action="store_true", help="write the table and measure nothing")
-    parser.add_argument("--short", action="store_true", help="the smallest case with two rounds; nothing is kept")
+    parser.add_argument("--quick", action="store_true", help="the smallest case with two rounds; nothing is stored")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.on_timeout:
-        asked.only, asked.rounds, asked.idle = ["62k/2"], 2, 5.0
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.only, arguments.rounds, arguments.idle = ["62k/2"], 2, 5.0
     cases: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    for name in [] if asked.show else asked.only:
+    for name in [] if arguments.show else arguments.only:
         size, _, sites = name.partition("/")
-        rounds = asked.rounds or ROUNDS[size]
-        if asked.one:
+        rounds = arguments.rounds or ROUNDS[size]
+        if arguments.one:
             try:
-                print(json.dumps(one_case(size, int(sites), rounds, asked.idle)))
+                print(json.dumps(one_case(size, int(sites), rounds, arguments.idle)))
             except UnskewError as error:
                 print(json.dumps({"failed": str(error).splitlines()[0]}))
             return
-        if name in cases and not (asked.again or asked.on_timeout):
+        if name in cases and not (arguments.again or arguments.quick):
             continue
         began = time.monotonic()
-        one = in_a_process(size, int(sites), rounds, asked.idle)
-        took = time.monotonic() - began
-        told = one.get("failed") or (
-            f"{one['round_seconds']:.1f} s a round, {one['ratio']:.3f} of the bytes counted, "
-            f"{one['idle_processor_share']:.1%} at idle, {one['run_megabytes']:.0f} MB, {one['all_megabytes']:.0f} MB in all"
+        outcome = in_a_process(size, int(sites), rounds, arguments.idle)
+        duration = time.monotonic() - began
+        description = outcome.get("failed") or (
+            f"{outcome['round_seconds']:.1f} s per round, {outcome['ratio']:.3f} of the bytes counted, "
+            f"{outcome['idle_processor_share']:.1%} at idle, {outcome['run_megabytes']:.0f} MB, "
+            f"{outcome['all_megabytes']:.0f} MB in total"
         )
-        print(f"{name}: {told}; the case took {took:.0f} s", flush=True)
-        if not asked.on_timeout:
+        print(f"{name}: {description}; the case took {duration:.0f} s", flush=True)
+        if not arguments.quick:
             machine = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
-            cases[name] = {**one, "took": took, "machine": machine}
+            cases[name] = {**outcome, "took": duration, "machine": machine}
             write_atomic(KEPT, json.dumps(cases, indent=1).encode())
-    if asked.show:
+    if arguments.show:
         show(cases)
 
 

@@ -54,16 +54,16 @@ class Meter:
         except OSError:
             pass
         finally:
-            for one in (source, sink):
-                one.close()
+            for channel in (source, sink):
+                channel.close()
 
 
 def processor_seconds(groups: Sequence[int]) -> float:
     """Return the CPU seconds of the live processes in some process groups."""
     total, tick = 0.0, os.sysconf("SC_CLK_TCK")
-    for place in Path("/proc").glob("[0-9]*"):
+    for site in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
+            fields = (site / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[2]) in groups:
@@ -145,8 +145,12 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
             """Return whether every site has loaded its data and is connected."""
             logs = {path.name: path.read_text(errors="replace") for path in self.logs.glob("site-*.log")}
             nodes = [text for name, text in logs.items() if name.endswith("-supernode.log")]
-            own = [text for name, text in logs.items() if not name.endswith("-supernode.log")]
-            return sum("SuperNode ID" in text for text in nodes) == sum(" answers at " in t for t in own) == self.sites
+            other_logs = [text for name, text in logs.items() if not name.endswith("-supernode.log")]
+            return (
+                sum("SuperNode ID" in text for text in nodes)
+                == sum(" answers at " in t for t in other_logs)
+                == self.sites
+            )
 
     rows: list[dict[str, Any]] = []
     crossed: list[int] = []
@@ -160,17 +164,17 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
 
         def round(self, row: dict[str, Any]) -> None:
             rows.append(row)
-            assert place.main is not None, "it was started"
-            superlink.append(peak_of(place.main.pid))
+            assert site.main is not None, "it was started"
+            superlink.append(peak_of(site.main.pid))
             crossed.append(meters[0].up + meters[0].down)
 
         def end(self, summary: Any) -> None:
             pass
 
-    place = Metered("benchmark", sites, [config])
+    site = Metered("benchmark", sites, [config])
 
     def stop() -> None:
-        place.close()
+        site.close()
         print(json.dumps({"failed": "it takes more memory than there is"}), flush=True)
         os._exit(0)
 
@@ -178,31 +182,31 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
     memory.start()
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            place.start()
+            site.start()
             end = time.monotonic() + STARTING
-            while not place.connected():
+            while not site.connected():
                 if time.monotonic() > end:
                     return {"failed": f"not all sites were connected within {STARTING:g} s"}
                 time.sleep(0.5)
             time.sleep(5.0)
-            groups, before = [child.pid for child in place.family.children], time.monotonic()
+            groups, before = [child.pid for child in site.family.children], time.monotonic()
             taken = processor_seconds(groups)
             time.sleep(idle)
             share = (processor_seconds(groups) - taken) / (time.monotonic() - before)
             result = run(
-                config, Deployment(max_message_mb=4096.0), Path(scratch) / "run", [Follower()], lambda text: None, place
+                config, Deployment(max_message_mb=4096.0), Path(scratch) / "run", [Follower()], lambda text: None, site
             )
         finally:
-            place.close()
-            place.forget()
+            site.close()
+            site.forget()
     counted, wire = rows[-1]["bytes_up"] + rows[-1]["bytes_down"], crossed[-1] - crossed[0]
     seconds = [row["seconds"] for row in rows]
-    each = [after - before for before, after in zip([0.0, *seconds], seconds, strict=False)]
+    per_round = [after - before for before, after in zip([0.0, *seconds], seconds, strict=False)]
     return {
         "exact_parameters": result.summary["parameters"],
         "rounds": len(rows),
-        "seconds": each,
-        "round_seconds": median(each[1:] or each),
+        "seconds": per_round,
+        "round_seconds": median(per_round[1:] or per_round),
         "bytes_counted": counted,
         "bytes_on_the_wire": wire,
         "ratio": wire / counted,

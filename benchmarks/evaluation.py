@@ -62,9 +62,10 @@ def main() -> None:
         every.append((seconds(fed, args.rounds + 1, 1) - start) / args.rounds)
         last.append((seconds(fed, args.rounds + 1, args.rounds + 1) - start) / args.rounds)
     fast, slow = statistics.median(last), statistics.median(every)
-    m = machine()
+    info = machine()
     print(
-        f"{m['cores']} cores ({m['cpu']}), torch {m['torch']}: {fast:.3f} s per round without evaluation, {slow:.3f} s with"
+        f"{info['cores']} cores ({info['cpu']}), torch {info['torch']}: {fast:.3f} s per round without evaluation, "
+        f"{slow:.3f} s with"
     )
     print(f"evaluation of {TEST} images after every round: {fast / slow:.2f} of the speed.")
 

@@ -1,6 +1,6 @@
 """Loop written by hand for one model: the remaining potential if CNN-A's forward pass is written out.
 
-This is no baseline for a simulator of arbitrary models, but an upper bound: the same algorithm and batches as
+This is not a baseline for a simulator of arbitrary models, but an upper bound: the same algorithm and batches as
 ``benchmarks.baselines.TunedLoop``, with arithmetic for exactly these shapes, and (``HandmadeTogether``) five clients
 trained as one network of grouped convolutions.
 """
@@ -68,15 +68,15 @@ def keep_freed_memory() -> None:
 
 def to_vector(model: CnnA) -> torch.Tensor:
     """Return the parameters as one vector, in the memory order that is fastest for the kernels (see ``Stack``)."""
-    pieces = []
+    columns = []
     for name, p in model.named_parameters():
         p = p.detach()
         if p.dim() == 4:
             p = p.permute(0, 2, 3, 1)  # channels last
         elif name == "fc1.weight":
             p = p.view(120, 16, 25).transpose(1, 2)  # also takes channels-last inputs, so that flattening is a view
-        pieces.append(p.reshape(-1))
-    return torch.cat(pieces)
+        columns.append(p.reshape(-1))
+    return torch.cat(columns)
 
 
 class Stack:

@@ -31,25 +31,25 @@ CASES = [(loop, setting, kind) for setting in "AB" for kind in ("uint8", "float3
 
 def given(setting: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the images of all clients in order, and their labels; their values do not matter here."""
-    draws, one = np.random.default_rng(0), SETTINGS[setting]
-    count = one["clients"] * one["per_client"]
+    draws, values = np.random.default_rng(0), SETTINGS[setting]
+    count = values["clients"] * values["per_client"]
     x = np.empty((count, 32, 32, 3), kind)
-    for first in range(0, count, 1000):
-        x[first : first + 1000] = draws.integers(0, 256, x[first : first + 1000].shape, dtype=np.uint8)
+    for begin in range(0, count, 1000):
+        x[begin : begin + 1000] = draws.integers(0, 256, x[begin : begin + 1000].shape, dtype=np.uint8)
     return x, draws.integers(0, 10, count)
 
 
 def apart(x: np.ndarray, y: np.ndarray, per_client: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return separate arrays for each client."""
-    rows = [slice(first, first + per_client) for first in range(0, len(x), per_client)]
+    rows = [slice(begin, begin + per_client) for begin in range(0, len(x), per_client)]
     return [(x[own].copy(), y[own].copy()) for own in rows]
 
 
 def mapped(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """Create clients over sparse files of ``GIGABYTES`` in total, which use no disk space but need memory when read."""
     count = GIGABYTES * 10**9 // (EACH * 32 * 32 * 3)
-    whole = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (count * EACH, 32, 32, 3))
-    del whole
+    images = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (count * EACH, 32, 32, 3))
+    del images
     x = np.load(folder / "x.npy", mmap_mode="r")
     y = np.random.default_rng(0).integers(0, 10, len(x))
     return [(x[k : k + EACH], y[k : k + EACH]) for k in range(0, len(x), EACH)]
@@ -67,12 +67,13 @@ def ours(clients: list[tuple[np.ndarray, np.ndarray]], setting: str, **options: 
     """Run the same through the public interface, which also evaluates."""
     import unskew
 
-    one = SETTINGS[setting]
+    values = SETTINGS[setting]
     x, y = clients[0]
     fed = unskew.Federation.from_arrays(clients, test=(x[:500], y[:500]), classes=10, **options)
     unskew.run(
-        federation=fed, model="cnn", method="fedavg", engine="processes", rounds=ROUNDS, seed=1, lr=one["lr"],
-        local_steps=one["steps"], batch_size=one["batch"], participation=one["cohort"] / len(clients), eval_clients=10,
+        federation=fed, model="cnn", method="fedavg", engine="processes", rounds=ROUNDS, seed=1, lr=values["lr"],
+        local_steps=values["steps"], batch_size=values["batch"], participation=values["cohort"] / len(clients),
+        eval_clients=10,
     )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ SETTINGS = {
 
 def measurements(figures: dict[str, Any]) -> str:
     """Return the measurement section of the page on engines."""
-    m = figures["machine"]
+    info = figures["machine"]
     text = [
-        f"Measured on {m['cores']} cores ({m['cpu']}), Python {m['python']}, torch {m['torch']}, with "
+        f"Measured on {info['cores']} cores ({info['cpu']}), Python {info['python']}, torch {info['torch']}, with "
         f"{figures['images']} images, by `make bench`. The numbers are medians; the loops are measured in turn, each in its "
         "own process. A round does not include evaluation. The speed of this virtual machine varies: on other days the same "
         "loops ran up to 2.2 times as many rounds per second. Compare only ratios within one table. FedAvg with CNN-A "

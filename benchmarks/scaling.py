@@ -97,8 +97,10 @@ def client_table(machine: Constants) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for clients in CLIENTS:
-        draw, held, kept = clients * machine.draw, 16 * clients / 1e6, 4 * MODELS["11M"] * clients / 1e12
-        lines.append(f"| {clients:,} | {draw:.4f} s | {held:,.2f} MB | {kept:,.2f} TB | {clients // 1000:,} folders |")
+        draw, offsets, stored = clients * machine.draw, 16 * clients / 1e6, 4 * MODELS["11M"] * clients / 1e12
+        lines.append(
+            f"| {clients:,} | {draw:.4f} s | {offsets:,.2f} MB | {stored:,.2f} TB | {clients // 1000:,} folders |"
+        )
     return lines
 
 
@@ -108,8 +110,8 @@ def saturation(machine: Constants) -> list[str]:
     for name, size in MODELS.items():
         best = min(NODES, key=lambda nodes: seconds(parts(machine, nodes, size, COHORT, WORKERS, TRAINING)))
         more = parts(machine, 2 * best, size, COHORT, WORKERS, TRAINING)
-        there = seconds(parts(machine, best, size, COHORT, WORKERS, TRAINING))
-        lines.append(f"| {name} | {best:,} | {limit(more)} | {there:,.1f} |")
+        shortest = seconds(parts(machine, best, size, COHORT, WORKERS, TRAINING))
+        lines.append(f"| {name} | {best:,} | {limit(more)} | {shortest:,.1f} |")
     return lines
 
 
@@ -121,20 +123,20 @@ def page_of(name: str) -> Path:
     return ROOT / "docs" / f"{name}.md"
 
 
-def constants_of(kept: dict[str, Any] | None) -> Constants:
+def constants_of(stored: dict[str, Any] | None) -> Constants:
     """Return the measured constants, with assumptions for the others."""
-    told = (kept or {}).get("constants", {})
-    return Constants(**{one.name: told[one.name] for one in fields(Constants) if one.name in told})
+    measured = (stored or {}).get("constants", {})
+    return Constants(**{one.name: measured[one.name] for one in fields(Constants) if one.name in measured})
 
 
-def said(kept: dict[str, Any] | None) -> list[str]:
+def said(stored: dict[str, Any] | None) -> list[str]:
     """Return sentences on the origin of the constants."""
-    of = constants_of(kept)
+    of = constants_of(stored)
     text = (
         f"`task` {1000 * of.task:.2f} ms, `store` {of.store / 1e9:.2f} GB/s, `link` {of.link / 1e9:.2f} GB/s, `add` "
         f"{of.add / 1e9:.0f} GB/s, `draw` {1e9 * of.draw:.0f} ns. "
     )
-    if kept and kept.get("constants"):
+    if stored and stored.get("constants"):
         text += (
             "The first two are measured on one machine, as [below](cluster.md#what-it-costs). `link` comes from a trial"
         )
@@ -145,9 +147,9 @@ def said(kept: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def scaling_tables(kept: dict[str, Any] | None) -> dict[str, list[str]]:
+def scaling_tables(stored: dict[str, Any] | None) -> dict[str, list[str]]:
     """Return the tables of ``docs/scaling.md`` by their marks."""
-    return {name: make(constants_of(kept)) for name, make in TABLES.items()} | {"constants": said(kept)}
+    return {name: make(constants_of(stored)) for name, make in TABLES.items()} | {"constants": said(stored)}
 
 
 def filled(text: str, tables: dict[str, list[str]]) -> str:
@@ -160,9 +162,9 @@ def filled(text: str, tables: dict[str, list[str]]) -> str:
     return text
 
 
-def write_pages(kept: dict[str, Any] | None, pages: dict[Path, dict[str, list[str]]]) -> None:
+def write_pages(stored: dict[str, Any] | None, pages: dict[Path, dict[str, list[str]]]) -> None:
     """Write the tables of pages, including those of ``docs/scaling.md``."""
-    for page, tables in {**pages, page_of("scaling"): scaling_tables(kept)}.items():
+    for page, tables in {**pages, page_of("scaling"): scaling_tables(stored)}.items():
         page.write_text(filled(page.read_text(), tables))
 
 
@@ -171,8 +173,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--constants", type=Path, default=RESULTS)
     args = parser.parse_args()
-    kept = json.loads(args.constants.read_text()) if args.constants.exists() else None
-    print("\n\n".join("\n".join(lines) for lines in scaling_tables(kept).values()))
+    stored = json.loads(args.constants.read_text()) if args.constants.exists() else None
+    print("\n\n".join("\n".join(lines) for lines in scaling_tables(stored).values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pictures of reports in the documentation: ``python -m benchmarks.screenshots`` runs what they show and takes them anew.
+"""Pictures of reports in the documentation: ``python -m benchmarks.screenshots`` runs what they show and takes them again.
 
 ``report.png`` shows the report of the demo, ``hospitals.png`` that of ``examples/hospitals.py``. Takes about a minute.
 """
@@ -23,7 +23,7 @@ def main() -> None:
         for command in (example, [sys.executable, "-m", "unskew", "report", "hospitals"]):
             subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
         take_screenshot(folder / "hospitals" / "report.html", ASSETS / "hospitals.png", size=(1280, 1000))
-    print("report.png and hospitals.png in docs/assets were taken anew.")
+    print("report.png and hospitals.png in docs/assets were taken again.")
 
 
 if __name__ == "__main__":

@@ -116,24 +116,24 @@ def speed(x: np.ndarray, y: np.ndarray, repetitions: int, rounds: int) -> list[d
     rows = []
     for name, setting in SETTINGS.items():
         fed = federation_of(x, y, setting["clients"], setting["per_client"])
-        mine = {k: v for k, v in setting.items() if k not in ("clients", "per_client")}
+        options = {k: v for k, v in setting.items() if k not in ("clients", "per_client")}
         loops: dict[str, Callable[[], Any]] = {
             "(a) researcher's loop": partial(ResearcherLoop, x, y, **setting),
             "(b) tuned loop, 2 threads": partial(TunedLoop, x, y, **setting, mode="threads"),
             "(b) tuned loop, 2 processes": partial(TunedLoop, x, y, **setting, mode="processes"),
             "(c) made for this model": partial(TunedLoop, x, y, **setting, trainer=HandmadeTrainer),
             "(c) and 5 clients as one": partial(TunedLoop, x, y, **setting, trainer=HandmadeTogether),
-            "unskew, inline": partial(UnskewLoop, fed, **mine, engine="inline"),
-            "unskew, processes": partial(UnskewLoop, fed, **mine, engine="processes"),
+            "unskew, inline": partial(UnskewLoop, fed, **options, engine="inline"),
+            "unskew, processes": partial(UnskewLoop, fed, **options, engine="processes"),
         }
         for spelling in ("fedavg", "scaffold", "fedprox"):
             loops[f"unskew, processes, together, {spelling}"] = partial(
                 UnskewLoop,
                 fed,
-                **mine,
+                **options,
                 engine="processes",
                 spelling=spelling,
-                clients_per_group=clients_per_group(mine["cohort"]),
+                clients_per_group=clients_per_group(options["cohort"]),
             )
         memory: dict[str, float] = {}
         seconds = measure(loops, repetitions, rounds, memory=memory)
@@ -157,8 +157,8 @@ class Registered(Sequence[ClientData]):
         return self.clients
 
     def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
-        first = k % (len(self.y) // self.per_client) * self.per_client
-        rows, none = slice(first, first + self.per_client), slice(0, 0)
+        offset = k % (len(self.y) // self.per_client) * self.per_client
+        rows, none = slice(offset, offset + self.per_client), slice(0, 0)
         return ClientData(k, self.x[rows], self.y[rows], self.x[none], self.y[none])
 
 

@@ -59,10 +59,10 @@ def cell(numbers: list[float | None] | None, which: int) -> str:
     return f"{value:.3f}" if value >= 1e-3 else f"{value:.0e}"
 
 
-def table(found: dict[str, dict], which: int, titles: list[str]) -> str:
+def table(reports: dict[str, dict], which: int, titles: list[str]) -> str:
     """Format a table in Markdown, with a row per library."""
     rows = [["library", *titles], ["---"] * (len(titles) + 1)]
-    for library, one in found.items():
+    for library, one in reports.items():
         if "skipped" not in one:
             cells = [cell(one["cases"].get(title), which) for title in titles]
             rows.append([f"{library} {one['version']}".strip(), *cells])
@@ -76,28 +76,30 @@ def main() -> int:
     for library in CHECKOUTS:
         parser.add_argument(f"--{library.replace('_', '-')}", type=Path, metavar="CHECKOUT")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="time limit per library (default: %(default)s)")
-    given = parser.parse_args()
-    if not given.minutes > 0:
-        parser.error(f"--minutes must be above 0, not {given.minutes:g}")
-    if unknown := set(given.libraries) - set(LIBRARIES):
+    arguments = parser.parse_args()
+    if not arguments.minutes > 0:
+        parser.error(f"--minutes must be above 0, not {arguments.minutes:g}")
+    if unknown := set(arguments.libraries) - set(LIBRARIES):
         parser.error(f"no adapter for {', '.join(sorted(unknown))}; there are {', '.join(LIBRARIES)}")
     reference = {title: list(measured(paper, asked, FIRST)) for title, asked in TABLE.items()}
-    found: dict[str, dict] = {"the papers": {"version": "", "cases": reference}}
-    for library in given.libraries or LIBRARIES:
+    reports: dict[str, dict] = {"the papers": {"version": "", "cases": reference}}
+    for library in arguments.libraries or LIBRARIES:
         print(f"{library} ...", file=sys.stderr, flush=True)
-        found[library] = outcome(library, getattr(given, library, None), given.minutes)
+        reports[library] = outcome(library, getattr(arguments, library, None), arguments.minutes)
     print(f"{date.today()}, Python {platform.python_version()}\n")
-    print(f"Largest difference from the paper's model in the first {FIRST} rounds\n\n{table(found, 0, list(TABLE))}\n")
+    print(
+        f"Largest difference from the paper's model in the first {FIRST} rounds\n\n{table(reports, 0, list(TABLE))}\n"
+    )
     last = [title for title, asked in TABLE.items() if asked.rounds > FIRST]
-    print(f"Distance from the optimum after the last round\n\n{table(found, 1, last)}\n")
-    for library, one in found.items():
+    print(f"Distance from the optimum after the last round\n\n{table(reports, 1, last)}\n")
+    for library, one in reports.items():
         if "skipped" in one:
             print(f"{library}: not run, {one['skipped']}.")
         for title, (words, apart) in one.get("causes", {}).items():
             print(f"{library}, {title}: {words}; with this change the paper's first rounds differ by {apart:.0e}.")
         for title, error in one.get("errors", {}).items():
             print(f"{library}, {title}: {error}")
-    return int(any("skipped" in found[library] for library in given.libraries or ["unskew"]))
+    return int(any("skipped" in reports[library] for library in arguments.libraries or ["unskew"]))
 
 
 if __name__ == "__main__":

@@ -32,16 +32,16 @@ def follows_the_paper(run: Runner, method: str, participation: float) -> float:
 
 def one_step_is_gradient_descent(run: Runner, method: str) -> float:
     """Compare a round of one local step with a step of gradient descent on the mean objective."""
-    asked = case(method, rounds=3, steps=1)
-    path = descent(asked.make(), 3, asked.lr, "uniform")
-    return max(float(np.abs(a - b).max()) for a, b in zip(run(asked).models, path, strict=True))
+    test_case = case(method, rounds=3, steps=1)
+    path = descent(test_case.make(), 3, test_case.lr, "uniform")
+    return max(float(np.abs(a - b).max()) for a, b in zip(run(test_case).models, path, strict=True))
 
 
 def equal_clients_are_one(run: Runner, method: str) -> float:
     """If all clients have the same data, compare a round with the same number of steps of gradient descent."""
-    asked = replace(case(method, rounds=3, steps=2), make=equal_clients)
-    path = descent(asked.make(), 6, asked.lr, "uniform")[1::2]
-    return max(float(np.abs(a - b).max()) for a, b in zip(run(asked).models, path, strict=True))
+    test_case = replace(case(method, rounds=3, steps=2), make=equal_clients)
+    path = descent(test_case.make(), 6, test_case.lr, "uniform")[1::2]
+    return max(float(np.abs(a - b).max()) for a, b in zip(run(test_case).models, path, strict=True))
 
 
 def no_proximal_term_is_fedavg(run: Runner) -> float:
@@ -53,22 +53,22 @@ def no_proximal_term_is_fedavg(run: Runner) -> float:
 
 def fedprox_by_mu(run: Runner, rounds: int = 20) -> list[float]:
     """Return distances from the optimum for increasing ``mu``; they must decrease, as the term limits client drift."""
-    asked = case("fedprox", rounds=rounds)
+    test_case = case("fedprox", rounds=rounds)
     mus = [0.0, 0.5, 1.0]
-    return [distance(run(replace(asked, options={"mu": mu})).models[-1], asked.make()) for mu in mus]
+    return [distance(run(replace(test_case, options={"mu": mu})).models[-1], test_case.make()) for mu in mus]
 
 
 def weights_name_the_objective(run: Runner, method: str, weights: str, participation: float = 1.0) -> float:
     """With clients of unequal sizes, compare the trajectory with the paper's for these weights."""
-    asked = case(method, rounds=3, steps=2, weights=weights, participation=participation)
-    return deviation(run, replace(asked, make=unequal_sizes))
+    test_case = case(method, rounds=3, steps=2, weights=weights, participation=participation)
+    return deviation(run, replace(test_case, make=unequal_sizes))
 
 
 def one_step_descends_the_objective(run: Runner, weights: str) -> float:
     """With clients of unequal sizes, compare one local step of FedAvg with gradient descent for these weights."""
-    asked = case("fedavg", rounds=3, steps=1, weights=weights)
-    path = descent(unequal_sizes(), 3, asked.lr, weights)
-    models = run(replace(asked, make=unequal_sizes)).models
+    test_case = case("fedavg", rounds=3, steps=1, weights=weights)
+    path = descent(unequal_sizes(), 3, test_case.lr, weights)
+    models = run(replace(test_case, make=unequal_sizes)).models
     return max(float(np.abs(a - b).max()) for a, b in zip(models, path, strict=True))
 
 
@@ -79,6 +79,6 @@ def unequal_steps(run: Runner, method: str) -> float:
 
 def fixed_point(run: Runner, method: str, weights: str, participation: float, rounds: int) -> dict[str, float]:
     """Return the distance of the final model from each of the two optima, with clients of unequal sizes."""
-    asked = case(method, rounds=rounds, weights=weights, participation=participation)
-    last = run(replace(asked, make=unequal_sizes)).models[-1]
+    test_case = case(method, rounds=rounds, weights=weights, participation=participation)
+    last = run(replace(test_case, make=unequal_sizes)).models[-1]
     return {name: distance(last, unequal_sizes(), name) for name in ("uniform", "samples")}

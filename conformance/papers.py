@@ -266,9 +266,9 @@ def fedntd(run: Run, beta: float, temperature: float) -> Iterator[Array]:
             def others(w: Array, inputs: Array = inputs, other: NDArray[np.bool_] = other) -> Array:
                 return softmax(np.where(other, inputs @ w.T / temperature, -np.inf))
 
-            kept = others(x)
+            others_mean = others(x)
             y[k] = run.local(
-                k, x, lambda g, w, i=inputs, q=kept, f=others: g + beta * temperature * (f(w) - q).T @ i / len(i)
+                k, x, lambda g, w, i=inputs, q=others_mean, f=others: g + beta * temperature * (f(w) - q).T @ i / len(i)
             )
         x = run.mean(y)
         yield x

@@ -66,8 +66,8 @@ class Problem:
             for k, share in enumerate(self.shares(weights)):
                 p = softmax(self.x[k] @ w.T)
                 curvature = p[:, :, None] * (np.eye(CLASSES) - p[:, None, :])
-                pieces = np.einsum("nab,ni,nj->aibj", curvature, self.x[k], self.x[k]) / len(p)
-                g, h = g + share * self.gradient(k, w), h + share * pieces.reshape(h.shape)
+                blocks = np.einsum("nab,ni,nj->aibj", curvature, self.x[k], self.x[k]) / len(p)
+                g, h = g + share * self.gradient(k, w), h + share * blocks.reshape(h.shape)
             w = w - np.linalg.lstsq(h, g.ravel(), rcond=1e-12)[0].reshape(w.shape)
         return w
 
@@ -98,15 +98,15 @@ def problem(sizes: tuple[int, ...] = (40,) * CLIENTS, seed: int = 0) -> Problem:
 
 def equal_clients() -> Problem:
     """Create clients that all have the same samples."""
-    one = problem()
-    return Problem((one.x[0],) * CLIENTS, (one.y[0],) * CLIENTS)
+    equal = problem()
+    return Problem((equal.x[0],) * CLIENTS, (equal.y[0],) * CLIENTS)
 
 
 def repeated_points(copies: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)) -> Problem:
     """Create clients with copies of one sample: with batches of one, a client takes one equal step per copy."""
-    one = problem()
-    xs = (np.repeat(x[:1], n, axis=0) for x, n in zip(one.x, copies, strict=True))
-    return Problem(tuple(xs), tuple(np.repeat(y[:1], n) for y, n in zip(one.y, copies, strict=True)))
+    equal = problem()
+    xs = (np.repeat(x[:1], n, axis=0) for x, n in zip(equal.x, copies, strict=True))
+    return Problem(tuple(xs), tuple(np.repeat(y[:1], n) for y, n in zip(equal.y, copies, strict=True)))
 
 
 @dataclass(frozen=True)

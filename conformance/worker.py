@@ -18,7 +18,7 @@ def main(name: str, out: str, checkout: str | None = None) -> None:
     library = importlib.import_module(f"conformance.adapters.{name}")
     if checkout is not None:
         library.use(Path(checkout))
-    found: dict[str, object] = {"version": library.version(), "cases": {}, "causes": {}, "errors": {}}
+    report: dict[str, object] = {"version": library.version(), "cases": {}, "causes": {}, "errors": {}}
     for title, asked in TABLE.items():
         if asked.method not in library.METHODS:
             continue
@@ -26,13 +26,13 @@ def main(name: str, out: str, checkout: str | None = None) -> None:
             numbers = measured(library.run, asked, FIRST)
         except Exception as error:
             traceback.print_exc()
-            found["errors"][title] = f"{type(error).__name__}: {error}"
+            report["errors"][title] = f"{type(error).__name__}: {error}"
             continue
-        found["cases"][title] = [x if math.isfinite(x) else None for x in numbers]
+        report["cases"][title] = [x if math.isfinite(x) else None for x in numbers]
         if asked.method in CAUSES.get(name, {}):
             words, changed = CAUSES[name][asked.method]
-            found["causes"][title] = [words, reproduced(library.run, asked, changed)]
-    Path(out).write_text(json.dumps(found, indent=1) + "\n")
+            report["causes"][title] = [words, reproduced(library.run, asked, changed)]
+    Path(out).write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

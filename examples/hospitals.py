@@ -60,8 +60,8 @@ def table(title, result, names):
     """Mean and standard deviation over seeds."""
     print(f"\n{title}")
     for row in result.rows():
-        there = [name for name in names if row[name] is not None]  # not every method has personal models
-        figures = (f"{name} {row[name]:.3f} ± {row[name + '_std']:.3f}" for name in there)
+        rated = [name for name in names if row[name] is not None]  # not every method has personal models
+        figures = (f"{name} {row[name]:.3f} ± {row[name + '_std']:.3f}" for name in rated)
         print(f"  {row['method']:<10}", "   ".join(figures))
 
 
@@ -75,40 +75,40 @@ def main():
     options.add_argument("--out", type=Path, default=Path("hospitals"))
     options.add_argument("--seeds", type=int, default=3)
     options.add_argument("--rounds", type=int, default=40)
-    given = options.parse_args()
-    given.out.mkdir(parents=True)
+    arguments = options.parse_args()
+    arguments.out.mkdir(parents=True)
     draws = np.random.default_rng(0)
-    shared = {"seeds": given.seeds, "rounds": given.rounds, "local_steps": 10, **SETTINGS}
+    shared = {"seeds": arguments.seeds, "rounds": arguments.rounds, "local_steps": 10, **SETTINGS}
 
     sick = unskew.compare(
-        data=str(tumours(given.out, draws)),
+        data=str(tumours(arguments.out, draws)),
         label="malignant",
         categories="device",
         class_weights="balanced",
         metrics="auroc,auprc,f1,balanced_accuracy,ece,recall",
         methods=["fedavg", "scaffold", "ditto"],
-        out=given.out / "malignant",
+        out=arguments.out / "malignant",
         **shared,
     )
     table("Malignant tumours", sick, ["accuracy", "auroc", "auprc", "f1", "ece", "recall/yes", *worst("accuracy")])
 
     course = unskew.compare(
-        data=str(diabetes(given.out, draws)),
+        data=str(diabetes(arguments.out, draws)),
         task="regression",
         label="progression",
         categories="device,sex",
         loss="huber",
         methods=["fedavg", "scaffold", "ditto"],
-        out=given.out / "progression",
+        out=arguments.out / "progression",
         **shared,
     )
     table("Progression of diabetes", course, ["r2", "mae", "rmse", *worst("r2")])
 
     # The model in use: rows as hospitals have them, with another order of columns, gaps and a device that is new.
-    new = given.out / "new.csv"
+    new = arguments.out / "new.csv"
     rows = ["2,A1,59,32.1,101,157,93.2,38,4,4.86,87", "1,X9,48,,87,183,,70,3,,69"]
     new.write_text("\n".join(["sex,device,age,bmi,bp,s1,s2,s3,s4,s5,s6", *rows]) + "\n")
-    predictor = unskew.load_predictor(given.out / "progression" / "fedavg" / "seed-0")
+    predictor = unskew.load_predictor(arguments.out / "progression" / "fedavg" / "seed-0")
     print("\nTwo new patients:", [round(value) for value in predictor.predict_file(new)])
 
 

@@ -27,20 +27,20 @@ def _losses(w: jax.Array, batch: dict[str, jax.Array], rng: object = None) -> ja
 
 def run(case: Case) -> Trace:
     """Pass the clients to the algorithm round by round."""
-    one = case.make()
+    task = case.make()
     client = fedjax.optimizers.sgd(case.lr)
     server = fedjax.optimizers.sgd(1.0, momentum=case.options.get("beta", 0.0) or None)
-    batches = fedjax.ShuffleRepeatBatchHParams(batch_size=max(one.sizes), num_epochs=case.steps)
+    batches = fedjax.ShuffleRepeatBatchHParams(batch_size=max(task.sizes), num_epochs=case.steps)
     if case.method == "fedprox":
         algorithm = fed_prox.fed_prox(_losses, client, server, batches, proximal_weight=case.options["mu"])
     elif case.method == "mime":
-        whole = fedjax.PaddedBatchHParams(batch_size=max(one.sizes))
-        algorithm = mime.mime(_losses, client, batches, whole, server_learning_rate=1.0)
+        full_batch = fedjax.PaddedBatchHParams(batch_size=max(task.sizes))
+        algorithm = mime.mime(_losses, client, batches, full_batch, server_learning_rate=1.0)
     else:
         grad = jax.grad(lambda w, batch, rng: _losses(w, batch).mean())
         algorithm = fed_avg.federated_averaging(grad, client, server, batches)
-    data = [fedjax.ClientDataset({"x": x, "y": y}) for x, y in zip(one.x, one.y, strict=True)]
-    state, models, key = algorithm.init(jnp.asarray(one.start())), [], jax.random.PRNGKey(0)
+    data = [fedjax.ClientDataset({"x": x, "y": y}) for x, y in zip(task.x, task.y, strict=True)]
+    state, models, key = algorithm.init(jnp.asarray(task.start())), [], jax.random.PRNGKey(0)
     for cohort in case.cohorts:
         state, _ = algorithm.apply(state, [(str(k).encode(), data[k], key) for k in cohort])
         models.append(np.asarray(state.params))

@@ -22,8 +22,8 @@ class _Data:
     """Data set interface that a trainer expects."""
 
     def __init__(self, case: Case):
-        one = case.make()
-        self.clients = [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(one.x, one.y, strict=True)]
+        task = case.make()
+        self.clients = [TensorDataset(torch.tensor(x), torch.tensor(y)) for x, y in zip(task.x, task.y, strict=True)]
 
     def get_dataloader(self, client: int, batch_size: int) -> DataLoader:
         return DataLoader(self.clients[client], batch_size, shuffle=True)
@@ -39,25 +39,25 @@ PARTS = {
 
 def run(case: Case) -> Trace:
     """Run the steps of the library's own pipeline, with our cohorts."""
-    one = case.make()
-    model = torch.nn.Linear(one.x[0].shape[1], one.start().shape[0], bias=False).double()
+    task = case.make()
+    model = torch.nn.Linear(task.x[0].shape[1], task.start().shape[0], bias=False).double()
     torch.nn.init.zeros_(model.weight)
     handler_class, trainer_class = PARTS[case.method]
     handler = handler_class(model, case.rounds, case.participation)
-    trainer = trainer_class(model, one.clients)
-    handler.num_clients = one.clients
+    trainer = trainer_class(model, task.clients)
+    handler.num_clients = task.clients
     if case.method == "scaffold":
         handler.setup_optim(lr=1.0)
     elif case.method == "feddyn":
         handler.setup_optim(**case.options)
     trainer.setup_dataset(_Data(case))
-    trainer.setup_optim(case.steps, max(one.sizes), case.lr, **case.options)
+    trainer.setup_optim(case.steps, max(task.sizes), case.lr, **case.options)
     models = []
     for cohort in case.cohorts:
         trainer.local_process(handler.downlink_package, cohort)
         for pack in trainer.uplink_package:
             handler.load(pack)
-        models.append(handler.model_parameters.numpy().reshape(one.start().shape).copy())
+        models.append(handler.model_parameters.numpy().reshape(task.start().shape).copy())
     return Trace(models, case.cohorts)
 
 

@@ -70,25 +70,25 @@ def _pfedme(options: dict[str, float]) -> dict[str, float]:
 
 def run(case: Case) -> Trace:
     """Run each round: packages to the clients, their training, the server's aggregation."""
-    one = case.make()
+    task = case.make()
     importlib.import_module("src.server.fedavg").FedAvgServer.__init__ = _begin
-    net = torch.nn.Linear(one.x[0].shape[1], one.start().shape[0], bias=False).double()
+    net = torch.nn.Linear(task.x[0].shape[1], task.start().shape[0], bias=False).double()
     torch.nn.init.zeros_(net.weight)
     silent = Of(train=False, val=False, test=False, finetune_epoch=0)
     common = Of(
-        use_cuda=False, buffers="global", batch_size=max(one.sizes), local_epoch=case.steps,
+        use_cuda=False, buffers="global", batch_size=max(task.sizes), local_epoch=case.steps,
         reset_optimizer_on_global_epoch=True, client_side_evaluation=False, test=Of(client=silent, server=silent),
     )  # fmt: skip
     args = Of(
-        net=net, clients=one.clients, common=common, optimizer=Of(lr=case.lr), scaffold=Of(global_lr=1.0),
+        net=net, clients=task.clients, common=common, optimizer=Of(lr=case.lr), scaffold=Of(global_lr=1.0),
         fedprox=Of(mu=case.options.get("mu")), feddyn=Of(alpha=case.options.get("alpha"), max_grad_norm=1e9),
         pfedme=Of(**_pfedme(case.options)) if case.method == "pfedme" else None,
     )  # fmt: skip
     module, _, name = SERVERS[case.method].partition(".")
     server = getattr(importlib.import_module(f"src.server.{module}"), name)(args)
-    edges = torch.tensor((0, *one.sizes)).cumsum(0).tolist()
+    edges = torch.tensor((0, *task.sizes)).cumsum(0).tolist()
     indices = [{"train": list(range(a, b)), "val": [], "test": []} for a, b in pairwise(edges)]
-    data = _Samples(torch.cat([torch.tensor(x) for x in one.x]), torch.cat([torch.tensor(y) for y in one.y]))
+    data = _Samples(torch.cat([torch.tensor(x) for x in task.x]), torch.cat([torch.tensor(y) for y in task.y]))
     sgd = partial(torch.optim.SGD, lr=case.lr, weight_decay=case.options.get("weight_decay", 0.0))
     client = server.client_cls(
         model=net, optimizer_cls=sgd, lr_scheduler_cls=None, args=args, dataset=data, data_indices=indices,

@@ -47,13 +47,13 @@ class _Onlooker(TrainingProcessCallback):
 
 def run(case: Case) -> Trace:
     """Run the library's own loop, with a sampler that returns our cohorts."""
-    one = case.make()
-    module = _Softmax(one.x[0].shape[1], one.start().shape[0], bias=False).double()
+    task = case.make()
+    module = _Softmax(task.x[0].shape[1], task.start().shape[0], bias=False).double()
     torch.nn.init.zeros_(module.weight)
     model = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), 1.0))
     data = [
         PyTorchTensorDataset((torch.tensor(x), torch.tensor(y)), user_id=str(k))
-        for k, (x, y) in enumerate(zip(one.x, one.y, strict=True))
+        for k, (x, y) in enumerate(zip(task.x, task.y, strict=True))
     ]
     order = iter([k for cohort in case.cohorts for k in cohort])
     federated = FederatedDataset(data.__getitem__, lambda: next(order))
@@ -69,7 +69,7 @@ def run(case: Case) -> Trace:
         option = {"use_gradient_as_control_variate": case.method == "scaffold-1"}
         storage = InMemoryUserStateStorage()
         algorithm = SCAFFOLD()
-        params = SCAFFOLDParams(**budget, population=one.clients, user_state_storage=storage, **option)
+        params = SCAFFOLDParams(**budget, population=task.clients, user_state_storage=storage, **option)
     else:
         algorithm, params = FederatedAveraging(), NNAlgorithmParams(**budget)
     training = NNTrainHyperParams(local_batch_size=None, local_num_epochs=case.steps, local_learning_rate=case.lr)

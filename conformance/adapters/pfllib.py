@@ -39,18 +39,18 @@ def use(checkout: Path) -> None:
 
 def run(case: Case) -> Trace:
     """Run the steps of a server's ``train`` in each round, with our cohorts; the library stores inputs as float32."""
-    one = case.make()
+    task = case.make()
     for kind in ("train", "test"):
         folder = Path("../dataset/softmax") / kind
         folder.mkdir(parents=True, exist_ok=True)
-        for k, (x, y) in enumerate(zip(one.x, one.y, strict=True)):
+        for k, (x, y) in enumerate(zip(task.x, task.y, strict=True)):
             np.savez(folder / f"{k}.npz", data=np.array({"x": x, "y": y}, dtype=object))
-    model = torch.nn.Linear(one.x[0].shape[1], one.start().shape[0], bias=False)
+    model = torch.nn.Linear(task.x[0].shape[1], task.start().shape[0], bias=False)
     torch.nn.init.zeros_(model.weight)
-    given = {
-        "model": model, "device": "cpu", "dataset": "softmax", "num_classes": one.start().shape[0],
-        "global_rounds": case.rounds, "local_epochs": case.steps, "batch_size": max(one.sizes),
-        "local_learning_rate": case.lr, "num_clients": one.clients, "join_ratio": case.participation,
+    arguments = {
+        "model": model, "device": "cpu", "dataset": "softmax", "num_classes": task.start().shape[0],
+        "global_rounds": case.rounds, "local_epochs": case.steps, "batch_size": max(task.sizes),
+        "local_learning_rate": case.lr, "num_clients": task.clients, "join_ratio": case.participation,
         "random_join_ratio": False, "few_shot": 0, "algorithm": case.method, "time_select": False, "goal": "",
         "time_threthold": 10_000, "save_folder_name": "", "top_cnt": 100, "auto_break": False, "eval_gap": 1,
         "client_drop_rate": 0.0, "train_slow_rate": 0.0, "send_slow_rate": 0.0, "dlg_eval": False, "dlg_gap": 1,
@@ -67,7 +67,7 @@ def run(case: Case) -> Trace:
             "p_learning_rate": options["eta_p"],
             "beta": options["beta"],
         }
-    server = server_class(SimpleNamespace(**{**given, **options}), 0)
+    server = server_class(SimpleNamespace(**{**arguments, **options}), 0)
     models = []
     for cohort in case.cohorts:
         server.selected_clients = [server.clients[k] for k in cohort]

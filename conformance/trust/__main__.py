@@ -62,13 +62,13 @@ def main() -> int:
     for comparison in (comparison for comparisons in SECTIONS.values() for comparison in comparisons):
         library = results["libraries"].get(comparison.library, {})
         if "values" in library:
-            found = comparison.differences(library["values"])
-            results["differences"][comparison.library][comparison.title] = found
+            measured = comparison.differences(library["values"])
+            results["differences"][comparison.library][comparison.title] = measured
     RESULTS.write_text(json.dumps(results, separators=(",", ":")) + "\n")
     print(table(results))
-    for library, found in results["libraries"].items():
-        if "skipped" in found:
-            print(f"{library}: not run, {found['skipped']}.")
+    for library, measured in results["libraries"].items():
+        if "skipped" in measured:
+            print(f"{library}: not run, {measured['skipped']}.")
     skipped = any("skipped" in results["libraries"][library] for library in options.libraries or LIBRARIES)
     return int(skipped or "unexplained" in table(results))
 

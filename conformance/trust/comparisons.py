@@ -59,10 +59,10 @@ class Comparison:
             values: Outputs of the library.
             every: Compare every n-th case only.
         """
-        found = [self._largest(self.ours, values[self.output], every)]
+        largest = [self._largest(self.ours, values[self.output], every)]
         if self.has_change:
-            found.append(self._largest(self.changed or self.ours, values[self.changed_output or self.output], every))
-        return found
+            largest.append(self._largest(self.changed or self.ours, values[self.changed_output or self.output], every))
+        return largest
 
     def _largest(self, function: Function, theirs: list, every: int) -> float:
         assert len(theirs) == len(self.cases), f"{self.library}, {self.title}: run the suite again"
@@ -72,17 +72,17 @@ class Comparison:
             return float("inf")
         return max(float(np.abs(difference).max()) for difference in apart)
 
-    def verdict(self, found: Sequence[float]) -> str:
+    def verdict(self, largest: Sequence[float]) -> str:
         """Return ``agrees``, the cause of a difference that the change removes, or ``unexplained``.
 
         Args:
-            found: Largest differences.
+            largest: Largest differences.
         """
         if self.bound:
-            return self.cause if found[0] <= self.tolerance else "unexplained"
-        if found[0] <= self.tolerance:
+            return self.cause if largest[0] <= self.tolerance else "unexplained"
+        if largest[0] <= self.tolerance:
             return "agrees"
-        return self.cause if self.has_change and found[1] <= self.tolerance else "unexplained"
+        return self.cause if self.has_change and largest[1] <= self.tolerance else "unexplained"
 
 
 SAMPLED, SETTINGS = inputs.sampled_settings(), inputs.exact_settings()

@@ -228,8 +228,8 @@ def attacked(attack: type[Attack], **options: float) -> Callable[[Array], Array]
         attackers = Attackers(attack(clients=clients, **options), len(points), seed=0)
         tensor = torch.from_numpy(points)
         broadcasts = [SimpleNamespace(client=client, up=None) for client in range(len(points))]
-        own = [update_of(client, delta) for client, delta in enumerate(tensor)]
-        *_, last = attackers.replace_updates(0, torch.zeros_like(tensor[0]), broadcasts, own)
+        client_updates = [update_of(client, delta) for client, delta in enumerate(tensor)]
+        *_, last = attackers.replace_updates(0, torch.zeros_like(tensor[0]), broadcasts, client_updates)
         return last.delta.numpy()
 
     return last_update

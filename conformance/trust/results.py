@@ -50,11 +50,11 @@ def table(results: dict[str, Any]) -> str:
     rows = [["library", "compared", "cases", "difference", "with the change", "verdict"], ["---"] * 6]
     for comparisons in SECTIONS.values():
         for comparison in comparisons:
-            found = results["differences"].get(comparison.library, {}).get(comparison.title)
-            if found is None:
+            stored = results["differences"].get(comparison.library, {}).get(comparison.title)
+            if stored is None:
                 continue
             version = results["libraries"][comparison.library]["version"]
-            differences = [number(value) for value in found]
+            differences = [number(value) for value in stored]
             rows.append(
                 [
                     f"{NAMES[comparison.library]} {version}",
@@ -62,7 +62,7 @@ def table(results: dict[str, Any]) -> str:
                     str(len(comparison.cases)),
                     differences[0],
                     differences[1] if len(differences) > 1 else "-",
-                    comparison.verdict(found),
+                    comparison.verdict(stored),
                 ]
             )
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -27,7 +27,7 @@ class TrainsAtServer(ServerRule):
         steps: Mini-batch steps per round, instead of ``epochs``.
         lr: Learning rate at the server; None for the clients'.
         batch: Batch size at the server; None for the clients'.
-        optimizer: Optimizer, created anew in each round; None for the clients'. Its other settings are the clients'.
+        optimizer: Optimizer, created again in each round; None for the clients'. Its other settings are the clients'.
     """
 
     epochs: Annotated[int, Field(ge=0)] | None = None

@@ -23,7 +23,7 @@ class Training:
             None if all training samples count.
         batch_size: Samples per step. The last batch of an epoch may be smaller, unless ``drop_last``.
         drop_last: Whether to skip a smaller last batch, unless it is the only one.
-        optimizer: ``sgd``, ``adam`` or ``adamw``; created anew in every round.
+        optimizer: ``sgd``, ``adam`` or ``adamw``; created again in every round.
         lr: Learning rate, which is multiplied by ``lr_schedule``.
         momentum: Momentum of SGD; 0 for none.
         weight_decay: Weight decay; 0 for none.
