@@ -54,16 +54,16 @@ class Meter:
         except OSError:
             pass
         finally:
-            for channel in (source, sink):
-                channel.close()
+            for end in (source, sink):
+                end.close()
 
 
 def processor_seconds(groups: Sequence[int]) -> float:
     """Return the CPU seconds of the live processes in some process groups."""
     total, tick = 0.0, os.sysconf("SC_CLK_TCK")
-    for site in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (site / "stat").read_text().rpartition(")")[2].split()
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[2]) in groups:
@@ -164,17 +164,17 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
 
         def round(self, row: dict[str, Any]) -> None:
             rows.append(row)
-            assert site.main is not None, "it was started"
-            superlink.append(peak_of(site.main.pid))
+            assert network.main is not None, "it was started"
+            superlink.append(peak_of(network.main.pid))
             crossed.append(meters[0].up + meters[0].down)
 
         def end(self, summary: Any) -> None:
             pass
 
-    site = Metered("benchmark", sites, [config])
+    network = Metered("benchmark", sites, [config])
 
     def stop() -> None:
-        site.close()
+        network.close()
         print(json.dumps({"failed": "it takes more memory than there is"}), flush=True)
         os._exit(0)
 
@@ -182,23 +182,28 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
     memory.start()
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            site.start()
+            network.start()
             end = time.monotonic() + STARTING
-            while not site.connected():
+            while not network.connected():
                 if time.monotonic() > end:
                     return {"failed": f"not all sites were connected within {STARTING:g} s"}
                 time.sleep(0.5)
             time.sleep(5.0)
-            groups, before = [child.pid for child in site.family.children], time.monotonic()
+            groups, before = [child.pid for child in network.family.children], time.monotonic()
             taken = processor_seconds(groups)
             time.sleep(idle)
             share = (processor_seconds(groups) - taken) / (time.monotonic() - before)
             result = run(
-                config, Deployment(max_message_mb=4096.0), Path(scratch) / "run", [Follower()], lambda text: None, site
+                config,
+                Deployment(max_message_mb=4096.0),
+                Path(scratch) / "run",
+                [Follower()],
+                lambda text: None,
+                network,
             )
         finally:
-            site.close()
-            site.forget()
+            network.close()
+            network.forget()
     counted, wire = rows[-1]["bytes_up"] + rows[-1]["bytes_down"], crossed[-1] - crossed[0]
     seconds = [row["seconds"] for row in rows]
     per_round = [after - before for before, after in zip([0.0, *seconds], seconds, strict=False)]

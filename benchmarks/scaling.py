@@ -97,9 +97,9 @@ def client_table(machine: Constants) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for clients in CLIENTS:
-        draw, offsets, stored = clients * machine.draw, 16 * clients / 1e6, 4 * MODELS["11M"] * clients / 1e12
+        draw, partition_mb, variates_tb = clients * machine.draw, 16 * clients / 1e6, 4 * MODELS["11M"] * clients / 1e12
         lines.append(
-            f"| {clients:,} | {draw:.4f} s | {offsets:,.2f} MB | {stored:,.2f} TB | {clients // 1000:,} folders |"
+            f"| {clients:,} | {draw:.4f} s | {partition_mb:,.2f} MB | {variates_tb:,.2f} TB | {clients // 1000:,} folders |"
         )
     return lines
 

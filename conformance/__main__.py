@@ -62,10 +62,10 @@ def cell(numbers: list[float | None] | None, which: int) -> str:
 def table(reports: dict[str, dict], which: int, titles: list[str]) -> str:
     """Format a table in Markdown, with a row per library."""
     rows = [["library", *titles], ["---"] * (len(titles) + 1)]
-    for library, one in reports.items():
-        if "skipped" not in one:
-            cells = [cell(one["cases"].get(title), which) for title in titles]
-            rows.append([f"{library} {one['version']}".strip(), *cells])
+    for library, report in reports.items():
+        if "skipped" not in report:
+            cells = [cell(report["cases"].get(title), which) for title in titles]
+            rows.append([f"{library} {report['version']}".strip(), *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -92,12 +92,12 @@ def main() -> int:
     )
     last = [title for title, asked in TABLE.items() if asked.rounds > FIRST]
     print(f"Distance from the optimum after the last round\n\n{table(reports, 1, last)}\n")
-    for library, one in reports.items():
-        if "skipped" in one:
-            print(f"{library}: not run, {one['skipped']}.")
-        for title, (words, apart) in one.get("causes", {}).items():
+    for library, report in reports.items():
+        if "skipped" in report:
+            print(f"{library}: not run, {report['skipped']}.")
+        for title, (words, apart) in report.get("causes", {}).items():
             print(f"{library}, {title}: {words}; with this change the paper's first rounds differ by {apart:.0e}.")
-        for title, error in one.get("errors", {}).items():
+        for title, error in report.get("errors", {}).items():
             print(f"{library}, {title}: {error}")
     return int(any("skipped" in reports[library] for library in arguments.libraries or ["unskew"]))
 

@@ -98,15 +98,15 @@ def problem(sizes: tuple[int, ...] = (40,) * CLIENTS, seed: int = 0) -> Problem:
 
 def equal_clients() -> Problem:
     """Create clients that all have the same samples."""
-    equal = problem()
-    return Problem((equal.x[0],) * CLIENTS, (equal.y[0],) * CLIENTS)
+    base = problem()
+    return Problem((base.x[0],) * CLIENTS, (base.y[0],) * CLIENTS)
 
 
 def repeated_points(copies: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)) -> Problem:
     """Create clients with copies of one sample: with batches of one, a client takes one equal step per copy."""
-    equal = problem()
-    xs = (np.repeat(x[:1], n, axis=0) for x, n in zip(equal.x, copies, strict=True))
-    return Problem(tuple(xs), tuple(np.repeat(y[:1], n) for y, n in zip(equal.y, copies, strict=True)))
+    base = problem()
+    xs = (np.repeat(x[:1], n, axis=0) for x, n in zip(base.x, copies, strict=True))
+    return Problem(tuple(xs), tuple(np.repeat(y[:1], n) for y, n in zip(base.y, copies, strict=True)))
 
 
 @dataclass(frozen=True)
