@@ -21,11 +21,12 @@ from unskew.deployment.secagg import client as secagg_client
 from unskew.deployment.secagg import crypto
 from unskew.deployment.secagg.client import SecAggClient
 from unskew.deployment.secagg.fixed_point import dequantize
-from unskew.deployment.secagg.ledger import OpenedSumLedger
+from unskew.deployment.secagg.ledger import DataLedger
 from unskew.deployment.secagg.roster import SigningIdentity, read_roster
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.run import resume, run
 from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.messages import BroadcastDigest
 from unskew.errors import EngineError, UnskewError
 from unskew.protocol.messages import ClientState, Update
 
@@ -33,7 +34,7 @@ RUN, SIZE, CHANCE = "0123456789abcdef", 400, 0.25  # five standard deviations of
 SWITCHES = {
     "threshold": lambda patch: patch.setattr(secagg_client, "threshold", lambda sites: sites // 2 + 1),
     "signatures": lambda patch: patch.setattr(secagg_client, "is_signed", lambda *_: True),
-    "ledger": lambda patch: patch.setattr(OpenedSumLedger, "check", lambda *_: None),
+    "ledger": lambda patch: patch.setattr(DataLedger, "_check", lambda *_: None),
 }
 
 
@@ -61,12 +62,11 @@ class World:
             delta = self.updates[k]
             empty = torch.zeros(0)
             update = Update(k, 0, 10, 1.0, delta, empty, {}, ClientState(), {}, {})
-            ledger = OpenedSumLedger(self.folder / f"ledger-{k}.json", RUN)
-            config = self.masks[k].begin(session, update, delta, (models or {}).get(k, model), ledger).config
+            ledger = DataLedger(self.folder / f"ledger-{k}.json", RUN, "an experiment")
+            signed = (models or {}).get(k, model)
+            config = self.masks[k].begin(session, update, delta, BroadcastDigest(signed, signed, {}), ledger).config
             self.ready[str(k)] = [json.loads(config["keys"]), config["signature"]]
-            rows = json.loads(config["parts"])
-            exponents = [row[3] for row in json.loads(self.parts)] if self.parts else [-200] * len(rows)
-            self.parts = json.dumps([[*row[:3], max(row[3], e)] for row, e in zip(rows, exponents, strict=True)])
+            self.parts = config["parts"]
 
     def say(self, k, kind, **config):
         """The site's reply, None if it rejects the message."""
@@ -111,12 +111,12 @@ class World:
 
     def delta(self, total):
         rows = json.loads(self.parts)
-        parts = [secagg_client.SumPart(name, getattr(torch, dtype), tuple(shape), e) for name, dtype, shape, e in rows]
+        parts = [secagg_client.SumPart(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in rows]
         return dequantize(total, parts, len(self.ready))["delta"]
 
 
 def numbers(frame):
-    return np.frombuffer(frame.arrays["masked/x"].data, np.uint32).copy()
+    return np.frombuffer(frame.arrays["masked/x"].data, np.uint64).copy()
 
 
 def secret_of(shares):
@@ -178,15 +178,22 @@ def test_two_sums_of_one_round_are_not_opened(count, off, tmp_path, monkeypatch)
 
 def test_runs_at_the_same_time_do_not_open_two_sums(tmp_path):
     """Both are asked to sign before either is opened."""
-    one, two = (OpenedSumLedger(tmp_path / "sums.json", run) for run in ("a" * 8, "b" * 8))
+    one, two = (DataLedger(tmp_path / "ledger.json", run, f"experiment of {run}") for run in ("a" * 8, "b" * 8))
     for ledger in (one, two):
-        ledger.check(0, (0, 1, 2))
-    one.record(0, (0, 1, 2))
-    with pytest.raises(UnskewError, match="second run"):
-        two.record(0, (0, 1))
+        ledger.check(0, (0, 1, 2), "initial")
+    one.record(0, (0, 1, 2), "initial")
+    with pytest.raises(UnskewError, match=r"set max_runs: 2 in site\.yaml"):
+        two.record(0, (0, 1), "initial")
     with pytest.raises(UnskewError, match="has already opened the sum of clients 0, 1, 2 in round 1"):
-        one.record(0, (0, 1))
-    one.record(1, (0, 1))
+        one.record(0, (0, 1), "another")
+    one.record(1, (0, 1), "another")
+    with pytest.raises(UnskewError, match="or from the same model"):
+        one.record(2, (0, 1), "initial")
+    allowed = replace(two, most=2)
+    with pytest.raises(UnskewError, match="or from the same model"):
+        allowed.record(0, (0, 1), "initial")
+    allowed.record(0, (0, 1, 2), "initial")
+    assert (one.num_opened(), two.num_opened()) == (2, 1)
 
 
 def test_the_same_sum_of_one_round_may_be_opened_again(tmp_path):
@@ -252,7 +259,7 @@ def test_honest_servers_see_no_update_in_what_they_receive(tmp_path):
     world.begin("s")
     world.share()
     for k in range(5):
-        seen = torch.from_numpy(world.mask(k, world.sealed).view(np.int32)[:SIZE].astype(float))
+        seen = torch.from_numpy(world.mask(k, world.sealed).view(np.int64)[:SIZE].astype(float))
         assert cosine(seen, world.updates[k]) < CHANCE
 
 
@@ -399,10 +406,10 @@ def test_a_second_run_of_a_masked_experiment_needs_the_sites_consent(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, **FOUR})
     deployed(tmp_path, place, **FOUR)
     again = replace(with_patience(), run="f" * 16)
-    with pytest.raises(UnskewError, match="To allow a second run, remove"):
+    with pytest.raises(UnskewError, match="To allow another run, set max_runs: 2"):
         deployed(tmp_path / "again", place, again, **FOUR)
-    for path in tmp_path.glob("sites/*/state/sums/*.json"):
-        path.unlink()
+    for site in place.sites:
+        site.config = site.config.model_copy(update={"max_runs": 2})
     deployed(tmp_path / "allowed", place, again, **FOUR)
 
 

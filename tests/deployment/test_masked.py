@@ -97,7 +97,7 @@ def test_the_servers_log_holds_no_single_update(tmp_path):
         for update in updates.values():
             correlation = np.corrcoef(masked[: len(update)], update)[0, 1]
             assert abs(correlation) < 0.2, client
-        assert float(masked.abs().mean()) == pytest.approx(2**30, rel=0.1)  # uniform over all numbers of 32 bits
+        assert float(masked.abs().mean()) == pytest.approx(2**62, rel=0.1)  # uniform over all numbers of 64 bits
     ready = {client: frame for client, frame in place.link.received if frame.kind == "ready"}
     assert not any("loss" in name for frame in ready.values() for name in (*frame.figures, *frame.config))
     total = sum(updates.values()) / sum(frame.config["weight"] for frame in ready.values())
@@ -246,11 +246,11 @@ def test_what_cannot_be_masked_is_refused_before_anything_is_sent(options, error
 
 
 def test_masks_are_added_in_pieces_and_taken_off_again():
-    numbers = np.arange(10, dtype=np.uint32)
-    masks = [np.full(4, 2**32 - 1, np.uint32), np.full(6, 7, np.uint32)]
+    numbers = np.arange(10, dtype=np.uint64)
+    masks = [np.full(4, 2**64 - 1, np.uint64), np.full(6, 7, np.uint64)]
     whole = numbers.copy()
     apply_mask(whole, iter(masks), add=True)
-    assert whole.tolist() == [2**32 - 1, 0, 1, 2, 11, 12, 13, 14, 15, 16]
+    assert whole.tolist() == [2**64 - 1, 0, 1, 2, 11, 12, 13, 14, 15, 16]
     apply_mask(whole, iter(masks), add=False)
     assert torch.equal(torch.from_numpy(whole), torch.from_numpy(numbers))
 
@@ -269,10 +269,12 @@ def test_a_structure_that_cannot_be_parsed_is_rejected(written):
         parse_json_field({"shares": written}, "shares")
 
 
-@pytest.mark.parametrize("parts", ["5", '[["delta", "float32", [4], Infinity]]', '[["delta", "float32", [4], {}]]'])
+@pytest.mark.parametrize(
+    "parts", ["5", '[["delta", "float32", [Infinity]]]', '[["delta", "float32", {}]]', '[["delta"]]']
+)
 def test_parts_that_cannot_be_read_are_rejected(parts):
     with pytest.raises(InvalidMessageError, match="the layout of its update cannot be read"):
-        parse_parts({"parts": parts}, 1e6)
+        parse_parts({"parts": parts})
 
 
 def test_a_reply_of_another_structure_is_a_fault_of_its_site(tmp_path):

@@ -88,7 +88,7 @@ def test_unmasked_messages_do_not_depend_on_the_data(tmp_path):
     ready = [config for _, kind, config, *_ in one if kind == "ready"]
     assert {config["examples"] for config in ready} == {1}
     assert {config["parts"] for config in ready} == {
-        json.dumps([["buffers", "float32", [0], -200], ["upload/dp/0", "int32", [650], -200]])
+        json.dumps([["buffers", "float32", [0]], ["upload/dp/0", "int32", [650]]])
     }
 
 
@@ -141,7 +141,7 @@ def test_a_site_adds_noise_in_one_run_also_if_it_has_opened_no_sum(tmp_path):
     place.link.spoil = lambda client, asked, answer: None if asked.kind == "share" else answer
     deployed(tmp_path, place, with_patience(round_timeout=0.05, on_timeout="continue"), **PRIVATE)
     place.link.spoil = lambda client, asked, answer: answer
-    with pytest.raises(ConfigError, match="To allow a second run, remove"):
+    with pytest.raises(ConfigError, match="To allow another run, set max_runs: 2"):
         deployed(tmp_path / "b", place, Deployment(run="fedcba9876543210", startup_timeout=0.5), **PRIVATE)
 
 

@@ -51,6 +51,7 @@ class RoundPlan:
         scales: Factors that give the uploads of client rules the unit of an update, by ``RULE/NAME``; see
             ``ClientRule.private``.
         training: Budget of the clients.
+        masked: Whether clients send masked updates (``secure_aggregation: required``).
     """
 
     rounds: int = 1
@@ -60,6 +61,7 @@ class RoundPlan:
     sampling: Sampling = "fixed"
     scales: Mapping[str, float] = field(default_factory=dict)
     training: Training = field(default_factory=Training)
+    masked: bool = False
 
     @property
     def divisor(self) -> float:

@@ -21,6 +21,5 @@ def make_round_plan(config: Experiment, clients: int, method: Method) -> RoundPl
         f"{rule.name}/{name}": float(scale(training)) for rule in method.client for name, scale in rule.private.items()
     }
     cohort = Sampler(clients, config.participation, config.seed).size
-    return RoundPlan(
-        config.rounds, clients, config.participation, cohort, parse_sampling(config.sampling)[0], scales, training
-    )
+    sampling, masked = parse_sampling(config.sampling)[0], config.secure_aggregation == "required"
+    return RoundPlan(config.rounds, clients, config.participation, cohort, sampling, scales, training, masked)

@@ -27,6 +27,7 @@ from unskew.protocol.messages import (
     replace_fields,
 )
 from unskew.protocol.noise import NoiseSource
+from unskew.protocol.payload import slices_length
 from unskew.protocol.rules import Method, Rule, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training_config import Buffers
@@ -34,7 +35,7 @@ from unskew.protocol.updates import CombinedUpdate, Updates
 from unskew.seeding import derive
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.parameter_slices import SliceExchange, complement_slices, subtract_slices
-from unskew.simulation.traffic import Traffic, extra_bytes, slice_bytes
+from unskew.simulation.traffic import MASKED_NUMBER, Traffic, extra_bytes, slice_bytes
 from unskew.simulation.update_buffer import (
     CollectedUpdates,
     UpdateBuffer,
@@ -493,6 +494,10 @@ class Server:
         """Return the slices of the model that an update contains, and its bytes without and of buffers."""
         _, up = self.exchange.slices(self.rules, update.born, update.client, self.last.get(update.client))
         statistics = self.exchange.buffer_masks(up, update.buffers) if self.mode != "local" else 0
+        if self.federation_info.plan.masked:
+            uploads = sum(t.numel() for tensors in update.upload.values() for t in tensors.values())
+            numbers = uploads + (slices_length(up, len(update.delta)) if self.sends_model else 0)
+            return up, MASKED_NUMBER * numbers, MASKED_NUMBER * update.buffers.numel()
         model = slice_bytes(up, update.delta) if self.sends_model else 0
         sent = model + extra_bytes(update.upload, up, update.delta) if update.sent_bytes is None else update.sent_bytes
         return up, sent, statistics

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from unskew.protocol.messages import Slices, Tensors, num_bytes
 
+MASKED_NUMBER = 8
+"""Bytes of a number in a masked update, a 64-bit integer."""
+
 
 @dataclass
 class Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from importlib.resources import files
 from pathlib import Path
@@ -11,10 +12,14 @@ import yaml
 
 from unskew.config.experiment import Experiment
 from unskew.config.paths import with_absolute_paths
+from unskew.data.load import load_partitioned
 from unskew.deployment.flower.cli import VERSION
 from unskew.deployment.flower.subprocesses import run_to_completion
+from unskew.deployment.site.data import reference_schema
 from unskew.errors import ConfigError
 from unskew.filesystem import is_occupied, make_folder, write_atomic
+from unskew.methods.dp_sites import site_noise
+from unskew.methods.registry import method as method_of
 
 SCRIPTS = ("certificates.sh", "node-key.sh")
 UNITS = ("unskew-site.service", "flower-supernode.service", "flower-superlink.service")
@@ -101,6 +106,9 @@ def init_project(folder: Path, config: Experiment) -> list[Path]:
     write_scripts(folder)
     clients = "the number of sites" if config.clients is None else str(config.clients)
     write_file(folder / "experiment.yaml", with_absolute_paths(config).to_yaml())
+    if site_noise(method_of(config.method)) is not None:
+        schema = reference_schema(load_partitioned(config.data_spec, config.seed), config)
+        write_file(folder / "site" / "schema.json", json.dumps(schema.config(), indent=2))
     write_file(folder / "site" / "site.yaml", render_template("site.yaml", last=str((config.clients or 2) - 1)))
     write_file(
         folder / "README.md", render_template("README.md", version=VERSION, clients=clients, method=config.method)

@@ -3,7 +3,8 @@
 Protocol: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, in the variant
 of section 4 for a malicious server. Each sum needs five messages:
 
-train   The site trains, generates two key pairs, and sends the signed public keys and the magnitude of its largest entries.
+train   The site trains, generates two key pairs, and sends the public keys, with a signature of them and of the digest of all
+        that it has received: model, settings and schema of the data.
 share   The site receives the keys of all sites and checks their signatures. It sends each site one encrypted share of its
         secret key and one of the seed of its own mask, with signed commitments to these shares.
 mask    The site receives the others' shares and checks them. It sends the update under its own mask and one mask shared
@@ -20,19 +21,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.fixed_point import SumPart, quantize, required_exponent
-from unskew.deployment.secagg.ledger import OpenedSumLedger
+from unskew.deployment.secagg.fixed_point import SumPart, is_in_range, quantize
+from unskew.deployment.secagg.ledger import DataLedger
 from unskew.deployment.secagg.roster import SigningIdentity, is_signed
 from unskew.deployment.site.state import SiteStateLostError
 from unskew.deployment.wire.frames import Frame, encode_header
-from unskew.deployment.wire.messages import read_text
+from unskew.deployment.wire.messages import BroadcastDigest, read_text
 from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_tensor
 from unskew.protocol.messages import Update, flatten_records
 from unskew.simulation.update_buffer import FIGURES
@@ -76,7 +77,7 @@ def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, fl
 
 def parts_as_text(parts: Sequence[SumPart]) -> str:
     """Encode the layout of a sum as JSON."""
-    return json.dumps([[part.name, NAMES[part.dtype], list(part.shape), part.exponent] for part in parts])
+    return json.dumps([[part.name, NAMES[part.dtype], list(part.shape)] for part in parts])
 
 
 def view_digest(run: str, round: int, session: str, ready: dict[str, Any], parts: str) -> str:
@@ -93,7 +94,7 @@ def view_digest(run: str, round: int, session: str, ready: dict[str, Any], parts
 
 
 def ready_message(run: str, round: int, session: str, client: int, keys: list[str], model: str) -> list[Any]:
-    """Return the message that a site signs before it shares secrets: its public keys and the digest of the received model.
+    """Return the message that a site signs before it shares secrets: its public keys and the digest of what it received.
 
     Args:
         run: Identifier of the run.
@@ -101,7 +102,7 @@ def ready_message(run: str, round: int, session: str, client: int, keys: list[st
         session: Identifier of the sum.
         client: Number of the client.
         keys: Public keys of the site.
-        model: Digest of the model.
+        model: Digest of model, settings and schema, see ``unskew.deployment.wire.messages.broadcast_digest``.
     """
     return ["ready", run, round, session, client, keys, model]
 
@@ -114,7 +115,7 @@ class OpenSum:
         identity: The site's signing key, and the public keys of all sites.
         ledger: Record of the sums that the site has opened.
         session: Identifier of the sum; ``round``: its round.
-        model: Digest of the broadcast that the site trained from; all sites must have received the same.
+        model: Digests of the broadcast that the site trained from; all sites must have received the same.
         held: Summands: name, tensor and weight.
         parts: Layout of the summands.
         secret, seal_secret, seed: Secrets of the pairwise masks, of encrypted messages, and of the site's own mask.
@@ -129,10 +130,10 @@ class OpenSum:
     """
 
     identity: SigningIdentity
-    ledger: OpenedSumLedger
+    ledger: DataLedger
     session: str
     round: int
-    model: str
+    model: BroadcastDigest
     held: list[tuple[str, Tensor, float]]
     parts: list[SumPart]
     secret: int = field(default_factory=crypto.random_secret)
@@ -195,17 +196,19 @@ class OpenSum:
         run = self.ledger.run
         shares = {}
         for name, (keys, signature) in ready.items():
-            message = ready_message(run, self.round, self.session, int(name), keys, self.model)
+            message = ready_message(run, self.round, self.session, int(name), keys, self.model.signed)
             if not is_signed(self.identity.roster, int(name), message, signature):
                 raise InvalidMessageError(
-                    f"client {name} of the roster has not signed these keys and the model that this site received"
+                    f"client {name} of the roster has not signed these keys and the model, settings and data schema that "
+                    "this site received"
                 )
             shares[int(name)] = bytes.fromhex(keys[0]), bytes.fromhex(keys[1])
         every = [key for both in shares.values() for key in both]
         own = crypto.public_key(self.secret), crypto.public_key(self.seal_secret)
         if len(shares) < LEAST or len(set(every)) != len(every) or shares.get(self.client) != own:
             raise InvalidMessageError(f"a sum needs different keys of at least {LEAST} sites, including this one")
-        self._lay_out(json.loads(parts))
+        if json.loads(parts) != json.loads(parts_as_text(self.parts)):
+            raise InvalidMessageError("the layout of the sum differs from this site's update")
         self.keys = shares
         self.view = view_digest(run, self.round, self.session, ready, parts)
         count = len(self.keys)
@@ -224,16 +227,6 @@ class OpenSum:
         signature = self.identity.sign(["shares", self.view, self.client, commitments])
         written = json.dumps([*commitments, signature])
         return Frame("shares", {"client": self.client, "sealed": json.dumps(sealed), "commitments": written})
-
-    def _lay_out(self, told: Any) -> None:
-        if not isinstance(told, list) or [entry[:3] for entry in told] != [
-            entry[:3] for entry in json.loads(parts_as_text(self.parts))
-        ]:
-            raise InvalidMessageError("the layout of the sum differs from this site's update")
-        larger = [int(entry[3]) for entry in told]
-        if any(e < part.exponent for e, part in zip(larger, self.parts, strict=True)):
-            raise InvalidMessageError("this site's values exceed the range of the sum")
-        self.parts = [replace(part, exponent=e) for e, part in zip(larger, self.parts, strict=True)]
 
     def mask(self, config: dict[str, Any]) -> Frame:
         """Return the masked update, or, if shares are wrong, the clients that sent them.
@@ -262,20 +255,15 @@ class OpenSum:
         if len(shares) < self.needed:
             raise InvalidMessageError(f"it has shares of {len(shares)} sites; at least {self.needed} are required")
         self.shares = shares
-        tensors = [
-            (tensor, weight, part.step(len(self.keys)))
-            for (_, tensor, weight), part in zip(self.held, self.parts, strict=True)
-        ]
-        masked, errors = quantize(tensors)
+        masked = quantize([(tensor, weight) for _, tensor, weight in self.held], len(self.keys))
         self.held = []
         crypto.apply_mask(masked, crypto.mask_stream(self.seed, len(masked)), add=True)
         for k in self.shares:
             if k != self.client:
                 key = crypto.shared_key(self.secret, self.keys[k][0])
                 crypto.apply_mask(masked, crypto.mask_stream(key, len(masked)), add=self.client > k)
-        array = encode_tensor(torch.from_numpy(masked.view("int32")))
-        largest = max((e for part, e in zip(self.parts, errors, strict=True) if part.name == "delta"), default=0.0)
-        return Frame("masked", {"client": self.client}, {"error": largest}, {"masked/x": array})
+        array = encode_tensor(torch.from_numpy(masked.view("int64")))
+        return Frame("masked", {"client": self.client}, {}, {"masked/x": array})
 
     def _unsealed(self, k: int, sealed: str, points: list[list[bytes]]) -> tuple[int, int] | None:
         """Decrypt the shares of another site; None if they do not match this sum or the site's commitments."""
@@ -303,7 +291,7 @@ class OpenSum:
         alive = {int(k) for k in parse_json_field(config, "alive")}
         if not alive <= {*self.shares} or self.client not in alive or len(alive) < max(self.needed, self.least):
             raise InvalidMessageError("the list of arrived updates contains sites outside the sum, or too few sites")
-        self.ledger.check(self.round, tuple(sorted(alive)))
+        self.ledger.check(self.round, tuple(sorted(alive)), self.model.model)
         self.alive = tuple(sorted(alive))
         return Frame("agreed", {"client": self.client, "signature": self.identity.sign(self._survivors())})
 
@@ -328,7 +316,7 @@ class OpenSum:
             raise InvalidMessageError(
                 f"{len(signers)} sites have signed the same list as this one; at least {self.needed} are required"
             )
-        self.ledger.record(self.round, self.alive)
+        self.ledger.record(self.round, self.alive, self.model.model)
         opened = {k: f"{self.shares[k][0 if k in self.alive else 1]:x}" for k in sorted(self.shares)}
         self.secret = self.seal_secret = self.seed = 0
         return Frame("opened", {"client": self.client, "shares": json.dumps(opened)})
@@ -387,8 +375,8 @@ class SecAggClient:
         session: str,
         update: Update,
         delta: Tensor | None,
-        model: str,
-        ledger: OpenedSumLedger,
+        model: BroadcastDigest,
+        ledger: DataLedger,
         least: int = LEAST,
     ) -> Frame:
         """Start to take part in a sum with an update.
@@ -397,20 +385,18 @@ class SecAggClient:
             session: Identifier of the sum.
             update: Update of this site.
             delta: Slices of the model update that are sent, or None.
-            model: Digest of the broadcast that the site trained from.
+            model: Digests of the broadcast that the site trained from.
             ledger: Record of the sums that the site has opened.
             least: Minimum number of sites in the sum.
         """
-        if not update.is_finite():
+        summand_list = summands(update, delta)
+        if not update.is_finite() or not all(is_in_range(t, weight) for _, t, weight in summand_list):
             return Frame("unusable", {"client": update.client})
         assert self.identity is not None, "a site without a roster trains no masked experiment"
-        summand_list = summands(update, delta)
-        parts = [
-            SumPart(name, t.dtype, tuple(t.shape), required_exponent(t, weight)) for name, t, weight in summand_list
-        ]
+        parts = [SumPart(name, t.dtype, tuple(t.shape)) for name, t, _ in summand_list]
         open_sum = OpenSum(self.identity, ledger, session, update.born, model, summand_list, parts, least=least)
         keys = [crypto.public_key(secret).hex() for secret in (open_sum.secret, open_sum.seal_secret)]
-        message = ready_message(ledger.run, update.born, session, update.client, keys, model)
+        message = ready_message(ledger.run, update.born, session, update.client, keys, model.signed)
         config = {
             "client": update.client,
             "session": session,
@@ -419,7 +405,7 @@ class SecAggClient:
             "weight": float(update.weight),
             "parts": parts_as_text(parts),
             "keys": json.dumps(keys),
-            "model": model,
+            "model": model.signed,
             "signature": self.identity.sign(message),
             "opened": json.dumps(ledger.opened(update.born)),
         }

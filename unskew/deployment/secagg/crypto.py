@@ -186,28 +186,28 @@ def unseal(key: bytes, sealed: bytes) -> bytes:
 
 
 def mask_stream(key: bytes | int, size: int) -> Iterator[np.ndarray]:
-    """Yield ``size`` pseudorandom 32-bit integers in arrays of at most ``CHUNK``; use a key for one mask only.
+    """Yield ``size`` pseudorandom 64-bit integers in arrays of at most ``CHUNK``; use a key for one mask only.
 
     Args:
         key: Key, 32 bytes, or a secret integer.
         size: Number of integers.
 
     Yields:
-        Arrays of 32-bit integers.
+        Arrays of 64-bit integers.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
     derived = _derived(key.to_bytes(48) if isinstance(key, int) else key, b"unskew mask")
     cipher = Cipher(algorithms.AES(derived), modes.CTR(bytes(16))).encryptor()
     for start in range(0, size, CHUNK):
-        yield np.frombuffer(cipher.update(bytes(4 * min(CHUNK, size - start))), np.uint32)
+        yield np.frombuffer(cipher.update(bytes(8 * min(CHUNK, size - start))), np.uint64)
 
 
 def apply_mask(into: np.ndarray, stream: Iterator[np.ndarray], add: bool) -> None:
-    """Add a mask to 32-bit integers, or subtract it, modulo 2**32.
+    """Add a mask to 64-bit integers, or subtract it, modulo 2**64.
 
     Args:
-        into: Integers to change in place, uint32.
+        into: Integers to change in place, uint64.
         stream: Arrays of the mask.
         add: Whether to add the mask instead of subtracting it.
     """

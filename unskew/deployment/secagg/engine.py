@@ -24,7 +24,7 @@ from unskew.deployment.secagg.server import (
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.wire.frames import SIZES, Frame
-from unskew.deployment.wire.messages import broadcast_digest, check_reply_matches, encode_broadcast, read_text
+from unskew.deployment.wire.messages import check_reply_matches, encode_broadcast, read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.protocol.messages import Broadcast, ClientState, Update, unflatten_records
@@ -40,11 +40,10 @@ class MaskedEngine(FlowerEngine):
     """``FlowerEngine`` under secure aggregation.
 
     Attributes:
-        error: Largest rounding error of an entry of the mean update in the last round; ``worst``: in all rounds so far.
+        error: Bound of the rounding error of an entry of the mean update in the last round.
     """
 
     error = 0.0
-    worst = 0.0
     told = False
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
@@ -94,7 +93,7 @@ class MaskedEngine(FlowerEngine):
             try:
                 if len({*left} - {*self.sites.excluded}) < LEAST:
                     raise UnmaskingError
-                return summation.of(left, self._taking(broadcasts, left))
+                return summation.of(left, self._taking(broadcasts, summation.session))
             except WrongSharesError as error:  # not counted as an attempt, because fewer sites remain each time
                 barred |= {*error.guilty}
                 self._tell_guilty(error.guilty)
@@ -123,9 +122,9 @@ class MaskedEngine(FlowerEngine):
             else:
                 self.sites.warn(f"{self.sites.name(client)} is left out of this sum: {reason}.")
 
-    def _taking(self, broadcasts: Sequence[Broadcast], requests: dict[int, Frame]) -> Any:
+    def _taking(self, broadcasts: Sequence[Broadcast], session: str) -> Any:
         by_client = {sent.client: sent for sent in broadcasts}
-        models = {client: broadcast_digest(frame, self.terms) for client, frame in requests.items()}
+        owners: dict[str, int] = {}
 
         def take(client: int, frame: Frame) -> ReadySite | None:
             broadcast = by_client[client]
@@ -136,7 +135,7 @@ class MaskedEngine(FlowerEngine):
             if frame.kind != "ready":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r}, but its update must be masked")
             check_reply_matches(frame.config, broadcast, self._examples(client))
-            parts = parse_parts(frame.config, self.terms.norm * max(1.0, broadcast.weight))
+            parts = parse_parts(frame.config)
             self._check_parts(parts, broadcast)
             keys, opened = parse_json_field(frame.config, "keys"), parse_json_field(frame.config, "opened")
             try:
@@ -146,11 +145,13 @@ class MaskedEngine(FlowerEngine):
                 before = tuple(sorted(int(k) for k in opened))
             except (ValueError, TypeError, OverflowError) as error:
                 raise InvalidMessageError("its keys or opened sums cannot be read") from error
-            session, signature = read_text(frame.config, "session"), read_text(frame.config, "signature")
-            message = ready_message(self.sites.run, broadcast.round, session, client, keys, models[client])
+            if public == seal_public or any(owners.setdefault(k, client) != client for k in (public, seal_public)):
+                raise InvalidMessageError("its keys are not different from each other and from those of other sites")
+            signature, model = read_text(frame.config, "signature"), read_text(frame.config, "model")
+            message = ready_message(self.sites.run, broadcast.round, session, client, keys, model)
             if not is_signed(self.roster, client, message, signature):
                 raise InvalidMessageError("its keys and model are not signed by the key in the roster")
-            return ReadySite(parts, (public, seal_public), signature, before)
+            return ReadySite(parts, (public, seal_public), signature, before, model=model)
 
         return take
 
@@ -204,7 +205,7 @@ class MaskedEngine(FlowerEngine):
         return Update(cast.client, born=cast.round, examples=examples, weight=cast.weight, state=none, **fields)
 
     def _tell_error(self, error: float, sites: int) -> None:
-        self.error, self.worst = error, max(error, self.worst)
+        self.error = error
         if not self.told:
             self.told = True
             self.sites.warn(

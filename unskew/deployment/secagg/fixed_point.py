@@ -1,8 +1,9 @@
-"""Fixed-point encoding of masked sums: 32-bit integers, because masks are perfectly hiding only in modular arithmetic.
+"""Fixed-point encoding of masked sums: 64-bit integers, because masks are perfectly hiding only in modular arithmetic.
 
-Tensors of 32-bit integers are added as they are, modulo ``2^32``. The step size of each other tensor is a power of two that
-follows from the largest entry of all sites and the number of sites, so that the sum just fits. Rounding is to nearest, so the
-same update always gives the same integers.
+The grid is a constant and the number of sites: the same for every experiment, round and tensor. Neither the server nor a site
+chooses it, and it tells nothing about the data. The 64 bits suffice for entries from ``2^-28`` to ``2^32``. Rounding is to
+nearest, so the same update always gives the same integers. Tensors of 32-bit integers are added modulo ``2^32``: they fill
+the upper half of the 64 bits.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LOWEST = -200
-"""Exponent of a zero tensor."""
+RANGE = 2.0**32
+"""Bound of the magnitude of an entry times its weight."""
 PIECE = 1 << 22
 
 
@@ -28,73 +29,60 @@ class SumPart:
         name: Name of the tensor.
         dtype: Dtype of the tensor.
         shape: Shape of the tensor.
-        exponent: Upper bound of the entries' magnitude, as a power of two; unused for 32-bit integers.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    exponent: int = LOWEST
 
     @property
     def size(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
 
-    def step(self, sites: int) -> float:
-        """Return the step size, such that the sum over ``sites`` stays below ``2 ** 31``; 1 for 32-bit integers."""
-        return 1.0 if self.dtype == torch.int32 else step_size(self.exponent, sites)
+
+def step_size(sites: int) -> float:
+    """Return the step size, with which the sum of entries up to ``RANGE`` over the sites stays below ``2 ** 62``.
+
+    Args:
+        sites: Number of summands.
+
+    >>> step_size(4) == 2.0**-28
+    True
+    """
+    return math.ldexp(RANGE, math.ceil(math.log2(max(2, sites))) - 62)
 
 
-def required_exponent(tensor: Tensor, weight: float) -> int:
-    """Return the smallest exponent such that no entry times ``weight`` exceeds two to this power.
-
-    For 32-bit integers it is a constant, because they are added as they are, and it would depend on the data.
+def is_in_range(tensor: Tensor, weight: float) -> bool:
+    """Return whether all entries times the weight are finite and below ``RANGE``.
 
     Args:
         tensor: Values to encode.
-        weight: Factor of the values, positive.
-
-    >>> required_exponent(torch.tensor([3.0, -1.0]), 1.0), required_exponent(torch.zeros(2), 1.0)
-    (2, -200)
+        weight: Factor of the values.
     """
     if not tensor.numel() or tensor.dtype == torch.int32:
-        return LOWEST
-    top = max(abs(float(tensor.min())), abs(float(tensor.max()))) * weight
-    return LOWEST if top == 0 else max(LOWEST, math.frexp(top)[1])
+        return True
+    return float(tensor.abs().max()) * abs(weight) < RANGE
 
 
-def step_size(exponent: int, sites: int) -> float:
-    """Return the step size for entries up to ``2 ** exponent`` such that the sum over the sites stays below ``2 ** 31``.
+def quantize(tensors: Sequence[tuple[Tensor, float]], sites: int) -> np.ndarray:
+    """Encode weighted tensors as one vector of integers, uint64.
 
     Args:
-        exponent: Exponent of the largest entry.
+        tensors: Tensors with their weights, see ``is_in_range``.
         sites: Number of summands.
     """
-    return math.ldexp(1.0, exponent - (30 - math.ceil(math.log2(max(2, sites)))))
-
-
-def quantize(tensors: Sequence[tuple[Tensor, float, float]]) -> tuple[np.ndarray, list[float]]:
-    """Encode weighted tensors as integers.
-
-    Args:
-        tensors: Tensors with weight and step size.
-
-    Returns:
-        The concatenated integers, uint32, and the largest rounding error of each tensor.
-    """
-    integers = np.empty(sum(t.numel() for t, _, _ in tensors), np.int32)
-    errors, at = [], 0
-    for tensor, weight, by in tensors:
-        worst = 0.0
+    integers = np.empty(sum(t.numel() for t, _ in tensors), np.int64)
+    at, step = 0, step_size(sites)
+    for tensor, weight in tensors:
         for chunk in _pieces(tensor):
-            exact = chunk.double() * weight
-            rounded = torch.round(exact / by)
-            worst = max(worst, float((rounded * by - exact).abs().max()))
-            integers[at : at + len(chunk)] = rounded.to(torch.int32).numpy()
+            if tensor.dtype == torch.int32:
+                encoded = chunk.to(torch.int64) << 32
+            else:
+                encoded = torch.round(chunk.double() * weight / step).to(torch.int64)
+            integers[at : at + len(chunk)] = encoded.numpy()
             at += len(chunk)
-        errors.append(worst)
-    return integers.view(np.uint32), errors
+    return integers.view(np.uint64)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -107,13 +95,14 @@ def dequantize(whole: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[
     """Decode a sum to tensors in double precision, by name.
 
     Args:
-        whole: Sum of the integers, uint32.
+        whole: Sum of the integers, uint64.
         parts: Layout of the sum.
         sites: Number of summands.
     """
-    tensors, at = {}, 0
+    tensors, at, step = {}, 0, step_size(sites)
     for part in parts:
-        numbers = torch.from_numpy(whole[at : at + part.size].view(np.int32))
-        tensors[part.name] = (numbers.double() * part.step(sites)).view(part.shape)
+        numbers = torch.from_numpy(whole[at : at + part.size].view(np.int64))
+        values = (numbers >> 32).double() if part.dtype == torch.int32 else numbers.double() * step
+        tensors[part.name] = values.view(part.shape)
         at += part.size
     return tensors

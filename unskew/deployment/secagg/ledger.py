@@ -1,102 +1,168 @@
-"""Record on a site's disk of the masked sums that it has opened, which prevents a second sum that could be compared."""
+"""Record on a site's disk of what its data set was used for, which prevents sums and noise that could be compared."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import pydantic
+from pydantic import Field
+
+from unskew.config.sections import Section
 from unskew.deployment.site.state import SiteStateLostError
 from unskew.errors import ConfigError
-from unskew.filesystem import make_folder, write_atomic
+from unskew.filesystem import make_folder, read_json, write_atomic
+
+FILE = "ledger.json"
+"""File in the folder of a site's states."""
+Round = Annotated[int, Field(ge=-1, lt=1 << 62)]
+Clients = tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...]
 
 
 class SumAlreadyOpenedError(SiteStateLostError):
-    """Another sum of this round was opened, so this site does not take part in the requested one."""
+    """Another sum from the same model was opened, so this site does not take part in the requested one."""
+
+
+class RunRecord(Section):
+    """Record of one run."""
+
+    experiment: str
+    """Digest of the experiment."""
+    round: Round = -1
+    """Newest round whose sum was opened; -1 before the first."""
+    clients: Clients = ()
+    """Clients of that sum."""
+    opened: Annotated[int, Field(ge=0)] = 0
+    """Number of rounds whose sums were opened."""
+
+
+class Records(Section):
+    """Content of the file."""
+
+    runs: dict[str, RunRecord] = Field(default_factory=dict)
+    """Runs that used the data, by identifier."""
+    models: dict[str, Clients] = Field(default_factory=dict)
+    """Clients of each opened sum, by the digest of the model from which they trained."""
 
 
 @dataclass(frozen=True)
-class OpenedSumLedger:
-    """Record of the newest masked sum of one experiment that a site has helped to unmask (opened).
+class DataLedger:
+    """Record of the masked sums that a site has helped to unmask (opened), and of the runs with privacy noise.
 
-    The difference of two sums of one round, over different sites, can be the update of a single site, so a site opens
-    only one sum per round. Training is deterministic, so a second run of the same experiment would give the same
-    updates. Therefore a site opens no sums of a second run.
+    The difference of two sums over different sites, from the same model, can be the update of a single site. Training is
+    deterministic, so this also holds for sums of two runs, and of two experiments whose updates are equal. The noise of two
+    runs can be averaged. Therefore the record belongs to the site's data set: it covers all its runs and experiments, of
+    which the site's administrator sets the largest number.
 
     Attributes:
         path: File of the record.
         run: Identifier of the current run.
+        experiment: Digest of the current experiment.
+        most: Largest number of runs that may use the data.
     """
 
     path: Path
     run: str
+    experiment: str
+    most: int = 1
 
-    @staticmethod
-    def of(state: Path, digest: str, run: str) -> OpenedSumLedger:
-        """Return the ledger of an experiment in the folder of a site's states.
+    def _read(self) -> Records:
+        try:
+            return Records.model_validate(read_json(self.path))
+        except FileNotFoundError:
+            return Records()
+        except (OSError, ValueError, pydantic.ValidationError) as error:
+            raise ConfigError(
+                f"The record of what this site's data were used for, {self.path}, is corrupted. Restore it from a backup. "
+                "Without it, sums over these data could be compared with earlier ones."
+            ) from error
 
-        Args:
-            state: Folder of the site's states.
-            digest: Digest of the experiment.
-            run: Identifier of the run.
+    def _admitted(self) -> Records:
+        """Return the record after validating that the current run may use the data."""
+        records = self._read()
+        if self.run not in records.runs and len(records.runs) >= self.most:
+            others = ", ".join(sorted(run[:16] for run in records.runs))
+            raise ConfigError(
+                f"This site's data were used in {len(records.runs)} private or masked run(s) ({others}). The difference of "
+                "sums of two runs could reveal the update of one site, and the privacy losses add up. To allow another "
+                f"run, set max_runs: {len(records.runs) + 1} in site.yaml at the site."
+            )
+        return records
+
+    def admit(self) -> None:
+        """Validate that the current run may use the data.
+
+        Raises:
+            ConfigError: If other runs have used them, or the file is corrupted.
         """
-        return OpenedSumLedger(state / "sums" / f"{digest[:32]}.json", run)
+        self._admitted()
+
+    def begin(self) -> None:
+        """Store that the current run uses the data; call this before anything that depends on them leaves the site."""
+        records = self._admitted()
+        if self.run not in records.runs:
+            self._write(records, RunRecord(experiment=self.experiment))
 
     def opened(self, round: int) -> tuple[int, ...]:
         """Return the clients whose sum was opened in this round of the run, or an empty tuple.
 
         Args:
             round: Number of the round, from 0.
-
-        Raises:
-            ConfigError: If sums of another run of the experiment were opened, or the file is corrupted.
         """
-        try:
-            values = json.loads(self.path.read_bytes())
-            run = str(values["run"])
-            newest = int(values["round"])
-            clients = tuple(int(k) for k in values["clients"])
-        except FileNotFoundError:
-            return ()
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"The record of opened sums, {self.path}, is corrupted; remove it to allow a new run of the experiment."
-            ) from error
-        if run != self.run:
-            raise ConfigError(
-                f"This site has opened masked sums in run {run[:16]} of this experiment. Compared with sums of a second run "
-                f"they could reveal the update of one site. To allow a second run, remove {self.path} at the site."
-            )
-        return clients if newest == round else ()
+        record = self._admitted().runs.get(self.run)
+        return record.clients if record is not None and record.round == round else ()
 
-    def check(self, round: int, clients: tuple[int, ...]) -> None:
-        """Validate that no different sum of the round was opened before.
+    def num_opened(self) -> int:
+        """Return the number of rounds of the run whose sums were opened."""
+        record = self._read().runs.get(self.run)
+        return 0 if record is None else record.opened
+
+    def check(self, round: int, clients: tuple[int, ...], model: str) -> None:
+        """Validate that no sum was opened that could be compared with this one.
 
         Args:
             round: Number of the round, from 0.
             clients: Clients in the sum.
+            model: Digest of the model from which they trained.
 
         Raises:
-            SumAlreadyOpenedError: If another sum of this round was opened.
+            SumAlreadyOpenedError: If another sum of this round, or from the same model, was opened.
         """
-        before = self.opened(round)
-        if before and before != clients:
-            raise SumAlreadyOpenedError(
-                f"this site has already opened the sum of clients {', '.join(map(str, before))} in round {round + 1}; the "
-                "difference from another sum could reveal the update of one site"
-            )
+        self._check(self._admitted(), round, clients, model)
 
-    def record(self, round: int, clients: tuple[int, ...]) -> None:
+    def _check(self, records: Records, round: int, clients: tuple[int, ...], model: str) -> None:
+        record = records.runs.get(self.run)
+        same_round = record.clients if record is not None and record.round == round else ()
+        for before in (same_round, records.models.get(model, ())):
+            if before and before != clients:
+                raise SumAlreadyOpenedError(
+                    f"this site has already opened the sum of clients {', '.join(map(str, before))} in round {round + 1} or "
+                    "from the same model; the difference from another sum could reveal the update of one site"
+                )
+
+    def record(self, round: int, clients: tuple[int, ...], model: str) -> None:
         """Store on disk that a sum is being opened; call this before the first share leaves the site.
 
         Args:
             round: Number of the round, from 0.
             clients: Clients in the sum.
+            model: Digest of the model from which they trained.
 
         Raises:
-            SumAlreadyOpenedError: If another sum of this round was opened.
+            SumAlreadyOpenedError: If another sum of this round, or from the same model, was opened.
         """
-        self.check(round, clients)
+        records = self._admitted()
+        self._check(records, round, clients, model)
+        before = records.runs.get(self.run, RunRecord(experiment=self.experiment))
+        count = before.opened + (round != before.round)
+        self._write(
+            records.model_copy(update={"models": {**records.models, model: clients}}),
+            RunRecord(experiment=self.experiment, round=round, clients=clients, opened=count),
+        )
+
+    def _write(self, records: Records, current: RunRecord) -> None:
         make_folder(self.path.parent)
         self.path.parent.chmod(0o700)
-        write_atomic(self.path, json.dumps({"run": self.run, "round": round, "clients": clients}).encode())
+        changed = records.model_copy(update={"runs": {**records.runs, self.run: current}})
+        write_atomic(self.path, changed.model_dump_json().encode())

@@ -21,11 +21,11 @@ from unskew.deployment.secagg.client import (
     threshold,
     view_digest,
 )
-from unskew.deployment.secagg.fixed_point import LOWEST, SumPart, dequantize
+from unskew.deployment.secagg.fixed_point import SumPart, dequantize, step_size
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import read_number, read_text
+from unskew.deployment.wire.messages import read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, InvalidMessageError, check_records, decode_record
 from unskew.errors import UnskewError
 
@@ -39,7 +39,8 @@ class ReadySite:
         keys: Its public keys, for masks and for encrypted messages, in hexadecimal digits.
         signature: Its signature of the keys.
         opened: Clients whose sum of this round it has opened before, for example before the server was killed; or empty.
-        usable: Whether its update is finite.
+        usable: Whether its update is finite and not too large.
+        model: Digest of what it has received.
     """
 
     parts: tuple[SumPart, ...] = ()
@@ -47,6 +48,7 @@ class ReadySite:
     signature: str = ""
     opened: tuple[int, ...] = ()
     usable: bool = True
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ class OpenedSum:
 
     Attributes:
         clients: Clients whose updates are in the sum.
-        unusable: Clients whose updates were not finite.
+        unusable: Clients whose updates were not finite or too large.
         tensors: The sums, by name.
-        error: Bound of the rounding error of an entry of the sum, from the errors that the sites report.
+        error: Bound of the rounding error of an entry of the summed updates; 0 if sites send integers.
     """
 
     clients: tuple[int, ...] = ()
@@ -129,12 +131,11 @@ def find_wrong_dealers(
     return WrongSharesError(guilty)
 
 
-def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
+def parse_parts(config: dict[str, Any]) -> tuple[SumPart, ...]:
     """Parse the layout of a site's summands.
 
     Args:
         config: Fields of the site's message.
-        largest: Largest accepted magnitude.
 
     Raises:
         InvalidMessageError: If the layout is missing or invalid.
@@ -142,13 +143,14 @@ def parse_parts(config: dict[str, Any], largest: float) -> tuple[SumPart, ...]:
     parts, listed = [], parse_json_field(config, "parts")
     for entry in listed if isinstance(listed, list) else [listed]:
         try:
-            name, dtype, shape, exponent = entry
-            exponent = int(exponent)
-            parts.append(SumPart(str(name), DTYPES[dtype], tuple(int(n) for n in shape), exponent))
+            name, dtype, shape = entry
+            if not isinstance(shape, list):
+                raise TypeError
+            parts.append(SumPart(str(name), DTYPES[dtype], tuple(int(n) for n in shape)))
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise InvalidMessageError("the layout of its update cannot be read") from error
-        if min(parts[-1].shape, default=0) < 0 or exponent < LOWEST or 2.0 ** min(exponent, 1000) > 2 * largest:
-            raise InvalidMessageError(f"{str(name)[:60]!r} has an invalid shape or values larger than {largest:.3g}")
+        if min(parts[-1].shape, default=0) < 0:
+            raise InvalidMessageError(f"{str(name)[:60]!r} has an invalid shape")
     return tuple(parts)
 
 
@@ -219,15 +221,30 @@ class MaskedSum:
         sent = {k: replace(f, config={**f.config, "session": self.session}) for k, f in requests.items()}
         trained = dict(sorted(self.sites.ask(sent, str(self.round + 1), take, least=self.min_sites)))
         unusable = tuple(k for k, reply in trained.items() if not reply.usable)
-        self.ready = self._enough(self._as_before({k: reply for k, reply in trained.items() if reply.usable}))
+        usable = {k: reply for k, reply in trained.items() if reply.usable}
+        self.ready = self._enough(self._as_before(self._of_one_model(usable)))
         self.min_sites = max(self.min_sites, LEAST, threshold(len(self.ready)))
-        parts = agree_on_parts([reply.parts for reply in self.ready.values()])
+        parts = next(iter(self.ready.values())).parts
         self._share(parts)
-        alive, total, error = self._masked(sum(part.size for part in parts))
+        alive, total = self._masked(sum(part.size for part in parts))
         signatures = self._signed(alive)
         for k, secret in self._opened(alive, signatures).items():
             self._take_off(total, k, secret, alive)
+        rounded = any(part.name == "delta" for part in parts)
+        error = len(alive) * step_size(len(self.ready)) / 2 if rounded else 0.0
         return OpenedSum(tuple(alive), unusable, dequantize(total, parts, len(self.ready)), error)
+
+    def _of_one_model(self, ready: dict[int, ReadySite]) -> dict[int, ReadySite]:
+        """Return the sites that received the same as most others; the others would not take part in their sum."""
+        models = Counter(reply.model for reply in ready.values()).most_common(1)
+        others = [k for k, reply in ready.items() if reply.model != models[0][0]]
+        if others:
+            names = ", ".join(map(self.sites.name, others))
+            self.sites.warn(
+                f"Round {self.round + 1}: {names} received another model or other settings than most sites, for example "
+                "because it missed a round, and is left out of this sum."
+            )
+        return {k: reply for k, reply in ready.items() if k not in others}
 
     def _as_before(self, ready: dict[int, ReadySite]) -> dict[int, ReadySite]:
         """Return the sites whose sum of this round was opened before, if more sites report this than can lie; else all.
@@ -277,11 +294,11 @@ class MaskedSum:
         config = {"ready": json.dumps(ready), "parts": text_of_parts}
         self.shares = self._ask("share", "shares", dict.fromkeys(self.ready, config), take)
 
-    def _masked(self, size: int) -> tuple[list[int], np.ndarray, float]:
+    def _masked(self, size: int) -> tuple[list[int], np.ndarray]:
         """Add up the masked updates; only one is in memory at a time.
 
         Returns:
-            The clients whose updates arrived, the masked sum, and a bound of the rounding error.
+            The clients whose updates arrived, and the masked sum.
 
         Raises:
             WrongSharesError: If a site reports wrong shares.
@@ -294,29 +311,28 @@ class MaskedSum:
             }
             for k in self.shares
         }
-        total, accusations = np.zeros(size, np.uint32), {}
+        total, accusations = np.zeros(size, np.uint64), {}
 
-        def take(client: int, frame: Frame) -> float:
+        def take(client: int, frame: Frame) -> bool:
             if frame.kind == "accused":
                 wrong = parse_json_field(frame.config, "wrong")
                 if not isinstance(wrong, list) or not wrong or not {*wrong} <= {*self.shares} - {client}:
                     raise InvalidMessageError("it accuses sites that do not belong to the sum")
                 accusations[client] = wrong
-                return 0.0
+                return True
             if frame.kind != "masked":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'masked'")
             check_records(frame, ("masked",))
             tensor = decode_record(frame, "masked").get("x")
-            if tensor is None or tensor.dtype != DTYPES["int32"] or tuple(tensor.shape) != (size,):
+            if tensor is None or tensor.dtype != DTYPES["int64"] or tuple(tensor.shape) != (size,):
                 raise InvalidMessageError("its masked update has another length than the others'")
-            error = abs(read_number({"error": frame.figures.get("error", 0.0)}, "error"))
-            np.add(total, tensor.numpy().view(np.uint32), out=total)
-            return error
+            np.add(total, tensor.numpy().view(np.uint64), out=total)
+            return True
 
         replies = self._ask("mask", "", configs, take)
         if accusations:
             raise find_wrong_dealers(accusations, len(self.shares), self.sites.name)
-        return list(replies), total, sum(replies.values())
+        return list(replies), total
 
     def _signed(self, alive: Sequence[int]) -> dict[int, str]:
         """Collect the sites' signatures of the list of sites whose masked updates arrived."""
@@ -375,8 +391,3 @@ class MaskedSum:
         for k in alive:
             key = crypto.shared_key(secret, bytes.fromhex(self.ready[k].keys[0]))
             crypto.apply_mask(total, crypto.mask_stream(key, len(total)), add=k < client)
-
-
-def agree_on_parts(several: Sequence[tuple[SumPart, ...]]) -> list[SumPart]:
-    """Return the layout of a sum, with the largest exponents of all sites."""
-    return [replace(same[0], exponent=max(part.exponent for part in same)) for same in zip(*several, strict=True)]

@@ -85,6 +85,11 @@ def check_method_over_sites(
                 f"{what} requires statistics of all sites before the first round, so no site can join later. Remove "
                 f"--quorum{remedy}."
             )
+        if config.secure_aggregation == "required" and deployment.quorum <= cohort // 2:
+            raise ConfigError(
+                f"With secure_aggregation=required, sites open only sums of more than half of the {cohort} sites of a "
+                f"round, so --quorum must be at least {cohort // 2 + 1}."
+            )
         cohort = min(cohort, deployment.quorum)
         plan, weights = make_round_plan(config, total, method), resolve_weighting(config, method)
         check_late_joining(method, spec, replace(FederationInfo.of(reference), weights=weights, plan=plan))

@@ -51,6 +51,7 @@ class SiteRegistry:
     Attributes:
         sites: Sites of the run; admitted ones are added.
         clients: Number of clients of the experiment.
+        rounds: Number of rounds of the run.
         seconds: Time to live of a message, and timeout of ``wait_for_sites``.
         check: Validates a site's data report; raises ``InvalidMessageError`` or ``ConfigError``.
         exact: Whether to reject sites with other versions or CPU instructions, instead of warning.
@@ -62,6 +63,7 @@ class SiteRegistry:
 
     sites: SiteManager
     clients: int
+    rounds: int
     seconds: float
     check: Callable[[int, Frame], Any] = lambda client, frame: None
     exact: bool = False
@@ -182,6 +184,12 @@ class SiteRegistry:
             raise ConfigError(
                 f"Two sites report to be client {client}: {sites.names[client]} and {name}. Set a different client number "
                 "in each site.yaml."
+            )
+        agreed = read_integer(frame.config, "rounds")
+        if agreed < self.rounds:
+            raise ConfigError(
+                f"{name} has agreed to {agreed} rounds, but the run has {self.rounds}. Install an experiment with that number "
+                "of rounds at the site, or run fewer."
             )
         self.check(client, frame)
         self._compare(name, frame)

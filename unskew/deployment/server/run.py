@@ -159,7 +159,14 @@ def _carried_out(
                 "clients: the file that the sites' operators have exchanged (docs/deployment.md)."
             )
         door = SiteRegistry(
-            sites, total, deployment.startup_timeout, report_validator(reference, spec), deployment.exact, tell, roster
+            sites,
+            total,
+            config.rounds,
+            deployment.startup_timeout,
+            report_validator(reference, spec),
+            deployment.exact,
+            tell,
+            roster,
         )
         frames = wait_for_sites(door, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree_on_data_and_model(

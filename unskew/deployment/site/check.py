@@ -25,11 +25,13 @@ from unskew.deployment.site.data import load_site_data, own_split, reference_sch
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
 from unskew.deployment.site.trainer import SiteTrainer
-from unskew.deployment.wire.data_schema import experiment_digest
+from unskew.deployment.wire.data_schema import experiment_digest, read_schema
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import encode_broadcast, encode_update
-from unskew.errors import UnskewError
+from unskew.errors import ConfigError, UnskewError
+from unskew.methods.dp_sites import site_noise
 from unskew.methods.fedavg import server_rule
+from unskew.methods.registry import method as method_of
 from unskew.protocol.federation_info import FederationInfo
 from unskew.runs.round_plan import make_round_plan
 from unskew.simulation.server import Server
@@ -87,18 +89,27 @@ def _guarded(what: str, findings: Callable[[], Iterator[Finding]]) -> Iterator[F
 
 def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[Finding]:
     """Yield the findings on one experiment, and the messages that it sends and receives."""
+    compared = ""
     if site.data == "split":
         holding, full_data = own_split(config, site.client, f"The site {site.name}")
         reference, which = reference_schema(full_data, config), "of the experiment's own data"
     else:
         holding = load_site_data(site, config, folder)
-        source, reference = holding.source, schema_from_own_data(holding, config)
+        source, reference = holding.source, read_schema(site.path("data_schema", folder))
+        compared = f"they fit {site.data_schema}; the site rejects messages with another schema"
+        if reference is None:
+            if site_noise(method_of(config.method)) is not None:
+                raise ConfigError(
+                    f"{site.data_schema} is missing; noise at the sites needs it. Get it from the server."
+                )
+            reference = schema_from_own_data(holding, config)
+            compared = "inputs and classes are compared with the server's when the run starts"
         shape = "x".join(map(str, reference.shape))
         which = f"inputs {shape}, {', '.join(source.class_names[:10]) or f'{source.classes} classes'}"
     counts = f"{len(holding.train)} training samples and {len(holding.held)} held-out samples"
     yield Finding("data", True, f"{counts}, {which}")
-    if site.data != "split":
-        yield Finding("data", None, "inputs and classes are compared with the server's when the run starts")
+    if compared:
+        yield Finding("data", None, compared)
     for line in describe_sums(holding):
         yield Finding("sent once", None, line)
     work = SiteTrainer(site, config, reference, holding)

@@ -123,6 +123,12 @@ class SiteConfig(Section):
     max_honest: Annotated[int, Field(ge=1)] | None = None
     """Largest ``honest`` of ``dp`` with noise at the sites that the site accepts: the number of sites in a sum, itself
     included, that its administrator trusts to add their noise and not to reveal it. By default, that of the experiment."""
+    max_runs: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Largest number of runs with secure aggregation, noise at the sites, ``dpsgd`` or private generators that use the
+    site's data. The difference of sums of two runs can reveal the update of one site, and privacy losses add up."""
+    data_schema: str = "schema.json"
+    """Schema of the experiment's data, from the server's administrator: shape, classes and normalization. If the file
+    exists, the site rejects messages with another schema. Noise at the sites requires it, if the site has its own data."""
     trust_code: bool = False
     """True to run custom code that the experiment names."""
 

@@ -19,7 +19,8 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.deployment.secagg.client import PHASES, SecAggClient
-from unskew.deployment.secagg.ledger import OpenedSumLedger
+from unskew.deployment.secagg.ledger import FILE as LEDGER
+from unskew.deployment.secagg.ledger import DataLedger
 from unskew.deployment.secagg.roster import load_identity
 from unskew.deployment.server.column_statistics import site_squares, site_sums
 from unskew.deployment.server.joining import software_versions
@@ -28,13 +29,16 @@ from unskew.deployment.site.data import SiteData, load_site_data, own_split, ref
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
 from unskew.deployment.site.trainer import SiteTrainer, size_report
-from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema
+from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema, read_schema
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.engines.cpu import keep_freed_memory
 from unskew.errors import ConfigError, UnskewError
+from unskew.methods.dp_sites import site_noise
+from unskew.methods.registry import method as method_of
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
+from unskew.protocol.rules import Method
 
 HEADER_SECONDS = 10.0
 """Seconds within which a connection must send the header of its message."""
@@ -62,6 +66,10 @@ class SiteProcess:
         self.masks = SecAggClient(self.identity)
         self._work: tuple[tuple[str, str], SiteTrainer] | None = None
         self._holdings: dict[str, SiteData] = {}
+        self._schemas: dict[str, DataSchema] = {}
+        methods = {digest: method_of(config.method) for digest, config in self.experiments.items()}
+        self._noise = {digest: site_noise(method) for digest, method in methods.items()}
+        self._limited = {digest: is_limited(self.experiments[digest], method) for digest, method in methods.items()}
         self.log: Callable[[str], None] = lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def answer(self, request: Frame) -> Frame:
@@ -90,11 +98,14 @@ class SiteProcess:
             )
         run, attempt = read_text(config, "run"), read_integer(config, "attempt")
         digest, reference = read_text(config, "digest"), DataSchema.read(config)
+        check_settings(reference, self.agreed(digest), request.kind)
+        self._check_noise(digest)
         if not reference.settled:
             reply = self._summed(request, digest, reference)
             return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, {}, reply.arrays)
-        work = self.work(digest, reference)
+        self._check_schema(digest, reference)
         state = SiteState(self.config.path("state", self.folder), run, self.config.client)
+        work = self.work(digest, reference)
         received = ReceivedData(state.folder, work.method.data).load()
         began = time.perf_counter()
         reply = self._carried_out(request, work, state, received)
@@ -107,11 +118,13 @@ class SiteProcess:
         return f" in round {request.config['round'] + 1}" if "round" in request.config else ""
 
     def _carried_out(self, request: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData) -> Frame:
-        ledger = OpenedSumLedger.of(
-            self.config.path("state", self.folder), read_text(request.config, "digest"), state.run
-        )
+        folder, digest = self.config.path("state", self.folder), read_text(request.config, "digest")
+        ledger = DataLedger(folder / LEDGER, state.run, digest, self.config.max_runs)
+        if self._limited[digest]:
+            ledger.admit()
+            if request.kind in ("train", "contribute") and work.config.secure_aggregation != "required":
+                ledger.begin()  # of a masked run, only opened sums count
         if request.kind == "hello":
-            ledger.opened(0)  # raises for a second run of an experiment whose masked sums were opened
             reply = work.facts(work.data)
             return self._introduced(request, reply)
         if request.kind == "train":
@@ -119,13 +132,14 @@ class SiteProcess:
         if request.kind in PHASES:
             return self.masks.carried_out(state.run, request)
         if request.kind == "evaluate":
-            return work.measured(request, state, received)
+            return work.measured(request, state, received, ledger)
         index = read_integer(request.config, "place")
         if index >= len(work.method.data):
             raise InvalidMessageError(f"the method has no data rule number {index}")
         if request.kind == "receive":
             check_records(request, ("share", "common"))
-            received.take(index, decode_record(request, "share"), decode_record(request, "common"))
+            share, common = decode_record(request, "share"), decode_record(request, "common")
+            received.take(index, share, common, trained=state.newest() >= 0)
             return work.facts(received.applied(work.data, index + 1))
         return self.contributed(request, work, state, received, index)
 
@@ -177,7 +191,8 @@ class SiteProcess:
 
     def _introduced(self, request: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""
-        config = {**report.config, **software_versions(), "clock": time.time(), "key": self.key}
+        rounds = self.agreed(read_text(request.config, "digest")).rounds
+        config = {**report.config, **software_versions(), "clock": time.time(), "key": self.key, "rounds": rounds}
         if self.identity is not None and "challenge" in request.config:
             words = [read_text(request.config, "run"), read_text(request.config, "challenge")]
             config["signature"] = self.identity.sign(["hello", *words, self.config.client])
@@ -210,13 +225,56 @@ class SiteProcess:
         config, holding = self.agreed(digest), self._holdings.get(digest)
         if self.config.data == "split":
             if holding is None:
-                holding = own_split(config, self.config.client, f"The site {self.config.name}")[0]
+                holding, full_data = own_split(config, self.config.client, f"The site {self.config.name}")
                 self._holdings = {digest: holding}  # keeps one experiment at a time
+                if self._limited[digest]:
+                    self._schemas[digest] = reference_schema(full_data, config)
             return holding
         columns = [(encoder.name, encoder.kind) for encoder in reference.columns]
         if holding is None or [(encoder.name, encoder.kind) for encoder in holding.source.encoders] != columns:
             holding = self._holdings[digest] = load_site_data(self.config, config, self.folder, reference.columns)
         return holding
+
+    def _check_noise(self, digest: str) -> None:
+        """Validate that an experiment with noise at the sites protects this site as it expects."""
+        noise, site = self._noise[digest], self.config
+        if noise is None:
+            return
+        if self.experiments[digest].secure_aggregation != "required":
+            raise ConfigError(
+                "dp:noise_at=sites needs secure_aggregation: required, because the noise of a single site is too small."
+            )
+        honest, most = noise.honest or 0, site.max_honest
+        if most is not None and honest > most:
+            raise ConfigError(
+                f"The experiment assumes that {honest} sites add their noise (dp:honest), but the site {site.name} accepts "
+                f"at most {most} (max_honest in site.yaml)."
+            )
+
+    def _check_schema(self, digest: str, reference: DataSchema) -> None:
+        """Validate that a data schema is the one that this site knows, if it does not have to learn it from the server.
+
+        Raises:
+            InvalidMessageError: If the schema differs.
+            ConfigError: If the site adds noise to its updates and has no schema, so that it could be asked for properties
+                of its data by offering different ones.
+        """
+        if self.config.data == "split":
+            self.holding(digest, reference)  # with the schema of the experiment's data
+        elif digest not in self._schemas:
+            installed = read_schema(self.config.path("data_schema", self.folder))
+            if installed is not None:
+                self._schemas[digest] = installed
+            elif self._noise[digest] is not None:
+                raise ConfigError(
+                    f"The site {self.config.name} needs the data schema of the experiment, "
+                    f"{self.config.data_schema} from unskew deploy init, because the experiment adds noise at the sites."
+                )
+        known = self._schemas.get(digest)
+        if known is not None and not known.is_same(reference):
+            raise InvalidMessageError(
+                "its data schema differs from the one that the administrator of the site installed"
+            )
 
     def work(self, digest: str, reference: DataSchema) -> SiteTrainer:
         """Return the trainer of an experiment, built once.
@@ -224,10 +282,20 @@ class SiteProcess:
         Args:
             digest: Digest of the experiment.
             reference: Schema of the data.
+
+        Raises:
+            ConfigError: If the experiment cannot run here, without the reason if the site's data must stay private.
+            DataError: If the site's data do not fit the experiment.
         """
         key, config = (digest, repr(reference)), self.agreed(digest)
         if self._work is None or self._work[0] != key:
-            self._work = key, SiteTrainer(self.config, config, reference, self.holding(digest, reference))
+            try:
+                self._work = key, SiteTrainer(self.config, config, reference, self.holding(digest, reference))
+            except UnskewError as error:
+                if self._noise[digest] is None:
+                    raise
+                self.log(f"{type(error).__name__}: {error}")
+                raise ConfigError(f"The site {self.config.name} cannot take part; its log has the reason.") from error
         return self._work[1]
 
     def warm(self) -> None:
@@ -235,8 +303,10 @@ class SiteProcess:
         for digest, config in self.experiments.items():
             if self.config.data == "split":
                 holding, full_data = own_split(config, self.config.client, f"The site {self.config.name}")
-                self._holdings = {digest: holding}
-                self.work(digest, reference_schema(full_data, config))
+                self._holdings, schema = {digest: holding}, reference_schema(full_data, config)
+                if self._limited[digest]:
+                    self._schemas[digest] = schema
+                self.work(digest, schema)
             else:
                 self._holdings[digest] = load_site_data(self.config, config, self.folder)
 
@@ -287,6 +357,43 @@ class SiteProcess:
             self.log(f"rejected: {reply.config['reason']}")
         with contextlib.suppress(OSError):
             send(connection, reply)
+
+
+def is_limited(config: Experiment, method: Method) -> bool:
+    """Return whether an experiment promises that little is learned of a site's data, which holds for few runs only.
+
+    Args:
+        config: The experiment.
+        method: Its method.
+    """
+    noisy = any(rule.poisson_batches for rule in method.client) or site_noise(method) is not None
+    generated = any(getattr(rule, "privacy", None) is not None for rule in method.data)
+    return noisy or generated or config.secure_aggregation == "required"
+
+
+def check_settings(reference: DataSchema, config: Experiment, kind: str) -> None:
+    """Validate settings of a message that follow from the experiment, before the site's data are read.
+
+    Args:
+        reference: Data schema of the message.
+        config: Experiment that the site has agreed to.
+        kind: Kind of the message.
+
+    Raises:
+        InvalidMessageError: If the message differs from the experiment.
+    """
+    weights, sent = config.class_weights, reference.weights
+    if config.secure_aggregation == "required" and not reference.settled:
+        raise InvalidMessageError("it asks for sums of columns, which secure aggregation does not support")
+    if not sent and kind in ("hello", "squares"):
+        return  # class weights are not known yet
+    if weights == "balanced":
+        # A balanced weight is N / (C n_c), and no class has more than all N samples.
+        good = len(sent) == reference.classes and all(weight * reference.classes > 1 - 1e-6 for weight in sent)
+    else:
+        good = sent == (() if weights is None else tuple(map(float, weights)))
+    if not good:
+        raise InvalidMessageError("its class weights differ from those of the experiment")
 
 
 def key_fingerprint(public_key: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from safetensors.torch import load
 
 from unskew.data.federation import ClientData
 from unskew.deployment.site.state import SiteStateLostError, make_private_folder
-from unskew.deployment.wire.tensor_codec import channels_last_images
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, encode_tensor
 from unskew.filesystem import write_atomic
 from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import Tensors
@@ -66,21 +67,38 @@ class ReceivedData:
         if parts["common/"]:
             self.common[rule.name] = parts["common/"]
 
-    def take(self, place: int, share: Tensors, common: Tensors) -> None:
-        """Store the data for one rule and delete the data for later rules.
+    def take(self, place: int, share: Tensors, common: Tensors, trained: bool) -> None:
+        """Store the data for one rule and delete the data for later rules; a repeated message changes nothing.
 
         Args:
             place: Position of the data rule.
             share: Tensors for this client.
             common: Tensors that all clients receive.
+            trained: Whether the site has trained in this run.
+
+        Raises:
+            InvalidMessageError: If the site has trained with other data.
         """
+        named = {**{f"share/{n}": t for n, t in share.items()}, **{f"common/{n}": t for n, t in common.items()}}
+        path, encoded = self._path(place), encode_tensors(named)
+        if path.is_file() and path.read_bytes() == encoded:
+            return
+        if trained:
+            raise InvalidMessageError("this site has trained with other data, which do not change during a run")
         for later in range(place, len(self.rules)):
             self.shares.pop(later, None)
             self._path(later).unlink(missing_ok=True)
-        named = {**{f"share/{n}": t for n, t in share.items()}, **{f"common/{n}": t for n, t in common.items()}}
         make_private_folder(self.folder)
-        write_atomic(self._path(place), encode_tensors(named))
+        write_atomic(path, encoded)
         self._take(place, self.rules[place], named)
+
+    def digest(self) -> str:
+        """Return a digest of the data that all clients received."""
+        entries = []
+        for index in sorted(self.shares):
+            for name, tensor in sorted(self.common.get(self.rules[index].name, {}).items()):
+                entries.append([index, name, hashlib.sha256(encode_tensor(tensor).data).hexdigest()])
+        return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
     def applied(self, data: ClientData, before: int | None = None) -> ClientData:
         """Apply received data to the client's data.

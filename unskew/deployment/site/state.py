@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
 
 from unskew.errors import UnskewError
-from unskew.filesystem import make_folder, write_atomic
+from unskew.filesystem import make_folder, read_json, write_atomic
 from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import ClientState, Tensors
 
@@ -46,6 +48,13 @@ class SiteState:
     def _path(self, round: int) -> Path:
         return self.folder / f"round-{round:07d}.safetensors"
 
+    def newest(self) -> int:
+        """Return the newest round trained here, from 0; -1 before the first, or if the site's disk was lost."""
+        try:
+            return int((self.folder / "newest").read_text())
+        except (OSError, ValueError):
+            return -1
+
     def check_round(self, round: int, new: bool) -> None:
         """Validate that a message is not older than the newest round trained here, for example a replayed message.
 
@@ -56,18 +65,62 @@ class SiteState:
         Raises:
             OutdatedMessageError: If the message is older.
         """
-        path = self.folder / "newest"
-        try:
-            newest = int(path.read_text())
-        except (OSError, ValueError):  # the first round, or the site's disk was lost
-            newest = -1
+        newest = self.newest()
         if round < newest:
             raise OutdatedMessageError(
                 f"this site has trained round {newest + 1} of the run, but the message is of round {round + 1}"
             )
         if new and round > newest:
             make_private_folder(self.folder)
-            write_atomic(path, str(round).encode())
+            write_atomic(self.folder / "newest", str(round).encode())
+
+    def check_evaluation(self, round: int, request: str, most: int) -> None:
+        """Validate that a request for metrics is the first one after a round, or repeats it.
+
+        From many answers, held-out samples could be reconstructed.
+
+        Args:
+            round: Number of finished rounds.
+            request: Digest of the request.
+            most: Largest number of evaluations in this run.
+
+        Raises:
+            OutdatedMessageError: If metrics after this or a later round, or for too many rounds, were requested.
+        """
+        done, newest, before = self._read_json("evaluated.json", [0, -1, ""])
+        if (round, request) == (newest, before):
+            return
+        if round <= newest or done >= most:
+            raise OutdatedMessageError(
+                f"this site has evaluated the model of round {newest} of the run, {done} time(s) in all, and evaluates one "
+                "model per round"
+            )
+        self._write_json("evaluated.json", [done + 1, round, request])
+
+    def known(self) -> dict[str, str]:
+        """Return the digest of each part of the model as last received, by part."""
+        return dict(self._read_json("received.json", {}))
+
+    def keep_known(self, parts: Mapping[str, str]) -> None:
+        """Store the digest of each part of the model as last received."""
+        if parts:
+            self._write_json("received.json", parts)
+
+    def _read_json(self, name: str, missing: Any) -> Any:
+        path = self.folder / name
+        try:
+            value = read_json(path)
+        except FileNotFoundError:
+            return missing
+        except (OSError, ValueError) as error:
+            raise SiteStateLostError(f"this site's state {path} is corrupted") from error
+        if type(value) is not type(missing) or len(value) < len(missing):
+            raise SiteStateLostError(f"this site's state {path} is corrupted")
+        return value
+
+    def _write_json(self, name: str, value: Any) -> None:
+        make_private_folder(self.folder)
+        write_atomic(self.folder / name, json.dumps(value).encode())
 
     def after(self, accepted: int | None, forget: bool = True) -> ClientState:
         """Return the state after the update of round ``accepted``.
@@ -141,23 +194,9 @@ class SiteState:
         named = {f"{round}/{model}/{name}": t.cpu() for name, t in tensors.items()}
         write_atomic(self.folder / "noisy.safetensors", encode_tensors(named))
 
-    def prepared(self) -> Path:
-        """Return the file for data generated before the first round."""
-        return self.folder / "prepared.safetensors"
-
 
 def make_private_folder(folder: Path) -> None:
     """Create a folder that only its owner can access, like its parent."""
     for path in (folder, folder.parent):
         make_folder(path)
         path.chmod(0o700)
-
-
-def remove_run_state(folder: Path, run: str) -> None:
-    """Remove the state of a run.
-
-    Args:
-        folder: Folder of the site's states.
-        run: Identifier of the run.
-    """
-    shutil.rmtree(folder / run, ignore_errors=True)

@@ -9,8 +9,8 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.secagg.client import SecAggClient
-from unskew.deployment.secagg.ledger import OpenedSumLedger
+from unskew.deployment.secagg.client import LEAST, SecAggClient
+from unskew.deployment.secagg.ledger import DataLedger
 from unskew.deployment.site.config import SiteConfig
 from unskew.deployment.site.data import SingleClientView, SiteData
 from unskew.deployment.site.received import ReceivedData
@@ -30,8 +30,6 @@ from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_reco
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
-from unskew.errors import ConfigError
-from unskew.methods.dp_sites import SiteDP
 from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.payload import gather_slices
@@ -42,6 +40,7 @@ from unskew.simulation import personal_models
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.parameter_slices import complement_slices
 from unskew.simulation.personal_models import serving_model
+from unskew.simulation.sampler import Sampler
 from unskew.tasks.registry import TASKS
 
 HIDDEN_SIZE = 1
@@ -87,24 +86,12 @@ class SiteTrainer:
             self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
         )
         self.noise = self.terms.site_noise
-        if self.noise is not None:
-            self._check_noise(self.noise)
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
         self._replied: tuple[str, Frame] | None = None
-
-    def _check_noise(self, noise: SiteDP) -> None:
-        """Validate that an experiment with noise at the sites protects this site as it expects."""
-        if self.config.secure_aggregation != "required":
-            raise ConfigError(
-                "dp:noise_at=sites needs secure_aggregation: required, because the noise of a single site is too small."
-            )
-        honest, most = noise.honest or 0, self.site.max_honest
-        if most is not None and honest > most:
-            raise ConfigError(
-                f"The experiment assumes that {honest} sites add their noise (dp:honest), but the site {self.site.name} "
-                f"accepts at most {most} (max_honest in site.yaml)."
-            )
+        self._received: tuple[str, str] = ("", "")
+        cohort = Sampler(self.total, config.participation, config.seed).size
+        self.least = max(LEAST, cohort // 2 + 1, 0 if self.noise is None else self.noise.honest or 0)
 
     @property
     def data(self) -> ClientData:
@@ -188,7 +175,7 @@ class SiteTrainer:
         return Update(self.site.client, round, HIDDEN_SIZE, 1.0, none, b, upload, ClientState(), {})
 
     def answered(
-        self, request: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: OpenedSumLedger
+        self, request: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: DataLedger
     ) -> Frame:
         """Reply to a broadcast with the update, or, under secure aggregation, with the readiness to mask it.
 
@@ -201,6 +188,7 @@ class SiteTrainer:
             masks: Secure aggregation of this site.
             ledger: Record of the sums that this site has opened.
         """
+        self._check_agreed_round(request)
         if self.config.secure_aggregation != "required":
             key = request_digest(request)
             if self._replied is None or self._replied[0] != key:
@@ -211,36 +199,31 @@ class SiteTrainer:
         before = masks.again(run, session)
         if before is not None:
             return before
-        digest = broadcast_digest(request, self.terms)
+        if self._received[0] != received.identity:
+            self._received = received.identity, received.digest()
+        digest = broadcast_digest(request, self.terms, state.known(), self._received[1])
         if self.noise is not None:
-            update = self._noisy(request, state, received, digest, ledger)
-            return masks.begin(session, update, None, digest, ledger, self.noise.honest or 0)
+            update = self._noisy(request, state, received, digest.signed, ledger)
+            state.keep_known(digest.known)
+            return masks.begin(session, update, None, digest, ledger, self.least)
         update, broadcast = self.trained(request, state, received)
         self._check_weight(request, update)
+        state.keep_known(digest.known)
         delta = gather_slices(update.delta, broadcast.up) if self.terms.sends_model else None
-        return masks.begin(session, update, delta, digest, ledger)
+        return masks.begin(session, update, delta, digest, ledger, self.least)
 
     def _noisy(
-        self, request: Frame, state: SiteState, received: ReceivedData, digest: str, ledger: OpenedSumLedger
+        self, request: Frame, state: SiteState, received: ReceivedData, digest: str, ledger: DataLedger
     ) -> Update:
-        """Return this site's contribution with noise; for a repeated broadcast the same one, from the disk.
-
-        Raises:
-            InvalidMessageError: If the round is beyond those of the experiment, whose privacy the site has agreed to.
-        """
+        """Return this site's contribution with noise; for a repeated broadcast the same one, from the disk."""
         round = read_integer(request.config, "round")
-        if round >= self.config.rounds:
-            raise InvalidMessageError(
-                f"round {round + 1} is beyond the {self.config.rounds} rounds that {self.site.name} has agreed to"
-            )
         state.check_round(round, new=True)
         tensors = state.noisy(round, digest)
         if tensors is None:
             update, _ = self.trained(request, state, received)
             self._check_weight(request, update)
             tensors = flatten_records("upload", update.upload)
-            if not ledger.path.exists():  # others may open the sum without this site, so it joins no second run
-                ledger.record(-1, ())
+            ledger.begin()  # others may open the sum without this site
             state.keep_noisy(round, digest, tensors)
         return self.without_data(unflatten_records("upload", tensors), round)
 
@@ -265,6 +248,15 @@ class SiteTrainer:
             raise InvalidMessageError("it changes the number of local steps, which the private noise depends on")
         return self.trainer(received, counted, epochs)
 
+    def _check_agreed_round(self, request: Frame) -> None:
+        """Validate that a message is for one of the rounds of the experiment, or for the surveys after the last one."""
+        done = read_integer(request.config, "round")
+        after_last = request.kind == "evaluate" or request.config.get("closing") is True
+        if done + (not after_last) > self.config.rounds:
+            raise InvalidMessageError(
+                f"round {done + 1} is beyond the {self.config.rounds} rounds that {self.site.name} has agreed to"
+            )
+
     def _cast(self, request: Frame, state: SiteState, training: bool = False) -> Broadcast:
         accepted = None if request.config.get("accepted") == -1 else read_integer(request.config, "accepted")
         state.check_round(read_integer(request.config, "round"), training)
@@ -275,19 +267,24 @@ class SiteTrainer:
             )
         return broadcast
 
-    def measured(self, request: Frame, state: SiteState, received: ReceivedData) -> Frame:
+    def measured(self, request: Frame, state: SiteState, received: ReceivedData, ledger: DataLedger) -> Frame:
         """Evaluate the global and the personal model on the site's held-out samples; only metrics leave the site.
 
         Args:
             request: Message with the model.
             state: State of the run at this site.
             received: Data received before the first round.
+            ledger: Record of the sums that this site has opened; masked runs allow one evaluation after each.
         """
         if self.noise is not None:
             raise InvalidMessageError(
                 "metrics on held-out samples have no noise, and the experiment needs it at the sites"
             )
+        self._check_agreed_round(request)
         broadcast = self._cast(request, state)
+        masked = self.config.secure_aggregation == "required"
+        most = 1 + (ledger.num_opened() if masked else self.config.rounds)
+        state.check_evaluation(broadcast.round, request_digest(request), most)
         stays, mode = broadcast.state, self.config.buffers
         v, b = broadcast.v, broadcast.b
         figures: dict[str, float] = {}

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from unskew.data.readers.encoders import Encoder
 from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError
 from unskew.errors import ConfigError, DataError
+from unskew.filesystem import read_json
 from unskew.methods.dp_sites import site_noise
 from unskew.methods.registry import method as method_of
 from unskew.runs.input_spec import InputColumn, StandardizedTask
@@ -27,7 +29,7 @@ from unskew.tasks.classification import Classification
 from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of the messages between server and sites; both must use the same."""
 
 
@@ -163,6 +165,12 @@ class DataSchema:
         except (ValueError, KeyError, TypeError, IndexError, DataError) as error:
             raise InvalidMessageError(f"its data schema cannot be read ({type(error).__name__})") from error
 
+    def is_same(self, other: DataSchema) -> bool:
+        """Return whether another schema is equal, except for class weights and for statistics that are not known yet."""
+        if not other.settled:
+            return self.open == other
+        return replace(self, weights=()) == replace(other, weights=())
+
     def check(self, other: DataSchema, who: str) -> None:
         """Validate that the data of a site match this schema.
 
@@ -177,3 +185,20 @@ class DataSchema:
             own_value, other_value = getattr(self, name), getattr(other, name)
             if own_value != other_value:
                 raise ConfigError(f"{who} has data with {name} {other_value}, but the server's have {own_value}.")
+
+
+def read_schema(path: Path) -> DataSchema | None:
+    """Read the file with a data schema; None if it does not exist.
+
+    Args:
+        path: JSON file, as ``unskew deploy init`` writes it.
+
+    Raises:
+        ConfigError: If the file is not valid.
+    """
+    try:
+        return DataSchema.read(read_json(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, InvalidMessageError, AttributeError) as error:
+        raise ConfigError(f"The data schema {path} cannot be read ({error}).") from error

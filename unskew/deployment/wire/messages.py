@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ from unskew.deployment.wire.tensor_codec import (
 from unskew.errors import UnskewError
 from unskew.methods.dp_sites import SiteDP, site_noise
 from unskew.models.layer_groups import buffer_mask
-from unskew.models.spec import ModelSpec
+from unskew.models.spec import ModelSpec, mask_slices
 from unskew.protocol.messages import (
     Broadcast,
     ClientState,
@@ -226,24 +229,96 @@ def encode_broadcast(broadcast: Broadcast, terms: WireContext, kind: str, about:
     return Frame(kind, config, {}, arrays)
 
 
-def broadcast_digest(frame: Frame, terms: WireContext) -> str:
-    """Return a digest of the parts of a broadcast that must be equal for all sites of a masked sum.
+PER_SITE = {"client", "weight", "counted", "accepted", "attempt", "session", "down"}
+"""Fields of a broadcast that may differ between the sites of a masked sum; each site checks its own."""
 
-    A server that sends one site a different model could otherwise identify this site's update in the sum. Slices that a
-    method sends only to some sites (``fedrep``, ``fedbn``, ``fedals``) are not included.
+
+@dataclass(frozen=True)
+class BroadcastDigest:
+    """Digests of a broadcast under secure aggregation.
+
+    Attributes:
+        signed: Digest of all that a site computes with, which must be equal for all sites of a masked sum.
+        model: Digest of the model and of the tensors of rules from which the site trains.
+        known: Digest of each part of these tensors as last received, by part, for methods that exchange only slices.
+    """
+
+    signed: str
+    model: str
+    known: dict[str, str]
+
+
+def broadcast_digest(frame: Frame, terms: WireContext, known: Mapping[str, str], received: str) -> BroadcastDigest:
+    """Return the digests of a broadcast.
+
+    A server that sends one site another model, schema or setting could otherwise identify this site's update in the sum.
+    If a method exchanges slices, a site does not receive a part of the model that has not changed. Then the digest of the
+    part as last received counts, because it is the current one.
 
     Args:
         frame: Message that was received.
         terms: Wire context.
+        known: Parts that the site received in earlier rounds.
+        received: Digest of the data that the site received before the first round.
+
+    Raises:
+        InvalidMessageError: If the slices are invalid.
     """
-    sliced = terms.method.sync is not None
-    names = [name for name in sorted(frame.arrays) if not sliced or not (name.startswith("model/") or SLICED in name)]
-    common = {
-        k: frame.config.get(k)
-        for k in ("round", "up", "report", "closing", "local_epochs", *(() if sliced else ("down",)))
-    }
-    arrays = [[name, hashlib.sha256(frame.arrays[name].data).hexdigest()] for name in names]
-    return hashlib.sha256(json.dumps([common, arrays], sort_keys=True).encode()).hexdigest()
+    arrays = {name: blob.data for name, blob in frame.arrays.items()}
+    parts = {**known}
+    if terms.method.sync is not None:
+        for name in [name for name in arrays if name.startswith("model/") or SLICED in name]:
+            parts |= _part_digests(name, arrays.pop(name), frame, terms)
+    complete = {name: hashlib.sha256(data).hexdigest() for name, data in arrays.items()}
+    model = _text_digest([sorted(parts.items()), sorted(complete.items())])
+    settings = {name: value for name, value in frame.config.items() if name not in PER_SITE}
+    return BroadcastDigest(_text_digest([settings, model, received]), model, parts)
+
+
+def _part_digests(name: str, data: bytes, frame: Frame, terms: WireContext) -> dict[str, str]:
+    """Return the digest of each parameter, or each normalization buffer, among the slices in one array."""
+    down, up = (parse_slices(frame.config.get(n), terms.spec.size) for n in ("down", "up"))
+    slices, sizes = down, terms.spec.sizes
+    if name == "model/b":
+        slices, sizes = mask_slices(terms.received(down, frame.kind)), terms.spec.buffer_sizes
+    elif name == "model/base":
+        slices = terms.base(down, up)
+    total = sum(sizes)
+    sent = pieces(sizes, (slice(0, total),) if slices is None else slices)
+    item = len(data) // max(1, sum(piece.stop - piece.start for piece in sent))
+    # The values under ``base`` and ``v`` are those of the same global model.
+    record, digests, at = name.replace("/base", "/v"), {}, 0
+    for piece in sent:
+        size = item * (piece.stop - piece.start)
+        digests[f"{record}:{piece.start}:{piece.stop}"] = hashlib.sha256(data[at : at + size]).hexdigest()
+        at += size
+    return digests
+
+
+def pieces(sizes: Sequence[int], slices: Slices) -> list[slice]:
+    """Cut slices at the boundaries of parameters.
+
+    Args:
+        sizes: Number of elements of each parameter.
+        slices: Slices of the vector of all parameters, in ascending order.
+
+    >>> pieces([4, 6], (slice(2, 7), slice(9, 10)))
+    [slice(2, 4, None), slice(4, 7, None), slice(9, 10, None)]
+    """
+    ends = list(accumulate(sizes))
+    cut = []
+    for span in slices:
+        start = span.start
+        for end in ends[bisect_right(ends, start) :]:
+            if start >= span.stop:
+                break
+            cut.append(slice(start, min(end, span.stop)))
+            start = end
+    return cut
+
+
+def _text_digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def request_digest(frame: Frame) -> str:
