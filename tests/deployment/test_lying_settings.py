@@ -26,7 +26,7 @@ from unskew.deployment.site import process, trainer
 from unskew.deployment.site.check import check_site
 from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema, experiment_digest
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import BroadcastDigest, pieces
+from unskew.deployment.wire.messages import BroadcastDigest, broadcast_digest, pieces
 from unskew.deployment.wire.tensor_codec import decode_record, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.build_model import initial_spec
@@ -71,6 +71,8 @@ def sites_of(folder, count, own_data, **options):
 
 def isolated(folder, monkeypatch, count, lie, own_data=False, **options):
     """The cosine of the change of the model with the update of the last site, if all others receive ``lie``."""
+    if count > 10:
+        options = {"max_train_samples": 1000, "partition": "iid", **options}
     values, place = sites_of(folder, count, own_data, **options)
     truth, honest_begin = {}, SecAggClient.begin
 
@@ -118,6 +120,26 @@ SIZES = [5, pytest.param(10, marks=pytest.mark.slow), pytest.param(50, marks=pyt
 @pytest.mark.parametrize("lie", [WEIGHTS, DEAD, dead_model], ids=["weights", "normalization", "model"])
 def test_settings_that_only_some_sites_receive_isolate_no_update(lie, count, tmp_path, monkeypatch):
     assert isolated(tmp_path, monkeypatch, count, lie) < CHANCE
+
+
+@pytest.mark.parametrize("method", ["scaffold", "scaffold+fedals"])
+def test_equal_bytes_at_other_parameters_or_of_another_type_are_not_equal_models(method, tmp_path):
+    values = {**TINY, **MASKED, "clients": 4, "method": method, "model": "mlp"}
+    place = LoopPlace(tmp_path, values)
+    run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
+    frame = next(frame for _, frame in place.link.sent if frame.kind == "train")
+    terms = place.sites[0]._work[1].terms
+    half = terms.spec.size // 2
+    v = decode_record(frame, "model")["v"][:half]
+    c = next(name for name in frame.arrays if name.startswith("download"))
+
+    def sent(start, dtype="float32"):
+        arrays = {**frame.arrays, **encode_record("model", {"v": v}), c: replace(frame.arrays[c], dtype=dtype)}
+        config = {**frame.config, "down": f"{start}:{start + half}"}
+        return broadcast_digest(replace(frame, config=config, arrays=arrays), terms, {}, "").signed
+
+    assert sent(0) == sent(0)
+    assert len({sent(0), sent(1), sent(0, "int32")}) == 3
 
 
 @pytest.mark.parametrize("own_data", [False, True])
@@ -365,7 +387,7 @@ def test_a_site_trains_no_more_rounds_than_it_has_agreed_to(tmp_path):
 
     def asks(client, asked, answer):
         if asked.kind == "train" and asked.config["round"] == 1:
-            for closing, reply in ((False, "refused"), (True, "update")):
+            for closing, reply in ((False, "refused"), (True, "refused")):
                 further = {**asked.config, "round": 2, "closing": closing}
                 seen.append((place.sites[client].answer(replace(asked, config=further)), reply))
         return answer
@@ -374,6 +396,7 @@ def test_a_site_trains_no_more_rounds_than_it_has_agreed_to(tmp_path):
     run(experiment(values), with_patience(), tmp_path / "b", [], lambda text: None, place)
     assert [answer.kind for answer, _ in seen] == [reply for _, reply in seen]
     assert "round 3 is beyond the 2 rounds that site-0 has agreed to" in seen[0][0].config["reason"]
+    assert "the method has no survey after the last round" in seen[1][0].config["reason"]
 
 
 def test_a_second_run_of_dpsgd_needs_the_consent_of_the_administrator(tmp_path):

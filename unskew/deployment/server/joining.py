@@ -188,8 +188,8 @@ class SiteRegistry:
         agreed = read_integer(frame.config, "rounds")
         if agreed < self.rounds:
             raise ConfigError(
-                f"{name} has agreed to {agreed} rounds, but the run has {self.rounds}. Install an experiment with that number "
-                "of rounds at the site, or run fewer."
+                f"{name} has agreed to {agreed} rounds, but the run has {self.rounds}. Install an experiment with that "
+                "number of rounds at the site, or run fewer."
             )
         self.check(client, frame)
         self._compare(name, frame)

@@ -97,7 +97,7 @@ class ReceivedData:
         entries = []
         for index in sorted(self.shares):
             for name, tensor in sorted(self.common.get(self.rules[index].name, {}).items()):
-                entries.append([index, name, hashlib.sha256(encode_tensor(tensor).data).hexdigest()])
+                entries.append([index, name, encode_tensor(tensor).digest()])
         return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
     def applied(self, data: ClientData, before: int | None = None) -> ClientData:

@@ -74,6 +74,21 @@ class SiteState:
             make_private_folder(self.folder)
             write_atomic(self.folder / "newest", str(round).encode())
 
+    def check_same(self, round: int, request: str) -> None:
+        """Validate that a round is trained from one broadcast only; two would need more noise than the experiment adds.
+
+        Args:
+            round: Number of the round, from 0.
+            request: Digest of the broadcast.
+
+        Raises:
+            OutdatedMessageError: If the site has trained in this round from another broadcast.
+        """
+        newest, before = self._read_json("asked.json", [-1, ""])
+        if newest == round and before != request:
+            raise OutdatedMessageError(f"this site has trained round {round + 1} of the run from another message")
+        self._write_json("asked.json", [round, request])
+
     def check_evaluation(self, round: int, request: str, most: int) -> None:
         """Validate that a request for metrics is the first one after a round, or repeats it.
 

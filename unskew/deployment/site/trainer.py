@@ -192,6 +192,8 @@ class SiteTrainer:
         if self.config.secure_aggregation != "required":
             key = request_digest(request)
             if self._replied is None or self._replied[0] != key:
+                if any(rule.poisson_batches for rule in self.method.client):
+                    state.check_same(read_integer(request.config, "round"), key)
                 update, broadcast = self.trained(request, state, received)
                 self._replied = key, encode_update(update, broadcast, self.terms, {})
             return self._replied[1]
@@ -252,6 +254,8 @@ class SiteTrainer:
         """Validate that a message is for one of the rounds of the experiment, or for the surveys after the last one."""
         done = read_integer(request.config, "round")
         after_last = request.kind == "evaluate" or request.config.get("closing") is True
+        if request.config.get("closing") is True and not any(r.survey_at == "final" for r in self.method.client):
+            raise InvalidMessageError("the method has no survey after the last round")
         if done + (not after_last) > self.config.rounds:
             raise InvalidMessageError(
                 f"round {done + 1} is beyond the {self.config.rounds} rounds that {self.site.name} has agreed to"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import socket
@@ -44,6 +45,11 @@ class Blob:
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+
+    def digest(self) -> str:
+        """Return the SHA-256 of dtype, shape and bytes."""
+        header = f"{self.dtype} {list(self.shape)}\n".encode()
+        return hashlib.sha256(header + self.data).hexdigest()
 
     def check(self, name: str) -> None:
         """Validate dtype, shape and number of bytes.

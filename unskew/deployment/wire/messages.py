@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.deployment.wire.frames import Blob, Frame
+from unskew.deployment.wire.frames import SIZES, Blob, Frame
 from unskew.deployment.wire.tensor_codec import (
     InvalidMessageError,
     check_norm,
@@ -229,7 +229,7 @@ def encode_broadcast(broadcast: Broadcast, terms: WireContext, kind: str, about:
     return Frame(kind, config, {}, arrays)
 
 
-PER_SITE = {"client", "weight", "counted", "accepted", "attempt", "session", "down"}
+PER_SITE = {"client", "weight", "counted", "accepted", "attempt", "session"}
 """Fields of a broadcast that may differ between the sites of a masked sum; each site checks its own."""
 
 
@@ -264,18 +264,20 @@ def broadcast_digest(frame: Frame, terms: WireContext, known: Mapping[str, str],
     Raises:
         InvalidMessageError: If the slices are invalid.
     """
-    arrays = {name: blob.data for name, blob in frame.arrays.items()}
-    parts = {**known}
-    if terms.method.sync is not None:
-        for name in [name for name in arrays if name.startswith("model/") or SLICED in name]:
-            parts |= _part_digests(name, arrays.pop(name), frame, terms)
-    complete = {name: hashlib.sha256(data).hexdigest() for name, data in arrays.items()}
+    sliced = terms.method.sync is not None
+    complete, parts = {}, {**known}
+    for name, blob in frame.arrays.items():
+        if sliced and (name.startswith("model/") or SLICED in name):
+            parts |= _part_digests(name, blob, frame, terms)
+        else:
+            complete[name] = blob.digest()
     model = _text_digest([sorted(parts.items()), sorted(complete.items())])
-    settings = {name: value for name, value in frame.config.items() if name not in PER_SITE}
+    own = PER_SITE | ({"down"} if sliced else set())
+    settings = {name: value for name, value in frame.config.items() if name not in own}
     return BroadcastDigest(_text_digest([settings, model, received]), model, parts)
 
 
-def _part_digests(name: str, data: bytes, frame: Frame, terms: WireContext) -> dict[str, str]:
+def _part_digests(name: str, blob: Blob, frame: Frame, terms: WireContext) -> dict[str, str]:
     """Return the digest of each parameter, or each normalization buffer, among the slices in one array."""
     down, up = (parse_slices(frame.config.get(n), terms.spec.size) for n in ("down", "up"))
     slices, sizes = down, terms.spec.sizes
@@ -285,12 +287,13 @@ def _part_digests(name: str, data: bytes, frame: Frame, terms: WireContext) -> d
         slices = terms.base(down, up)
     total = sum(sizes)
     sent = pieces(sizes, (slice(0, total),) if slices is None else slices)
-    item = len(data) // max(1, sum(piece.stop - piece.start for piece in sent))
+    item = SIZES.get(blob.dtype, 1)
     # The values under ``base`` and ``v`` are those of the same global model.
     record, digests, at = name.replace("/base", "/v"), {}, 0
     for piece in sent:
         size = item * (piece.stop - piece.start)
-        digests[f"{record}:{piece.start}:{piece.stop}"] = hashlib.sha256(data[at : at + size]).hexdigest()
+        values = blob.dtype.encode() + blob.data[at : at + size]
+        digests[f"{record}:{piece.start}:{piece.stop}"] = hashlib.sha256(values).hexdigest()
         at += size
     return digests
 
@@ -324,9 +327,8 @@ def _text_digest(value: Any) -> str:
 def request_digest(frame: Frame) -> str:
     """Return a digest of a message without ``attempt``, which is equal for repeated messages."""
     config = {name: value for name, value in frame.config.items() if name != "attempt"}
-    arrays = [[name, hashlib.sha256(blob.data).hexdigest()] for name, blob in sorted(frame.arrays.items())]
-    text = json.dumps([frame.kind, config, frame.figures, arrays], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    arrays = [[name, blob.digest()] for name, blob in sorted(frame.arrays.items())]
+    return _text_digest([frame.kind, config, frame.figures, arrays])
 
 
 def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Broadcast:
