@@ -407,6 +407,27 @@ def test_a_second_run_of_dpsgd_needs_the_consent_of_the_administrator(tmp_path):
         deployed(tmp_path / "again", place, replace(with_patience(), run="f" * 16), **values)
 
 
+def test_a_round_with_private_noise_has_one_reply(tmp_path):
+    """Two replies with noise of their own, or noise of one draw for two models, would reveal more than one."""
+    values = {"clients": 3, "rounds": 2, "method": "dpsgd:noise=1", "eval_clients": 0}
+    place, seen = LoopPlace(tmp_path, {**TINY, **values}), []
+
+    def asks(client, asked, answer):
+        if asked.kind == "train" and client == 0:
+            site = place.sites[0]
+            site._work = None  # as after a restart
+            again = site.answer(replace(asked, config={**asked.config, "attempt": 99}))
+            assert {n: b.data for n, b in again.arrays.items()} == {n: b.data for n, b in answer.arrays.items()}
+            v = decode_record(asked, "model")["v"]
+            other = site.answer(replace(asked, arrays={**asked.arrays, **encode_record("model", {"v": v * 2})}))
+            seen.append((other.kind, "from another message" in other.config["reason"]))
+        return answer
+
+    place.link.spoil = asks
+    deployed(tmp_path, place, **values)
+    assert seen == [("outdated", True)] * 2
+
+
 def test_data_received_before_the_first_round_do_not_change_later(tmp_path):
     values = {"clients": 3, "rounds": 2, "method": "vhl", "model": "mlp", "eval_clients": 0}
     place, seen = LoopPlace(tmp_path, {**TINY, **values}), []

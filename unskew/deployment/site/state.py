@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -11,10 +12,14 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from unskew.deployment.wire.frames import Frame, FrameError, decode, encode_header
 from unskew.errors import UnskewError
 from unskew.filesystem import make_folder, read_json, write_atomic
 from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import ClientState, Tensors
+
+REPLY = "reply.bin"
+"""File with the last reply that has private noise."""
 
 
 class SiteStateLostError(UnskewError):
@@ -74,20 +79,45 @@ class SiteState:
             make_private_folder(self.folder)
             write_atomic(self.folder / "newest", str(round).encode())
 
-    def check_same(self, round: int, request: str) -> None:
-        """Validate that a round is trained from one broadcast only; two would need more noise than the experiment adds.
+    def reply(self, round: int, request: str) -> Frame | None:
+        """Return the stored reply to a broadcast with private noise; None if the site has not replied in this round yet.
+
+        A second reply, or one to another broadcast of the same round, would need more noise than the experiment adds.
 
         Args:
             round: Number of the round, from 0.
             request: Digest of the broadcast.
 
         Raises:
-            OutdatedMessageError: If the site has trained in this round from another broadcast.
+            OutdatedMessageError: If the site has replied to another broadcast of this round.
+            SiteStateLostError: If the file is corrupted.
         """
-        newest, before = self._read_json("asked.json", [-1, ""])
-        if newest == round and before != request:
-            raise OutdatedMessageError(f"this site has trained round {round + 1} of the run from another message")
-        self._write_json("asked.json", [round, request])
+        try:
+            stored = io.BytesIO((self.folder / REPLY).read_bytes())
+            newest, before, length = json.loads(stored.readline())
+            if newest != round:
+                return None
+            if before != request:
+                raise OutdatedMessageError(f"this site has trained round {round + 1} of the run from another message")
+            return decode(stored.read(length), stored.read)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, FrameError) as error:
+            raise SiteStateLostError(f"this site's last reply, {self.folder / REPLY}, is corrupted") from error
+
+    def keep_reply(self, round: int, request: str, frame: Frame) -> None:
+        """Store a reply with private noise, before it is sent.
+
+        Args:
+            round: Number of the round, from 0.
+            request: Digest of the broadcast.
+            frame: The reply.
+        """
+        header = encode_header(frame)
+        line = json.dumps([round, request, len(header)]).encode()
+        data = b"".join([line, b"\n", header, *(blob.data for blob in frame.arrays.values())])
+        make_private_folder(self.folder)
+        write_atomic(self.folder / REPLY, data)
 
     def check_evaluation(self, round: int, request: str, most: int) -> None:
         """Validate that a request for metrics is the first one after a round, or repeats it.

@@ -190,12 +190,17 @@ class SiteTrainer:
         """
         self._check_agreed_round(request)
         if self.config.secure_aggregation != "required":
-            key = request_digest(request)
+            key, private = request_digest(request), any(rule.poisson_batches for rule in self.method.client)
+            round = read_integer(request.config, "round")
+            if private:
+                stored = state.reply(round, key)
+                if stored is not None:
+                    return stored
             if self._replied is None or self._replied[0] != key:
-                if any(rule.poisson_batches for rule in self.method.client):
-                    state.check_same(read_integer(request.config, "round"), key)
                 update, broadcast = self.trained(request, state, received)
                 self._replied = key, encode_update(update, broadcast, self.terms, {})
+            if private:
+                state.keep_reply(round, key, self._replied[1])
             return self._replied[1]
         run, session = read_text(request.config, "run"), read_text(request.config, "session")
         before = masks.again(run, session)
