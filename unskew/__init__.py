@@ -47,8 +47,6 @@ _PLACES = {
     "tune": "unskew.tuning.tune",
 }
 
-_FORMER = {"load": "load_predictor", "Normalisation": "Normalization", "Sync": "SyncRule"}
-
 __all__ = [
     "AggregateRule",
     "Batch",
@@ -116,8 +114,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, which keeps ``import unskew`` fast."""
     if name not in _PLACES:
-        hint = f"; use unskew.{_FORMER[name]}" if name in _FORMER else ""
-        raise AttributeError(f"module 'unskew' has no attribute {name!r}{hint}")
+        raise AttributeError(f"module 'unskew' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PLACES[name]), name)
     globals()[name] = value
     return value

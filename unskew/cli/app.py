@@ -9,7 +9,7 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -57,9 +57,6 @@ from unskew.cli.tune import tune
 from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, print_notices
 from unskew.errors import ConfigError, UnskewError, short_repr
 from unskew.filesystem import check_run, parse_path
-
-if TYPE_CHECKING:
-    pass
 
 app = typer.Typer(
     help="Federated learning on skewed data: run, compare and resume composable methods.",

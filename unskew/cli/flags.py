@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from unskew.config.renamed import FORMER_FLAGS, OF_OTHERS
+from unskew.config.other_names import OF_OTHERS
 
 FLAGS: dict[str, tuple[type, str]] = {
     "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH, npz:PATH, text:PATH."),
@@ -147,10 +147,8 @@ EXAMPLES = {
 
 
 def suggest_flag(flag: str) -> str | None:
-    """Return the flag for a former name or another library's name of a flag; None if the name is not known."""
+    """Return the flag for another library's name of a flag; None if the name is not known."""
     bare = flag.lstrip("-")
-    if bare in FORMER_FLAGS:
-        return f"--{FORMER_FLAGS[bare]}"
     name, equals, value = OF_OTHERS.get(bare.replace("-", "_"), "").partition("=")
     if name not in FLAGS:
         return f"--set {name}=..." if name else None

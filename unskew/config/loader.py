@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from unskew.attacks.registry import OPTIONS
 from unskew.config.experiment import Experiment
-from unskew.config.renamed import FORMER_FIELDS, OF_OTHERS
+from unskew.config.other_names import OF_OTHERS
 from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.errors import ConfigError, plain_message, short_repr, unknown_name
 from unskew.filesystem import read_file
@@ -204,11 +204,6 @@ def load_yaml(path: Path, remedy: str | None = TRUST) -> dict[str, Any]:
         if path.suffix.lower() in (*TABLES, ".npz"):
             hint = f" For data, use unskew init {path}, or --data {path}."
         raise ConfigError(f"{path} must contain a mapping of options, not a {type(values).__name__}.{hint}")
-    if path.name == "config.yaml" and values.keys() >= FORMER_FIELDS:  # config.yaml of a run folder has every field
-        raise ConfigError(
-            f"{path} was written by an earlier version of unskew, whose run folders are not supported. Repeat the "
-            "run, or use that version."
-        )
     return values
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from unskew.attacks.attackers import check_attack, draw_attackers
 from unskew.attacks.registry import Attack, LabelFlip
 from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
-from unskew.config.renamed import FORMER_HOOKS
 from unskew.data.federation import Federation
 from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflictError, unknown_name
@@ -299,7 +298,6 @@ def misspelled_hooks(rule: Rule) -> list[str]:
     misspelled = []
     for name in sorted(own - set(hooks) - set(option_defaults(type(rule))) - set(dir(object))):
         near = [] if name.startswith("_") else difflib.get_close_matches(name, hooks, 1, 0.75)
-        near = [FORMER_HOOKS[name]] if FORMER_HOOKS.get(name) in hooks else near
         if near:
             misspelled.append(
                 f"{rule.name}: nothing calls or reads {type(rule).__name__}.{name}; did you mean {near[0]!r}?"

@@ -95,15 +95,15 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         reference, which = reference_schema(full_data, config), "of the experiment's own data"
     else:
         holding = load_site_data(site, config, folder)
-        source, reference = holding.source, read_schema(site.path("data_schema", folder))
+        source, installed = holding.source, read_schema(site.path("data_schema", folder))
         compared = f"they fit {site.data_schema}; the site rejects messages with another schema"
-        if reference is None:
+        if installed is None:
             if site_noise(method_of(config.method)) is not None:
                 raise ConfigError(
                     f"{site.data_schema} is missing; noise at the sites needs it. Get it from the server."
                 )
-            reference = schema_from_own_data(holding, config)
             compared = "inputs and classes are compared with the server's when the run starts"
+        reference = schema_from_own_data(holding, config) if installed is None else installed
         shape = "x".join(map(str, reference.shape))
         which = f"inputs {shape}, {', '.join(source.class_names[:10]) or f'{source.classes} classes'}"
     counts = f"{len(holding.train)} training samples and {len(holding.held)} held-out samples"
