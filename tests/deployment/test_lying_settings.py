@@ -26,7 +26,7 @@ from unskew.deployment.site import process, trainer
 from unskew.deployment.site.check import check_site
 from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema, experiment_digest
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import BroadcastDigest, broadcast_digest, pieces
+from unskew.deployment.wire.messages import BroadcastDigest, broadcast_digest, parameter_spans
 from unskew.deployment.wire.tensor_codec import decode_record, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.build_model import initial_spec
@@ -208,9 +208,9 @@ def test_honest_sites_that_missed_a_round_take_part_again(tmp_path):
 
 
 def test_slices_are_cut_at_parameters():
-    assert pieces([3, 2, 4], (slice(0, 9),)) == [slice(0, 3), slice(3, 5), slice(5, 9)]
-    assert pieces([3, 2, 4], (slice(3, 5), slice(6, 8))) == [slice(3, 5), slice(6, 8)]
-    assert pieces([3, 2, 4], ()) == []
+    assert parameter_spans([3, 2, 4], (slice(0, 9),)) == [slice(0, 3), slice(3, 5), slice(5, 9)]
+    assert parameter_spans([3, 2, 4], (slice(3, 5), slice(6, 8))) == [slice(3, 5), slice(6, 8)]
+    assert parameter_spans([3, 2, 4], ()) == []
 
 
 def test_a_second_experiment_cannot_be_subtracted_from_the_first(tmp_path):

@@ -286,26 +286,26 @@ def _part_digests(name: str, blob: Blob, frame: Frame, terms: WireContext) -> di
     elif name == "model/base":
         slices = terms.base(down, up)
     total = sum(sizes)
-    sent = pieces(sizes, (slice(0, total),) if slices is None else slices)
+    sent = parameter_spans(sizes, (slice(0, total),) if slices is None else slices)
     item = SIZES.get(blob.dtype, 1)
     # The values under ``base`` and ``v`` are those of the same global model.
     record, digests, at = name.replace("/base", "/v"), {}, 0
-    for piece in sent:
-        size = item * (piece.stop - piece.start)
+    for span in sent:
+        size = item * (span.stop - span.start)
         values = blob.dtype.encode() + blob.data[at : at + size]
-        digests[f"{record}:{piece.start}:{piece.stop}"] = hashlib.sha256(values).hexdigest()
+        digests[f"{record}:{span.start}:{span.stop}"] = hashlib.sha256(values).hexdigest()
         at += size
     return digests
 
 
-def pieces(sizes: Sequence[int], slices: Slices) -> list[slice]:
+def parameter_spans(sizes: Sequence[int], slices: Slices) -> list[slice]:
     """Cut slices at the boundaries of parameters.
 
     Args:
         sizes: Number of elements of each parameter.
         slices: Slices of the vector of all parameters, in ascending order.
 
-    >>> pieces([4, 6], (slice(2, 7), slice(9, 10)))
+    >>> parameter_spans([4, 6], (slice(2, 7), slice(9, 10)))
     [slice(2, 4, None), slice(4, 7, None), slice(9, 10, None)]
     """
     ends = list(accumulate(sizes))
