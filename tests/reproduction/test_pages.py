@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unskew.reproduction.docs_pages import Pages, main
+from benchmarks.result_pages import Pages, main
 from unskew.reproduction.outcomes import outcome_files
 
 ROOT = Path(__file__).parents[2]
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_tables_and_index_are_those_of_the_kept_outcomes():
-    assert not list(Pages(ROOT).stale()), "run: python -m unskew.reproduction.docs_pages"
+    assert not list(Pages(ROOT).stale()), "run: python -m benchmarks.result_pages"
 
 
 def test_the_index_leads_to_every_outcome():
@@ -37,7 +37,7 @@ def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypat
     (pages / "one.md").write_text("Words.\n\n<!-- table: fedssyn/logistic cpu -->\nold\n<!-- end -->\n")
     (pages / "none.md").write_text("<!-- table: fedcog/table-1 cpu -->\n<!-- end -->\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("unskew.reproduction.docs_pages.preset_names", lambda: ["fedcog/table-1"])
+    monkeypatch.setattr("benchmarks.result_pages.preset_names", lambda: ["fedcog/table-1"])
     main()
     assert len(capsys.readouterr().out.splitlines()) == 3
     one = (pages / "one.md").read_text(encoding="utf-8")

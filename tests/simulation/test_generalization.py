@@ -8,8 +8,7 @@ from support.tolerance import TRAINING, near
 
 import unskew
 from unskew.data.partition.schemes import iid
-from unskew.errors import ConfigError, DataError
-from unskew.measurements.bounds import fedcog_bound, feddle_rate
+from unskew.errors import DataError
 
 
 def log_loss(v, x, y, classes=3):
@@ -75,22 +74,6 @@ def test_the_bound_under_partial_participation_is_that_by_hand():
             expected[f"{scheme}_second"] += 4 / 2 * w * 2 * inner * np.sqrt(max(skew, 0) * max(local, 0))
     for name, value in expected.items():
         assert row[f"generalization/{name}"] == near(value, TRAINING)
-
-
-def test_bounds_of_fedcog_and_feddle_are_the_formulas():
-    """Two clients, three steps and small integers, by hand."""
-    given = {"smoothness": 2.0, "lr": 0.05, "local_steps": 3, "rounds": 10, "sigma2": 4.0, "beta2": 0.5, "kappa2": 2.0}
-    bound = fedcog_bound(gap=1.5, weights=[0.25, 0.75], **given)
-    # 4 * 1.5 / 1.5 + 4 * 0.1 * 4 * 0.625 + 3 * 2 * 0.01 * 4 + 6 * 3 * 2 * 0.01 * 2
-    assert bound == pytest.approx(4 + 1 + 0.24 + 0.72)
-    assert fedcog_bound(1.5, [1.0], 2.0, 0.25, 1, 10, 4.0, 0.5, 2.0) == pytest.approx(2.4 + 8.0)  # 1 / (2 tau) exactly
-    with pytest.raises(ConfigError, match=r"at most 0.1667, not 0.168"):
-        fedcog_bound(1.5, [1.0], **{**given, "lr": 0.084, "beta2": 0.0})
-    with pytest.raises(ConfigError, match=r"at most 0.09129, not 0.1"):
-        fedcog_bound(1.5, [1.0], **{**given, "beta2": 4.5})
-    # sqrt(4 * 1 * 9) = 6; C_T = 2 * (1 - 1/16) = 1.875; 9 - sqrt(1/4) = 8.5
-    assert feddle_rate(4, 1, 9, 2, 2.0) == pytest.approx(6 / (6 + 1.875 * 8.5))
-    assert feddle_rate(4, 1, 9, 0, 2.0) == 1
 
 
 def test_the_trend_is_the_mean_over_evaluated_rounds_also_after_a_resume(tmp_path):

@@ -1,4 +1,4 @@
-"""Generator of tables in ``docs/results`` and of ``results/INDEX.md``: ``python -m unskew.reproduction.docs_pages``.
+"""Generator of tables in ``docs/results`` and of ``results/INDEX.md``: ``python -m benchmarks.result_pages``.
 
 Run it in the repository; it reads the stored outcomes. In a page, a table is marked by ``<!-- table: PRESET SCALE -->``
 ... ``<!-- end -->``, and the text between the marks is replaced. The text around them is written by hand.
@@ -103,7 +103,7 @@ class Pages:
         text = [
             "# Outcomes of the papers' tables and figures",
             "",
-            "Written by `python -m unskew.reproduction.docs_pages`. The numbers are links to the outcomes of these seeds. "
+            "Written by `python -m benchmarks.result_pages`. The numbers are links to the outcomes of these seeds. "
             "Tables share runs, so a file may stand in several. "
             "`unskew reproduce PRESET --scale SCALE --show` prints a table from its files.",
         ]
