@@ -56,8 +56,7 @@ class GridBridge:
             self._listener.settimeout(max(0.1, end - time.monotonic()))
             try:
                 app, _ = self._listener.accept()
-                app.settimeout(10.0)
-                hello = receive(app, 1 << 20)
+                hello = receive(app, 1 << 20, 10.0)
             except (TimeoutError, FrameError, OSError) as error:
                 if time.monotonic() > end:
                     raise LinkClosedError(
@@ -117,7 +116,7 @@ class GridBridge:
             size += self._sizes.get(identity, 0)
             if index < len(identities) and size + self._sizes.get(identities[index], 0) <= AT_ONCE:
                 continue
-            frames = self._ask(Frame("pull", {"ids": group}))
+            frames = self._ask(Frame("pull", {"ids": group, "largest": self.largest}))
             replies += [(str(frame.config.pop("to.id", "")), frame) for frame in frames]
             got += sum(frame.size for frame in frames)
             if got > AT_ONCE // 2:
@@ -134,6 +133,6 @@ class GridBridge:
             send(self._app, frame)
             count = int(receive(self._app, self.largest).config["count"])
             return [receive(self._app, self.largest) for _ in range(count)]
-        except (OSError, FrameError, KeyError) as error:
+        except (OSError, FrameError, KeyError, ValueError, TypeError) as error:
             self.disconnect()
             raise LinkClosedError(f"Flower's app on the SuperLink has ended ({error}).") from error

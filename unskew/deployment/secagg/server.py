@@ -25,7 +25,7 @@ from unskew.deployment.secagg.fixed_point import LOWEST, SumPart, dequantize
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import read_number, read_text
+from unskew.deployment.wire.messages import LARGEST_METRIC, read_number, read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, InvalidMessageError, check_records, decode_record
 from unskew.errors import UnskewError
 
@@ -183,7 +183,7 @@ class MaskedSum:
 
         def expected(client: int, frame: Frame) -> Any:
             if frame.kind == "forgotten":
-                self.sites.warn(f"{self.sites.name(client)} has dropped out of the sum: {frame.config.get('reason')}.")
+                self.sites.warn(f"{self.sites.name(client)} has dropped out of the sum.")
                 return None
             if reply_kind and frame.kind != reply_kind:
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of {reply_kind!r}")
@@ -309,7 +309,7 @@ class MaskedSum:
             tensor = decode_record(frame, "masked").get("x")
             if tensor is None or tensor.dtype != DTYPES["int32"] or tuple(tensor.shape) != (size,):
                 raise InvalidMessageError("its masked update has another length than the others'")
-            error = abs(read_number({"error": frame.figures.get("error", 0.0)}, "error"))
+            error = read_number({"error": 0.0, **frame.figures}, "error", 0.0, LARGEST_METRIC)
             np.add(total, tensor.numpy().view(np.uint32), out=total)
             return error
 

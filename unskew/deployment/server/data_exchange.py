@@ -13,7 +13,13 @@ from torch import Tensor
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import FIGURES, read_class_counts, read_integer, read_number, read_text
+from unskew.deployment.wire.messages import (
+    LARGEST_WEIGHT,
+    read_class_counts,
+    read_integer,
+    read_number,
+    read_text,
+)
 from unskew.deployment.wire.tensor_codec import (
     InvalidMessageError,
     check_norm,
@@ -28,6 +34,8 @@ from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
 from unskew.simulation.update_buffer import TAKEN
 
+FIELDS = 64
+"""Maximum number of fields that describe what a site contributed."""
 LONGEST = 2000
 """Maximum number of characters of a text that describes what a site contributed."""
 MOST = 1 << 27
@@ -62,7 +70,7 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
         x[:0],
         placeholder_labels(counts, examples, y),
         x[:0],
-        y[:1].expand(read_integer(frame.config, "held_out"), *y.shape[1:]),
+        y[:1].expand(read_integer(frame.config, "held_out", MOST), *y.shape[1:]),
     )
 
 
@@ -92,6 +100,8 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
                 f"its class counts add up to {int(counts.sum())}, but it reports {examples} samples"
             )
         return torch.repeat_interleave(torch.arange(len(counts)), counts).to(like.dtype)
+    if examples * len(counts) > MOST:
+        raise InvalidMessageError(f"it reports {examples} samples with {len(counts)} labels each, which is too many")
     return (torch.arange(examples)[:, None] < counts[None, :]).to(like.dtype)
 
 
@@ -198,8 +208,8 @@ def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict
     description = {
         n.removeprefix("about."): read_text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")
     }
-    figures = {name: read_number(frame.figures, name) for name in frame.figures}
-    if taken := TAKEN & {*description, *figures} or len(description) + len(figures) > FIGURES:
+    figures = {name: read_number(frame.figures, name, -LARGEST_WEIGHT, LARGEST_WEIGHT) for name in frame.figures}
+    if taken := TAKEN & {*description, *figures} or len(description) + len(figures) > FIELDS:
         raise InvalidMessageError(f"its description has too many fields, or names reserved for the run: {taken}")
     return tensors, {**figures, **description}, read_text(frame.config, "made")
 

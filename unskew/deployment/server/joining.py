@@ -163,7 +163,7 @@ class SiteRegistry:
         if frame.kind != "facts":
             raise ConfigError(f"A site rejected the run: {printable(frame.config.get('reason', frame.kind))}")
         client, name = read_integer(frame.config, "client"), read_text(frame.config, "name")
-        clock, examples = read_number(frame.config, "clock"), read_integer(frame.config, "examples")
+        clock, examples = read_number(frame.config, "clock", 0.0, 1e12), read_integer(frame.config, "examples")
         if not re.fullmatch(NAME, name):
             raise InvalidMessageError(
                 "its name contains characters other than letters, digits, '-', '_' and '.', or is longer than 64"
