@@ -189,7 +189,12 @@ class FedDM(ClientRule, ServerRule):
     def check_upload(self, upload: Tensors, like: Tensors, spec: ModelSpec) -> None:
         """Validate images and labels, whose number depends on the classes of the client."""
         y = upload.get("y", torch.zeros(0))
-        if y.dim() != 1 or not 0 < len(y) <= spec.classes * self.images or int(y.min()) < 0 or int(y.max()) >= spec.classes:
+        if (
+            y.dim() != 1
+            or not 0 < len(y) <= spec.classes * self.images
+            or int(y.min()) < 0
+            or int(y.max()) >= spec.classes
+        ):
             raise UnskewError("The labels of feddm are invalid.")
         expected = {name: t[:1].expand(len(y), *t.shape[1:]) for name, t in like.items()}
         super().check_upload(upload, expected, spec)

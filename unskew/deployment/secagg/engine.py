@@ -162,7 +162,8 @@ class MaskedEngine(FlowerEngine):
 
     def _check_parts(self, parts: Sequence[SumPart], cast: Broadcast) -> None:
         """Validate that the tensors and their order follow from method, model and request, as ``summands`` lists them."""
-        model, expected = NAMES[cast.v.dtype], []
+        model = NAMES[cast.v.dtype]
+        expected: list[tuple[str, str, tuple[int, ...]]] = []
         if self.terms.sends_model:
             expected.append(("delta", model, (slices_length(cast.up, self.terms.spec.size),)))
         expected.append(("buffers", NAMES[cast.b.dtype], (len(cast.b),)))
@@ -190,7 +191,7 @@ class MaskedEngine(FlowerEngine):
         figures: dict[str, float] = {}
         if "figures" in sums:
             figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
-            spoiled = [n for n, x in figures.items() if not (n == "loss" or 0 <= x) or not abs(x) <= LARGEST_NUMBER]
+            spoiled = [n for n, x in figures.items() if not (n == "loss" or x >= 0) or not abs(x) <= LARGEST_NUMBER]
             if spoiled:
                 self.sites.warn(f"The sum of {' and '.join(spoiled)} is invalid, so a site has sent wrong numbers.")
                 figures |= dict.fromkeys(spoiled, math.nan)

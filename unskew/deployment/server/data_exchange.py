@@ -112,24 +112,19 @@ def federation_of_sites(
 
     Args:
         reference: The experiment's data as loaded at the server.
-        frames: Report of each client's site.
+        frames: Report of each client's site; invalid ones are ignored.
         names: Name of each client's site.
         rehearsal: Whether the sites train on the experiment's partition instead of their own data.
         total: Number of clients of the experiment; clients whose site has not joined have no samples yet.
         parameters: Number of parameters of the model, which every site's model must match.
-
-    Raises:
-        EngineError: If a site sends an invalid report.
     """
     x, y = reference.test
     clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(total)]
     for client, frame in frames.items():
         try:
             clients[client] = remote_client(client, frame, reference, parameters)
-        except InvalidMessageError as error:
-            raise EngineError(
-                f"{names[client]} (client {client}): its data statistics were rejected because {error}."
-            ) from error
+        except InvalidMessageError:
+            continue  # a client without samples; its updates state other numbers and are rejected
     if rehearsal:
         return replace(reference, clients=clients)
     return replace(
@@ -165,7 +160,9 @@ def _one(
     about = {"place": place, "mean_size": prepared.mean_size}
     asks = type(rule).client_payload is not DataRule.client_payload
     requests = {k: Frame("contribute", about) for k in range(len(federation.clients)) if asks}
-    replies = request_all(sites, requests, "contributions", partial(_contribution, norm=norm))
+    replies = request_all(
+        sites, requests, "contributions", partial(_contribution, rule=rule, federation=federation, norm=norm)
+    )
     sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
     digest = "-".join(digest_part for _, _, digest_part in replies.values() if digest_part)
     payloads = ClientPayloads(sent, _about([about for _, about, _ in replies.values()]), digest)
@@ -176,11 +173,11 @@ def _one(
         for k in range(len(federation.clients))
     }
     after = request_all(sites, messages, "shares", lambda k, frame: remote_client(k, frame, federation))
-    return prepared.received(rule.name, payloads, dealt, lambda client, share: after[client.id])
+    return prepared.received(rule.name, payloads, dealt, lambda client, share: after.get(client.id, client))
 
 
 def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
-    """Send requests and return the replies of all clients, in client order.
+    """Send requests and return the replies in client order; a site without a valid reply is excluded from the run.
 
     Args:
         sites: Connected sites.
@@ -189,22 +186,28 @@ def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take:
         take: Validates and converts a reply.
 
     Raises:
-        EngineError: If a site does not reply.
+        EngineError: If too few sites reply.
     """
     replies = dict(sites.ask(requests, what, take, strict=True))
-    missing = [sites.name(k) for k in requests if k not in replies]
-    if missing:
-        raise EngineError(f"All sites must reply before the first round; no reply from {', '.join(missing[:10])}.")
+    for client in sorted(requests.keys() - replies.keys() - {*sites.excluded}):
+        sites.exclude_faulty(client, f"its reply to {what} is invalid")
+    if requests and len(replies) < max(1, sites.round_policy.min_updates):
+        raise EngineError(
+            f"Before the first round, only {len(replies)} of {len(requests)} sites have sent a valid reply."
+        )
     return dict(sorted(replies.items()))
 
 
-def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict[str, Any], str]:
+def _contribution(
+    client: int, frame: Frame, rule: DataRule, federation: Federation, norm: float
+) -> tuple[Tensors, dict[str, Any], str]:
     if frame.kind != "contribution":
         raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'contribution'")
     check_records(frame, ("sent",))
     tensors = decode_record(frame, "sent")
     for name, tensor in tensors.items():
         check_norm(f"sent/{name}", tensor, norm)
+    rule.check_payload(tensors, federation)
     description = {
         n.removeprefix("about."): read_text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")
     }

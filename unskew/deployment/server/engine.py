@@ -17,7 +17,7 @@ from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import WireContext, decode_update, encode_broadcast, read_metric, read_number
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, printable
 from unskew.engines.base import EngineConfig
-from unskew.errors import EngineError, UnskewError
+from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records, num_bytes
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
@@ -191,15 +191,12 @@ class FlowerEngine:
             frame: Reply of the client's site.
 
         Raises:
-            InvalidMessageError: If the reply is not a valid update.
+            UnskewError: If the reply is not a valid update.
         """
         if self._left_out(broadcast.client, frame):
             return None
         update = decode_update(frame, broadcast, self.terms, self._examples(broadcast.client))
-        try:
-            check_uploads(self.terms.method.client, update.upload, self.placeholder(broadcast), self.terms.spec)
-        except UnskewError as error:
-            raise InvalidMessageError(f"its uploads are invalid: {str(error).rstrip('.')}") from error
+        check_uploads(self.terms.method.client, update.upload, self.placeholder(broadcast), self.terms.spec)
         self.sites.log("update accepted", broadcast.client, digest=arrays_digest(frame.arrays))
         return update
 

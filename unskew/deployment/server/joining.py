@@ -19,7 +19,7 @@ from unskew.deployment.site.config import NAME
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
-from unskew.errors import ConfigError, EngineError
+from unskew.errors import ConfigError, EngineError, UnskewError
 from unskew.version import __version__
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class SiteRegistry:
     _asked: dict[str, int] = field(default_factory=dict)
     _tries: dict[int, int] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
+    _rejections: dict[int, int] = field(default_factory=dict)
 
     def step(self) -> dict[int, Frame]:
         """Ask new nodes, and retry failed or rejected ones.
@@ -103,15 +104,19 @@ class SiteRegistry:
             return {}
         joined = {}
         for identity, frame in answers:
+            if identity not in self._asked:
+                continue  # a second reply to the same message
             node = self._asked.pop(identity)
             if frame.kind == "failed":
                 self._failed(node, printable(frame.config.get("reason")))
                 continue
             try:
                 client = self._greeted(frame)
-            except (ConfigError, InvalidMessageError) as error:
-                reason = str(error) if isinstance(error, ConfigError) else f"The report of a site is invalid: {error}."
-                if self.rejected.get(node) != reason:
+            except Exception as error:  # whatever a site replies, the others are admitted
+                text = error if isinstance(error, UnskewError) else f"it cannot be read ({type(error).__name__})"
+                reason = str(error) if isinstance(error, ConfigError) else f"The report of a site is invalid: {text}."
+                times = self._rejections[node] = self._rejections.get(node, 0) + 1
+                if self.rejected.get(node) != reason and times <= FAILURES:
                     sites.warn(f"A site was rejected. {reason}")
                     sites.log("rejected", node=str(node), reason=reason)
                 self.rejected[node], self._again[node] = reason, time.monotonic() + AGAIN
@@ -227,8 +232,9 @@ def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
         present |= door.step()
         if len(present) >= quorum:
             return dict(sorted(present.items()))
-        if len(door.rejected) >= door.clients:
-            raise ConfigError(next(iter(door.rejected.values())))
+        rejected = door.rejected.keys() & door.sites.connected()
+        if len(rejected) >= door.clients:
+            raise ConfigError(door.rejected[min(rejected)])
         door.sites.check_stopped()
         now = time.monotonic()
         if now > began + door.seconds:

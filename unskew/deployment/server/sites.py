@@ -13,7 +13,7 @@ from unskew.deployment.server.audit_log import AuditLog
 from unskew.deployment.wire.data_schema import PROTOCOL
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
-from unskew.errors import ConfigError, EngineError
+from unskew.errors import ConfigError, EngineError, UnskewError
 from unskew.simulation.round_loop import RunInterrupted
 
 POLL = 0.2
@@ -146,6 +146,16 @@ class SiteManager:
         self.log("rejected", client, reason=reason)
         if count == most:
             self.log("excluded", client, reason=f"{most} invalid replies")
+
+    def exclude_faulty(self, client: int, reason: str) -> None:
+        """Exclude a site from the run because of an invalid reply before the first round.
+
+        Args:
+            client: Number of the client.
+            reason: Reason why the reply is invalid.
+        """
+        self.faults[client] = self.round_policy.max_invalid_replies - 1
+        self.fault(client, reason)
 
     def log(self, event: str, client: int | None = None, **fields: Any) -> None:
         """Append an event to the audit log, with the client's site and node key.
@@ -459,6 +469,8 @@ class PendingRequests:
             return []
         replies = []
         for identity, frame in answers:
+            if identity not in self._asked:
+                continue  # a second reply to the same message
             client, request = self._asked.pop(identity)
             attempt = sites.attempt(identity)
             if self.requests.get(client) is not request:
@@ -478,8 +490,11 @@ class PendingRequests:
             contact.answered += kind == "train"
             try:
                 replies.append((client, self.take(client, sites.checked(frame, attempt))))
-            except InvalidMessageError as error:
-                sites.fault(client, f"its reply was rejected because {error}")
+            except EngineError:
+                raise
+            except Exception as error:  # whatever a site replies, the run continues
+                reason = error if isinstance(error, UnskewError) else f"it cannot be read ({type(error).__name__})"
+                sites.fault(client, f"its reply was rejected because {printable(reason)}")
                 replies.append((client, None))
         return replies
 
