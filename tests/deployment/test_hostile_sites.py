@@ -99,7 +99,11 @@ class Runs:
     @property
     def blamed(self):
         """Sites that a fault was counted for."""
-        return {text.split(" ")[0] for text in self.told.warnings if "then it is excluded" in text or "is excluded from" in text}
+        return {
+            text.split(" ")[0]
+            for text in self.told.warnings
+            if "then it is excluded" in text or "is excluded from" in text
+        }
 
 
 def trains(client, asked):
@@ -201,11 +205,15 @@ LAYOUTS = {
     "another order": relaid(lambda parts: parts[::-1]),
     "twice": relaid(lambda parts: [*parts, parts[-1]]),
     "no list": relaid(lambda parts: {"a": 1}),
-    "no fields": lambda frame, name: replace(frame, config={"run": frame.config["run"], "attempt": frame.config["attempt"]}),
+    "no fields": lambda frame, name: replace(
+        frame, config={"run": frame.config["run"], "attempt": frame.config["attempt"]}
+    ),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["scaffold"], ["fedavg", "scaffold", "fednova", "ccvr", "qfedavg", "fedproto"]))
+@pytest.mark.parametrize(
+    "name", slow_but(["scaffold"], ["fedavg", "scaffold", "fednova", "ccvr", "qfedavg", "fedproto"])
+)
 def test_a_spoilt_masked_update_changes_nothing_but_the_exclusion_of_its_site(name, tmp_path):
     runs = Runs(tmp_path, {**MASKED, "method": name}, round_timeout=0.01)
     expected = runs(missing)
@@ -250,7 +258,9 @@ def test_metrics_that_the_method_does_not_have_are_rejected(tmp_path):
     for figures in ({}, {"bytes_up": 1.0}, {f"x{i}": 1.0 for i in range(100)}):
         result = runs(
             lambda c, asked, answer, figures=figures: (
-                replace(answer, figures={**(answer.figures if figures else {}), **figures}) if trains(c, asked) else answer
+                replace(answer, figures={**(answer.figures if figures else {}), **figures})
+                if trains(c, asked)
+                else answer
             )
         )
         assert runs.blamed == {"site-1"}
@@ -265,7 +275,9 @@ def test_a_run_whose_times_are_not_numbers_finishes_and_is_resumed(tmp_path, mon
     runs = Runs(tmp_path, {"clients": 3, "eval_clients": 0})
 
     def spoils(client, asked, answer):
-        return replace(answer, figures={**answer.figures, "train_seconds": math.nan}) if trains(client, asked) else answer
+        return (
+            replace(answer, figures={**answer.figures, "train_seconds": math.nan}) if trains(client, asked) else answer
+        )
 
     result = runs(spoils)
     assert result.history[-1]["train_seconds"] is None

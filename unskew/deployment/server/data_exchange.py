@@ -130,7 +130,7 @@ def federation_of_sites(
     return replace(
         reference,
         clients=clients,
-        client_names=tuple(names[k] for k in frames) if len(set(names.values())) == total else (),
+        client_names=tuple(names[k] for k in frames) if len(set(names.values())) == len(frames) == total else (),
         partition="as the sites hold it",
         fingerprint="",
         text_groups=None,
