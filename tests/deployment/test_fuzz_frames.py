@@ -1,6 +1,6 @@
 """Mutated messages: no process of a site or a server ends because of one, whatever its bytes.
 
-``UNSKEW_FRAMES`` says how many the slow suite tries (1,000,000, about ten minutes).
+``UNSKEW_FRAMES`` says how many the slow suite tries (1,000,000, about two minutes).
 """
 
 import contextlib

@@ -186,18 +186,13 @@ class FedDM(ClientRule, ServerRule):
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
-    def check_upload(self, upload: Tensors, like: Tensors, spec: ModelSpec) -> None:
+    def check_sent(self, sent: Tensors, like: Tensors | None, spec: ModelSpec) -> None:
         """Validate images and labels, whose number depends on the classes of the client."""
-        y = upload.get("y", torch.zeros(0))
-        if (
-            y.dim() != 1
-            or not 0 < len(y) <= spec.classes * self.images
-            or int(y.min()) < 0
-            or int(y.max()) >= spec.classes
-        ):
+        y = sent.get("y", torch.zeros(0))
+        if y.dim() != 1 or not 0 < len(y) <= spec.classes * self.images or not ((y >= 0) & (y < spec.classes)).all():
             raise UnskewError("The labels of feddm are invalid.")
-        expected = {name: t[:1].expand(len(y), *t.shape[1:]) for name, t in like.items()}
-        super().check_upload(upload, expected, spec)
+        expected = {name: t[:1].expand(len(y), *t.shape[1:]) for name, t in (like or {}).items()}
+        super().check_sent(sent, expected, spec)
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Train on all images, within the ball around the broadcast model."""

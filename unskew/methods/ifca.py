@@ -83,7 +83,7 @@ class IFCA(ClientRule, ServerRule):
     @property
     def upload_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
         """Ranges of the chosen group and of the weights of the groups."""
-        return {"group": (0.0, self.groups - 1.0), "weights": (0.0, math.inf), "chosen": (0.0, 1.0)}
+        return {"group": (0.0, self.groups - 1.0), "weights": (0.0, 1e38), "chosen": (0.0, 1.0)}
 
     @property
     def sends_model(self) -> bool:  # type: ignore[override]

@@ -14,7 +14,6 @@ As in the authors' code, ``F_k`` is the mean loss plus 1e-10. The average is uni
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
@@ -46,7 +45,7 @@ class QFedAvg(ClientRule, ServerRule):
     summary: ClassVar[str] = "larger weights for clients with larger losses, for equal accuracy"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:1905.10497"
     uploads: ClassVar[bool] = True
-    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"h": (0.0, math.inf)}
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"h": (0.0, 1e38)}
     weights: ClassVar[Weights | None] = "uniform"
     survey_at: ClassVar[SurveyTime | None] = "received"
     # The paper's grid is 0.001 to 10.

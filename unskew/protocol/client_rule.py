@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from unskew.errors import UnskewError
 from unskew.models.execution import Batch, GradFn, LossFn
 from unskew.models.spec import ModelOutput, ModelSpec
 from unskew.protocol.context import Context
@@ -29,9 +28,6 @@ class ClientRule(WithServerHalf):
 
     uploads: ClassVar[bool] = False
     """True if ``end`` writes to ``ctx.upload``; robust rules of the aggregate slot do not combine uploads."""
-
-    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
-    """Smallest and largest value of uploads, by name. The server rejects other values, which a hostile client may send."""
 
     private: ClassVar[Mapping[str, Callable[[Training], float]]] = {}
     """Scale of each upload ``[d]`` that differential privacy may clip and add noise to, as a function of the training
@@ -198,27 +194,6 @@ class ClientRule(WithServerHalf):
             UnskewError: If the payload is invalid.
         """
         return payload
-
-    def check_upload(self, upload: Tensors, like: Tensors, spec: ModelSpec) -> None:
-        """Validate at the server what one client sent, after decoding; it may have been sent by a hostile client.
-
-        The default requires the names, dtypes and shapes of ``like``, and values in ``upload_ranges``. Override it if a shape
-        depends on the client's data, so that ``server_update`` and ``step`` can rely on what they read.
-
-        Args:
-            upload: Uploads of this rule by name.
-            like: Uploads of a client with other data, from the same broadcast.
-            spec: Layout of the model.
-
-        Raises:
-            UnskewError: If the upload is invalid.
-        """
-        layout, expected = ({name: (t.dtype, t.shape) for name, t in some.items()} for some in (upload, like))
-        if layout != expected:
-            raise UnskewError(f"The uploads of {self.name} differ in name, dtype or shape from those of the method.")
-        for name, (lowest, highest) in self.upload_ranges.items():
-            if name in upload and bool(((upload[name] < lowest) | (upload[name] > highest)).any()):
-                raise UnskewError(f"The upload {name} of {self.name} is not from {lowest:g} to {highest:g}.")
 
     @property
     def compresses_broadcast(self) -> bool:

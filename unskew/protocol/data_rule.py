@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.data.federation import ClientData, Federation
+from unskew.data.federation import ClientData
 from unskew.protocol.data_preparation import NOWHERE, ClientPayloads, PreparedData, ServerPayload, Workspace
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Tensors
@@ -33,17 +33,6 @@ class DataRule(Rule):
             all clients may be returned instead; then nothing is exchanged.
         """
         return ClientPayloads()
-
-    def check_payload(self, sent: Tensors, federation: Federation) -> None:
-        """Validate at the server what one client sent; it may have been sent by a hostile client.
-
-        Args:
-            sent: Tensors of the client, by name.
-            federation: The data as the server sees them.
-
-        Raises:
-            UnskewError: If the payload is invalid, so that ``server_payload`` could fail.
-        """
 
     def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """Compute what the server sends back to the clients.

@@ -187,22 +187,21 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
         try:
             first[client] = parse_sums(frame, read_integer(frame.config, "examples", MOST), known, targets)
         except InvalidMessageError as error:
-            sites.exclude_faulty(client, f"its column statistics were rejected because {error}")
-    replies: dict[int, np.ndarray] = {}
-    while replies.keys() != first.keys():  # without a site that sends no valid squares, the means are others
-        first = {k: report for k, report in first.items() if not replies or k in replies}
-        both = [
-            (np.concatenate([columns.counts, counts]), np.concatenate([columns.sums, sums]))
-            for columns, counts, sums in first.values()
-        ]
-        try:
-            mean = global_means(both, names)[1]
-        except DataError as error:
-            raise ConfigError(str(error).replace("client", "site")) from error
-        request = Frame("squares", {}, {}, encode_record("sums", {"mean": torch.from_numpy(mean)}))
-        replies = request_all(
-            sites, dict.fromkeys(first, request), "sums", lambda client, frame: parse_squares(frame, len(names))
-        )
+            sites.fault(client, f"its column statistics were rejected because {error}", last=True)
+    both = [
+        (np.concatenate([columns.counts, counts]), np.concatenate([columns.sums, sums]))
+        for columns, counts, sums in first.values()
+    ]
+    try:
+        mean = global_means(both, names)[1]
+    except DataError as error:
+        raise ConfigError(str(error).replace("client", "site")) from error
+    request = Frame("squares", {}, {}, encode_record("sums", {"mean": torch.from_numpy(mean)}))
+    replies = request_all(
+        sites, dict.fromkeys(first, request), "sums", lambda client, frame: parse_squares(frame, len(names))
+    )
+    if len(replies) < len(first):  # without a site that has sent no valid squares, the means are others
+        return collect_global_stats(drawn, {client: frames[client] for client in replies}, sites)
     second = list(replies.values())
     columns = None
     scale = None

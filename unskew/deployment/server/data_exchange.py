@@ -13,13 +13,7 @@ from torch import Tensor
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import (
-    LARGEST_WEIGHT,
-    read_class_counts,
-    read_integer,
-    read_number,
-    read_text,
-)
+from unskew.deployment.wire.messages import LARGEST_WEIGHT, read_class_counts, read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import (
     InvalidMessageError,
     check_norm,
@@ -29,15 +23,14 @@ from unskew.deployment.wire.tensor_codec import (
     printable,
 )
 from unskew.errors import EngineError
+from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
 from unskew.simulation.update_buffer import TAKEN
 
-FIELDS = 64
-"""Maximum number of fields that describe what a site contributed."""
-LONGEST = 2000
-"""Maximum number of characters of a text that describes what a site contributed."""
+FIELDS, LONGEST = 64, 2000
+"""Maximum number of fields, and of characters of a text, that describe what a site contributed."""
 MOST = 1 << 27
 """Maximum number of samples of a site; the server stores one label for each."""
 
@@ -137,7 +130,9 @@ def federation_of_sites(
     )
 
 
-def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: SiteManager, norm: float) -> PreparedData:
+def run_data_rules(
+    method: Method, prepared: PreparedData, seed: int, sites: SiteManager, norm: float, spec: ModelSpec
+) -> PreparedData:
     """Run the three steps of each data rule, exchanging messages with the sites between them.
 
     Args:
@@ -146,23 +141,21 @@ def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: Sit
         seed: Random seed of the run.
         sites: Connected sites.
         norm: Largest accepted norm of a tensor.
+        spec: Layout of the model.
     """
     for index, rule in enumerate(method.data):
-        prepared = _one(index, rule, prepared, seed, sites, norm)
+        take = partial(_contribution, rule=rule, norm=norm, spec=spec)
+        prepared = _one(index, rule, prepared, seed, sites, take)
     return prepared
 
 
-def _one(
-    place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, norm: float
-) -> PreparedData:
+def _one(place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, take: Any) -> PreparedData:
     """Run one data rule, as ``apply_data_rule`` does, with the client-side steps replaced by messages to the sites."""
     federation = prepared.federation
     about = {"place": place, "mean_size": prepared.mean_size}
     asks = type(rule).client_payload is not DataRule.client_payload
     requests = {k: Frame("contribute", about) for k in range(len(federation.clients)) if asks}
-    replies = request_all(
-        sites, requests, "contributions", partial(_contribution, rule=rule, federation=federation, norm=norm)
-    )
+    replies = request_all(sites, requests, "contributions", take)
     sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
     digest = "-".join(digest_part for _, _, digest_part in replies.values() if digest_part)
     payloads = ClientPayloads(sent, _about([about for _, about, _ in replies.values()]), digest)
@@ -190,16 +183,16 @@ def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take:
     """
     replies = dict(sites.ask(requests, what, take, strict=True))
     for client in sorted(requests.keys() - replies.keys() - {*sites.excluded}):
-        sites.exclude_faulty(client, f"its reply to {what} is invalid")
+        sites.fault(client, f"its reply to {what} is invalid", last=True)
     if requests and len(replies) < max(1, sites.round_policy.min_updates):
         raise EngineError(
-            f"Before the first round, only {len(replies)} of {len(requests)} sites have sent a valid reply."
+            f"Only {len(replies)} of {len(requests)} sites have sent a valid reply before the first round."
         )
     return dict(sorted(replies.items()))
 
 
 def _contribution(
-    client: int, frame: Frame, rule: DataRule, federation: Federation, norm: float
+    client: int, frame: Frame, rule: DataRule, norm: float, spec: ModelSpec
 ) -> tuple[Tensors, dict[str, Any], str]:
     if frame.kind != "contribution":
         raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'contribution'")
@@ -207,7 +200,7 @@ def _contribution(
     tensors = decode_record(frame, "sent")
     for name, tensor in tensors.items():
         check_norm(f"sent/{name}", tensor, norm)
-    rule.check_payload(tensors, federation)
+    rule.check_sent(tensors, None, spec)
     description = {
         n.removeprefix("about."): read_text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")
     }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from unskew.deployment.server.audit_log import arrays_digest
-from unskew.deployment.server.placeholder import check_uploads, placeholder_upload
+from unskew.deployment.server.placeholder import placeholder_upload
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import WireContext, decode_update, encode_broadcast, read_metric, read_number
@@ -21,6 +21,7 @@ from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records, num_bytes
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
+from unskew.tasks.regression import LEAST
 
 HELD = 256 << 20
 """Maximum number of bytes of updates kept in memory while earlier clients' updates are missing."""
@@ -196,7 +197,11 @@ class FlowerEngine:
         if self._left_out(broadcast.client, frame):
             return None
         update = decode_update(frame, broadcast, self.terms, self._examples(broadcast.client))
-        check_uploads(self.terms.method.client, update.upload, self.placeholder(broadcast), self.terms.spec)
+        like = self.placeholder(broadcast)
+        if update.upload.keys() != like.keys():
+            raise InvalidMessageError("it has uploads of other rules than those of the method that send some")
+        for rule in self.terms.method.client:
+            rule.check_sent(update.upload.get(rule.name, {}), like.get(rule.name, {}), self.terms.spec)
         self.sites.log("update accepted", broadcast.client, digest=arrays_digest(frame.arrays))
         return update
 
@@ -268,14 +273,11 @@ class FlowerEngine:
                 return None
             if frame.kind != "scores":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'scores'")
-            figures, bounded = frame.figures, self.setup.task.scored == "accuracy"
-            return {
-                f"{which}{name}": read_number(figures, f"{which}{name}", 0.0, 1.0)
-                if bounded and name == "accuracy"
-                else read_metric(figures, f"{which}{name}")
-                for which in ("", *(("own_",) if own else ()))
-                for name in ("accuracy", "loss")
-            }
+            lowest, scores = 0.0 if self.setup.task.scored == "accuracy" else LEAST, dict[str, float]()
+            for which in ("", "own_") if own else ("",):
+                scores[f"{which}accuracy"] = read_number(frame.figures, f"{which}accuracy", lowest, 1.0)
+                scores[f"{which}loss"] = read_metric(frame.figures, f"{which}loss")
+            return scores
 
         return dict(sorted(self.sites.ask(requests, "scores", take)))
 

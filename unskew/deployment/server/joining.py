@@ -74,7 +74,6 @@ class SiteRegistry:
     _asked: dict[str, int] = field(default_factory=dict)
     _tries: dict[int, int] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
-    _rejections: dict[int, int] = field(default_factory=dict)
 
     def step(self) -> dict[int, Frame]:
         """Ask new nodes, and retry failed or rejected ones.
@@ -115,8 +114,7 @@ class SiteRegistry:
             except Exception as error:  # whatever a site replies, the others are admitted
                 text = error if isinstance(error, UnskewError) else f"it cannot be read ({type(error).__name__})"
                 reason = str(error) if isinstance(error, ConfigError) else f"The report of a site is invalid: {text}."
-                times = self._rejections[node] = self._rejections.get(node, 0) + 1
-                if self.rejected.get(node) != reason and times <= FAILURES:
+                if node not in self.rejected:  # once: a site could send another reason each time
                     sites.warn(f"A site was rejected. {reason}")
                     sites.log("rejected", node=str(node), reason=reason)
                 self.rejected[node], self._again[node] = reason, time.monotonic() + AGAIN

@@ -131,31 +131,22 @@ class SiteManager:
             self.barred | {k for k, count in self.faults.items() if count >= self.round_policy.max_invalid_replies}
         )
 
-    def fault(self, client: int, reason: str) -> None:
+    def fault(self, client: int, reason: str, last: bool = False) -> None:
         """Count an invalid reply of a site and warn; too many exclude the site.
 
         Args:
             client: Number of the client.
             reason: Reason why the reply is invalid.
+            last: Whether to exclude the site at once.
         """
-        self.faults[client] = self.faults.get(client, 0) + 1
+        most = self.round_policy.max_invalid_replies
+        count = self.faults[client] = most if last else self.faults.get(client, 0) + 1
         self.counts["refused"] += 1
-        count, most = self.faults[client], self.round_policy.max_invalid_replies
         what = "it is excluded from the run" if count == most else f"fault {count} of {most}, then it is excluded"
         self.warn(f"{self.name(client)}: {reason.rstrip('.')}; {what}.")
         self.log("rejected", client, reason=reason)
         if count == most:
             self.log("excluded", client, reason=f"{most} invalid replies")
-
-    def exclude_faulty(self, client: int, reason: str) -> None:
-        """Exclude a site from the run because of an invalid reply before the first round.
-
-        Args:
-            client: Number of the client.
-            reason: Reason why the reply is invalid.
-        """
-        self.faults[client] = self.round_policy.max_invalid_replies - 1
-        self.fault(client, reason)
 
     def log(self, event: str, client: int | None = None, **fields: Any) -> None:
         """Append an event to the audit log, with the client's site and node key.
@@ -303,8 +294,8 @@ class SiteManager:
         self.pending = set()
 
     def attempt(self, identity: str) -> int:
-        """Return the attempt number of a message."""
-        return self._sent.pop(identity)
+        """Return the attempt number of a message; -1 for a second reply to it."""
+        return self._sent.pop(identity, -1)
 
     def look_again(self) -> None:
         """Poll for connected nodes at the next call of ``connected``."""
@@ -469,12 +460,10 @@ class PendingRequests:
             return []
         replies = []
         for identity, frame in answers:
-            if identity not in self._asked:
-                continue  # a second reply to the same message
-            client, request = self._asked.pop(identity)
+            client, request = self._asked.pop(identity, (-1, frame))
             attempt = sites.attempt(identity)
             if self.requests.get(client) is not request:
-                continue  # the client was dropped, or has replied to another copy of the message
+                continue  # the client was dropped, or has replied already, perhaps to another copy of the message
             if frame.kind == "failed":
                 if any(other is request for _, other in self._asked.values()):
                     continue  # another copy of the message is in transit

@@ -31,13 +31,7 @@ from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.deployment.wire.messages import read_integer, read_text
-from unskew.deployment.wire.tensor_codec import (
-    InvalidMessageError,
-    check_records,
-    decode_record,
-    encode_record,
-    printable,
-)
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.engines.cpu import keep_freed_memory
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
@@ -82,7 +76,7 @@ class SiteProcess:
         except UnskewError as error:
             return Frame("refused", {"reason": str(error)})
         except Exception as error:  # whatever a message causes, the process must reply to the next one
-            self.log(f"{type(error).__name__}: {printable(error)}")
+            self.log(repr(error)[:1000])
             return Frame("refused", {"reason": f"{type(error).__name__} at the site; see its log."})
 
     def _answered(self, request: Frame) -> Frame:
@@ -278,7 +272,7 @@ class SiteProcess:
                             connection.settimeout(IDLE_SECONDS)
                             self._serve_one(connection)
                     except Exception as error:  # whatever a message causes, the process must reply to the next one
-                        self.log(f"A connection was closed ({type(error).__name__}: {printable(error)}).")
+                        self.log(f"A connection was closed ({error!r:.500}).")
                         time.sleep(0.1)  # for example while there are too many open files
         finally:
             path.unlink(missing_ok=True)
@@ -294,7 +288,7 @@ class SiteProcess:
         else:
             reply = self.answer(request)
         if reply.kind in ("refused", "forgotten", "outdated"):
-            self.log(f"rejected: {printable(reply.config['reason'])}")
+            self.log(f"rejected: {reply.config['reason']!r:.1000}")
         with contextlib.suppress(OSError):
             send(connection, reply)
 

@@ -19,7 +19,7 @@ HEADER = 64 << 20
 LARGEST = 64 << 30
 """Largest message in bytes, regardless of the configuration."""
 MOST, LISTS = 100_000, 1 << 20
-"""Largest number of arrays, or of fields, of a message; and of lists and objects in its header."""
+"""Largest number of fields of a message, and of lists and objects in its header."""
 LONGEST_NAME, LONGEST_LIST, DIMENSIONS = 1000, 1 << 20, 8
 """Largest number of characters of a name, of entries of a list, and of dimensions of an array."""
 CHUNK = 1 << 20
@@ -153,23 +153,15 @@ def decode(header: bytes, read: Callable[[int], bytes], largest: int = LARGEST) 
     if not isinstance(about, dict) or about.keys() != {"kind", "config", "figures", "arrays"}:
         raise FrameError("The header does not have exactly the fields of a message.")
     check_fields(about["kind"], about["config"], about["figures"])
-    entries = about["arrays"]
-    if not isinstance(entries, list) or len(entries) > MOST:
-        raise FrameError(f"The header does not list at most {MOST} arrays.")
-    total = 0
-    listed: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    for entry in entries:
-        if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[2], list):
-            raise FrameError("The header lists an array without name, dtype, shape or size.")
-        name, dtype, shape, size = entry
-        check_array(name, dtype, tuple(shape), size)
-        if name in listed:
-            raise FrameError("The header repeats the name of an array.")
-        listed[name] = dtype, tuple(shape), size
-        total += size
-    if total > largest:
-        raise FrameError(f"The message has {total} bytes, above the limit of {largest}.")
-    arrays = {name: Blob(dtype, shape, read(size)) for name, (dtype, shape, size) in listed.items()}
+    listed = about["arrays"]
+    if not isinstance(listed, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in listed):
+        raise FrameError("The header does not list arrays with name, dtype, shape and size.")
+    for name, dtype, shape, size in listed:
+        check_array(name, dtype, shape, size)
+    total = sum(size for _, _, _, size in listed)
+    if total > largest or len({name for name, _, _, _ in listed}) < len(listed):
+        raise FrameError(f"The message has {total} bytes, above the limit of {largest}, or an array twice.")
+    arrays = {name: Blob(dtype, tuple(shape), read(size)) for name, dtype, shape, size in listed}
     return Frame(about["kind"], about["config"], {n: float(x) for n, x in about["figures"].items()}, arrays)
 
 
@@ -197,7 +189,7 @@ def check_fields(kind: object, config: object, figures: object) -> None:
             raise FrameError(f"The metric {name} of the message is not a finite number.")
 
 
-def check_array(name: object, dtype: object, shape: tuple[object, ...], size: object) -> None:
+def check_array(name: object, dtype: object, shape: object, size: object) -> None:
     """Validate the description of an array.
 
     Args:
@@ -213,8 +205,8 @@ def check_array(name: object, dtype: object, shape: tuple[object, ...], size: ob
         raise FrameError("The message has an array with an invalid name.")
     if not isinstance(dtype, str) or dtype not in SIZES:
         raise FrameError(f"The array {name!r} has the dtype {str(dtype)[:40]!r}, which cannot be sent.")
-    lengths = [n for n in shape if type(n) is int and 0 <= n <= LARGEST]
-    if len(lengths) < len(shape) or len(shape) > DIMENSIONS:
+    lengths = [n for n in shape if type(n) is int and 0 <= n <= LARGEST] if isinstance(shape, list) else []
+    if not isinstance(shape, list) or len(lengths) < len(shape) or len(shape) > DIMENSIONS:
         raise FrameError(f"The array {name!r} has an invalid shape.")
     if type(size) is not int or math.prod(lengths) * SIZES[dtype] != size:
         raise FrameError(f"The array {name!r} has a number of bytes that does not match its shape.")
@@ -225,26 +217,10 @@ def _is_name(text: object) -> bool:
 
 
 def _is_value(value: object) -> bool:
-    """Return whether a field may have this value: valid text, a boolean, or a number that other programs can store."""
+    """Return whether a field may have this value: valid text, a boolean, or a finite number."""
     if isinstance(value, str):
         return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
-    return isinstance(value, float) and math.isfinite(value)
-
-
-def check_size(frame: Frame, largest: int) -> None:
-    """Validate that a message is small enough to be received.
-
-    Args:
-        frame: Message to send.
-        largest: Largest accepted number of bytes of its arrays.
-
-    Raises:
-        FrameError: If the message is too large.
-    """
-    if frame.size > largest or len(encode_header(frame)) > HEADER:
-        raise FrameError(f"The message has {frame.size} bytes, above the limit of {largest}, or too many fields.")
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _exactly(of: socket.socket, size: int, end: float | None) -> bytes:

@@ -61,7 +61,7 @@ class AutoPeriods(ClientRule, SyncRule):
     summary: ClassVar[str] = "averages each layer as often as its clients' drift asks for"
     paper: ClassVar[str] = "after Gholami and Seferoglu 2024, arXiv:2404.11754"
     uploads: ClassVar[bool] = True
-    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"drift": (0.0, math.inf)}
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"drift": (0.0, 1e38)}
     needs = ("optimizer", "mean_model")
 
     first: HasPeriods

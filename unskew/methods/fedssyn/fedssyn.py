@@ -33,7 +33,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
+from unskew.data.federation import ClientData, concatenate_inputs, take_rows
 from unskew.errors import ConfigError, DataError
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.client_images import GenerationRecipe, generate_images
@@ -48,6 +48,7 @@ from unskew.methods.fedssyn.synthetic_sets import (
     refusing_clients,
     set_metrics,
 )
+from unskew.models.spec import ModelSpec
 from unskew.option_parsing import import_callable
 from unskew.protocol.data_preparation import (
     ClientPayloads,
@@ -189,18 +190,12 @@ class Fedssyn(DataRule):
             return only_own_images(prepared, payloads, self, self.match_steps)
         return payloads if self.data == "shuffled" else single_client_images(prepared, payloads)
 
-    def check_payload(self, sent: Tensors, federation: Federation) -> None:
+    def check_sent(self, sent: Tensors, like: Tensors | None, spec: ModelSpec) -> None:
         """Validate that a client has sent images and their labels, or nothing."""
-        if not sent:
-            return
-        x, y = sent.get("x", torch.zeros(0)), sent.get("y", torch.zeros(0))
-        like = smallest_integer_dtype(y[:0], federation.classes)
-        good = sent.keys() == {"x", "y"} and x.dtype == torch.uint8 and y.dtype == like.dtype and y.dim() == 1
-        if (
-            not good
-            or tuple(x.shape) != (len(y), *federation.shape)
-            or (len(y) and not 0 <= y.min() <= y.max() < federation.classes)
-        ):
+        x, y = (sent.get(name, torch.zeros(0, dtype=torch.uint8)) for name in ("x", "y"))
+        labels = smallest_integer_dtype(y[:0], spec.classes).dtype
+        good = y.dim() == 1 and tuple(x.shape) == (len(y), *spec.shape) and (x.dtype, y.dtype) == (torch.uint8, labels)
+        if sent and not (good and len(sent) == 2 and bool(((y >= 0) & (y < spec.classes)).all())):
             raise DataError("The images of fedssyn or their labels are invalid.")
 
     def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:

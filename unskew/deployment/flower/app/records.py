@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from unskew.deployment.wire.frames import MOST, Blob, Frame, FrameError, check_array, check_fields
+from unskew.deployment.wire.frames import Blob, Frame, FrameError, check_array, check_fields
 
 RAW = "unskew.raw"
 """Encoding of Flower's arrays: C order, little-endian, no header."""
@@ -44,9 +44,9 @@ def to_frame(content: RecordDict) -> Frame:
         elif name.startswith("arrays.") and isinstance(record, ArrayRecord):
             for key, array in record.items():
                 full_name = f"{name.removeprefix('arrays.')}/{key}"
-                if array.stype != RAW or len(arrays) >= MOST:
-                    raise FrameError("The message has too many arrays, or one that is not encoded as plain bytes.")
-                check_array(full_name, array.dtype, tuple(array.shape), len(array.data))
+                if array.stype != RAW:
+                    raise FrameError("The message has an array that is not encoded as plain bytes.")
+                check_array(full_name, array.dtype, [*array.shape], len(array.data))
                 arrays[full_name] = Blob(array.dtype, tuple(array.shape), array.data)
         else:
             raise FrameError("The message contains a record that was not requested.")

@@ -11,7 +11,7 @@ from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
 from unskew.deployment.flower.app.records import to_frame, to_records
-from unskew.deployment.wire.frames import ConnectionClosedError, Frame, FrameError, check_size, receive, send
+from unskew.deployment.wire.frames import HEADER, ConnectionClosedError, Frame, FrameError, encode_header, receive, send
 
 app = ServerApp()
 
@@ -95,7 +95,8 @@ def reply_frame(message: Message, largest: int) -> Frame:
         return Frame("failed", {**identity, "reason": f"Flower's error {error.code}: {error.reason or 'no reason'}"})
     try:
         reply = to_frame(message.content)
-        check_size(reply, largest)
+        if reply.size > largest or len(encode_header(reply)) > HEADER:
+            raise FrameError(f"The message has {reply.size} bytes, above the limit of {largest}, or too many fields.")
     except Exception as error:  # whatever a site sends, the replies of the others must arrive
         reason = str(error) if isinstance(error, FrameError) else type(error).__name__
         return Frame("refused", {**identity, "reason": reason})
