@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.frames import Mutator, from_bytes, on_the_wire, to_bytes
 from support.fuzzing import fuzz
 from support.sites import TINY, LoopPlace, deployed
+from support.slow import slow_but
 from test_flower import FLOWER as FLOWER_PROGRAMS
 from test_flower import environment, real
 
@@ -74,7 +75,7 @@ class Recorded:
         return self.site.answer(self.hello()).kind in ("facts", "refused")
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=slow_but([name for name in RUNS if name != "images"], [*RUNS]))
 def recorded(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         yield Recorded(tmp_path_factory.mktemp(request.param), RUNS[request.param], patched)
@@ -128,7 +129,7 @@ ENTRIES = st.lists(
 HEADERS = st.fixed_dictionaries({}, optional={"kind": JSON, "config": JSON, "figures": JSON, "arrays": ENTRIES | JSON})
 
 
-@fuzz(600)
+@fuzz(200)
 @given(HEADERS | JSON, st.binary(max_size=40))
 def test_any_header_is_a_message_or_a_frame_error(about, body):
     try:
