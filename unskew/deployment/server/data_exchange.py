@@ -81,8 +81,9 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     >>> placeholder_labels(torch.tensor([2, 0, 1]), 3, torch.zeros(0, dtype=torch.int64)).tolist()
     [0, 0, 2]
     """
-    if not 0 < examples <= MOST:
-        raise InvalidMessageError(f"it reports {examples} samples; a site must have 1 to {MOST}")
+    most = MOST // max(1, len(counts) if like.dim() > 1 else 1)
+    if not 0 < examples <= most:
+        raise InvalidMessageError(f"it reports {examples} samples; a site must have 1 to {most}")
     if len(counts) and int(counts.max()) > examples:
         raise InvalidMessageError(f"it reports {int(counts.max())} samples of one class, but {examples} samples in all")
     if not len(counts):
@@ -93,8 +94,6 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
                 f"its class counts add up to {int(counts.sum())}, but it reports {examples} samples"
             )
         return torch.repeat_interleave(torch.arange(len(counts)), counts).to(like.dtype)
-    if examples * len(counts) > MOST:
-        raise InvalidMessageError(f"it reports {examples} samples with {len(counts)} labels each, which is too many")
     return (torch.arange(examples)[:, None] < counts[None, :]).to(like.dtype)
 
 

@@ -230,9 +230,8 @@ def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
         present |= door.step()
         if len(present) >= quorum:
             return dict(sorted(present.items()))
-        rejected = door.rejected.keys() & door.sites.connected()
-        if len(rejected) >= door.clients:
-            raise ConfigError(door.rejected[min(rejected)])
+        if len(door.rejected.keys() & door.sites.connected()) >= door.clients:
+            raise ConfigError(next(iter(door.rejected.values())))
         door.sites.check_stopped()
         now = time.monotonic()
         if now > began + door.seconds:
