@@ -82,9 +82,9 @@ class Rule:
     def check_sent(self, sent: Tensors, like: Tensors | None, spec: ModelSpec) -> None:
         """Validate at the server what one client sent for this rule, after decoding; the client may be hostile.
 
-        By default, uploads must have the names, dtypes and shapes of ``like`` and values in ``upload_ranges``. Override this
-        hook if a shape depends on the client's data, or for payloads before the first round: the hooks of the server read
-        only what has passed it.
+        By default, uploads must have the names, dtypes and shapes of ``like`` and values in ``upload_ranges``. Infinite values
+        pass: such updates are skipped, as those of a training that diverged. Override this hook if a shape depends on the
+        client's data, or for payloads before the first round: the hooks of the server read only what has passed it.
 
         Args:
             sent: Tensors of the client by name.
@@ -98,7 +98,7 @@ class Rule:
         if like is not None and layouts[0] != layouts[1]:
             raise UnskewError(f"The uploads of {self.name} differ in name, dtype or shape from those of the method.")
         for name, (lowest, highest) in self.upload_ranges.items():
-            if name in sent and bool(((sent[name] < lowest) | (sent[name] > highest)).any()):
+            if name in sent and bool((((sent[name] < lowest) | (sent[name] > highest)) & sent[name].isfinite()).any()):
                 raise UnskewError(f"The upload {name} of {self.name} is not from {lowest:g} to {highest:g}.")
 
     def check(self, run: PreRunContext) -> Sequence[str]:
