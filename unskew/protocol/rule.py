@@ -82,9 +82,9 @@ class Rule:
     def check_sent(self, sent: Tensors, like: Tensors | None, spec: ModelSpec) -> None:
         """Validate at the server what one client sent for this rule, after decoding; the client may be hostile.
 
-        By default, uploads must have the names, dtypes and shapes of ``like`` and values in ``upload_ranges``. Infinite values
-        pass: such updates are skipped, as those of a training that diverged. Override this hook if a shape depends on the
-        client's data, or for payloads before the first round: the hooks of the server read only what has passed it.
+        By default, uploads must have the names, dtypes and shapes of ``like`` and values in ``upload_ranges``. Infinite
+        values pass: such updates are skipped, as those of a training that diverged. Override this hook if a shape depends on
+        the client's data, or for payloads before the first round: the hooks of the server read only what has passed it.
 
         Args:
             sent: Tensors of the client by name.
