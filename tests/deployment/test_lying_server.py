@@ -333,6 +333,48 @@ def test_a_site_that_lies_is_named_and_the_sum_is_opened_from_the_rest(kind, lie
     close(result.vector, expected.vector)
 
 
+def another_session(site, config, keys):
+    return site.identity.sign(secagg_client.ready_message(RUN, 0, "ff" * 16, 3, keys, config["model"]))
+
+
+def equal_keys(site, config, keys):
+    keys[1] = keys[0]
+    return site.identity.sign(secagg_client.ready_message(RUN, 0, config["session"], 3, keys, config["model"]))
+
+
+@pytest.mark.parametrize(
+    ("lie", "why"), [(another_session, "not signed by the key in the roster"), (equal_keys, "keys are not different")]
+)
+def test_keys_that_all_other_sites_would_reject_are_the_fault_of_their_site(lie, why, tmp_path):
+    told, place = Told(), LoopPlace(tmp_path, {**TINY, **FOUR})
+
+    def lies(client, asked, answer):
+        if client != 3 or answer.kind != "ready":
+            return answer
+        keys = json.loads(answer.config["keys"])
+        signature = lie(place.sites[3], answer.config, keys)
+        return replace(answer, config={**answer.config, "keys": json.dumps(keys), "signature": signature})
+
+    place.link.spoil = lies
+    result, _ = deployed(tmp_path, place, told=told, **FOUR)
+    blamed = [text for text in told.warnings if "of 3, then it is excluded" in text]
+    assert len(blamed) == 1
+    assert blamed[0].startswith("site-3 (client 3): ")
+    assert why in blamed[0]
+    assert result.history[0]["updates"] == 3
+
+
+def test_a_mean_above_the_norm_is_not_used(tmp_path):
+    """Masks hide which site sent wrong numbers."""
+    told, place = Told(), LoopPlace(tmp_path, {**TINY, **FOUR})
+    masks = place.sites[3].masks
+    begin = masks.begin
+    masks.begin = lambda session, update, delta, *others: begin(session, update, delta + 1e7, *others)
+    result, _ = deployed(tmp_path, place, told=told, **FOUR)
+    assert result.history[0]["updates"] == 0
+    assert "at least one of these sites sent wrong numbers" in " ".join(told.warnings)
+
+
 def test_of_two_sites_that_contradict_each_other_neither_is_blamed(tmp_path):
     told, place = Told(), LoopPlace(tmp_path, {**TINY, **FOUR})
     lies = iter([Frame("accused", {"wrong": "[1]"})])

@@ -103,7 +103,7 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
 
 def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path, monkeypatch):
     """Neither one that sends a few bytes and waits, nor one that sends single bytes for ever."""
-    monkeypatch.setattr(site_module, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(site_module, "MESSAGE_SECONDS", 0.3)
     site = LoopPlace(tmp_path, TINY).sites[0]
     path = site.config.path("socket", site.folder)
     threading.Thread(target=site.serve, daemon=True).start()

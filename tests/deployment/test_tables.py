@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support.sites import TINY, LoopPlace, deployed
+from support.sites import TINY, LoopPlace, Told, deployed
 from test_equal import compare
 
 from unskew.deployment.server.config import Deployment
@@ -158,14 +158,29 @@ def spoilt(name, tensor):
         ("facts", spoilt("counts", torch.full((4,), 10**6)), "more values than its"),
         slow("facts", spoilt("sums", torch.full((4,), float("nan"), dtype=torch.float64)), "finite"),
         slow("facts", lambda f: Frame(f.kind, f.config | {"values": '[["x", "x"]]'}, {}, f.arrays), "categories"),
-        slow("squares", spoilt("squares", torch.full((4,), -1.0, dtype=torch.float64)), "must reply"),
+        slow("squares", spoilt("squares", torch.full((4,), -1.0, dtype=torch.float64)), "a sum of squares is negative"),
+        slow("squares", lambda f: Frame("squares", f.config), "are not 4 finite numbers"),
+        slow("facts", spoilt("sums", torch.full((4,), 1e300, dtype=torch.float64)), "finite"),
     ],
 )
-def test_sums_that_cannot_be_are_refused(kind, change, words, tmp_path):
+def test_sums_that_cannot_be_exclude_their_site_and_the_others_have_the_columns_of_a_run_without_it(
+    kind, change, words, tmp_path
+):
     place, values = wards(tmp_path)
+    told = Told()
     place.link.spoil = lambda client, asked, answer: change(answer) if (client, answer.kind) == (1, kind) else answer
-    with pytest.raises(EngineError, match=words):
-        own(tmp_path, place, values)
+    result, _ = own(tmp_path, place, values, told)
+    assert words in " ".join(told.warnings)
+    assert "ward-b (client 1)" in told.warnings[0]
+    assert [row["updates"] for row in result.history] == [2, 2]
+    assert result.history[-1]["sites_excluded"] == 1
+    columns = {one["name"]: one for one in json.loads((tmp_path / "run" / "inputs.json").read_text())["columns"]}
+    trained = [
+        place.sites[k].holding(d, place.sites[k]._work[1].reference) for k in (0, 2) for d in place.sites[k].experiments
+    ]
+    names = [one.name for one in trained[0].source.encoders]
+    pooled = np.concatenate([one.train.x.numpy()[:, names.index("dose")] for one in trained]).astype(np.float64)
+    assert columns["dose"]["std"] == pytest.approx(np.nanstd(pooled))
 
 
 def test_the_administrator_sees_what_sums_leave(tmp_path):

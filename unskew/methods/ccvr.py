@@ -59,6 +59,7 @@ class CCVR(ClientRule):
     summary: ClassVar[str] = "head retrained at the end on features drawn from class distributions"
     paper: ClassVar[str] = "Luo et al. 2021, arXiv:2106.05001"
     uploads: ClassVar[bool] = True
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38)}
     survey_at: ClassVar[SurveyTime | None] = "final"
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "it needs exactly one true class per sample"

@@ -64,6 +64,7 @@ class ClippedSum(ClientRule, AggregateRule):
     summary: ClassVar[str] = "differential privacy of clients: clipped updates and noise"
     paper: ClassVar[str] = "McMahan et al. 2018, arXiv:1710.06963; Andrew et al. 2021, arXiv:1905.03871"
     weights: ClassVar[Weights | None] = "uniform"
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"bits": (-0.5, 0.5)}
     stage: ClassVar[Stage] = "clip"
     combines_empty: ClassVar[bool] = True
     continued: ClassVar[tuple[str, ...]] = ("spent",)

@@ -40,6 +40,7 @@ class FedCM(GlobalMomentum):
     summary: ClassVar[str] = "adds the last global update to every local step"
     paper: ClassVar[str] = "Xu et al. 2021, arXiv:2106.10874"
     uploads: ClassVar[bool] = True
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"rates": (0.0, 1e38)}
     weights: ClassVar[Weights | None] = "uniform"
     # Around the paper's 0.1.
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": log_range(0.02, 0.5)}

@@ -28,8 +28,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, UnskewError
 from unskew.models.execution import Batch, GradFn
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates, UploadContext
 from unskew.protocol.run_context import PreRunContext
@@ -184,6 +185,14 @@ class FedDM(ClientRule, ServerRule):
         return {f"{self.name}/x": x, f"{self.name}/y": y}, state
 
     # ---- at the server --------------------------------------------------------------------------------------------------
+
+    def check_sent(self, sent: Tensors, like: Tensors | None, spec: ModelSpec) -> None:
+        """Validate images and labels, whose number depends on the classes of the client."""
+        y = sent.get("y", torch.zeros(0))
+        if y.dim() != 1 or not 0 < len(y) <= spec.classes * self.images or not ((y >= 0) & (y < spec.classes)).all():
+            raise UnskewError("The labels of feddm are invalid.")
+        expected = {name: t[:1].expand(len(y), *t.shape[1:]) for name, t in (like or {}).items()}
+        super().check_sent(sent, expected, spec)
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Train on all images, within the ball around the broadcast model."""

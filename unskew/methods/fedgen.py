@@ -74,6 +74,7 @@ class FedGen(ClientRule):
     summary: ClassVar[str] = "learns from features that the clients' classifiers agree on"
     paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
     uploads: ClassVar[bool] = True
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38)}
     # One decade on each side of the original's 10.
     spaces: ClassVar[Mapping[str, Space]] = {"a": log_range(1.0, 100.0), "b": log_range(1.0, 100.0)}
     tasks: ClassVar[tuple[str, ...]] = ("classification",)

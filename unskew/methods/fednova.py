@@ -19,7 +19,7 @@ momentum are not implemented.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
@@ -38,6 +38,7 @@ class FedNova(ClientRule, ServerRule):
     summary: ClassVar[str] = "averages updates per local step, so clients with more steps get no more weight"
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
     uploads: ClassVar[bool] = True
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"length": (0.0, 1e38)}
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject rules that compute the clients' models from updates, or that send only a part of the model."""

@@ -61,6 +61,7 @@ class FedProto(ClientRule, SyncRule, ServerRule):
     tasks_reason: ClassVar[str] = "it needs one class per sample"
     weights: ClassVar[Weights | None] = "uniform"
     uploads: ClassVar[bool] = True
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"present": (0.0, 1.0)}
     sends_model: ClassVar[bool] = False
     survey_at: ClassVar[SurveyTime | None] = "trained"
     # One decade on each side of the authors' 1.

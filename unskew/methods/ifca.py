@@ -81,6 +81,11 @@ class IFCA(ClientRule, ServerRule):
         return ("final_training",) if self.blocks else ("individual", "final_training")
 
     @property
+    def upload_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
+        """Ranges of the chosen group and of the weights of the groups."""
+        return {"group": (0.0, self.groups - 1.0), "weights": (0.0, 1e38), "chosen": (0.0, 1.0)}
+
+    @property
     def sends_model(self) -> bool:  # type: ignore[override]
         """False if updates of all models are sent instead."""
         return not self.blocks
@@ -170,10 +175,9 @@ class IFCA(ClientRule, ServerRule):
         total["chosen"] = models.new_zeros(self.groups)
         for update in updates:
             group = int(update.upload[self.name]["group"])
-            if 0 <= group < self.groups:  # a hostile client may send any number
-                total["sums"][group].add_(update.delta, alpha=update.weight)
-                total["weights"][group] += update.weight
-                total["chosen"][group] += 1
+            total["sums"][group].add_(update.delta, alpha=update.weight)
+            total["weights"][group] += update.weight
+            total["chosen"][group] += 1
         return total
 
     def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class QFedAvg(ClientRule, ServerRule):
     summary: ClassVar[str] = "larger weights for clients with larger losses, for equal accuracy"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:1905.10497"
     uploads: ClassVar[bool] = True
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"h": (0.0, 1e38)}
     weights: ClassVar[Weights | None] = "uniform"
     survey_at: ClassVar[SurveyTime | None] = "received"
     # The paper's grid is 0.001 to 10.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from unskew.errors import UnskewError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo, Weights
 from unskew.protocol.messages import Tensors
@@ -56,6 +57,9 @@ class Rule:
     needs: Collection[str] = ()
     """Requirements of the rule, see ``unskew.protocol.requirements``."""
 
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """Smallest and largest value of uploads, by name. The server rejects other values, which a hostile client may send."""
+
     slots: Mapping[str, Rule] | None = None
     """Rules that fill the slots of the method, by slot, if options decide; by default this rule fills the slots of its
     base classes."""
@@ -74,6 +78,28 @@ class Rule:
             The sentence, or None if there is no conflict.
         """
         return None
+
+    def check_sent(self, sent: Tensors, like: Tensors | None, spec: ModelSpec) -> None:
+        """Validate at the server what one client sent for this rule, after decoding; the client may be hostile.
+
+        By default, uploads must have the names, dtypes and shapes of ``like`` and values in ``upload_ranges``. Infinite
+        values pass: such updates are skipped, as those of a training that diverged. Override this hook if a shape depends on
+        the client's data, or for payloads before the first round: the hooks of the server read only what has passed it.
+
+        Args:
+            sent: Tensors of the client by name.
+            like: Uploads of a client with other data from the same broadcast; None before the first round.
+            spec: Layout of the model.
+
+        Raises:
+            UnskewError: If the tensors are invalid.
+        """
+        layouts = [{name: (t.dtype, t.shape) for name, t in tensors.items()} for tensors in (sent, like or {})]
+        if like is not None and layouts[0] != layouts[1]:
+            raise UnskewError(f"The uploads of {self.name} differ in name, dtype or shape from those of the method.")
+        for name, (lowest, highest) in self.upload_ranges.items():
+            if name in sent and bool((((sent[name] < lowest) | (sent[name] > highest)) & sent[name].isfinite()).any()):
+                raise UnskewError(f"The upload {name} of {self.name} is not from {lowest:g} to {highest:g}.")
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the rule fits the run, before anything is trained.

@@ -106,8 +106,11 @@ def summarize(
         "updates_skipped": server.num_skipped,
         "seconds": round(recorder.seconds, 3),
         # Total time of a client that takes part in every round.
-        "client_seconds": sum(row["setup_seconds"] + row["train_seconds"] for row in recorder.history),
+        "client_seconds": sum(
+            (row["setup_seconds"] or 0.0) + (row["train_seconds"] or 0.0) for row in recorder.history
+        ),
     }
+    reserved = {*summary}
     if divergence_warning(final):
         summary["diverged"] = True
     if any("retries" in row for row in history):
@@ -120,7 +123,7 @@ def summarize(
         fields = half.report(server.rules[half.name], server.federation_info.plan).summary
         taken = bool(fields.keys() & summary.keys())  # by the rule of the aggregate slot
         summary |= {f"{half.name}_{name}": value for name, value in fields.items()} if taken else fields
-    summary |= prepared.about
+    summary |= {name: value for name, value in prepared.about.items() if name not in reserved}  # it may come from sites
     if attackers:
         summary["attack"] = None if config.attack is None else config.attack.kind
         summary["attackers"] = list(attackers)

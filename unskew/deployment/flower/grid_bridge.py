@@ -8,12 +8,14 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.errors import EngineError
 
+Reply = TypeVar("Reply")
 AT_ONCE = 64 << 20
 """Number of bytes of replies requested at once."""
 
@@ -56,8 +58,7 @@ class GridBridge:
             self._listener.settimeout(max(0.1, end - time.monotonic()))
             try:
                 app, _ = self._listener.accept()
-                app.settimeout(10.0)
-                hello = receive(app, 1 << 20)
+                hello = receive(app, 1 << 20, 10.0)
             except (TimeoutError, FrameError, OSError) as error:
                 if time.monotonic() > end:
                     raise LinkClosedError(
@@ -85,8 +86,7 @@ class GridBridge:
 
     def nodes(self) -> list[int]:
         """Return the connected SuperNodes."""
-        (reply,) = self._ask(Frame("nodes"))
-        return [int(node) for node in reply.config["ids"]]
+        return self._ask(Frame("nodes"), lambda replies: [int(node) for node in replies[0].config["ids"]])
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
         """Send a message to a site and return the message's identifier.
@@ -98,8 +98,8 @@ class GridBridge:
             seconds: Time to live of the message.
         """
         about = {"to.kind": frame.kind, "to.node": str(node), "to.round": round, "to.seconds": seconds}
-        (reply,) = self._ask(Frame("push", {**frame.config, **about}, frame.figures, frame.arrays))
-        identity = str(reply.config["ids"][0])
+        message = Frame("push", {**frame.config, **about}, frame.figures, frame.arrays)
+        identity = self._ask(message, lambda replies: str(replies[0].config["ids"][0]))
         self._sizes[identity] = frame.size
         return identity
 
@@ -117,7 +117,7 @@ class GridBridge:
             size += self._sizes.get(identity, 0)
             if index < len(identities) and size + self._sizes.get(identities[index], 0) <= AT_ONCE:
                 continue
-            frames = self._ask(Frame("pull", {"ids": group}))
+            frames = self._ask(Frame("pull", {"ids": group, "largest": self.largest}), list)
             replies += [(str(frame.config.pop("to.id", "")), frame) for frame in frames]
             got += sum(frame.size for frame in frames)
             if got > AT_ONCE // 2:
@@ -127,13 +127,13 @@ class GridBridge:
             self._sizes.pop(identity, None)
         return replies
 
-    def _ask(self, frame: Frame) -> list[Frame]:
+    def _ask(self, frame: Frame, read: Callable[[list[Frame]], Reply]) -> Reply:
         if self._app is None:
             raise LinkClosedError("Flower's app is not connected.")
         try:
             send(self._app, frame)
             count = int(receive(self._app, self.largest).config["count"])
-            return [receive(self._app, self.largest) for _ in range(count)]
-        except (OSError, FrameError, KeyError) as error:
+            return read([receive(self._app, self.largest) for _ in range(count)])
+        except (OSError, FrameError, LookupError, ValueError, TypeError) as error:
             self.disconnect()
             raise LinkClosedError(f"Flower's app on the SuperLink has ended ({error}).") from error

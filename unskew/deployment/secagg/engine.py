@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,11 +24,11 @@ from unskew.deployment.secagg.server import (
 )
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
-from unskew.deployment.wire.frames import SIZES, Frame
-from unskew.deployment.wire.messages import check_reply_matches, encode_broadcast, read_text
-from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError, encode_record
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.messages import LARGEST_NUMBER, check_reply_matches, encode_broadcast, read_text
+from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_record
 from unskew.errors import ConfigError, EngineError
-from unskew.protocol.messages import Broadcast, ClientState, Update, unflatten_records
+from unskew.protocol.messages import Broadcast, ClientState, Update, flatten_records, unflatten_records
 from unskew.protocol.payload import scatter_slices, slices_length
 from unskew.protocol.rules import Method
 from unskew.simulation.update_buffer import FIGURES
@@ -54,6 +55,7 @@ class MaskedEngine(FlowerEngine):
                 nothing = torch.full_like(broadcast.v, torch.nan)
                 yield self._update(broadcast, {"delta": nothing, "buffers": broadcast.b, "upload": {}, "metrics": {}})
         weight = sum(broadcast.weight for broadcast in broadcasts if broadcast.client in opened.clients)
+        opened = self._within_norm(opened, weight)
         if opened.clients:
             self._tell_error(opened.error / weight, len(opened.clients))
             means = self._means(broadcasts, opened, weight)
@@ -67,6 +69,21 @@ class MaskedEngine(FlowerEngine):
                 means["upload"] = {r: {n: torch.zeros_like(t) for n, t in ts.items()} for r, ts in upload}
             elif broadcast.client not in opened.unusable:
                 self.server.lost(broadcast.client)
+
+    def _within_norm(self, opened: OpenedSum, weight: float) -> OpenedSum:
+        """Return a sum, or an empty one with a warning if a mean is larger than a plain update may be."""
+        for name, total in opened.tensors.items():
+            norm = float(torch.linalg.vector_norm(total)) / (
+                len(opened.clients) if name.startswith("upload/") else weight
+            )
+            if norm > self.terms.norm and name != "figures":
+                names = ", ".join(map(self.sites.name, opened.clients))
+                self.sites.warn(
+                    f"The mean of {name} over {names} has the norm {norm:.3g}, above the limit of {self.terms.norm:.3g} "
+                    "(--max-norm): at least one of these sites sent wrong numbers. The round continues without any update."
+                )
+                return OpenedSum(unusable=opened.unusable)
+        return opened
 
     def _summed(self, broadcasts: Sequence[Broadcast]) -> OpenedSum:
         """Return the sum of a round; if too few sites remain, try again if ``on_timeout`` is ``wait``."""
@@ -87,7 +104,6 @@ class MaskedEngine(FlowerEngine):
         least = max(patience.min_updates, LEAST, len(broadcasts) // 2 + 1, honest)
         tries = 0
         while tries < TRIES:
-            self.shapes = None
             left = {k: frame for k, frame in requests.items() if k not in barred}
             summation = MaskedSum(self.sites, broadcasts[0].round, least, self.roster)
             try:
@@ -156,26 +172,20 @@ class MaskedEngine(FlowerEngine):
         return take
 
     def _check_parts(self, parts: Sequence[SumPart], cast: Broadcast) -> None:
-        """Validate that the tensors match the request and those of the other sites."""
+        """Validate that the tensors and their order follow from method, model and request, as ``summands`` lists them."""
         model = NAMES[cast.v.dtype]
-        fixed = {"buffers": (NAMES[cast.b.dtype], (len(cast.b),))}
-        if self.terms.site_noise is None:
-            fixed["figures"] = "float64", (len(FIGURES),)
+        expected: list[tuple[str, str, tuple[int, ...]]] = []
         if self.terms.sends_model:
-            fixed["delta"] = model, (slices_length(cast.up, self.terms.spec.size),)
+            expected.append(("delta", model, (slices_length(cast.up, self.terms.spec.size),)))
+        expected.append(("buffers", NAMES[cast.b.dtype], (len(cast.b),)))
         if cast.report:
-            fixed["report/v"] = model, (self.terms.spec.size,)
-        layout = {part.name: (NAMES[part.dtype], part.shape) for part in parts}
-        uploads = {name for name in layout if name.startswith("upload/")}
-        wrong = {name for name in {*layout, *fixed} - uploads if layout.get(name) != fixed.get(name)}
-        wrong |= {name for name in uploads if name.split("/")[1] not in self.terms.names}
-        size = sum(part.size * SIZES[NAMES[part.dtype]] for part in parts if part.name in uploads)
-        if wrong or size > self.terms.largest or len(layout) != len(parts):
-            raise InvalidMessageError(f"the layout of its update does not match the request: {sorted(wrong)[:3]}")
-        if self.shapes is None:
-            self.shapes = layout
-        elif layout != self.shapes:
-            raise InvalidMessageError("its rule uploads differ in name, dtype or shape from other sites' uploads")
+            expected.append(("report/v", model, (self.terms.spec.size,)))
+        uploads = sorted(flatten_records("upload", self.placeholder(cast)).items())
+        expected += [(name, NAMES[t.dtype], tuple(t.shape)) for name, t in uploads]
+        if self.terms.site_noise is None:
+            expected.append(("figures", "float64", (len(FIGURES),)))
+        if [(part.name, NAMES[part.dtype], part.shape) for part in parts] != expected:
+            raise InvalidMessageError("the layout of its update does not match the request")
 
     def _means(self, broadcasts: Sequence[Broadcast], found: OpenedSum, weight: float) -> dict[str, Any]:
         """Return the fields of the round's updates: weighted means, and the sums of rule uploads."""
@@ -192,9 +202,13 @@ class MaskedEngine(FlowerEngine):
         figures: dict[str, float] = {}
         if "figures" in sums:
             figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
+            spoiled = [n for n, x in figures.items() if not (n == "loss" or x >= 0) or not abs(x) <= LARGEST_NUMBER]
+            if spoiled:
+                self.sites.warn(f"The sum of {' and '.join(spoiled)} is invalid, so a site has sent wrong numbers.")
+                figures |= dict.fromkeys(spoiled, math.nan)
         report = {n.removeprefix("report/"): (t / weight).to(v) for n, t in sums.items() if n.startswith("report/")}
-        dtypes = {name: dtype for name, (dtype, _) in (self.shapes or {}).items()}
-        uploads = {n: to_dtype(t, dtypes[n]).to(v.device) for n, t in sums.items() if n.startswith("upload/")}
+        like = flatten_records("upload", self.placeholder(taken[0]))
+        uploads = {n: to_dtype(sums[n], like[n].dtype).to(v.device) for n in like}
         b = (sums["buffers"] / weight).to(b)
         upload = unflatten_records("upload", uploads)
         return {"delta": delta, "buffers": b, "report": report, "upload": upload, "metrics": figures}
@@ -218,15 +232,14 @@ class MaskedEngine(FlowerEngine):
         return {"masking_error": self.error}
 
 
-def to_dtype(tensor: Tensor, dtype: str) -> Tensor:
+def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a sum to a dtype; integers are rounded.
 
     Args:
         tensor: Sum in double precision.
-        dtype: Name of the dtype.
+        dtype: Dtype of the summands.
     """
-    wanted = DTYPES[dtype]
-    return (tensor if wanted.is_floating_point else tensor.round()).to(wanted)
+    return (tensor if dtype.is_floating_point else tensor.round()).to(dtype)
 
 
 def check_maskable(method: Method, cohort: int, asynchronous: bool) -> None:

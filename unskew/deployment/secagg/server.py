@@ -185,7 +185,7 @@ class MaskedSum:
 
         def expected(client: int, frame: Frame) -> Any:
             if frame.kind == "forgotten":
-                self.sites.warn(f"{self.sites.name(client)} has dropped out of the sum: {frame.config.get('reason')}.")
+                self.sites.warn(f"{self.sites.name(client)} has dropped out of the sum.")
                 return None
             if reply_kind and frame.kind != reply_kind:
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of {reply_kind!r}")

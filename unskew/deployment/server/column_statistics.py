@@ -31,18 +31,20 @@ from unskew.data.readers.encoders import (
     squared_deviations,
 )
 from unskew.data.target_scaling import target_scaling_bytes, task_with_moments
-from unskew.deployment.server.data_exchange import request_all
+from unskew.deployment.server.data_exchange import MOST, request_all
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.site.data import SiteData
 from unskew.deployment.wire.frames import Blob, Frame
-from unskew.deployment.wire.messages import read_text
+from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
-from unskew.errors import ConfigError, DataError, EngineError
+from unskew.errors import ConfigError, DataError
 from unskew.protocol.messages import Tensors
 from unskew.tasks.regression import Regression
 
 LONGEST = 1000
 """Maximum number of characters of a category value."""
+HIGHEST = 1e60
+"""Largest magnitude of a sum: the sums of all sites must be finite."""
 
 
 def site_sums(holding: SiteData) -> tuple[dict[str, Blob], str]:
@@ -152,7 +154,12 @@ def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
     """
     vector = arrays.get(name)
     wanted = torch.int64 if name == "counts" else torch.float64
-    if vector is None or vector.dtype != wanted or tuple(vector.shape) != (size,) or not vector.isfinite().all():
+    if (
+        vector is None
+        or vector.dtype != wanted
+        or tuple(vector.shape) != (size,)
+        or not (vector.abs() <= HIGHEST).all()
+    ):
         raise InvalidMessageError(f"its {name} are not {size} finite numbers")
     if name == "squares" and (vector < 0).any():
         raise InvalidMessageError("a sum of squares is negative")
@@ -169,7 +176,7 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
 
     Raises:
         ConfigError: If no site has a value in one of the columns.
-        EngineError: If a site sends an invalid report or does not reply.
+        EngineError: If too few sites reply.
     """
     known, regression = drawn.source.encoders, drawn.source.task == Regression.name
     targets = drawn.source.classes if regression else 0
@@ -178,9 +185,9 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
     first = {}
     for client, frame in frames.items():
         try:
-            first[client] = parse_sums(frame, int(frame.config["examples"]), known, targets)
-        except (InvalidMessageError, KeyError, ValueError, TypeError) as error:
-            raise EngineError(f"{sites.name(client)}: its column statistics were rejected because {error}.") from error
+            first[client] = parse_sums(frame, read_integer(frame.config, "examples", MOST), known, targets)
+        except InvalidMessageError as error:
+            sites.fault(client, f"its column statistics were rejected because {error}", last=True)
     both = [
         (np.concatenate([columns.counts, counts]), np.concatenate([columns.sums, sums]))
         for columns, counts, sums in first.values()
@@ -193,6 +200,8 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
     replies = request_all(
         sites, dict.fromkeys(first, request), "sums", lambda client, frame: parse_squares(frame, len(names))
     )
+    if len(replies) < len(first):  # without a site that has sent no valid squares, the means are others
+        return collect_global_stats(drawn, {client: frames[client] for client in replies}, sites)
     second = list(replies.values())
     columns = None
     scale = None

@@ -61,7 +61,7 @@ class ControlSocket:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed
-            with connection, suppress(OSError, FrameError):
+            with connection, suppress(Exception):  # whatever a message causes, the thread must reply to the next one
                 connection.settimeout(SECONDS)
                 send(connection, self.answer(receive(connection, LARGEST, SECONDS)))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import FIGURES, read_class_counts, read_integer, read_number, read_text
+from unskew.deployment.wire.messages import LARGEST_WEIGHT, read_class_counts, read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import (
     InvalidMessageError,
     check_norm,
@@ -23,13 +23,14 @@ from unskew.deployment.wire.tensor_codec import (
     printable,
 )
 from unskew.errors import EngineError
+from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
 from unskew.simulation.update_buffer import TAKEN
 
-LONGEST = 2000
-"""Maximum number of characters of a text that describes what a site contributed."""
+FIELDS, LONGEST = 64, 2000
+"""Maximum number of fields, and of characters of a text, that describe what a site contributed."""
 MOST = 1 << 27
 """Maximum number of samples of a site; the server stores one label for each."""
 
@@ -62,7 +63,7 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
         x[:0],
         placeholder_labels(counts, examples, y),
         x[:0],
-        y[:1].expand(read_integer(frame.config, "held_out"), *y.shape[1:]),
+        y[:1].expand(read_integer(frame.config, "held_out", MOST), *y.shape[1:]),
     )
 
 
@@ -80,8 +81,9 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     >>> placeholder_labels(torch.tensor([2, 0, 1]), 3, torch.zeros(0, dtype=torch.int64)).tolist()
     [0, 0, 2]
     """
-    if not 0 < examples <= MOST:
-        raise InvalidMessageError(f"it reports {examples} samples; a site must have 1 to {MOST}")
+    most = MOST // max(1, len(counts) if like.dim() > 1 else 1)
+    if not 0 < examples <= most:
+        raise InvalidMessageError(f"it reports {examples} samples; a site must have 1 to {most}")
     if len(counts) and int(counts.max()) > examples:
         raise InvalidMessageError(f"it reports {int(counts.max())} samples of one class, but {examples} samples in all")
     if not len(counts):
@@ -102,37 +104,34 @@ def federation_of_sites(
 
     Args:
         reference: The experiment's data as loaded at the server.
-        frames: Report of each client's site.
+        frames: Report of each client's site; invalid ones are ignored.
         names: Name of each client's site.
         rehearsal: Whether the sites train on the experiment's partition instead of their own data.
         total: Number of clients of the experiment; clients whose site has not joined have no samples yet.
         parameters: Number of parameters of the model, which every site's model must match.
-
-    Raises:
-        EngineError: If a site sends an invalid report.
     """
     x, y = reference.test
     clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(total)]
     for client, frame in frames.items():
         try:
             clients[client] = remote_client(client, frame, reference, parameters)
-        except InvalidMessageError as error:
-            raise EngineError(
-                f"{names[client]} (client {client}): its data statistics were rejected because {error}."
-            ) from error
+        except InvalidMessageError:
+            continue  # a client without samples; its updates state other numbers and are rejected
     if rehearsal:
         return replace(reference, clients=clients)
     return replace(
         reference,
         clients=clients,
-        client_names=tuple(names[k] for k in frames) if len(set(names.values())) == total else (),
+        client_names=tuple(names[k] for k in frames) if len(set(names.values())) == len(frames) == total else (),
         partition="as the sites hold it",
         fingerprint="",
         text_groups=None,
     )
 
 
-def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: SiteManager, norm: float) -> PreparedData:
+def run_data_rules(
+    method: Method, prepared: PreparedData, seed: int, sites: SiteManager, norm: float, spec: ModelSpec
+) -> PreparedData:
     """Run the three steps of each data rule, exchanging messages with the sites between them.
 
     Args:
@@ -141,21 +140,21 @@ def run_data_rules(method: Method, prepared: PreparedData, seed: int, sites: Sit
         seed: Random seed of the run.
         sites: Connected sites.
         norm: Largest accepted norm of a tensor.
+        spec: Layout of the model.
     """
     for index, rule in enumerate(method.data):
-        prepared = _one(index, rule, prepared, seed, sites, norm)
+        take = partial(_contribution, rule=rule, norm=norm, spec=spec)
+        prepared = _one(index, rule, prepared, seed, sites, take)
     return prepared
 
 
-def _one(
-    place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, norm: float
-) -> PreparedData:
+def _one(place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, take: Any) -> PreparedData:
     """Run one data rule, as ``apply_data_rule`` does, with the client-side steps replaced by messages to the sites."""
     federation = prepared.federation
     about = {"place": place, "mean_size": prepared.mean_size}
     asks = type(rule).client_payload is not DataRule.client_payload
     requests = {k: Frame("contribute", about) for k in range(len(federation.clients)) if asks}
-    replies = request_all(sites, requests, "contributions", partial(_contribution, norm=norm))
+    replies = request_all(sites, requests, "contributions", take)
     sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
     digest = "-".join(digest_part for _, _, digest_part in replies.values() if digest_part)
     payloads = ClientPayloads(sent, _about([about for _, about, _ in replies.values()]), digest)
@@ -166,11 +165,11 @@ def _one(
         for k in range(len(federation.clients))
     }
     after = request_all(sites, messages, "shares", lambda k, frame: remote_client(k, frame, federation))
-    return prepared.received(rule.name, payloads, dealt, lambda client, share: after[client.id])
+    return prepared.received(rule.name, payloads, dealt, lambda client, share: after.get(client.id, client))
 
 
 def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
-    """Send requests and return the replies of all clients, in client order.
+    """Send requests and return the replies in client order; a site without a valid reply is excluded from the run.
 
     Args:
         sites: Connected sites.
@@ -179,27 +178,33 @@ def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take:
         take: Validates and converts a reply.
 
     Raises:
-        EngineError: If a site does not reply.
+        EngineError: If too few sites reply.
     """
     replies = dict(sites.ask(requests, what, take, strict=True))
-    missing = [sites.name(k) for k in requests if k not in replies]
-    if missing:
-        raise EngineError(f"All sites must reply before the first round; no reply from {', '.join(missing[:10])}.")
+    for client in sorted(requests.keys() - replies.keys() - {*sites.excluded}):
+        sites.fault(client, f"its reply to {what} is invalid", last=True)
+    if requests and len(replies) < max(1, sites.round_policy.min_updates):
+        raise EngineError(
+            f"Only {len(replies)} of {len(requests)} sites have sent a valid reply before the first round."
+        )
     return dict(sorted(replies.items()))
 
 
-def _contribution(client: int, frame: Frame, norm: float) -> tuple[Tensors, dict[str, Any], str]:
+def _contribution(
+    client: int, frame: Frame, rule: DataRule, norm: float, spec: ModelSpec
+) -> tuple[Tensors, dict[str, Any], str]:
     if frame.kind != "contribution":
         raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'contribution'")
     check_records(frame, ("sent",))
     tensors = decode_record(frame, "sent")
     for name, tensor in tensors.items():
         check_norm(f"sent/{name}", tensor, norm)
+    rule.check_sent(tensors, None, spec)
     description = {
         n.removeprefix("about."): read_text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")
     }
-    figures = {name: read_number(frame.figures, name) for name in frame.figures}
-    if taken := TAKEN & {*description, *figures} or len(description) + len(figures) > FIGURES:
+    figures = {name: read_number(frame.figures, name, -LARGEST_WEIGHT, LARGEST_WEIGHT) for name in frame.figures}
+    if taken := TAKEN & {*description, *figures} or len(description) + len(figures) > FIELDS:
         raise InvalidMessageError(f"its description has too many fields, or names reserved for the run: {taken}")
     return tensors, {**figures, **description}, read_text(frame.config, "made")
 

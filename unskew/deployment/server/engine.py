@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median_high
 from typing import Any
 
 import torch
 
 from unskew.deployment.server.audit_log import arrays_digest
+from unskew.deployment.server.placeholder import placeholder_upload
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import WireContext, decode_update, encode_broadcast, read_number, upload_shapes
+from unskew.deployment.wire.messages import WireContext, decode_update, encode_broadcast, read_metric, read_number
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, printable
 from unskew.engines.base import EngineConfig
 from unskew.errors import EngineError
-from unskew.protocol.messages import Broadcast, Update, flatten_records, num_bytes
+from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records, num_bytes
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
+from unskew.tasks.regression import LEAST
 
 HELD = 256 << 20
 """Maximum number of bytes of updates kept in memory while earlier clients' updates are missing."""
@@ -40,21 +42,22 @@ def tensor_norms(update: Update) -> dict[str, float]:
 def norm_outliers(norms: Mapping[int, float], floor: float) -> dict[int, float]:
     """Return the clients whose norm is far above those of the others, with the limit that each exceeds.
 
-    The limit is ``FACTOR`` times the median of the others' norms, and at least ``floor``. At least two others are required,
-    because a single site could exclude an honest one by sending zeros.
+    The limit is ``FACTOR`` times the median of the others' norms without the smallest one, and at least ``floor``. So no
+    single site can lower the limit of another, for example by sending zeros. At least two others are required.
 
     Args:
         norms: Norm of each client's tensor.
         floor: Norm up to which no update is too large.
 
     >>> norm_outliers({0: 1.0, 1: 2.0, 2: 100.0}, floor=5.0)
-    {2: 45.0}
+    {2: 60.0}
     """
     outliers = {}
     for client, norm in norms.items():
-        others = [other for k, other in norms.items() if k != client]
-        if norm > floor and len(others) > 1 and norm > FACTOR * median(others):
-            outliers[client] = max(floor, FACTOR * median(others))
+        others = sorted(other for k, other in norms.items() if k != client)
+        limit = max(floor, FACTOR * median_high(others[1:])) if len(others) > 1 else math.inf
+        if norm > limit:
+            outliers[client] = limit
     return outliers
 
 
@@ -132,15 +135,12 @@ class FlowerEngine:
         self.budget = budget
         self.roster = roster
         self.folder = folder
-        self.shapes: dict[str, tuple[str, tuple[int, ...]]] | None = None
-        self.alike = not any("individual" in rule.needs for rule in terms.method.client)
+        self._placeholder: dict[bool, dict[str, Tensors]] = {}
         self.outdated: set[int] = set()
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort at its sites and yield the updates in broadcast order, without late or invalid ones."""
         by_client = {broadcast.client: broadcast for broadcast in broadcasts}
-        if broadcasts and broadcasts[0].closing:
-            self.shapes = None  # surveys have other uploads than the rounds before
         requests = {
             k: encode_broadcast(broadcast, self.terms, "train", self._budget(k)) for k, broadcast in by_client.items()
         }
@@ -192,14 +192,28 @@ class FlowerEngine:
             frame: Reply of the client's site.
 
         Raises:
-            InvalidMessageError: If the reply is not a valid update.
+            UnskewError: If the reply is not a valid update.
         """
         if self._left_out(broadcast.client, frame):
             return None
         update = decode_update(frame, broadcast, self.terms, self._examples(broadcast.client))
-        self._check_alike(update)
+        like = self.placeholder(broadcast)
+        if update.upload.keys() != like.keys():
+            raise InvalidMessageError("it has uploads of other rules than those of the method that send some")
+        for rule in self.terms.method.client:
+            rule.check_sent(update.upload.get(rule.name, {}), like.get(rule.name, {}), self.terms.spec)
         self.sites.log("update accepted", broadcast.client, digest=arrays_digest(frame.arrays))
         return update
+
+    def placeholder(self, broadcast: Broadcast) -> dict[str, Tensors]:
+        """Return the uploads of a placeholder client, by rule and name; those of all sites must have their layout.
+
+        Args:
+            broadcast: Broadcast of the round; a survey after the last round has other uploads than the rounds before.
+        """
+        if broadcast.closing not in self._placeholder:
+            self._placeholder[broadcast.closing] = placeholder_upload(self.setup, broadcast)
+        return self._placeholder[broadcast.closing]
 
     @property
     def in_flight(self) -> set[int]:
@@ -237,17 +251,6 @@ class FlowerEngine:
         self.sites.warn(f"{self.sites.name(client)} is skipped in this round: {reason}.")
         return True
 
-    def _check_alike(self, update: Update) -> None:
-        """Validate that rule uploads can be added to those of the other sites."""
-        shapes = upload_shapes(update)
-        if self.alike and self.shapes is None:
-            self.shapes = shapes
-        elif self.alike and shapes != self.shapes:
-            odd = sorted({*shapes.items()} ^ {*(self.shapes or {}).items()})[:2]
-            raise InvalidMessageError(
-                f"its rule uploads differ in name, dtype or shape from other sites' uploads: {odd}"
-            )
-
     def measure(self, broadcasts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
         """Evaluate models at the clients' sites.
 
@@ -270,8 +273,11 @@ class FlowerEngine:
                 return None
             if frame.kind != "scores":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'scores'")
-            names = ("accuracy", "loss", *(("own_accuracy", "own_loss") if own else ()))
-            return {name: read_number(frame.figures, name) for name in names}
+            lowest, scores = 0.0 if self.setup.task.scored == "accuracy" else LEAST, dict[str, float]()
+            for which in ("", "own_") if own else ("",):
+                scores[f"{which}accuracy"] = read_number(frame.figures, f"{which}accuracy", lowest, 1.0)
+                scores[f"{which}loss"] = read_metric(frame.figures, f"{which}loss")
+            return scores
 
         return dict(sorted(self.sites.ask(requests, "scores", take)))
 

@@ -19,7 +19,7 @@ from unskew.deployment.site.config import NAME
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
-from unskew.errors import ConfigError, EngineError
+from unskew.errors import ConfigError, EngineError, UnskewError
 from unskew.version import __version__
 
 if TYPE_CHECKING:
@@ -105,15 +105,18 @@ class SiteRegistry:
             return {}
         joined = {}
         for identity, frame in answers:
+            if identity not in self._asked:
+                continue  # a second reply to the same message
             node = self._asked.pop(identity)
             if frame.kind == "failed":
                 self._failed(node, printable(frame.config.get("reason")))
                 continue
             try:
                 client = self._greeted(frame)
-            except (ConfigError, InvalidMessageError) as error:
-                reason = str(error) if isinstance(error, ConfigError) else f"The report of a site is invalid: {error}."
-                if self.rejected.get(node) != reason:
+            except Exception as error:  # whatever a site replies, the others are admitted
+                text = error if isinstance(error, UnskewError) else f"it cannot be read ({type(error).__name__})"
+                reason = str(error) if isinstance(error, ConfigError) else f"The report of a site is invalid: {text}."
+                if node not in self.rejected:  # once: a site could send another reason each time
                     sites.warn(f"A site was rejected. {reason}")
                     sites.log("rejected", node=str(node), reason=reason)
                 self.rejected[node], self._again[node] = reason, time.monotonic() + AGAIN
@@ -165,7 +168,7 @@ class SiteRegistry:
         if frame.kind != "facts":
             raise ConfigError(f"A site rejected the run: {printable(frame.config.get('reason', frame.kind))}")
         client, name = read_integer(frame.config, "client"), read_text(frame.config, "name")
-        clock, examples = read_number(frame.config, "clock"), read_integer(frame.config, "examples")
+        clock, examples = read_number(frame.config, "clock", 0.0, 1e12), read_integer(frame.config, "examples")
         if not re.fullmatch(NAME, name):
             raise InvalidMessageError(
                 "its name contains characters other than letters, digits, '-', '_' and '.', or is longer than 64"
@@ -235,7 +238,7 @@ def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
         present |= door.step()
         if len(present) >= quorum:
             return dict(sorted(present.items()))
-        if len(door.rejected) >= door.clients:
+        if len(door.rejected.keys() & door.sites.connected()) >= door.clients:
             raise ConfigError(next(iter(door.rejected.values())))
         door.sites.check_stopped()
         now = time.monotonic()

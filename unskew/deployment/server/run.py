@@ -174,7 +174,7 @@ def _carried_out(
         )
         terms = WireContext(method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6))
         prepared = run_data_rules(
-            method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm
+            method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm, spec
         )
         parts = assemble(config, prepared, federation, spec, method, device, folder, followers, deployed=True)
         present = None

@@ -13,7 +13,7 @@ from unskew.deployment.server.audit_log import AuditLog
 from unskew.deployment.wire.data_schema import PROTOCOL
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
-from unskew.errors import ConfigError, EngineError
+from unskew.errors import ConfigError, EngineError, UnskewError
 from unskew.simulation.round_loop import RunInterrupted
 
 POLL = 0.2
@@ -131,16 +131,17 @@ class SiteManager:
             self.barred | {k for k, count in self.faults.items() if count >= self.round_policy.max_invalid_replies}
         )
 
-    def fault(self, client: int, reason: str) -> None:
+    def fault(self, client: int, reason: str, last: bool = False) -> None:
         """Count an invalid reply of a site and warn; too many exclude the site.
 
         Args:
             client: Number of the client.
             reason: Reason why the reply is invalid.
+            last: Whether to exclude the site at once.
         """
-        self.faults[client] = self.faults.get(client, 0) + 1
+        most = self.round_policy.max_invalid_replies
+        count = self.faults[client] = most if last else self.faults.get(client, 0) + 1
         self.counts["refused"] += 1
-        count, most = self.faults[client], self.round_policy.max_invalid_replies
         what = "it is excluded from the run" if count == most else f"fault {count} of {most}, then it is excluded"
         self.warn(f"{self.name(client)}: {reason.rstrip('.')}; {what}.")
         self.log("rejected", client, reason=reason)
@@ -293,8 +294,8 @@ class SiteManager:
         self.pending = set()
 
     def attempt(self, identity: str) -> int:
-        """Return the attempt number of a message."""
-        return self._sent.pop(identity)
+        """Return the attempt number of a message; -1 for a second reply to it."""
+        return self._sent.pop(identity, -1)
 
     def look_again(self) -> None:
         """Poll for connected nodes at the next call of ``connected``."""
@@ -459,10 +460,10 @@ class PendingRequests:
             return []
         replies = []
         for identity, frame in answers:
-            client, request = self._asked.pop(identity)
+            client, request = self._asked.pop(identity, (-1, frame))
             attempt = sites.attempt(identity)
             if self.requests.get(client) is not request:
-                continue  # the client was dropped, or has replied to another copy of the message
+                continue  # the client was dropped, or has replied already, perhaps to another copy of the message
             if frame.kind == "failed":
                 if any(other is request for _, other in self._asked.values()):
                     continue  # another copy of the message is in transit
@@ -478,8 +479,11 @@ class PendingRequests:
             contact.answered += kind == "train"
             try:
                 replies.append((client, self.take(client, sites.checked(frame, attempt))))
-            except InvalidMessageError as error:
-                sites.fault(client, f"its reply was rejected because {error}")
+            except EngineError:
+                raise
+            except Exception as error:  # whatever a site replies, the run continues
+                reason = error if isinstance(error, UnskewError) else f"it cannot be read ({type(error).__name__})"
+                sites.fault(client, f"its reply was rejected because {printable(reason)}")
                 replies.append((client, None))
         return replies
 

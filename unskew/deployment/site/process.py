@@ -40,10 +40,10 @@ from unskew.methods.registry import method as method_of
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
 from unskew.protocol.rules import Method
 
-HEADER_SECONDS = 10.0
-"""Seconds within which a connection must send the header of its message."""
+MESSAGE_SECONDS = 10.0
+"""Seconds within which a connection must send the header of its message, and, at a minimum rate, the rest."""
 IDLE_SECONDS = 60.0
-"""Seconds without progress after which a connection is closed while a message is read or written."""
+"""Seconds within which a reply must be read."""
 
 
 class SiteTimeoutError(UnskewError):
@@ -84,7 +84,7 @@ class SiteProcess:
         except UnskewError as error:
             return Frame("refused", {"reason": str(error)})
         except Exception as error:  # whatever a message causes, the process must reply to the next one
-            self.log(f"{type(error).__name__}: {error}")
+            self.log(repr(error)[:1000])
             return Frame("refused", {"reason": f"{type(error).__name__} at the site; see its log."})
 
     def _answered(self, request: Frame) -> Frame:
@@ -336,16 +336,20 @@ class SiteProcess:
         try:
             with listener:
                 while True:
-                    connection, _ = listener.accept()
-                    with connection:
-                        connection.settimeout(IDLE_SECONDS)
-                        self._serve_one(connection)
+                    try:
+                        connection, _ = listener.accept()
+                        with connection:
+                            connection.settimeout(IDLE_SECONDS)
+                            self._serve_one(connection)
+                    except Exception as error:  # whatever a message causes, the process must reply to the next one
+                        self.log(f"A connection was closed ({error!r:.500}).")
+                        time.sleep(0.1)  # for example while there are too many open files
         finally:
             path.unlink(missing_ok=True)
 
     def _serve_one(self, connection: socket.socket) -> None:
         try:
-            request = receive(connection, int(self.config.limits.max_message_mb * 1e6), HEADER_SECONDS)
+            request = receive(connection, int(self.config.limits.max_message_mb * 1e6), MESSAGE_SECONDS)
         except FrameError as error:
             reply = Frame("refused", {"reason": str(error)})
         except OSError as error:
@@ -354,7 +358,7 @@ class SiteProcess:
         else:
             reply = self.answer(request)
         if reply.kind in ("refused", "forgotten", "outdated"):
-            self.log(f"rejected: {reply.config['reason']}")
+            self.log(f"rejected: {reply.config['reason']!r:.1000}")
         with contextlib.suppress(OSError):
             send(connection, reply)
 

@@ -8,14 +8,25 @@ import math
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from unskew.filesystem import parse_json
 
 MAGIC = b"unskew01"
 HEADER = 64 << 20
 """Largest header in bytes."""
 LARGEST = 64 << 30
 """Largest message in bytes, regardless of the configuration."""
+MOST, LISTS = 100_000, 1 << 20
+"""Largest number of fields of a message, and of lists and objects in its header."""
+LONGEST_NAME, LONGEST_LIST, DIMENSIONS = 1000, 1 << 20, 8
+"""Largest number of characters of a name, of entries of a list, and of dimensions of an array."""
+CHUNK = 1 << 20
+"""Number of bytes to read at once: memory is needed only for bytes that have arrived."""
+RATE = 10e6
+"""Bytes per second that a message with a time limit must have at least."""
 SIZES = {
     "float32": 4,
     "float64": 8,
@@ -51,22 +62,6 @@ class Blob:
         header = f"{self.dtype} {list(self.shape)}\n".encode()
         return hashlib.sha256(header + self.data).hexdigest()
 
-    def check(self, name: str) -> None:
-        """Validate dtype, shape and number of bytes.
-
-        Args:
-            name: Name of the array, for the error message.
-
-        Raises:
-            FrameError: If the dtype cannot be sent, or the number of bytes does not match the shape.
-        """
-        if self.dtype not in SIZES:
-            raise FrameError(f"The array {name!r} has the dtype {str(self.dtype)[:40]!r}, which cannot be sent.")
-        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 48 for n in self.shape):
-            raise FrameError(f"The array {name!r} has an invalid shape.")
-        if math.prod(self.shape) * SIZES[self.dtype] != len(self.data):
-            raise FrameError(f"The array {name!r} has {len(self.data)} bytes, which does not match its shape.")
-
 
 @dataclass(frozen=True)
 class Frame:
@@ -74,7 +69,7 @@ class Frame:
 
     Attributes:
         kind: Kind of the request or reply.
-        config: Strings, numbers, booleans, or lists of one of them.
+        config: Strings, finite numbers, booleans, or lists of one of them.
         figures: Metrics.
         arrays: Arrays by ``record/name``.
     """
@@ -91,10 +86,10 @@ class Frame:
 
 
 def encode_header(frame: Frame) -> bytes:
-    """Encode the header of a message; the bytes of the arrays follow it in the same order."""
+    """Encode the header of a message, without metrics that are not finite; the bytes of the arrays follow it in order."""
     listed = [[name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.arrays.items()]
-    about = {"kind": frame.kind, "config": frame.config, "figures": frame.figures, "arrays": listed}
-    return json.dumps(about).encode()
+    figures = {name: value for name, value in frame.figures.items() if math.isfinite(value)}
+    return json.dumps({"kind": frame.kind, "config": frame.config, "figures": figures, "arrays": listed}).encode()
 
 
 def send(to: socket.socket, frame: Frame) -> None:
@@ -110,33 +105,42 @@ def send(to: socket.socket, frame: Frame) -> None:
         to.sendall(blob.data)
 
 
-def receive(of: socket.socket, largest: int = LARGEST, header_seconds: float | None = None) -> Frame:
+def receive(of: socket.socket, largest: int = LARGEST, seconds: float | None = None) -> Frame:
     """Read one message of at most ``largest`` bytes from a socket.
 
     Args:
         of: Connected socket.
         largest: Maximum size of the arrays in bytes.
-        header_seconds: Seconds within which the header must arrive; None sets no limit.
+        seconds: Seconds within which the header must arrive, and then the arrays, for which there are further seconds that
+            follow from ``RATE``; None sets no limit.
 
     Raises:
         ConnectionClosedError: If the other side closed the connection.
-        TimeoutError: If the header did not arrive in time.
+        TimeoutError: If the message did not arrive in time.
         FrameError: If the bytes are not a valid message.
     """
-    pause, end = of.gettimeout(), None if header_seconds is None else time.monotonic() + header_seconds
+    pause = of.gettimeout()
+    end = None if seconds is None else time.monotonic() + seconds
     head = _exactly(of, len(MAGIC) + 8, end)
     if not head.startswith(MAGIC):
         raise FrameError("The bytes received through the socket are not a message of unskew.")
     (length,) = struct.unpack("<Q", head[len(MAGIC) :])
     if length > HEADER:
         raise FrameError(f"The header of {length} bytes is too long.")
-    header = bytes(_exactly(of, length, end))
+    header = _exactly(of, length, end)
+
+    def read(size: int) -> bytes:
+        nonlocal end
+        end = None if end is None else end + size / RATE
+        return _exactly(of, size, end)
+
+    frame = decode(header, read, largest)
     of.settimeout(pause)
-    return decode(header, lambda size: bytes(_exactly(of, size)), largest)
+    return frame
 
 
-def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
-    """Decode a message from its header and the bytes that follow.
+def decode(header: bytes, read: Callable[[int], bytes], largest: int = LARGEST) -> Frame:
+    """Decode a message from its header and the bytes that follow; everything is validated before these are read.
 
     Args:
         header: Header of the message.
@@ -146,36 +150,96 @@ def decode(header: bytes, read: Any, largest: int = LARGEST) -> Frame:
     Raises:
         FrameError: If the bytes are not a valid message.
     """
+    if header.count(b"[") + header.count(b"{") > LISTS:
+        raise FrameError("The header has too many lists.")
     try:
-        about = json.loads(header)
-        kind, config, figures, listed = (about[name] for name in ("kind", "config", "figures", "arrays"))
-        if not isinstance(kind, str) or not isinstance(config, dict) or not isinstance(figures, dict):
-            raise FrameError("The header has fields of the wrong type.")
-        if not all(isinstance(v, int | float) for v in figures.values()):
-            raise FrameError("A metric in the header is not a number.")
-        sizes = [int(entry[3]) for entry in listed]
-        if min(sizes, default=0) < 0 or sum(sizes) > largest:
-            raise FrameError(f"The message has {sum(sizes)} bytes, above the limit of {largest}.")
-        arrays = {}
-        for (name, dtype, shape, _), size in zip(listed, sizes, strict=True):
-            if not isinstance(name, str) or not isinstance(dtype, str) or name in arrays:
-                raise FrameError("The header has an invalid or repeated array name.")
-            arrays[name] = Blob(dtype, tuple(shape), read(size))
-            arrays[name].check(name)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise FrameError(f"The header cannot be read: {type(error).__name__}.") from error
-    return Frame(kind, config, {name: float(value) for name, value in figures.items()}, arrays)
+        about = parse_json(header)
+    except ValueError as error:
+        raise FrameError("The header is not valid JSON, or contains a number that is too large.") from error
+    if not isinstance(about, dict) or about.keys() != {"kind", "config", "figures", "arrays"}:
+        raise FrameError("The header does not have exactly the fields of a message.")
+    check_fields(about["kind"], about["config"], about["figures"])
+    listed = about["arrays"]
+    if not isinstance(listed, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in listed):
+        raise FrameError("The header does not list arrays with name, dtype, shape and size.")
+    for name, dtype, shape, size in listed:
+        check_array(name, dtype, shape, size)
+    total = sum(size for _, _, _, size in listed)
+    if total > largest or len({name for name, _, _, _ in listed}) < len(listed):
+        raise FrameError(f"The message has {total} bytes, above the limit of {largest}, or an array twice.")
+    arrays = {name: Blob(dtype, tuple(shape), read(size)) for name, dtype, shape, size in listed}
+    return Frame(about["kind"], about["config"], {n: float(x) for n, x in about["figures"].items()}, arrays)
 
 
-def _exactly(of: socket.socket, size: int, end: float | None = None) -> bytearray:
+def check_fields(kind: object, config: object, figures: object) -> None:
+    """Validate the fields of a message except its arrays.
+
+    Args:
+        kind: Kind of the message.
+        config: Strings, numbers, booleans, or lists of them, by name.
+        figures: Metrics by name.
+
+    Raises:
+        FrameError: If a field has another type, or is too long, or a number is not finite.
+    """
+    if not _is_name(kind) or not isinstance(config, dict) or not isinstance(figures, dict):
+        raise FrameError("The message has no valid kind, fields or metrics.")
+    if len(config) + len(figures) > MOST or not all(map(_is_name, (*config, *figures))):
+        raise FrameError("The message has too many fields, or one with an invalid name.")
+    for name, value in config.items():
+        values = value if isinstance(value, list) else [value]
+        if len(values) > LONGEST_LIST or not all(map(_is_value, values)):
+            raise FrameError(f"The field {name} of the message has an invalid value.")
+    for name, value in figures.items():
+        if isinstance(value, bool | str) or not _is_value(value):
+            raise FrameError(f"The metric {name} of the message is not a finite number.")
+
+
+def check_array(name: object, dtype: object, shape: object, size: object) -> None:
+    """Validate the description of an array.
+
+    Args:
+        name: Name of the array.
+        dtype: Name of its dtype.
+        shape: Its shape.
+        size: Its number of bytes.
+
+    Raises:
+        FrameError: If the dtype cannot be sent, or the number of bytes does not match the shape.
+    """
+    if not _is_name(name):
+        raise FrameError("The message has an array with an invalid name.")
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise FrameError(f"The array {name!r} has the dtype {str(dtype)[:40]!r}, which cannot be sent.")
+    lengths = [n for n in shape if type(n) is int and 0 <= n <= LARGEST] if isinstance(shape, list) else []
+    if not isinstance(shape, list) or len(lengths) < len(shape) or len(shape) > DIMENSIONS:
+        raise FrameError(f"The array {name!r} has an invalid shape.")
+    if type(size) is not int or math.prod(lengths) * SIZES[dtype] != size:
+        raise FrameError(f"The array {name!r} has a number of bytes that does not match its shape.")
+
+
+def _is_name(text: object) -> bool:
+    return isinstance(text, str) and len(text) <= LONGEST_NAME and text.isprintable()
+
+
+def _is_value(value: object) -> bool:
+    """Return whether a field may have this value: valid text, a boolean, or a finite number."""
+    if isinstance(value, str):
+        return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _exactly(of: socket.socket, size: int, end: float | None) -> bytes:
     """Read exactly ``size`` bytes; ``end`` is the deadline in seconds of ``time.monotonic``, or None."""
-    buffer = bytearray(size)
-    view, done = memoryview(buffer), 0
-    while done < size:
+    buffer = bytearray()
+    while len(buffer) < size:
         if end is not None:
-            of.settimeout(max(1e-3, end - time.monotonic()))
-        count = of.recv_into(view[done:])
-        if not count:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("it did not arrive in time")
+            of.settimeout(left)
+        part = of.recv(min(CHUNK, size - len(buffer)))
+        if not part:
             raise ConnectionClosedError("The connection was closed.")
-        done += count
-    return buffer
+        buffer += part
+    return bytes(buffer)

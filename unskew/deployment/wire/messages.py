@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +24,9 @@ from unskew.deployment.wire.tensor_codec import (
     encode_record,
     encode_tensor,
     parse_slices,
+    printable,
     slices_as_text,
 )
-from unskew.errors import UnskewError
 from unskew.methods.dp_sites import SiteDP, site_noise
 from unskew.models.layer_groups import buffer_mask
 from unskew.models.spec import ModelSpec, mask_slices
@@ -35,6 +36,7 @@ from unskew.protocol.messages import (
     Slices,
     Tensors,
     Update,
+    finite_flags,
     flatten_records,
     num_bytes,
     unflatten_records,
@@ -54,11 +56,14 @@ from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Method, changes_updates
 from unskew.protocol.training_config import Buffers
 from unskew.simulation.parameter_slices import subtract_slices
+from unskew.simulation.update_buffer import FIGURES
 
 SLICED = "-slices"
 """Suffix of the record for full-length tensors of which only the slices of the model are sent."""
-FIGURES = 64
-"""Maximum number of metrics of an update."""
+METRICS = {*FIGURES, "steps"}
+"""Names of the metrics of an update."""
+LARGEST_NUMBER, LARGEST_WEIGHT, LARGEST_METRIC = 1e9, 1e15, 1e38
+"""Bounds of seconds and steps, of the weight of a client, and of metrics such as losses."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +372,7 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
         b=b,
         download=terms.check_extras("download", decode_rules(frame, "download", down, spec.size), finite=True),
         state=state,
-        weight=read_number(config, "weight"),
+        weight=read_number(config, "weight", 0.0, LARGEST_WEIGHT),
         down=down,
         up=up,
         accepted=None if config.get("accepted") == -1 else read_integer(config, "accepted"),
@@ -417,15 +422,16 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
         examples: Number of training samples of the client.
 
     Raises:
-        InvalidMessageError: If the message is not a valid update, or belongs to another broadcast.
+        UnskewError: If the message is not a valid update, or belongs to another broadcast.
     """
     spec, config = terms.spec, frame.config
     if frame.kind != "update":
         raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'update'")
     check_records(frame, ("update", "report", *(("encoded",) if terms.compressed else ("upload", f"upload{SLICED}"))))
     check_reply_matches(config, broadcast, examples)
-    if len(frame.figures) > FIGURES:
-        raise InvalidMessageError(f"it has {len(frame.figures)} metrics, above the limit of {FIGURES}")
+    if not METRICS - {"loss"} <= frame.figures.keys() <= METRICS:
+        raise InvalidMessageError(f"its metrics are not {', '.join(sorted(METRICS))}")
+    metrics = {name: read_number(frame.figures, name, 0.0, LARGEST_NUMBER) for name in METRICS - {"loss"}}
     tensors, report = decode_record(frame, "update"), decode_record(frame, "report")
     if extra := set(tensors) - {"delta", "buffers"} | set(report) - {"v"}:
         raise InvalidMessageError(f"it contains {min(extra)[:60]!r}, which was not requested")
@@ -452,6 +458,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
         check_tensor("report/v", report.get("v"), v, spec.size, terms.norm, finite=False)
     elif report:
         raise InvalidMessageError("it reports a model that was not requested")
+    usable = config.get("usable") is True and all(finite_flags([*report.values()]))
     unusable = {"": {"state": torch.tensor(torch.nan)}}  # makes the server skip the update, as in a simulation
     return Update(
         client=broadcast.client,
@@ -464,8 +471,8 @@ def decode_update(frame: Frame, broadcast: Broadcast, terms: WireContext, exampl
             rule: {name: t.to(v.device) for name, t in tensors.items()}
             for rule, tensors in terms.check_extras("upload", uploads, finite=False).items()
         },
-        state=ClientState() if config.get("usable") is True else ClientState(rules=unusable),
-        metrics={name: float(value) for name, value in frame.figures.items()},
+        state=ClientState() if usable else ClientState(rules=unusable),
+        metrics={**metrics, "loss": read_metric(frame.figures, "loss")},
         report={name: t.to(v.device) for name, t in report.items()},
         sent_bytes=sent_bytes,
     )
@@ -483,17 +490,14 @@ def decode_streams(encoded: Tensors, broadcast: Broadcast, terms: WireContext) -
         The update ``[d]``, and the rules' uploads by ``RULE/NAME``.
 
     Raises:
-        InvalidMessageError: If the streams are invalid or too large.
+        UnskewError: If the streams are invalid or too large.
     """
     spec, v = terms.spec, broadcast.v
     allowed = terms.largest + 8 * spec.size
     if num_bytes(encoded.values()) > allowed:
         raise InvalidMessageError(f"encoded has more than {allowed} bytes")
     ctx = UploadContext(broadcast.round, broadcast.client, 0, spec, broadcast.up, RoundPlan())
-    try:
-        streams = decode_payload(terms.method.client, encoded, ctx)
-    except UnskewError as error:
-        raise InvalidMessageError(str(error).rstrip(".")) from error
+    streams = decode_payload(terms.method.client, encoded, ctx)
     check_tensor("update/delta", streams.get(UPDATE), v, ctx.size, terms.norm, finite=False)
     delta, upload = unpack_streams(streams, ctx)
     assert delta is not None
@@ -514,45 +518,59 @@ def check_reply_matches(config: dict[str, Any], broadcast: Broadcast, examples: 
     for name, expected in (("client", broadcast.client), ("round", broadcast.round), ("examples", examples)):
         if read_integer(config, name) != expected:
             raise InvalidMessageError(f"its {name} is {config.get(name)} instead of {expected}")
-    if read_number(config, "weight") != broadcast.weight:
-        raise InvalidMessageError(f"its weight is {config.get('weight')} instead of {broadcast.weight}")
+    if config.get("weight") != broadcast.weight:
+        raise InvalidMessageError(f"its weight is {printable(config.get('weight'))[:40]} instead of {broadcast.weight}")
 
 
-def upload_shapes(update: Update) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of the tensors that rules sent with an update, by name."""
-    return {name: (str(t.dtype), tuple(t.shape)) for name, t in flatten_records("upload", update.upload).items()}
-
-
-def read_integer(config: dict[str, Any], name: str) -> int:
+def read_integer(config: dict[str, Any], name: str, largest: int = 1 << 62) -> int:
     """Return a non-negative integer field of a message.
 
     Args:
         config: Fields of a message.
         name: Name of the field.
+        largest: Largest accepted value.
 
     Raises:
-        InvalidMessageError: If the field is missing or is not such an integer.
+        InvalidMessageError: If the field is missing, is not such an integer, or is too large.
     """
     value = config.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 62:
-        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} instead of an integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= largest:
+        raise InvalidMessageError(f"{name} is {printable(value)[:40]!r} instead of an integer from 0 to {largest}")
     return value
 
 
-def read_number(config: dict[str, Any], name: str) -> float:
+def read_number(config: dict[str, Any], name: str, lowest: float, highest: float) -> float:
     """Return a finite number field of a message.
 
     Args:
         config: Fields of a message.
         name: Name of the field.
+        lowest: Smallest accepted value.
+        highest: Largest accepted value.
 
     Raises:
-        InvalidMessageError: If the field is missing or is not a finite number.
+        InvalidMessageError: If the field is missing, or is not a number in this range.
     """
     value = config.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < float("inf"):
-        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} instead of a number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not lowest <= value <= highest:
+        raise InvalidMessageError(
+            f"{name} is {printable(value)[:40]!r} instead of a number from {lowest:g} to {highest:g}"
+        )
     return float(value)
+
+
+def read_metric(figures: dict[str, float], name: str) -> float:
+    """Return a metric of a message; NaN if it was not finite and therefore not sent, as in a training that diverged.
+
+    Args:
+        figures: Metrics of a message.
+        name: Name of the metric.
+
+    Raises:
+        InvalidMessageError: If it is out of range.
+    """
+    missing = not math.isfinite(figures.get(name, math.nan))
+    return math.nan if missing else read_number(figures, name, -LARGEST_METRIC, LARGEST_METRIC)
 
 
 def read_text(config: dict[str, Any], name: str) -> str:
@@ -567,7 +585,7 @@ def read_text(config: dict[str, Any], name: str) -> str:
     """
     value = config.get(name)
     if not isinstance(value, str):
-        raise InvalidMessageError(f"{name} is {str(value)[:40]!r} instead of a string")
+        raise InvalidMessageError(f"{name} is {printable(value)[:40]!r} instead of a string")
     return value
 
 

@@ -20,7 +20,7 @@ the distances from sums, as ``sum_k p_k ||theta_k^l - theta^l||^2 - ||mean^l - t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -61,6 +61,7 @@ class AutoPeriods(ClientRule, SyncRule):
     summary: ClassVar[str] = "averages each layer as often as its clients' drift asks for"
     paper: ClassVar[str] = "after Gholami and Seferoglu 2024, arXiv:2404.11754"
     uploads: ClassVar[bool] = True
+    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"drift": (0.0, 1e38)}
     needs = ("optimizer", "mean_model")
 
     first: HasPeriods

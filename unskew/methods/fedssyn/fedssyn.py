@@ -48,6 +48,7 @@ from unskew.methods.fedssyn.synthetic_sets import (
     refusing_clients,
     set_metrics,
 )
+from unskew.models.spec import ModelSpec
 from unskew.option_parsing import import_callable
 from unskew.protocol.data_preparation import (
     ClientPayloads,
@@ -188,6 +189,14 @@ class Fedssyn(DataRule):
         if self.data == "local":
             return only_own_images(prepared, payloads, self, self.match_steps)
         return payloads if self.data == "shuffled" else single_client_images(prepared, payloads)
+
+    def check_sent(self, sent: Tensors, like: Tensors | None, spec: ModelSpec) -> None:
+        """Validate that a client has sent images and their labels, or nothing."""
+        x, y = (sent.get(name, torch.zeros(0, dtype=torch.uint8)) for name in ("x", "y"))
+        labels = smallest_integer_dtype(y[:0], spec.classes).dtype
+        good = y.dim() == 1 and tuple(x.shape) == (len(y), *spec.shape) and (x.dtype, y.dtype) == (torch.uint8, labels)
+        if sent and not (good and len(sent) == 2 and bool(((y >= 0) & (y < spec.classes)).all())):
+            raise DataError("The images of fedssyn or their labels are invalid.")
 
     def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
         """Permute all images uniformly and split them into equal parts (up to one image), one per client."""

@@ -14,7 +14,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from unskew.deployment.flower.app.records import to_frame, to_records
-from unskew.deployment.wire.frames import Frame, FrameError, receive, send
+from unskew.deployment.wire.frames import ConnectionClosedError, Frame, FrameError, receive, send
 
 PATIENCE = 120.0
 """Seconds within which a site's process must be back after a failure."""
@@ -46,9 +46,7 @@ def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
                 site.connect(path)
                 send(site, frame)
                 return receive(site)
-        except (OSError, FrameError) as error:
-            if isinstance(error, FrameError) and type(error) is FrameError:
-                raise
+        except (OSError, ConnectionClosedError) as error:
             if time.monotonic() > end:
                 raise FrameError(f"The site's process does not reply at {path} ({error}).") from error
             time.sleep(0.2)

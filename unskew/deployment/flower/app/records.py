@@ -6,7 +6,7 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from unskew.deployment.wire.frames import Blob, Frame, FrameError
+from unskew.deployment.wire.frames import Blob, Frame, FrameError, check_array, check_fields
 
 RAW = "unskew.raw"
 """Encoding of Flower's arrays: C order, little-endian, no header."""
@@ -31,7 +31,7 @@ def to_frame(content: RecordDict) -> Frame:
         content: Records of a Flower message.
 
     Raises:
-        FrameError: If there are other records, or an array has another encoding.
+        FrameError: If there are other records, or one of them is invalid.
     """
     config: dict[str, Any] = {}
     figures: dict[str, float] = {}
@@ -40,19 +40,16 @@ def to_frame(content: RecordDict) -> Frame:
         if name == "unskew" and isinstance(record, ConfigRecord):
             config = dict(record)
         elif name == "figures" and isinstance(record, MetricRecord):
-            if not all(isinstance(value, int | float) for value in record.values()):
-                raise FrameError("A metric is not a number.")
-            figures = {key: float(value) for key, value in record.items()}
+            figures = {key: value for key, value in record.items() if not isinstance(value, list)}
         elif name.startswith("arrays.") and isinstance(record, ArrayRecord):
             for key, array in record.items():
+                full_name = f"{name.removeprefix('arrays.')}/{key}"
                 if array.stype != RAW:
-                    raise FrameError(f"The array {key!r} has the encoding {array.stype!r} instead of plain bytes.")
-                arrays[f"{name.removeprefix('arrays.')}/{key}"] = Blob(array.dtype, tuple(array.shape), array.data)
+                    raise FrameError("The message has an array that is not encoded as plain bytes.")
+                check_array(full_name, array.dtype, [*array.shape], len(array.data))
+                arrays[full_name] = Blob(array.dtype, tuple(array.shape), array.data)
         else:
-            raise FrameError(f"The message contains a record {name!r} that was not requested.")
-    for name, blob in arrays.items():
-        blob.check(name)
+            raise FrameError("The message contains a record that was not requested.")
     kind = config.pop("kind", None)
-    if not isinstance(kind, str):
-        raise FrameError("The message does not state its kind.")
-    return Frame(kind, config, figures, arrays)
+    check_fields(kind, config, figures)
+    return Frame(str(kind), config, {name: float(value) for name, value in figures.items()}, arrays)

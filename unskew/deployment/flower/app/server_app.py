@@ -11,7 +11,7 @@ from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
 from unskew.deployment.flower.app.records import to_frame, to_records
-from unskew.deployment.wire.frames import ConnectionClosedError, Frame, FrameError, receive, send
+from unskew.deployment.wire.frames import HEADER, ConnectionClosedError, Frame, FrameError, encode_header, receive, send
 
 app = ServerApp()
 
@@ -77,18 +77,27 @@ def handle_request(grid: Grid, request: Frame) -> list[Frame]:
         pushed = list(grid.push_messages([message]))
         return [Frame("pushed", {"ids": [identity or "" for identity in pushed]})]
     if request.kind == "pull":
-        return [reply_frame(message) for message in grid.pull_messages(request.config["ids"])]
+        largest = int(request.config["largest"])
+        return [reply_frame(message, largest) for message in grid.pull_messages(request.config["ids"])]
     raise FrameError(f"Unknown request: {request.kind!r}.")
 
 
-def reply_frame(message: Message) -> Frame:
-    """Return a site's reply, or the reason for its failure; ``to.id`` identifies the request."""
+def reply_frame(message: Message, largest: int) -> Frame:
+    """Return a site's reply, or the reason for its failure; ``to.id`` identifies the request.
+
+    Args:
+        message: Reply of a site.
+        largest: Largest number of bytes of a reply that the run accepts; larger ones would end the connection to it.
+    """
     identity = {"to.id": message.metadata.reply_to_message_id}
     if message.has_error():
         error = message.error
         return Frame("failed", {**identity, "reason": f"Flower's error {error.code}: {error.reason or 'no reason'}"})
     try:
         reply = to_frame(message.content)
-    except FrameError as error:
-        return Frame("refused", {**identity, "reason": str(error)})
+        if reply.size > largest or len(encode_header(reply)) > HEADER:
+            raise FrameError(f"The message has {reply.size} bytes, above the limit of {largest}, or too many fields.")
+    except Exception as error:  # whatever a site sends, the replies of the others must arrive
+        reason = str(error) if isinstance(error, FrameError) else type(error).__name__
+        return Frame("refused", {**identity, "reason": reason})
     return Frame(reply.kind, {**reply.config, **identity}, reply.figures, reply.arrays)
