@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -28,9 +28,17 @@ from unskew.protocol.rules import (
 )
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
+from unskew.secret_draws import seeded_sentence
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+SEEDED = "seeded"
+"""Entry of a rule's state: whether the noise of some round was computed from the seed."""
+OTHER_FILES = (
+    "files other than the model, with cohort sizes, class counts and metrics on the clients' own samples (clients.jsonl; "
+    "client_*, personal_* and validation_* in summary.json and metrics.jsonl)"
+)
+"""Part of a guarantee: files that it does not cover."""
 LARGEST_DELTA = 0.05
 """Largest delta without a warning."""
 BITS = "dp/bits"
@@ -58,6 +66,7 @@ class ClippedSum(ClientRule, AggregateRule):
         noise_at: The server adds the noise, or each site adds a share of it (``sites``), which hides a client's data from
             the server, too.
         honest: With noise at the sites, minimum number ``t`` of sites in a sum that add their noise and do not reveal it.
+        reproducible: Compute noise and cohorts from the seed, so that runs can be repeated, without a guarantee.
     """
 
     name: ClassVar[str] = "dp"
@@ -66,7 +75,7 @@ class ClippedSum(ClientRule, AggregateRule):
     weights: ClassVar[Weights | None] = "uniform"
     stage: ClassVar[Stage] = "clip"
     combines_empty: ClassVar[bool] = True
-    continued: ClassVar[tuple[str, ...]] = ("spent",)
+    continued: ClassVar[tuple[str, ...]] = ("spent", SEEDED)
     spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.01, 10.0)}
 
     noise: NonNegative | None = None
@@ -84,6 +93,12 @@ class ClippedSum(ClientRule, AggregateRule):
     reveal: bool = False
     noise_at: Literal["server", "sites"] = "server"
     honest: Annotated[int, Field(ge=1)] | None = None
+    reproducible: bool = False
+
+    @property
+    def draws_secretly(self) -> bool:  # type: ignore[override]
+        """Whether noise and cohorts are drawn from a secret key."""
+        return self.noise != 0 and not self.reproducible
 
     @property
     def hidden_metrics(self) -> Collection[str]:  # type: ignore[override]
@@ -174,17 +189,19 @@ class ClippedSum(ClientRule, AggregateRule):
         check_delta(delta, plan.clients)
         return delta
 
-    def delta_warnings(self, plan: RoundPlan) -> list[str]:
-        """Return a warning if delta is so large that the guarantee means little.
+    def common_warnings(self, plan: RoundPlan) -> list[str]:
+        """Return a warning if delta is so large that the guarantee means little, and one if there is none.
 
         Args:
             plan: Schedule of the run.
         """
+        warnings = seeded_warnings(self.name, self.reproducible)
         if self.delta_of(plan) <= LARGEST_DELTA:
-            return []
+            return warnings
         return [
+            *warnings,
             f"delta={self.delta_of(plan):.2g} is large, because there are only {plan.clients} clients: the guarantee means "
-            "little. Use more clients."
+            "little. Use more clients.",
         ]
 
     # ---- at the clients -------------------------------------------------------------------------------------------------
@@ -280,6 +297,51 @@ class ClippedSum(ClientRule, AggregateRule):
         if after <= self.epsilon * (1 + 1e-9):
             return None
         return f"The privacy budget is spent: one more round would give epsilon={after:.4g}, above {self.epsilon:g}."
+
+
+def seeded_warnings(name: str, reproducible: bool) -> list[str]:
+    """Return a warning if the noise of a rule can be computed from the seed.
+
+    Args:
+        name: Name of the rule.
+        reproducible: Option of the rule.
+    """
+    if not reproducible:
+        return []
+    return [
+        f"{name}:reproducible=true computes the noise from the seed, so there is no privacy against anyone who knows the "
+        "configuration. Use it for experiments on public data only."
+    ]
+
+
+def epsilon_name(state: Tensors) -> str:
+    """Return the name of the metric with the privacy spent; if noise was computed from the seed, none is guaranteed.
+
+    Args:
+        state: State of the rule.
+    """
+    return "epsilon_if_secret" if state[SEEDED] else "epsilon"
+
+
+def with_seed_flag(state: Tensors, reproducible: bool) -> Tensors:
+    """Return the state of a rule with a mark if the noise of some round was computed from the seed.
+
+    Args:
+        state: State of the rule.
+        reproducible: Whether the noise of the current run is computed from the seed.
+    """
+    before = state.get(SEEDED)
+    return {**state, SEEDED: torch.tensor(reproducible or (before is not None and bool(before)))}
+
+
+def seeded_report(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a report on rounds whose noise was computed from the seed, for which no epsilon holds.
+
+    Args:
+        fields: Fields as they would be with secret noise.
+    """
+    spent, text = fields["epsilon"], seeded_sentence(fields["epsilon"], fields["delta"])
+    return {**fields, "epsilon": None, "epsilon_if_secret": spent, "privacy": text}
 
 
 def stream_names(plan: RoundPlan) -> list[str]:

@@ -2,7 +2,7 @@
 
 Agarwal, Kairouz, Liu, "The Skellam Mechanism for Differentially Private Federated Learning", 2021, arXiv:2110.04995. Each
 site clips its update, rounds it to a public grid, and adds a share of the noise. Under secure aggregation, only the sum of
-these integers modulo ``2^32`` is opened. A simulation does the same arithmetic with noise from the seed::
+these integers modulo ``2^32`` is opened. A simulation does the same arithmetic::
 
     site    x_k = round(clip(u_k) / gamma) + Skellam                 |round(.)| <= B
     server  mean = gamma (sum_k x_k mod 2^32, centered) / m
@@ -23,9 +23,20 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
+from unskew.methods.clipped_sum import (
+    SEEDED,
+    ClippedSum,
+    add_row,
+    check_record,
+    epsilon_name,
+    scale_of,
+    seeded_report,
+    split_streams,
+    stream_names,
+    with_seed_flag,
+)
 from unskew.models.spec import ModelSpec
-from unskew.privacy.integer_noise import round_within, skellam_noise, system_uniform
+from unskew.privacy.integer_noise import round_within, skellam_noise
 from unskew.privacy.skellam import SkellamGrid, SkellamRounds, Uniform, skellam_epsilon, skellam_grid, skellam_noise_for
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import replace_fields
@@ -97,7 +108,7 @@ class SiteDP(ClippedSum):
                     f"With dp:noise={self.noise:g}, the first round alone gives epsilon={first:.4g}, above "
                     f"{self.epsilon:g}. Use more noise, or only epsilon."
                 )
-        warnings = self.delta_warnings(plan)
+        warnings = self.common_warnings(plan)
         if not grid.rate:
             warnings.append("dp:noise=0 clips updates but adds no noise: there is no privacy.")
         return warnings
@@ -172,12 +183,13 @@ class SiteDP(ClippedSum):
         """
         plan = facts.plan
         rounds = self.grid(plan, len(v)).rounds()
-        return {
+        state = {
             "noise": torch.tensor(self.noise_of(plan, len(v)), dtype=torch.float64),
             "round": torch.tensor([rounds.l2, rounds.l1, rounds.variance], dtype=torch.float64),
             "delta": torch.tensor(self.delta_of(plan), dtype=torch.float64),
             "spent": torch.zeros(0, 4, dtype=torch.float64),
         }
+        return with_seed_flag(state, self.reproducible)
 
     def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
         """Decode the noisy sum and divide it by a fixed number; a sum of fewer than ``honest`` sites is never opened.
@@ -208,14 +220,14 @@ class SiteDP(ClippedSum):
                 # Sums of int32 wrap around, so they are centered sums modulo 2^32.
                 total = sums.upload[self.name][str(number)].to(torch.float64)
                 private[name] = (total * (step / scale_of(name, plan))).to(v.dtype)
-        new = {**state, "spent": self.after_round(state)} if opened else state
+        new = with_seed_flag(state, self.reproducible) | ({"spent": self.after_round(state)} if opened else {})
         delta = private[UPDATE] / plan.divisor
         return new, Combined(delta, updates.b_global, split_streams(private), plan.divisor)
 
     def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the privacy spent so far."""
         spent = self.spent(state)
-        return {"epsilon": None if math.isinf(spent) else spent}
+        return {epsilon_name(state): None if math.isinf(spent) else spent}
 
     def spent(self, state: Tensors) -> float:
         """Return epsilon of the finished rounds.
@@ -223,9 +235,7 @@ class SiteDP(ClippedSum):
         Args:
             state: State of the rule.
         """
-        check_record(state["spent"], 4)
-        history = [SkellamRounds(l2, l1, variance, int(n)) for l2, l1, variance, n in state["spent"].tolist()]
-        return skellam_epsilon(history, float(state["delta"]))
+        return skellam_epsilon(rounds_of(state), float(state["delta"]))
 
     def after_round(self, state: Tensors) -> Tensor:
         """Return the record of rounds with one more round.
@@ -243,24 +253,41 @@ class SiteDP(ClippedSum):
         if math.isinf(spent):
             text = "None: updates were clipped without noise."
             return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
+        if state[SEEDED]:
+            return Report(seeded_report(fields), stop_reason=reason)
+        # A client that is replaced, or whose place in the cohort another one takes, changes the sum twice as much.
+        doubled = [SkellamRounds(2 * r.l2, 2 * r.l1, r.variance, r.steps) for r in rounds_of(state)]
+        fields["epsilon_replaced"] = skellam_epsilon(doubled, delta)
         text = (
-            f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, used or not, against the server, the "
-            f"other clients and everyone who sees the released models, if at least {self.honest} clients of every sum add "
-            "their noise and do not reveal it (honest); noise at the sites, without amplification, RDP accountant of the "
-            "Skellam mechanism. Not covered: what a simulation records of its clients, and its statistics that standardize "
-            "inputs; when sites reply; choices made with the same data, such as tuning and early stopping."
+            f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, replaced by none (by other data or "
+            f"another client: epsilon={fields['epsilon_replaced']:.4g}), against the server, the other clients and everyone "
+            f"who sees the released models, if at least {self.honest} clients of every sum add their noise and do not reveal "
+            "it (honest); noise at the sites, without amplification, RDP accountant of the "
+            "Skellam mechanism. Released: the models and sums of all rounds; for the last one alone, no smaller epsilon is "
+            "proven. Not covered: what a simulation records of its clients, and its statistics that standardize inputs; when "
+            "sites reply; choices made with the same data, such as tuning and early stopping; further runs on the same data."
         )
         return Report({**fields, "privacy": text}, stop_reason=reason)
 
 
+def rounds_of(state: Tensors) -> list[SkellamRounds]:
+    """Return the rounds in the record of a state.
+
+    Args:
+        state: State of the rule.
+    """
+    check_record(state["spent"], 4)
+    return [SkellamRounds(l2, l1, variance, int(steps)) for l2, l1, variance, steps in state["spent"].tolist()]
+
+
 def uniform_source(ctx: UploadContext) -> Uniform:
-    """Return the source of a client's random numbers: the seed in a simulation, the system's entropy at a real site.
+    """Return the source of a client's random numbers.
 
     Args:
         ctx: Upload.
     """
-    if ctx.secret_noise:
-        return system_uniform
+    if ctx.secret is not None:
+        return ctx.secret.stream("site noise", ctx.round, ctx.client)
     return numpy_generator(ctx.seed, "site noise", ctx.round, ctx.client).random
 
 

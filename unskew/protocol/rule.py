@@ -56,6 +56,9 @@ class Rule:
     needs: Collection[str] = ()
     """Requirements of the rule, see ``unskew.protocol.requirements``."""
 
+    draws_secretly: bool = False
+    """True if the guarantee of the rule relies on draws that nobody can compute, so that the run needs a secret key."""
+
     slots: Mapping[str, Rule] | None = None
     """Rules that fill the slots of the method, by slot, if options decide; by default this rule fills the slots of its
     base classes."""

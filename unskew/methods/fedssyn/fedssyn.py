@@ -40,6 +40,7 @@ from unskew.generators.client_images import GenerationRecipe, generate_images
 from unskew.generators.registry import generator_factory, normalize_expression
 from unskew.generators.synthetic_dataset import SyntheticSet
 from unskew.generators.trained.dp_sgd import Positive, PrivacyOptions
+from unskew.methods.clipped_sum import seeded_warnings
 from unskew.methods.fedssyn.ablations import only_own_images, single_client_images
 from unskew.methods.fedssyn.synthetic_sets import (
     changed_options,
@@ -62,6 +63,8 @@ from unskew.protocol.rules import DataRule, Method, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.seeding import generator
 
+PRIVATE_ONLY = ("delta", "clip", "accountant", "reproducible")
+"""Options that matter only with private generators."""
 Kind = Literal["shuffled", "local", "real", "central_real", "central_synthetic"]
 
 
@@ -89,6 +92,8 @@ class Fedssyn(DataRule):
         delta: Probability ``delta`` of DP-SGD's guarantee.
         clip: Maximum norm of a sample's gradient in DP-SGD.
         accountant: Privacy accountant, ``rdp`` or ``prv``.
+        reproducible: Compute the noise of private generators from the seed, so that runs can be repeated, without a
+            guarantee.
     """
 
     name: ClassVar[str] = "fedssyn"
@@ -111,12 +116,11 @@ class Fedssyn(DataRule):
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     clip: Positive = 1.0
     accountant: Literal["rdp", "prv"] = "rdp"
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         factory = generator_factory(self.generator, self.epochs)
-        aimless = [
-            name for name in ("delta", "clip", "accountant") if getattr(self, name) != getattr(PrivacyOptions, name)
-        ]
+        aimless = [name for name in PRIVATE_ONLY if getattr(self, name) != getattr(PrivacyOptions, name)]
         if self.privacy is None and aimless:
             raise ConfigError(
                 f"fedssyn:{aimless[0]} has no effect without private generators. Also set epsilon or noise_multiplier."
@@ -142,7 +146,9 @@ class Fedssyn(DataRule):
         """Options of private training, or None."""
         if self.epsilon is None and self.noise_multiplier is None:
             return None
-        return PrivacyOptions(self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant)
+        return PrivacyOptions(
+            self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant, self.reproducible
+        )
 
     @property
     def simulated_only(self) -> str | None:  # type: ignore[override]
@@ -166,7 +172,7 @@ class Fedssyn(DataRule):
             )
         if self.generates_data and len(refusing_clients(self.refuse, total)) == total:
             raise ConfigError("fedssyn: no client shares images. Exclude fewer clients with refuse.")
-        return ()
+        return seeded_warnings(self.name, self.reproducible)
 
     def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads | PreparedData:
         """Generate the images of all clients, or load the given set; an ablation returns its finished data."""
@@ -254,7 +260,13 @@ class Fedssyn(DataRule):
         if isinstance(keep, str):
             keep = import_callable(keep, f"keep={keep!r}")
         maker = GenerationRecipe(
-            self.rho, count, generator_factory(self.generator, self.epochs), self.privacy, sharing, keep
+            self.rho,
+            count,
+            generator_factory(self.generator, self.epochs),
+            self.privacy,
+            sharing,
+            keep,
+            secret=self.privacy is not None and (not self.reproducible or prepared.client is not None),
         )
         where = workspace.within(key).folder
         images = generate_images(
@@ -277,7 +289,7 @@ class Fedssyn(DataRule):
         Raises:
             ConfigError: If an option has another value than the one used for the set.
         """
-        names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
+        names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", *PRIVATE_ONLY)
         requested = {name: getattr(self, name) for name in names} | {"keep": self.kept}
         requested["generator"], requested["epochs"] = normalize_expression(self.generator, self.epochs)
         known = {**recipe, "n_syn": recipe["count"], **(recipe["privacy"] or {})}
