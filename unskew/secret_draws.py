@@ -39,6 +39,11 @@ _CHUNK = 1 << 20
 """Largest number of normal numbers that are computed at a time; more would not fit into the cache of a processor."""
 
 
+def new_key() -> bytes:
+    """Return a new key from the system's entropy."""
+    return os.urandom(KEY_BYTES)
+
+
 class SecretKey:
     """Secret key of the draws of one run. Its representation does not show it.
 
@@ -47,12 +52,12 @@ class SecretKey:
     """
 
     def __init__(self, key: bytes | None = None):
-        self._key = os.urandom(KEY_BYTES) if key is None else key
+        self._key = new_key() if key is None else key
 
     def _derived(self, purpose: str, round: int, client: int) -> bytes:
         return hashlib.blake2b(f"{purpose}|{round}|{client}".encode(), digest_size=16, key=self._key).digest()
 
-    def derive(self, purpose: str, round: int = 0, client: int = 0) -> Tensor:
+    def subkey(self, purpose: str, round: int = 0, client: int = 0) -> Tensor:
         """Return the key of one purpose in one round at one client, int64 ``[2]``.
 
         Args:
@@ -124,7 +129,7 @@ def stored_key(path: Path, begun: bool) -> SecretKey:
             "this one."
         )
     path.unlink(missing_ok=True)
-    key = os.urandom(KEY_BYTES)
+    key = new_key()
     with disk_errors(path), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW, 0o600), "wb") as file:
         file.write(key)
         file.flush()
@@ -166,7 +171,7 @@ class NoiseSource:
             like: Tensor with the shape, dtype and device of the noise.
         """
         if self.secret is not None:
-            key = self.secret.derive("server noise", round).to(like.device)
+            key = self.secret.subkey("server noise", round).to(like.device)
             return secret_normal(key, number, like.numel()).reshape(like.shape).to(like.dtype)
         seeded = torch.tensor(derive(self.seed, "server noise", round), device=like.device)
         return normal(fold(seeded, number), tuple(like.shape)).to(like.dtype)
@@ -203,7 +208,7 @@ def secret_words(key: Tensor, number: int | Tensor, size: int, start: int = 0) -
     """Return random 64-bit words, int64 ``[size]``, a pure function of key and number.
 
     Args:
-        key: Key from ``SecretKey.derive``, int64 ``[2]``.
+        key: Key from ``SecretKey.subkey``, int64 ``[2]``.
         number: Number of the draw with this key.
         size: Number of words.
         start: First value of the counter.
@@ -216,7 +221,7 @@ def secret_uniform(key: Tensor, number: int | Tensor, size: int, start: int = 0)
     """Return uniform numbers in [0, 1), float64 ``[size]``, a pure function of key and number.
 
     Args:
-        key: Key from ``SecretKey.derive``, int64 ``[2]``.
+        key: Key from ``SecretKey.subkey``, int64 ``[2]``.
         number: Number of the draw with this key.
         size: Number of draws.
         start: First value of the counter.
@@ -228,7 +233,7 @@ def secret_normal(key: Tensor, number: int | Tensor, size: int) -> Tensor:
     """Return standard normal numbers, float64 ``[size]``, a pure function of key and number.
 
     Args:
-        key: Key from ``SecretKey.derive``, int64 ``[2]``.
+        key: Key from ``SecretKey.subkey``, int64 ``[2]``.
         number: Number of the draw with this key.
         size: Number of draws.
     """

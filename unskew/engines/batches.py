@@ -58,7 +58,7 @@ class BatchPlan:
             if secret is None:
                 uniform = [torch.rand(examples, generator=draws, dtype=torch.float64) for _ in range(steps)]
             else:
-                key = secret.derive("batches", round, client)
+                key = secret.subkey("batches", round, client)
                 uniform = [secret_uniform(key, step, examples) for step in range(steps)]
                 if flips is not None:  # those of a sample depend on its row, so they must not show the batch
                     flips.manual_seed(int(secret_words(key, steps, 1)))

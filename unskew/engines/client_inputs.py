@@ -144,7 +144,7 @@ class ClientInputs:
             "v_global": v,
             "b_global": self.initial_buffers(broadcast),
             "key": client_key(self.setup.seed, broadcast),
-            "secret": None if secret is None else secret.derive("client noise", broadcast.round, broadcast.client),
+            "secret": None if secret is None else secret.subkey("client noise", broadcast.round, broadcast.client),
             "steps": scalar(len(plan.batches)),
             "epoch_steps": scalar(epoch),
             "weight": scalar(broadcast.weight),

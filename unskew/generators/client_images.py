@@ -205,8 +205,8 @@ class _Work:
         shape = (federation.shape[0], federation.shape[1], federation.shape[2])
         key, secret = derive(self.seed, "client's generator", 0, client.id), None
         if self.secret is not None:
-            secret = self.secret.derive("private training", 0, client.id)
-            key = int(secret_words(self.secret.derive("client's generator", 0, client.id), 0, 1)) & (1 << 63) - 1
+            secret = self.secret.subkey("private training", 0, client.id)
+            key = int(secret_words(self.secret.subkey("client's generator", 0, client.id), 0, 1)) & (1 << 63) - 1
         job = GeneratorJob(
             shape, federation.classes, key, self.device, work, recipe.privacy, secret, report, sampled, self.warn
         )
@@ -266,7 +266,7 @@ def draw_subset(examples: int, rho: float, seed: int, client: int, secret: Secre
         secret: Secret key to draw from; None draws from the seed.
     """
     if secret is not None:
-        uniform = secret_uniform(secret.derive("generator subset", 0, client), 0, examples)
+        uniform = secret_uniform(secret.subkey("generator subset", 0, client), 0, examples)
         return torch.nonzero(uniform <= uniform.min().clamp_min(rho)).flatten()
     order = torch.randperm(examples, generator=generator(seed, "generator subset", 0, client))
     return order[: max(1, round(rho * examples))].sort().values

@@ -242,7 +242,7 @@ class DP(ClippedSum):
     def report(self, state: Tensors, plan: RoundPlan) -> Report:
         """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
         spent, delta = self.spent(state), float(state["delta"])
-        fields = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
+        fields: dict[str, Any] = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
         reason = self.stop_reason(state)
         if math.isinf(spent):
             text = "None: updates were clipped without noise."

@@ -255,9 +255,7 @@ class SiteDP(ClippedSum):
             return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
         if state[SEEDED]:
             return Report(seeded_report(fields), stop_reason=reason)
-        # A client that is replaced, or whose place in the cohort another one takes, changes the sum twice as much.
-        doubled = [SkellamRounds(2 * r.l2, 2 * r.l1, r.variance, r.steps) for r in rounds_of(state)]
-        fields["epsilon_replaced"] = skellam_epsilon(doubled, delta)
+        fields["epsilon_replaced"] = skellam_epsilon([entry.doubled() for entry in rounds_of(state)], delta)
         text = (
             f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, replaced by none (by other data or "
             f"another client: epsilon={fields['epsilon_replaced']:.4g}), against the server, the other clients and everyone "

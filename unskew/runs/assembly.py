@@ -201,14 +201,15 @@ def secret_key(method: Method, folder: Path | None, rounds: int) -> SecretKey | 
     """
     if not any(rule.draws_secretly for rule in method.rules):
         return None
+    scope = f"{rounds} rounds"
     if folder is None:
-        return SecretKey()
+        return SecretKey().within(scope)
     path, metrics = folder / KEY_FILE, folder / "metrics.jsonl"
     finished = (folder / "summary.json").exists()
     if finished:
         path.unlink(missing_ok=True)
     begun = any(folder.glob("checkpoints/*")) or (metrics.exists() and metrics.stat().st_size > 0)
-    return stored_key(path, begun and not finished).within(f"{rounds} rounds")
+    return stored_key(path, begun and not finished).within(scope)
 
 
 def make_clock(config: Experiment, federation: Federation, spec: ModelSpec, method: Method, server: Server) -> Clock:
