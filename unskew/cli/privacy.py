@@ -213,8 +213,8 @@ def privacy_notes(setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
         notes = [f"{NEIGHBORS} If it is replaced by another one, epsilon is {value}."]
         if rate < 1:
             notes = [
-                "Neighboring data sets differ in one client, whose data are replaced by none. If a client is added, removed or "
-                f"replaced, another one takes its place in a cohort, and epsilon is {value}."
+                "Neighboring data sets differ in one client, whose data are replaced by none. If a client is added, removed "
+                f"or replaced, another one takes its place in a cohort, and epsilon is {value}."
             ]
     if setting["honest"] is not None:
         row = rows[0]

@@ -31,6 +31,7 @@ from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import output_folder, parse_path, write_atomic
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
+from unskew.privacy.composition import compose_runs, composition_note
 from unskew.records.notebook import format_mean_std, html_table, to_data_frame
 from unskew.records.recorder import Callback, first_reaching, with_closing
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
@@ -111,7 +112,13 @@ class Comparison:
             attack = next((summaries[0].get("attack") for summaries in self.ranked.values()), None)
             remedy = divergence_remedy(attack)
             notes.append(f"Diverged, so the metrics do not describe the method: {which}. {remedy}")
-        return notes
+        together = composition_note(self.privacy)
+        return notes if together is None else [*notes, together]
+
+    @property
+    def privacy(self) -> dict[str, Any] | None:
+        """Guarantee of all private runs together, see ``unskew.privacy.composition``; None with fewer than two."""
+        return compose_runs(summary for summaries in self.summaries.values() for summary in summaries)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
@@ -140,9 +147,10 @@ class Comparison:
             for key in (*averaged_keys(summaries[0]), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
-            if "epsilon" in summaries[0]:
-                spent = [summary["epsilon"] for summary in summaries]
-                row["epsilon"] = None if None in spent else max(spent)
+            for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
+                if key in summaries[0]:
+                    spent = [summary.get(key) for summary in summaries]
+                    row[key] = None if None in spent else max(spent)
             row |= {
                 "target": self.target,
                 "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,

@@ -37,7 +37,7 @@ def set_metrics(about: dict[str, Any]) -> dict[str, object]:
         share = "it shares images of that generator; the number of images per class is not covered by the guarantee."
         privacy = PrivacyOptions(**about["recipe"]["privacy"])
         fields = {"epsilon": None, "epsilon_if_secret": spent} if privacy.reproducible else {"epsilon": spent}
-        summary |= {**fields, "privacy": privacy.sentence(spent, share)}
+        summary |= {**fields, "delta": privacy.delta, "privacy": privacy.sentence(spent, share)}
     return summary
 
 
