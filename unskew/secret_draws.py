@@ -113,13 +113,10 @@ def stored_key(path: Path, begun: bool) -> SecretKey:
     Raises:
         CheckpointError: If the key of draws that may have been released is missing or corrupted.
     """
-    try:
-        with open(os.open(path, os.O_RDONLY | NOFOLLOW), "rb") as file:
-            key = file.read(KEY_BYTES + 1)
-    except FileNotFoundError:
-        key = b""
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    key = b""
+    if os.path.lexists(path):
+        with disk_errors(path), open(os.open(path, os.O_RDONLY | NOFOLLOW), "rb") as file:
+            key = file.read()
     if len(key) == KEY_BYTES:
         return SecretKey(key)
     if begun:

@@ -211,15 +211,7 @@ def compare(
     if as_json:
         target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(cost) for cost in target_rows]
-        print_json(
-            {
-                "folder": str(folder),
-                "rows": rows,
-                "notes": result.notes(),
-                "reaching": costs_of,
-                "privacy": result.privacy,
-            }
-        )
+        print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
         report_after_runs(console, [folder])
         return
     costs = None

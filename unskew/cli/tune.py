@@ -140,19 +140,15 @@ def tune(
                 "tuned": tuned_methods,
                 "trials": result.trials,
                 "rows": rows,
-                "notes": result.comparison.notes(),
-                "privacy": result.privacy,
+                "notes": result.notes(),
             }
         )
     else:
         from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table
-        from unskew.privacy.composition import composition_note
 
         compared = (comparison_table(rows), metrics_table(rows), clients_table(rows))
         tables = (tuned_table(result), importance_table(result), *compared)
-        together = composition_note(result.privacy)
-        notes = [f"Trials and comparison: {together}"] if together else []
-        for note in [*result.comparison.notes(), *notes]:
+        for note in result.notes():
             console.print(f"{note}\n", markup=False)
         for table in filter(None, tables):
             console.print(table)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import output_folder, parse_path, write_atomic
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
-from unskew.privacy.composition import compose_runs, composition_note
+from unskew.privacy.composition import composition_note
 from unskew.records.notebook import format_mean_std, html_table, to_data_frame
 from unskew.records.recorder import Callback, first_reaching, with_closing
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
@@ -112,13 +113,8 @@ class Comparison:
             attack = next((summaries[0].get("attack") for summaries in self.ranked.values()), None)
             remedy = divergence_remedy(attack)
             notes.append(f"Diverged, so the metrics do not describe the method: {which}. {remedy}")
-        together = composition_note(self.privacy)
+        together = composition_note(chain.from_iterable(self.summaries.values()))
         return notes if together is None else [*notes, together]
-
-    @property
-    def privacy(self) -> dict[str, Any] | None:
-        """Guarantee of all private runs together, see ``unskew.privacy.composition``; None with fewer than two."""
-        return compose_runs(summary for summaries in self.summaries.values() for summary in summaries)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
@@ -149,7 +145,7 @@ class Comparison:
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
             for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
                 if key in summaries[0]:
-                    spent = [summary.get(key) for summary in summaries]
+                    spent = [summary[key] for summary in summaries]
                     row[key] = None if None in spent else max(spent)
             row |= {
                 "target": self.target,

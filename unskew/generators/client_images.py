@@ -49,7 +49,6 @@ class GenerationRecipe:
         privacy: Privacy options, or None.
         sharing: Clients that take part.
         keep: Maps a client's images and labels to a mask of shared images, boolean ``[count]``; None shares all.
-        secret: Whether private generators draw from a secret key.
     """
 
     rho: float
@@ -58,7 +57,11 @@ class GenerationRecipe:
     privacy: PrivacyOptions | None
     sharing: Sequence[int]
     keep: Keep | None = None
-    secret: bool = False
+
+    @property
+    def secret(self) -> bool:
+        """Return whether private generators draw from a secret key."""
+        return self.privacy is not None and not self.privacy.reproducible
 
 
 def generate_images(

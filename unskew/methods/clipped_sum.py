@@ -32,13 +32,6 @@ from unskew.secret_draws import seeded_sentence
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-SEEDED = "seeded"
-"""Entry of a rule's state: whether the noise of some round was computed from the seed."""
-OTHER_FILES = (
-    "files other than the model, with cohort sizes, class counts and metrics on the clients' own samples (clients.jsonl; "
-    "client_*, personal_* and validation_* in summary.json and metrics.jsonl)"
-)
-"""Part of a guarantee: files that it does not cover."""
 LARGEST_DELTA = 0.05
 """Largest delta without a warning."""
 BITS = "dp/bits"
@@ -75,7 +68,7 @@ class ClippedSum(ClientRule, AggregateRule):
     weights: ClassVar[Weights | None] = "uniform"
     stage: ClassVar[Stage] = "clip"
     combines_empty: ClassVar[bool] = True
-    continued: ClassVar[tuple[str, ...]] = ("spent", SEEDED)
+    continued: ClassVar[tuple[str, ...]] = ("spent",)
     spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.01, 10.0)}
 
     noise: NonNegative | None = None
@@ -97,7 +90,7 @@ class ClippedSum(ClientRule, AggregateRule):
 
     @property
     def draws_secretly(self) -> bool:  # type: ignore[override]
-        """Whether noise and cohorts are drawn from a secret key."""
+        """Return whether noise and cohorts are drawn from a secret key."""
         return self.noise != 0 and not self.reproducible
 
     @property
@@ -203,6 +196,11 @@ class ClippedSum(ClientRule, AggregateRule):
             f"delta={self.delta_of(plan):.2g} is large, because there are only {plan.clients} clients: the guarantee means "
             "little. Use more clients.",
         ]
+
+    @property
+    def sign(self) -> int:
+        """Sign of the noise in the record of rounds; -1 if it was computed from the seed."""
+        return -1 if self.reproducible else 1
 
     # ---- at the clients -------------------------------------------------------------------------------------------------
 
@@ -314,24 +312,13 @@ def seeded_warnings(name: str, reproducible: bool) -> list[str]:
     ]
 
 
-def epsilon_name(state: Tensors) -> str:
-    """Return the name of the metric with the privacy spent; if noise was computed from the seed, none is guaranteed.
+def is_seeded(spent: Tensor) -> bool:
+    """Return whether the noise of a round was computed from the seed; its row in the record has a negative noise.
 
     Args:
-        state: State of the rule.
+        spent: Record of the rounds.
     """
-    return "epsilon_if_secret" if state[SEEDED] else "epsilon"
-
-
-def with_seed_flag(state: Tensors, reproducible: bool) -> Tensors:
-    """Return the state of a rule with a mark if the noise of some round was computed from the seed.
-
-    Args:
-        state: State of the rule.
-        reproducible: Whether the noise of the current run is computed from the seed.
-    """
-    before = state.get(SEEDED)
-    return {**state, SEEDED: torch.tensor(reproducible or (before is not None and bool(before)))}
+    return bool((spent < 0).any())
 
 
 def seeded_report(fields: Mapping[str, Any]) -> dict[str, Any]:

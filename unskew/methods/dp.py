@@ -35,28 +35,18 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.methods.clipped_sum import (
-    OTHER_FILES,
-    SEEDED,
     ClippedSum,
     add_row,
     check_record,
-    epsilon_name,
+    is_seeded,
     scale_of,
     seeded_report,
     split_streams,
     stream_names,
-    with_seed_flag,
 )
 from unskew.methods.dp_sites import SiteDP
 from unskew.models.spec import ModelSpec
-from unskew.privacy.accounting import (
-    GaussianRounds,
-    epsilon,
-    gaussian_mu,
-    noise_for,
-    replaced_epsilon,
-    split_noise,
-)
+from unskew.privacy.accounting import GaussianRounds, epsilon, gaussian_mu, noise_for, replaced_epsilon, split_noise
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
@@ -163,7 +153,7 @@ class DP(ClippedSum):
         count = 1 if self.streams == "joint" else 1 + len(plan.scales)
         largest = float(facts.sizes().max()) if facts.weights == "samples" else 1.0
         total = facts.total_weight() / largest
-        state = {
+        return {
             "clip": torch.full((count,), self.clip, dtype=v.dtype, device=v.device),
             "noise": torch.tensor(self.noise_of(plan), dtype=torch.float64),
             "rate": torch.tensor(plan.amplification, dtype=torch.float64),
@@ -172,7 +162,6 @@ class DP(ClippedSum):
             "delta": torch.tensor(self.delta_of(plan), dtype=torch.float64),
             "spent": torch.zeros(0, 3, dtype=torch.float64),
         }
-        return with_seed_flag(state, self.reproducible)
 
     def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
         """Sum the clipped streams, add noise, and divide by a fixed number.
@@ -203,7 +192,7 @@ class DP(ClippedSum):
                 noise = updates.normal(number, v) * (streams * limit / scale_of(name, plan))
                 total = total + (noise if sent is None else torch.where(sent, noise, 0.0))
             private[name] = total
-        new = with_seed_flag(state, self.reproducible) | {"spent": add_round(state["spent"], z, plan.amplification)}
+        new = {**state, "spent": add_round(state["spent"], self.sign * z, plan.amplification)}
         if self.adaptive:
             bits = sums.upload.get(self.name, {}).get("bits")
             bits = torch.zeros_like(clip) if bits is None else bits.to(clip)
@@ -219,7 +208,7 @@ class DP(ClippedSum):
         spent = self.spent(state)
         clip = state["clip"].tolist()
         return {
-            epsilon_name(state): None if math.isinf(spent) else spent,
+            "epsilon_if_secret" if is_seeded(state["spent"]) else "epsilon": None if math.isinf(spent) else spent,
             "clip_norm": clip[0] if len(clip) == 1 else clip,
         }
 
@@ -237,7 +226,7 @@ class DP(ClippedSum):
         Args:
             state: State of the rule.
         """
-        return add_round(state["spent"], float(state["noise"]), float(state["rate"]))
+        return add_round(state["spent"], self.sign * float(state["noise"]), float(state["rate"]))
 
     def report(self, state: Tensors, plan: RoundPlan) -> Report:
         """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
@@ -247,27 +236,27 @@ class DP(ClippedSum):
         if math.isinf(spent):
             text = "None: updates were clipped without noise."
             return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
-        if state[SEEDED]:
+        if is_seeded(state["spent"]):
             return Report(seeded_report(fields), stop_reason=reason)
         history = rounds_of(state)
         replaced, mu = replaced_epsilon(history, delta), gaussian_mu(history)
-        relation = f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, added or removed"
+        relation, instead = "added or removed", "replaced by another one"
         if mu is not None:
             fields |= {"epsilon_replaced": replaced, "gaussian_mu": mu}
-            relation += f" (replaced: epsilon={replaced:.4g})"
-        if mu is not None and plan.cohort < plan.clients:
-            relation = (
-                f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, replaced by none, and "
-                f"epsilon={replaced:.4g} if the client is added, removed or replaced, because another one takes its place "
-                "in a cohort"
-            )
+            if plan.cohort < plan.clients:
+                relation = "replaced by none"
+                instead = "added, removed or replaced, because another one takes its place in a cohort"
+            relation += f" (epsilon={replaced:.4g} if the client is {instead})"
         accountant = f"{self.accountant.upper()} (opacus)" if mu is None else "exact Gaussian"
         cohorts = "Poisson cohorts" if plan.sampling == "poisson" else "fixed cohorts, without amplification"
         text = (
-            f"{relation}, against everyone who sees the released models; {cohorts}, {accountant} accountant. Released: the "
-            f"models of all {sum(entry.steps for entry in history)} rounds; for the last one alone, no smaller epsilon is "
-            f"proven. Not covered: the server, which sees clipped updates; {OTHER_FILES}; statistics that standardize "
-            "inputs; choices made with the same data, such as tuning and early stopping; further runs on the same data"
+            f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, {relation}, against everyone who sees the "
+            f"released models; {cohorts}, {accountant} accountant. Released: the models of all "
+            f"{sum(entry.steps for entry in history)} rounds; for the last one alone, no smaller epsilon is proven. Not "
+            "covered: the server, which sees clipped updates; files other than the model, with cohort sizes, class counts "
+            "and metrics on the clients' own samples (clients.jsonl; client_*, personal_* and validation_* in summary.json "
+            "and metrics.jsonl); statistics that standardize inputs; choices made with the same data, such as tuning and "
+            "early stopping; further runs on the same data"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
         return Report({**fields, "privacy": text}, stop_reason=reason)
@@ -280,7 +269,7 @@ def rounds_of(state: Tensors) -> list[GaussianRounds]:
         state: State of the rule.
     """
     check_record(state["spent"], 3)
-    return [GaussianRounds(z, rate, int(steps)) for z, rate, steps in state["spent"].tolist()]
+    return [GaussianRounds(abs(z), rate, int(steps)) for z, rate, steps in state["spent"].tolist()]
 
 
 def add_round(spent: Tensor, noise: float, rate: float) -> Tensor:

@@ -24,16 +24,14 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.methods.clipped_sum import (
-    SEEDED,
     ClippedSum,
     add_row,
     check_record,
-    epsilon_name,
+    is_seeded,
     scale_of,
     seeded_report,
     split_streams,
     stream_names,
-    with_seed_flag,
 )
 from unskew.models.spec import ModelSpec
 from unskew.privacy.integer_noise import round_within, skellam_noise
@@ -183,13 +181,12 @@ class SiteDP(ClippedSum):
         """
         plan = facts.plan
         rounds = self.grid(plan, len(v)).rounds()
-        state = {
+        return {
             "noise": torch.tensor(self.noise_of(plan, len(v)), dtype=torch.float64),
             "round": torch.tensor([rounds.l2, rounds.l1, rounds.variance], dtype=torch.float64),
             "delta": torch.tensor(self.delta_of(plan), dtype=torch.float64),
             "spent": torch.zeros(0, 4, dtype=torch.float64),
         }
-        return with_seed_flag(state, self.reproducible)
 
     def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
         """Decode the noisy sum and divide it by a fixed number; a sum of fewer than ``honest`` sites is never opened.
@@ -220,14 +217,15 @@ class SiteDP(ClippedSum):
                 # Sums of int32 wrap around, so they are centered sums modulo 2^32.
                 total = sums.upload[self.name][str(number)].to(torch.float64)
                 private[name] = (total * (step / scale_of(name, plan))).to(v.dtype)
-        new = with_seed_flag(state, self.reproducible) | ({"spent": self.after_round(state)} if opened else {})
+        new = {**state, "spent": self.after_round(state)} if opened else state
         delta = private[UPDATE] / plan.divisor
         return new, Combined(delta, updates.b_global, split_streams(private), plan.divisor)
 
     def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the privacy spent so far."""
         spent = self.spent(state)
-        return {epsilon_name(state): None if math.isinf(spent) else spent}
+        name = "epsilon_if_secret" if is_seeded(state["spent"]) else "epsilon"
+        return {name: None if math.isinf(spent) else spent}
 
     def spent(self, state: Tensors) -> float:
         """Return epsilon of the finished rounds.
@@ -243,7 +241,8 @@ class SiteDP(ClippedSum):
         Args:
             state: State of the rule.
         """
-        return add_row(state["spent"], tuple(state["round"].tolist()))
+        l2, l1, variance = state["round"].tolist()
+        return add_row(state["spent"], (l2, l1, self.sign * variance))
 
     def report(self, state: Tensors, plan: RoundPlan) -> Report:
         """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
@@ -253,7 +252,7 @@ class SiteDP(ClippedSum):
         if math.isinf(spent):
             text = "None: updates were clipped without noise."
             return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
-        if state[SEEDED]:
+        if is_seeded(state["spent"]):
             return Report(seeded_report(fields), stop_reason=reason)
         fields["epsilon_replaced"] = skellam_epsilon([entry.doubled() for entry in rounds_of(state)], delta)
         text = (
@@ -275,7 +274,7 @@ def rounds_of(state: Tensors) -> list[SkellamRounds]:
         state: State of the rule.
     """
     check_record(state["spent"], 4)
-    return [SkellamRounds(l2, l1, variance, int(steps)) for l2, l1, variance, steps in state["spent"].tolist()]
+    return [SkellamRounds(l2, l1, abs(variance), int(steps)) for l2, l1, variance, steps in state["spent"].tolist()]
 
 
 def uniform_source(ctx: UploadContext) -> Uniform:

@@ -41,14 +41,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.methods.clipped_sum import (
-    SEEDED,
-    ClippedSum,
-    round_down,
-    seeded_report,
-    seeded_warnings,
-    with_seed_flag,
-)
+from unskew.methods.clipped_sum import ClippedSum, is_seeded, round_down, seeded_report, seeded_warnings
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
@@ -99,7 +92,7 @@ class DPSGD(ClientRule):
     summary: ClassVar[str] = "differential privacy of samples: clipped gradients and noise in every local step"
     paper: ClassVar[str] = "Abadi et al. 2016, arXiv:1607.00133"
     poisson_batches: ClassVar[bool] = True
-    continued: ClassVar[tuple[str, ...]] = ("spent", SEEDED)
+    continued: ClassVar[tuple[str, ...]] = ("spent",)
     spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.1, 10.0)}
 
     noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -112,7 +105,7 @@ class DPSGD(ClientRule):
 
     @property
     def draws_secretly(self) -> bool:  # type: ignore[override]
-        """Whether noise and batches are drawn from a secret key."""
+        """Return whether noise and batches are drawn from a secret key."""
         return self.noise != 0 and not self.reproducible
 
     @property
@@ -285,12 +278,14 @@ class DPSGD(ClientRule):
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Initialize the record of private steps: rows of client, noise multiplier, sampling rate and number of steps.
 
+        The noise multiplier is negative if the noise was computed from the seed.
+
         Args:
             v: Initial model, ``[d]``.
             facts: Server's information about the federation.
         """
         sizes = torch.as_tensor(facts.sizes(), dtype=torch.float64)
-        return with_seed_flag({"sizes": sizes, "spent": torch.zeros(0, 4, dtype=torch.float64)}, self.reproducible)
+        return {"sizes": sizes, "spent": torch.zeros(0, 4, dtype=torch.float64)}
 
     def record_clients(self, state: Tensors, clients: Sequence[int], plan: RoundPlan) -> Tensors:
         """Count the steps of the clients whose updates arrived.
@@ -305,11 +300,10 @@ class DPSGD(ClientRule):
             samples, training = int(state["sizes"][client]), plan.training
             steps = training.steps(samples, client)
             noise = self.noise_of(samples, steps * plan.rounds, training.batch_size)
-            row = float(client), noise, rate_of(samples, training.batch_size)
+            row = float(client), -noise if self.reproducible else noise, rate_of(samples, training.batch_size)
             counts[row] = counts.get(row, 0.0) + steps
         rows = [[*row, steps] for row, steps in counts.items()]
-        rows_tensor = torch.tensor(rows, dtype=torch.float64, device=state["spent"].device)
-        return with_seed_flag(state, self.reproducible) | {"spent": rows_tensor}
+        return {**state, "spent": torch.tensor(rows, dtype=torch.float64, device=state["spent"].device)}
 
     def report(self, state: Tensors, plan: RoundPlan) -> Report:
         """Return the privacy that each client has spent, and the weakest guarantee of any client."""
@@ -322,8 +316,8 @@ class DPSGD(ClientRule):
         if math.isinf(worst["epsilon"]):
             text = "None: gradients of samples were clipped, but some steps had no noise."
             return Report({"epsilon": None, "delta": worst["delta"], "privacy": text}, spent)
-        if state[SEEDED]:
-            rows = {client: {"epsilon_if_secret": v["epsilon"], "delta": v["delta"]} for client, v in spent.items()}
+        if is_seeded(state["spent"]):
+            rows = {client: {"epsilon_if_secret": fields["epsilon"]} for client, fields in spent.items()}
             return Report(seeded_report(worst), rows)
         exact = all(rate == 1 for _, _, rate, _ in state["spent"].tolist())
         accountant = "exact Gaussian" if exact else f"{self.accountant.upper()} (opacus)"
@@ -347,7 +341,7 @@ class DPSGD(ClientRule):
         """
         histories: dict[int, list[tuple[float, float, int]]] = {}
         for client, noise, rate, steps in state["spent"].tolist():
-            histories.setdefault(int(client), []).append((noise, rate, int(steps)))
+            histories.setdefault(int(client), []).append((abs(noise), rate, int(steps)))
         deltas = {client: self.delta_of(int(state["sizes"][client])) for client in histories}
         return {
             client: {"epsilon": _epsilon(tuple(sorted(rows)), deltas[client], self.accountant), "delta": deltas[client]}

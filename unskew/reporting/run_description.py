@@ -87,7 +87,9 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
     unequal = any(
         len({row["samples"] for row in run.clients}) > 1 for method_runs in part.series for run in method_runs.runs
     )
-    if (together := composition_note(part.comparison().privacy)) is not None:
+    if (
+        together := composition_note(run.summary for method_runs in part.series for run in method_runs.runs)
+    ) is not None:
         entries = [("all runs", together), *entries]
     return [("all runs", uneven), *entries] if uneven and unequal else entries
 

@@ -13,7 +13,7 @@ from unskew.comparison.compare import Comparison, folder_name
 from unskew.config.experiment import Experiment
 from unskew.config.paths import with_absolute_paths
 from unskew.filesystem import make_folder, write_atomic
-from unskew.privacy.composition import compose_runs
+from unskew.privacy.composition import composition_note
 from unskew.tuning.study import Study, as_csv
 from unskew.tuning.trial_runner import TuningPlan
 
@@ -63,10 +63,10 @@ class TuningResult:
     folder: Path | None = None
     spent: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
-    @property
-    def privacy(self) -> dict[str, Any] | None:
-        """Guarantee of all private trials and runs together; None with fewer than two."""
-        return compose_runs([*self.spent, *chain.from_iterable(self.comparison.summaries.values())])
+    def notes(self) -> list[str]:
+        """Return the notes of the comparison, and the guarantee of all private trials and runs together."""
+        together = composition_note([*self.spent, *chain.from_iterable(self.comparison.summaries.values())])
+        return [*self.comparison.notes(), *([f"Trials and comparison: {together}"] if self.spent and together else [])]
 
 
 def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> TunedMethod:

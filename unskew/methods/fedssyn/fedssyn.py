@@ -260,13 +260,7 @@ class Fedssyn(DataRule):
         if isinstance(keep, str):
             keep = import_callable(keep, f"keep={keep!r}")
         maker = GenerationRecipe(
-            self.rho,
-            count,
-            generator_factory(self.generator, self.epochs),
-            self.privacy,
-            sharing,
-            keep,
-            secret=self.privacy is not None and (not self.reproducible or prepared.client is not None),
+            self.rho, count, generator_factory(self.generator, self.epochs), self.privacy, sharing, keep
         )
         where = workspace.within(key).folder
         images = generate_images(
