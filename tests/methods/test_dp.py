@@ -13,7 +13,7 @@ import unskew
 from unskew.errors import ConfigError, MethodConflictError, UnskewError
 from unskew.methods.dp import DP
 from unskew.models.spec import ModelSpec
-from unskew.privacy.accounting import GaussianRounds, epsilon
+from unskew.privacy.accounting import GaussianRounds, epsilon, exact_epsilon
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Update
 from unskew.protocol.payload import UploadContext
@@ -164,6 +164,16 @@ def test_epsilon_is_that_of_the_finished_rounds():
     assert result.summary["epsilon"] == pytest.approx(expected[-1])
     assert "one client" in result.summary["privacy"]
     assert all(row["train_loss"] is None for row in result.history)
+    # Cohorts of 4 of 8 clients: another client takes the place of one that is removed.
+    replaced = exact_epsilon(2 * math.sqrt(3) / 1.1, 0.01)
+    assert result.summary["epsilon_replaced"] == pytest.approx(replaced)
+    assert result.summary["gaussian_mu"] == pytest.approx(math.sqrt(3) / 1.1)
+    assert "one client, replaced by none" in result.summary["privacy"]
+    assert f"(epsilon={replaced:.4g} if the client is added, removed or replaced" in result.summary["privacy"]
+    assert "the models of all 3 rounds" in result.summary["privacy"]
+    everybody = run("dp:noise=1.1,adaptive=false,delta=0.01").summary
+    assert "one client, added or removed" in everybody["privacy"]
+    assert everybody["epsilon_replaced"] == pytest.approx(replaced)
     shown = run("dp:noise=1.1,adaptive=false,delta=0.01,reveal=true", participation=0.5)
     assert all(row["train_loss"] > 0 for row in shown.history)
 
