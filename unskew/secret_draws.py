@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -146,6 +147,40 @@ def seeded_sentence(epsilon: float, delta: float) -> str:
         f"configuration; for experiments on public data. With secret noise, epsilon would be {epsilon:.4g} for "
         f"delta={delta:.3g}."
     )
+
+
+def seeded_warnings(name: str, reproducible: bool) -> list[str]:
+    """Return a warning if the noise of a rule can be computed from the seed.
+
+    Args:
+        name: Name of the rule.
+        reproducible: Option of the rule.
+    """
+    if not reproducible:
+        return []
+    return [
+        f"{name}:reproducible=true computes the noise from the seed, so there is no privacy against anyone who knows the "
+        "configuration. Use it for experiments on public data only."
+    ]
+
+
+def is_seeded(spent: Tensor) -> bool:
+    """Return whether the noise of a round was computed from the seed; its row in the record has a negative noise.
+
+    Args:
+        spent: Record of the rounds.
+    """
+    return bool((spent < 0).any())
+
+
+def seeded_report(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a report on rounds whose noise was computed from the seed, for which no epsilon holds.
+
+    Args:
+        fields: Fields as they would be with secret noise.
+    """
+    spent, text = fields["epsilon"], seeded_sentence(fields["epsilon"], fields["delta"])
+    return {**fields, "epsilon": None, "epsilon_if_secret": spent, "privacy": text}
 
 
 class NoiseSource:

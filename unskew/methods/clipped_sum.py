@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -28,7 +28,7 @@ from unskew.protocol.rules import (
 )
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
-from unskew.secret_draws import seeded_sentence
+from unskew.secret_draws import seeded_warnings
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -295,40 +295,6 @@ class ClippedSum(ClientRule, AggregateRule):
         if after <= self.epsilon * (1 + 1e-9):
             return None
         return f"The privacy budget is spent: one more round would give epsilon={after:.4g}, above {self.epsilon:g}."
-
-
-def seeded_warnings(name: str, reproducible: bool) -> list[str]:
-    """Return a warning if the noise of a rule can be computed from the seed.
-
-    Args:
-        name: Name of the rule.
-        reproducible: Option of the rule.
-    """
-    if not reproducible:
-        return []
-    return [
-        f"{name}:reproducible=true computes the noise from the seed, so there is no privacy against anyone who knows the "
-        "configuration. Use it for experiments on public data only."
-    ]
-
-
-def is_seeded(spent: Tensor) -> bool:
-    """Return whether the noise of a round was computed from the seed; its row in the record has a negative noise.
-
-    Args:
-        spent: Record of the rounds.
-    """
-    return bool((spent < 0).any())
-
-
-def seeded_report(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a report on rounds whose noise was computed from the seed, for which no epsilon holds.
-
-    Args:
-        fields: Fields as they would be with secret noise.
-    """
-    spent, text = fields["epsilon"], seeded_sentence(fields["epsilon"], fields["delta"])
-    return {**fields, "epsilon": None, "epsilon_if_secret": spent, "privacy": text}
 
 
 def stream_names(plan: RoundPlan) -> list[str]:

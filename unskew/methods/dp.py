@@ -34,16 +34,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.clipped_sum import (
-    ClippedSum,
-    add_row,
-    check_record,
-    is_seeded,
-    scale_of,
-    seeded_report,
-    split_streams,
-    stream_names,
-)
+from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
 from unskew.methods.dp_sites import SiteDP
 from unskew.models.spec import ModelSpec
 from unskew.privacy.accounting import GaussianRounds, epsilon, gaussian_mu, noise_for, replaced_epsilon, split_noise
@@ -52,6 +43,7 @@ from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Combined, Report, Rule, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
+from unskew.secret_draws import is_seeded, seeded_report
 
 
 @dataclass(frozen=True)

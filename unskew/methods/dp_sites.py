@@ -23,16 +23,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.clipped_sum import (
-    ClippedSum,
-    add_row,
-    check_record,
-    is_seeded,
-    scale_of,
-    seeded_report,
-    split_streams,
-    stream_names,
-)
+from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
 from unskew.models.spec import ModelSpec
 from unskew.privacy.integer_noise import round_within, skellam_noise
 from unskew.privacy.skellam import SkellamGrid, SkellamRounds, Uniform, skellam_epsilon, skellam_grid, skellam_noise_for
@@ -42,6 +33,7 @@ from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Combined, Method, Report, Tensors, Updates, UploadContext
 from unskew.protocol.run_context import PreRunContext
+from unskew.secret_draws import is_seeded, seeded_report
 from unskew.seeding import numpy_generator
 
 

@@ -41,7 +41,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.methods.clipped_sum import ClippedSum, is_seeded, round_down, seeded_report, seeded_warnings
+from unskew.methods.clipped_sum import ClippedSum, round_down
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
@@ -51,7 +51,7 @@ from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import ClientRule, Context, Method, Report, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
-from unskew.secret_draws import secret_normal, secret_words
+from unskew.secret_draws import is_seeded, secret_normal, secret_words, seeded_report, seeded_warnings
 from unskew.seeding import derive, fold, normal
 from unskew.tasks.base import Task
 

@@ -40,7 +40,6 @@ from unskew.generators.client_images import GenerationRecipe, generate_images
 from unskew.generators.registry import generator_factory, normalize_expression
 from unskew.generators.synthetic_dataset import SyntheticSet
 from unskew.generators.trained.dp_sgd import Positive, PrivacyOptions
-from unskew.methods.clipped_sum import seeded_warnings
 from unskew.methods.fedssyn.ablations import only_own_images, single_client_images
 from unskew.methods.fedssyn.synthetic_sets import (
     changed_options,
@@ -61,6 +60,7 @@ from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method, Weights
 from unskew.protocol.run_context import PreRunContext
+from unskew.secret_draws import seeded_warnings
 from unskew.seeding import generator
 
 PRIVATE_ONLY = ("delta", "clip", "accountant", "reproducible")
