@@ -28,6 +28,12 @@ def undrawn(request, monkeypatch):
         monkeypatch.setattr("unskew.cli.report.find_spec", lambda name: None)  # nor is a report made
 
 
+@pytest.fixture
+def one_key(monkeypatch):
+    """All private runs draw their noise from the same secret key, so that they can be compared."""
+    monkeypatch.setattr("unskew.secret_draws.new_key", lambda: bytes(range(32)))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def unreferenced():
     """Reference rows double the time of a small comparison; tests that are about them ask for them."""

@@ -7,7 +7,7 @@ import pytest
 from support.running import call
 
 from unskew.cli.privacy import round_up
-from unskew.privacy.accounting import GaussianRounds, rdp_epsilon
+from unskew.privacy.accounting import GaussianRounds, exact_epsilon, rdp_epsilon
 
 SETTING = ("privacy", "--clients", 3383, "--cohort", 120, "--rounds", 100)
 NOISE = (*SETTING, "--noise", 1.2, "--delta", "1e-5")
@@ -85,6 +85,9 @@ def test_no_amplification_is_claimed_for_fixed_cohorts(capsys, monkeypatch):
     assert "PRV" not in outcome.out
     assert "No amplification by sampling is claimed" in outcome.out
     assert "`sampling: poisson` would give it" in outcome.out
+    assert "data are replaced by none. If a client is added, removed or replaced" in " ".join(outcome.out.split())
+    (shown,) = call(capsys, *SETTING, "--sampling", "fixed", "--noise", 20, "--json").json()["rows"]
+    assert shown["epsilon_replaced"] == pytest.approx(exact_epsilon(2 * 10 / 20, 3383**-1.1))
 
 
 def test_without_sampling_only_the_exact_value_is_shown(capsys):

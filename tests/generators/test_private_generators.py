@@ -32,7 +32,7 @@ TINY = "ddpm-small;steps=20;sampling_steps=3;width=8;batch=4;multipliers=1/2;blo
 def private_of(module, examples=8, epochs=2, batch=4, lr=1.0, **options):
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     privacy = PrivacyOptions(**{"noise_multiplier": 1.0, **options})
-    return PrivateTraining(privacy, module, optimizer, 0, examples, epochs, batch)
+    return PrivateTraining(privacy, module, optimizer, 0, None, examples, epochs, batch)
 
 
 def test_gradients_per_sample_are_those_of_a_loop_also_behind_attention():

@@ -7,17 +7,18 @@ import pytest
 import torch
 from support.federations import blobs
 from support.protocol import an_update, facts, some_updates
+from support.running import Stop, StopAfter
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError, UnskewError
 from unskew.methods.dp import DP
 from unskew.models.spec import ModelSpec
-from unskew.privacy.accounting import GaussianRounds, epsilon
+from unskew.privacy.accounting import GaussianRounds, epsilon, exact_epsilon
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Update
-from unskew.protocol.noise import NoiseSource, system_normal
 from unskew.protocol.payload import UploadContext
 from unskew.protocol.round_plan import RoundPlan
+from unskew.secret_draws import NoiseSource, SecretKey, SystemEntropy
 
 SIZES = [9, 14, 11, 8, 12, 10, 9, 13]
 FEW = {"rounds": 3, "local_steps": 2, "batch_size": 4, "lr": 0.05, "engine": "inline", "precision": "fp64"}
@@ -72,12 +73,12 @@ def test_layers_are_clipped_to_equal_shares():
         assert float(after.norm()) == pytest.approx(min(float(before.norm()), limit), rel=1e-12)
 
 
-def combine(rule, vectors, plan, round=0, state=None, seed=0):
+def combine(rule, vectors, plan, round=0, state=None, seed=0, secret=None):
     v = torch.zeros(len(vectors[0]) if vectors else SIZE, dtype=torch.float64)
     info = FederationInfo(**{**facts(plan.clients).__dict__, "plan": plan})
     state = rule.server_init(v, info) if state is None else state
     sent = [an_update(k, delta) for k, delta in enumerate(vectors)]
-    updates = some_updates(sent, round, v, plan=plan, noise=NoiseSource(seed))
+    updates = some_updates(sent, round, v, plan=plan, noise=NoiseSource(seed, secret))
     return rule.combine(state, updates)
 
 
@@ -95,21 +96,22 @@ def test_one_client_changes_the_sum_by_at_most_the_clipping_norm():
     assert torch.allclose(mean, sum(others) / (0.3 * 8), rtol=1e-12)
 
 
-def test_the_noise_has_the_stated_deviation_also_in_an_empty_round():
+@pytest.mark.parametrize("secret", [None, SecretKey(bytes(32))])
+def test_the_noise_has_the_stated_deviation_also_in_an_empty_round(secret):
     plan = RoundPlan(clients=100, cohort=10, participation=0.1, sampling="poisson")
     rule, d = DP(noise=1.3, clip=0.5, adaptive=False), 100_000
     zeros = [torch.zeros(d, dtype=torch.float64)] * 3
-    first = combine(rule, zeros, plan)[1].delta * 10
-    again = combine(rule, zeros, plan)[1].delta * 10
-    later = combine(rule, zeros, plan, round=1)[1].delta * 10
+    first = combine(rule, zeros, plan, secret=secret)[1].delta * 10
+    again = combine(rule, zeros, plan, secret=secret)[1].delta * 10
+    later = combine(rule, zeros, plan, round=1, secret=secret)[1].delta * 10
     assert torch.equal(first, again)
     for noise in (first, later):
         assert abs(float(noise.mean())) < 5 * 0.65 / math.sqrt(d)
         assert abs(float(noise.std()) / 0.65 - 1) < 5 / math.sqrt(2 * d)
     assert abs(float(np.corrcoef(first, later)[0, 1])) < 5 / math.sqrt(d)
-    assert float(combine(rule, [], plan)[1].delta.norm()) > 0
-    assert float(system_normal(d).std()) == pytest.approx(1, abs=5 / math.sqrt(2 * d))
-    assert not torch.equal(system_normal(9), system_normal(9))
+    assert float(combine(rule, [], plan, secret=secret)[1].delta.norm()) > 0
+    fresh = [combine(rule, zeros, plan, secret=SystemEntropy())[1].delta for _ in range(2)]
+    assert not torch.equal(*fresh)
 
 
 @pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
@@ -140,11 +142,13 @@ def test_without_noise_and_clipping_it_is_the_method_alone():
 
 
 @pytest.mark.parametrize("method", ["dp:noise=1,bit_noise=2", "scaffold+dp:noise=0.7,adaptive=false,streams=apart"])
+@pytest.mark.usefixtures("one_key")
 def test_resumed_runs_and_other_engines_have_the_same_noise(method, tmp_path):
     given = {"sampling": "poisson", "participation": 0.4, "checkpoint_every": 1}
     whole = run(method, rounds=4, **given)
-    run(method, rounds=2, out=tmp_path / "a", **given)
-    resumed = unskew.resume(tmp_path / "a", federation=blobs(SIZES), rounds=4)
+    with pytest.raises(Stop):
+        run(method, rounds=4, out=tmp_path / "a", callbacks=[StopAfter(2)], **given)
+    resumed = unskew.resume(tmp_path / "a", federation=blobs(SIZES))
     assert torch.equal(resumed.vector, whole.vector)
     assert resumed.summary["epsilon"] == whole.summary["epsilon"]
     vectorized = run(method, rounds=4, **given, engine="vectorized")
@@ -160,6 +164,16 @@ def test_epsilon_is_that_of_the_finished_rounds():
     assert result.summary["epsilon"] == pytest.approx(expected[-1])
     assert "one client" in result.summary["privacy"]
     assert all(row["train_loss"] is None for row in result.history)
+    # Cohorts of 4 of 8 clients: another client takes the place of one that is removed.
+    replaced = exact_epsilon(2 * math.sqrt(3) / 1.1, 0.01)
+    assert result.summary["epsilon_replaced"] == pytest.approx(replaced)
+    assert result.summary["gaussian_mu"] == pytest.approx(math.sqrt(3) / 1.1)
+    assert "one client, replaced by none" in result.summary["privacy"]
+    assert f"(epsilon={replaced:.4g} if the client is added, removed or replaced" in result.summary["privacy"]
+    assert "the models of all 3 rounds" in result.summary["privacy"]
+    everybody = run("dp:noise=1.1,adaptive=false,delta=0.01").summary
+    assert "one client, added or removed" in everybody["privacy"]
+    assert everybody["epsilon_replaced"] == pytest.approx(replaced)
     shown = run("dp:noise=1.1,adaptive=false,delta=0.01,reveal=true", participation=0.5)
     assert all(row["train_loss"] > 0 for row in shown.history)
 
@@ -193,6 +207,7 @@ def test_a_run_that_starts_from_another_adds_its_privacy(tmp_path):
         run(method, rounds=4, start_from=str(tmp_path / "b"))
 
 
+@pytest.mark.usefixtures("one_key")
 def test_an_update_that_is_not_finite_contributes_nothing():
     fed = blobs(SIZES)
 

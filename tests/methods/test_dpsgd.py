@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import broadcast, facts, holdings
+from support.running import Stop, StopAfter
 from support.tolerance import assert_engines_agree
 
 import unskew
@@ -23,6 +24,7 @@ from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.training_config import Training
+from unskew.secret_draws import SecretKey, SystemEntropy
 from unskew.seeding import generator
 from unskew.tasks.registry import TASKS
 
@@ -120,13 +122,13 @@ def test_dropout_has_another_mask_for_each_sample():
     assert set(kept.round(decimals=6).abs().tolist()) == {0.0, 0.5, 1.0}
 
 
-def noise_only(secret=False, steps=1):
+def noise_only(secret=None, steps=1):
     """A function that trains a client whose gradients are tiny compared with the noise, and returns that noise."""
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 500), torch.nn.Linear(500, 3))
     fed, spec = blobs([50, 50]), ModelSpec(model, (2, 6, 6), 3, dtype=torch.float64)
     budget = Training(local_steps=steps, local_epochs=None, batch_size=10, lr=1.0)
     rules = (DPSGD(noise=1e6, clip=0.5),)
-    setup = EngineConfig(spec, fed, rules, fed.objective, budget, 3, torch.device("cpu"), secret_noise=secret)
+    setup = EngineConfig(spec, fed, rules, fed.objective, budget, 3, torch.device("cpu"), secret=secret)
     trainer, b = LocalTrainer(setup), spec.flatten_buffers()
 
     def train(round=0, client=0):
@@ -135,12 +137,12 @@ def noise_only(secret=False, steps=1):
     return train
 
 
-@pytest.mark.parametrize("secret", [False, True])
+@pytest.mark.parametrize("secret", [None, SecretKey(bytes(32)), SystemEntropy()], ids=["seed", "key", "system"])
 def test_the_noise_has_the_stated_deviation(secret):
     train = noise_only(secret)
     first, again, later, other = (train(*where) for where in ((0, 0), (0, 0), (1, 0), (0, 1)))
     d = len(first)
-    assert torch.equal(first, again) is not secret
+    assert torch.equal(first, again) is not isinstance(secret, SystemEntropy)
     for noise in (first, later, other):
         assert abs(float(noise.mean())) < 5 * 5e5 / math.sqrt(d)
         assert abs(float(noise.std()) / 5e5 - 1) < 5 / math.sqrt(2 * d)
@@ -156,7 +158,7 @@ def test_batches_are_poisson_samples():
     counts, rows, together = np.zeros(n), set(), 0
     sizes = []
     for _ in range(steps):
-        index, weight = draw_poisson_batch(n, size, rng)
+        index, weight = draw_poisson_batch(torch.rand(n, generator=rng, dtype=torch.float64), size)
         chosen = index[weight > 0]
         assert len(set(chosen.tolist())) == len(chosen)
         assert set(index[weight == 0].tolist()) <= {0}
@@ -170,10 +172,10 @@ def test_batches_are_poisson_samples():
     assert np.var(sizes) == pytest.approx(n * q * (1 - q), rel=0.15)
     assert together / steps == pytest.approx(q * q, abs=5 * q / math.sqrt(steps))
     assert rows <= {6, 12, 18, 24, 30}
-    index, weight = draw_poisson_batch(5, 9, rng)
+    index, weight = draw_poisson_batch(torch.rand(5), 9)
     assert index.tolist() == [0, 1, 2, 3, 4]
     assert bool(weight.all())
-    empty = [draw_poisson_batch(1000, 1, rng) for _ in range(20)]
+    empty = [draw_poisson_batch(torch.rand(1000, generator=rng, dtype=torch.float64), 1) for _ in range(20)]
     assert min(float(weight.sum()) for _, weight in empty) == 0
     assert all(len(index) for index, _ in empty)
 
@@ -191,6 +193,7 @@ def test_without_noise_and_clipping_full_batches_are_gradient_descent():
         assert private.summary["privacy"].startswith("None")
 
 
+@pytest.mark.usefixtures("one_key")
 def test_it_acts_first_wherever_it_stands():
     expressions = ("dpsgd:noise=0.5+fedprox:mu=1+scaffold", "fedprox:mu=1+scaffold+dpsgd:noise=0.5")
     assert [rule.name for rule in method(expressions[1]).client] == ["dpsgd", "fedprox", "scaffold"]
@@ -202,6 +205,7 @@ def test_it_acts_first_wherever_it_stands():
 EXPRESSION = "fedprox+dpsgd:noise=0.7+scaffold"
 
 
+@pytest.mark.usefixtures("one_key")
 @pytest.mark.parametrize("engine", ["vectorized", "processes", "grouped"])
 def test_engines_agree(engine, monkeypatch):
     given = {"model": SmallDropout(), "local_steps": None, "local_epochs": 1, "participation": 0.7, "momentum": 0.5}
@@ -216,11 +220,13 @@ def test_engines_agree(engine, monkeypatch):
     assert [row.get("epsilon") for row in other.clients] == [row.get("epsilon") for row in reference.clients]
 
 
+@pytest.mark.usefixtures("one_key")
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     given = {"participation": 0.5, "checkpoint_every": 1}
     whole = run(EXPRESSION, rounds=4, **given)
-    run(EXPRESSION, rounds=2, out=tmp_path / "a", **given)
-    resumed = unskew.resume(tmp_path / "a", federation=blobs(SIZES), rounds=4)
+    with pytest.raises(Stop):
+        run(EXPRESSION, rounds=4, out=tmp_path / "a", callbacks=[StopAfter(2)], **given)
+    resumed = unskew.resume(tmp_path / "a", federation=blobs(SIZES))
     assert torch.equal(resumed.vector, whole.vector)
     assert resumed.clients == whole.clients
     more = run("dpsgd:noise=0.9", rounds=5, start_from=str(tmp_path / "a"))

@@ -80,6 +80,7 @@ REJECTED = [
 ]
 
 
+@pytest.mark.usefixtures("one_key")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("method", "options"),

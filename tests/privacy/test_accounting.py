@@ -1,6 +1,7 @@
 """Epsilon and noise of client-level Gaussian mechanisms, against published tools, numerical integration and each other."""
 
 import math
+import re
 import sys
 from itertools import pairwise
 
@@ -16,12 +17,15 @@ from unskew.privacy.accounting import (
     default_delta,
     epsilon,
     exact_epsilon,
+    gaussian_mu,
     noise_for,
     prv_epsilon,
     rdp_epsilon,
+    replaced_epsilon,
     smallest_cohort,
     split_noise,
 )
+from unskew.privacy.composition import composition_note
 
 REFERENCE = [
     # rate, noise, rounds, delta, RDP and PRV (upper bound) of opacus 1.6.0
@@ -256,3 +260,55 @@ def test_opacus_is_needed_only_for_amplification(monkeypatch):
     for accountant in accounting.ACCOUNTANTS:
         with pytest.raises(ConfigError, match=r"needs opacus: pip install 'unskew\[privacy\]'\."):
             epsilon([GaussianRounds(9.87, 0.123, 1)], 1e-5, accountant)
+
+
+def smallest_epsilon(shift, delta):
+    """Of two normal distributions at this distance, by bisection of ``E max(0, 1 - e^(epsilon - loss))``."""
+    loss = lambda x: x * shift - shift * shift / 2  # noqa: E731
+
+    def exceeded(bound):
+        start = bound / shift + shift / 2
+        density = lambda x: math.exp(-((x - shift) ** 2) / 2) / math.sqrt(2 * math.pi)  # noqa: E731
+        return quad(lambda x: density(x) * (1 - math.exp(bound - loss(x))), start, start + 40, epsabs=1e-14)[0]
+
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if exceeded(middle) > delta else (low, middle)
+    return high
+
+
+def test_in_a_fixed_cohort_another_client_takes_the_place_of_a_removed_one():
+    """100 clients, cohorts of 90, noise 2: the sum then changes by up to twice the clipping norm."""
+    delta = default_delta(100)
+    one_round = [GaussianRounds(2.0, 1.0, 1)]
+    assert epsilon(one_round, delta) == pytest.approx(smallest_epsilon(0.5, delta), abs=1e-6)
+    assert epsilon(one_round, delta) == pytest.approx(1.016, abs=1e-3)
+    assert replaced_epsilon(one_round, delta) == pytest.approx(smallest_epsilon(1.0, delta), abs=1e-6)
+    # Less is possible only if nobody knows the cohorts: a client is in them with probability 0.9.
+    amplified = math.log1p(0.9 * math.expm1(smallest_epsilon(1.0, delta / 0.9)))
+    assert 2.3 < amplified < replaced_epsilon(one_round, delta)
+    several = [GaussianRounds(2.0, 1.0, 3), GaussianRounds(5.0, 1.0, 4)]
+    assert gaussian_mu(several) == pytest.approx(math.sqrt(3 / 4 + 4 / 25))
+    assert replaced_epsilon(several, 1e-3) == pytest.approx(
+        smallest_epsilon(2 * math.sqrt(3 / 4 + 4 / 25), 1e-3), abs=1e-6
+    )
+    for without in ([GaussianRounds(2.0, 0.5, 1)], [GaussianRounds(0.0, 1.0, 1)]):
+        assert gaussian_mu(without) is replaced_epsilon(without, delta) is None
+
+
+def test_several_runs_on_the_same_data_add_up():
+    runs = [{"epsilon": exact_epsilon(mu, 1e-3), "delta": 1e-3, "gaussian_mu": mu} for mu in (1.0, 2.0, 2.0)]
+    text = composition_note(runs)
+    assert text.startswith("3 private runs on the same data: together epsilon <= ")
+    assert float(re.search("epsilon <= ([0-9.]+)", text)[1]) == pytest.approx(sum(r["epsilon"] for r in runs), rel=1e-3)
+    assert float(re.search("exactly ([0-9.]+)", text)[1]) == pytest.approx(smallest_epsilon(3.0, 1e-3), rel=1e-3)
+    other = {"epsilon": 2.0, "delta": 1e-5}
+    assert "exactly" not in composition_note([*runs, other])
+    assert (
+        composition_note([runs[0], {"accuracy": 0.9}, {"epsilon": None, "epsilon_if_secret": 3.0, "delta": 1e-3}])
+        is None
+    )
+    shared = {**other, "synthetic": "runs/synthetic/0123"}  # images of one generation, which several methods used
+    assert composition_note([shared, shared]) is None
+    assert composition_note([shared, shared, other]).startswith("2 private runs")

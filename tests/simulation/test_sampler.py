@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from support.federations import blobs
 
 import unskew
+from unskew.secret_draws import SecretKey, SystemEntropy
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
 
@@ -123,8 +124,9 @@ def test_a_dropped_client_is_as_if_it_were_not_in_the_round(monkeypatch):
     assert torch.equal(results[0].vector, results[1].vector)
 
 
-def test_poisson_cohorts_draw_each_client_independently_with_the_rate():
-    sampler, rounds = Sampler(20, 0.15, 3, "poisson"), 4000
+@pytest.mark.parametrize("secret", [None, SecretKey(bytes(32))])
+def test_poisson_cohorts_draw_each_client_independently_with_the_rate(secret):
+    sampler, rounds = Sampler(20, 0.15, 3, "poisson", secret=secret), 4000
     drawn = np.zeros((rounds, 20))
     for t in range(rounds):
         drawn[t, sampler.draw(t)] = 1
@@ -133,10 +135,10 @@ def test_poisson_cohorts_draw_each_client_independently_with_the_rate():
     sizes = drawn.sum(1)
     assert sizes.var() == pytest.approx(20 * 0.15 * 0.85, rel=0.2)  # fixed cohorts have 0
     assert (sizes == 0).any()
-    assert sampler.draw(5) == Sampler(20, 0.15, 3, "poisson").draw(5)
+    assert sampler.draw(5) == Sampler(20, 0.15, 3, "poisson", secret=secret).draw(5)
     assert 7 not in {k for t in range(50) for k in sampler.draw(t, in_flight=[7])}
-    secret = Sampler(1000, 0.5, None, "poisson")
-    assert secret.draw(0) != secret.draw(0)
+    entropy = Sampler(1000, 0.5, 0, "poisson", secret=SystemEntropy())
+    assert entropy.draw(0) != entropy.draw(0)
 
 
 @pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])

@@ -11,8 +11,8 @@ SMALL_COHORT = {
     "krum": "krum:share=0",
     "multikrum": "multikrum:share=0",
     "bulyan": "bulyan:share=0",
-    "dp": "dp:noise=0.5,adaptive=false",
-    "dpsgd": "dpsgd:noise=0.5",
+    "dp": "dp:noise=0.5,adaptive=false,reproducible=true",
+    "dpsgd": "dpsgd:noise=0.5,reproducible=true",
     "topk": "topk:share=0.5",
     "randk": "randk:share=0.5",
 }

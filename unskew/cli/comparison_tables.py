@@ -36,6 +36,8 @@ from unskew.tasks.primary_metric import (
 REFERENCES = "References, not ranked: all data in one place (pooled), each client alone (local)"
 WORDS = ("model", "over")
 """Columns of words, which are left-aligned."""
+NO_GUARANTEE = "epsilon if secret"
+"""Title of the column of runs with ``reproducible=true``."""
 COST = ("MB up", "MB down", "seconds")
 
 
@@ -180,7 +182,8 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     several = F1 if rows[0].get("micro_f1") is not None else {}
     errors = [name for name in ("mae", "rmse") if name in rows[0]]
     attack = {"attack success": "backdoor_success"} if "backdoor_success" in rows[0] else {}
-    private = ["epsilon"] if any(row.get("epsilon") is not None for row in rows) else []
+    private = {"epsilon": "epsilon", NO_GUARANTEE: "epsilon_if_secret"}
+    private = {title: name for title, name in private.items() if any(row.get(name) is not None for row in rows)}
     own = client_metric_name(judge.name, primary_metric_name(rows[0]))
     columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
     columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
@@ -197,7 +200,7 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
             rounds_cell(row),
             *(format_number(row.get(name), std_text(row, name)) for name in errors),
             *(format_percent(row.get(name), std_text(row, name)) for name in (several | attack).values()),
-            *(epsilon_cell(row.get(name)) for name in private),
+            *(epsilon_cell(row.get(name)) for name in private.values()),
             *cost_cells(row),
         )
     return table

@@ -139,10 +139,11 @@ def privacy_rows(setting: dict[str, Any]) -> list[dict[str, Any]]:
         setting: Options of the command; ``noise`` or ``target_epsilon`` is None.
 
     Returns:
-        Rows with ``accountant``, ``assumes``, ``epsilon`` (None: infinite), ``noise`` (if computed, rounded up to four
-        digits), ``adaptive_noise`` (noise multiplier of the update under adaptive clipping; None: impossible),
-        ``smallest_cohort`` (for adaptive clipping) and ``noise_norm`` (norm of the noise in the mean update divided by the
-        clipping norm; None: the number of parameters is not set).
+        Rows with ``accountant``, ``assumes``, ``epsilon`` (None: infinite), ``epsilon_replaced`` (if a client is replaced, or
+        another one takes its place; None with amplification), ``noise`` (if computed, rounded up to four digits),
+        ``adaptive_noise`` (noise multiplier of the update under adaptive clipping; None: impossible), ``smallest_cohort``
+        (for adaptive clipping) and ``noise_norm`` (norm of the noise in the mean update divided by the clipping norm; None:
+        the number of parameters is not set).
     """
     from unskew.privacy import accounting
 
@@ -157,13 +158,15 @@ def privacy_rows(setting: dict[str, Any]) -> list[dict[str, Any]]:
         noise = setting["noise"]
         if noise is None:
             noise = round_up(accounting.noise_for(setting["target_epsilon"], delta, claimed, rounds, accountant), 4)
-        spent = accounting.epsilon([accounting.GaussianRounds(noise, claimed, rounds)], delta, accountant)
+        history = [accounting.GaussianRounds(noise, claimed, rounds)]
+        spent, replaced = accounting.epsilon(history, delta, accountant), accounting.replaced_epsilon(history, delta)
         smallest, bit_noise = accounting.smallest_cohort(noise), size / accounting.COHORT_PER_BIT_NOISE
         rows.append(
             {
                 "accountant": name,
                 "assumes": ASSUMES[name],
                 "epsilon": spent if math.isfinite(spent) else None,
+                "epsilon_replaced": replaced if replaced is None or math.isfinite(replaced) else None,
                 "noise": noise,
                 "adaptive_noise": accounting.split_noise(noise, bit_noise) if noise < 2 * bit_noise else None,
                 "smallest_cohort": smallest,
@@ -187,6 +190,7 @@ def _row_of_sites(setting: dict[str, Any]) -> dict[str, Any]:
         "accountant": "skellam",
         "assumes": ASSUMES["skellam"],
         "epsilon": skellam.skellam_epsilon([grid.rounds(rounds)], delta),
+        "epsilon_replaced": skellam.skellam_epsilon([grid.rounds(rounds).doubled()], delta),
         "noise": noise,
         "adaptive_noise": None,
         "smallest_cohort": None,
@@ -203,6 +207,15 @@ def privacy_notes(setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
     """
     rate = setting["cohort"] / setting["clients"]
     notes = [NEIGHBORS]
+    if setting["sampling"] == "fixed":
+        other = rows[-1]["epsilon_replaced"]
+        value = "infinite" if other is None else f"{round_up(other, 3):g}"
+        notes = [f"{NEIGHBORS} If it is replaced by another one, epsilon is {value}."]
+        if rate < 1:
+            notes = [
+                "Neighboring data sets differ in one client, whose data are replaced by none. If a client is added, removed "
+                f"or replaced, another one takes its place in a cohort, and epsilon is {value}."
+            ]
     if setting["honest"] is not None:
         row = rows[0]
         return [

@@ -140,7 +140,7 @@ def tune(
                 "tuned": tuned_methods,
                 "trials": result.trials,
                 "rows": rows,
-                "notes": result.comparison.notes(),
+                "notes": result.notes(),
             }
         )
     else:
@@ -148,7 +148,7 @@ def tune(
 
         compared = (comparison_table(rows), metrics_table(rows), clients_table(rows))
         tables = (tuned_table(result), importance_table(result), *compared)
-        for note in result.comparison.notes():
+        for note in result.notes():
             console.print(f"{note}\n", markup=False)
         for table in filter(None, tables):
             console.print(table)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import output_folder, parse_path, write_atomic
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
+from unskew.privacy.composition import composition_note
 from unskew.records.notebook import format_mean_std, html_table, to_data_frame
 from unskew.records.recorder import Callback, first_reaching, with_closing
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
@@ -111,7 +113,8 @@ class Comparison:
             attack = next((summaries[0].get("attack") for summaries in self.ranked.values()), None)
             remedy = divergence_remedy(attack)
             notes.append(f"Diverged, so the metrics do not describe the method: {which}. {remedy}")
-        return notes
+        together = composition_note(chain.from_iterable(self.summaries.values()))
+        return notes if together is None else [*notes, together]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
@@ -140,9 +143,10 @@ class Comparison:
             for key in (*averaged_keys(summaries[0]), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
                 row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
-            if "epsilon" in summaries[0]:
-                spent = [summary["epsilon"] for summary in summaries]
-                row["epsilon"] = None if None in spent else max(spent)
+            for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
+                if key in summaries[0]:
+                    spent = [summary[key] for summary in summaries]
+                    row[key] = None if None in spent else max(spent)
             row |= {
                 "target": self.target,
                 "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,

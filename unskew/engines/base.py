@@ -16,6 +16,7 @@ from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import ClientRule
 from unskew.protocol.training_config import Buffers, Training
+from unskew.secret_draws import SecretKey
 from unskew.tasks.base import Task
 
 
@@ -42,8 +43,7 @@ class EngineConfig:
         retried: Called with the number of clients that are trained again because a worker or a node died.
         plan: Schedule of the run.
         keeps_encoded: Whether updates keep their encoded streams, which a site sends.
-        secret_noise: Whether Poisson batches and private noise come from the system's entropy, because the server of a
-            real run knows its seed.
+        secret: Secret key of Poisson batches and private noise; None draws them from the seed.
     """
 
     spec: ModelSpec
@@ -60,7 +60,7 @@ class EngineConfig:
     retried: Callable[[int], None] = ignore_retries
     plan: RoundPlan = field(default_factory=RoundPlan)
     keeps_encoded: bool = False
-    secret_noise: bool = False
+    secret: SecretKey | None = None
 
     def batch_plan(self, round: int, client: int) -> BatchPlan:
         """Draw the batches of a client in a round.
@@ -71,9 +71,7 @@ class EngineConfig:
         """
         poisson = any(rule.poisson_batches for rule in self.rules)
         examples = self.federation.clients[client].examples
-        return BatchPlan(
-            self.training, examples, self.seed, round, client, poisson, secret=poisson and self.secret_noise
-        )
+        return BatchPlan(self.training, examples, self.seed, round, client, poisson, self.secret if poisson else None)
 
 
 class Engine(Protocol):

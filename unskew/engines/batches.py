@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from unskew.data.augment import crop_and_flip, draw_crop_and_flip
 from unskew.data.normalization import Normalization
 from unskew.errors import DataError
 from unskew.protocol.training_config import Training
+from unskew.secret_draws import SecretKey, secret_uniform, secret_words
 from unskew.seeding import generator
 
 PADDING = 4
@@ -30,7 +30,7 @@ class BatchPlan:
         round: Number of the round, from 0.
         client: Client number.
         poisson: Draw Poisson batches with the same number of steps, see ``draw_poisson_batch``.
-        secret: Draw from the system's entropy, because others know the seed.
+        secret: Secret key to draw from instead of the seed.
 
     Attributes:
         batches: Sample indices of each step.
@@ -45,20 +45,24 @@ class BatchPlan:
         round: int,
         client: int,
         poisson: bool = False,
-        secret: bool = False,
+        secret: SecretKey | None = None,
     ):
         if not examples:
             raise DataError(f"Client {client} has no samples to train on. Remove it from the federation.")
         draws = generator(seed, "batches", round, client)
         flips = generator(seed, "augment", round, client) if training.augment else None
-        for rng in (draws, flips) if secret else ():
-            if rng is not None:
-                rng.manual_seed(int.from_bytes(os.urandom(8)) >> 1)
         cuts, steps = training.cuts(examples), training.steps(examples, client)
         self.batches: list[Tensor] = []
         self.weights: list[Tensor] | None = None
         if poisson:
-            drawn = [draw_poisson_batch(examples, training.batch_size, draws) for _ in range(steps)]
+            if secret is None:
+                uniform = [torch.rand(examples, generator=draws, dtype=torch.float64) for _ in range(steps)]
+            else:
+                key = secret.subkey("batches", round, client)
+                uniform = [secret_uniform(key, step, examples) for step in range(steps)]
+                if flips is not None:  # those of a sample depend on its row, so they must not show the batch
+                    flips.manual_seed(int(secret_words(key, steps, 1)))
+            drawn = [draw_poisson_batch(numbers, training.batch_size) for numbers in uniform]
             self.batches, self.weights = [index for index, _ in drawn], [weight for _, weight in drawn]
         while len(self.batches) < steps:
             order = torch.randperm(examples, generator=draws)
@@ -85,21 +89,21 @@ class BatchPlan:
         return crop_and_flip(x, offsets.to(x.device), flips.to(x.device), PADDING)
 
 
-def draw_poisson_batch(examples: int, size: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw a batch that contains each sample with probability ``size / examples``, independently.
+def draw_poisson_batch(uniform: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Draw a batch that contains each of ``n`` samples with probability ``size / n``, independently.
 
     The batch is filled up with rows of weight 0 to a multiple of ``2 ceil(sqrt(size))``, which is about two standard
     deviations of its size, so that few different sizes occur. It has at least one row, and no row is ever left out.
 
     Args:
-        examples: Number of samples.
+        uniform: Random numbers in [0, 1), float64 ``[n]``.
         size: Expected number of samples in the batch.
-        rng: Random generator.
 
     Returns:
         Sample indices in ascending order, and weights, 1 or 0, of the rows.
     """
-    chosen = torch.nonzero(torch.rand(examples, generator=rng, dtype=torch.float64) < size / examples).flatten()
+    examples = len(uniform)
+    chosen = torch.nonzero(uniform < size / examples).flatten()
     multiple = 2 * math.ceil(math.sqrt(size))
     rows = min(examples, max(1, math.ceil(len(chosen) / multiple)) * multiple)
     index = torch.cat([chosen, chosen.new_zeros(rows - len(chosen))])

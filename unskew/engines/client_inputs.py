@@ -76,7 +76,6 @@ class ClientInputs:
             "plain_sgd": setup.training.plain_sgd and not has_frozen_parameters(setup.rules),
             "inputs": self.normalize,
             "pixels": PixelScaling.of(federation),
-            "secret_noise": setup.secret_noise,
         }
         self.facts = lru_cache(maxsize=REMEMBERED)(self._client_info)
         self._cached_masks = lru_cache(maxsize=8)(self._new_masks)
@@ -131,7 +130,7 @@ class ClientInputs:
             plan: Batches of the client.
             full_gradient: Gradient over all samples of the client, ``[d]``, if a rule needs it.
         """
-        device = self.setup.device
+        device, secret = self.setup.device, self.setup.secret
         v = self.initial_params(broadcast)
         epoch = len(self.setup.training.cuts(self.setup.federation.clients[broadcast.client].examples))
 
@@ -145,6 +144,7 @@ class ClientInputs:
             "v_global": v,
             "b_global": self.initial_buffers(broadcast),
             "key": client_key(self.setup.seed, broadcast),
+            "secret": None if secret is None else secret.subkey("client noise", broadcast.round, broadcast.client),
             "steps": scalar(len(plan.batches)),
             "epoch_steps": scalar(epoch),
             "weight": scalar(broadcast.weight),
@@ -306,7 +306,7 @@ def pack_update(
             setup.spec,
             broadcast.up,
             setup.plan,
-            secret_noise=setup.secret_noise,
+            secret=setup.secret,
         )
         sent = encode_upload(setup.rules, delta, upload, rules, broadcast.download, ctx)
         rules |= {name: state for name, state in sent.state.items() if state}

@@ -56,6 +56,8 @@ class GeneratorJob:
         device: Device for training and sampling.
         folder: Existing folder for checkpoints of the generator, or None.
         privacy: Privacy options, or None. They are only passed to generators with ``private = True``.
+        secret: Secret key of private training, int64 ``[2]``, see ``unskew.secret_draws``; then ``seed`` is secret, too. None
+            draws noise from the seed.
         report: Called after each epoch with ``epoch``, ``epochs``, and ``loss`` or, for private training, ``epsilon``.
         sampled: Called during ``sample`` with the finished share, from 0 to 1.
         warn: Called with warnings for the user.
@@ -67,6 +69,7 @@ class GeneratorJob:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     folder: Path | None = None
     privacy: PrivacyOptions | None = None
+    secret: Tensor | None = None
     report: Callable[[Figures], None] = _nothing
     sampled: Callable[[float], None] = _nothing
     warn: Callable[[str], None] = _nothing

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from unskew.generators.labels import allocate_counts, labels_from_counts
 from unskew.generators.registry import Factory
 from unskew.generators.synthetic_dataset import SyntheticSet
 from unskew.generators.trained.dp_sgd import PrivacyOptions
+from unskew.secret_draws import KEY_FILE, SecretKey, secret_uniform, secret_words, stored_key
 from unskew.seeding import derive, generator
 
 LOG = "generators.jsonl"
@@ -57,6 +58,11 @@ class GenerationRecipe:
     sharing: Sequence[int]
     keep: Keep | None = None
 
+    @property
+    def secret(self) -> bool:
+        """Return whether private generators draw from a secret key."""
+        return self.privacy is not None and not self.privacy.reproducible
+
 
 def generate_images(
     federation: Federation,
@@ -82,11 +88,12 @@ def generate_images(
 
     Raises:
         ConfigError: If the folder contains another set, or another process is using it.
+        CheckpointError: If the key of unfinished private generators is missing.
         DataError: If a generator returns anything other than images.
     """
     for needed in (recipe.factory, recipe.privacy):
         getattr(needed, "ready", lambda: None)()
-    work = _Work(federation, recipe, seed, folder, device, tell, warn)
+    work = _Work(federation, recipe, seed, folder, device, tell, warn, SecretKey() if recipe.secret else None)
     if folder is None:
         return work.all_images(about)
     synthetic.check_can_store()
@@ -106,6 +113,8 @@ def generate_images(
         begun = folder / "work" / "recipe.json"
         if begun.is_file() and begun.read_text(encoding="utf-8") != spelling:
             raise ConfigError(f"{folder} contains an unfinished synthetic set with other options. Remove it.")
+        if recipe.secret:
+            work = replace(work, secret=stored_key(folder / "work" / KEY_FILE, begun.is_file()))
         write_atomic(begun, spelling.encode())
         images = work.all_images(about)
         draw_picture(folder, images, federation)
@@ -125,6 +134,7 @@ class _Work:
     device: torch.device
     report: Tell
     warn: Callable[[str], None]
+    secret: SecretKey | None
 
     def all_images(self, about: dict[str, Any]) -> SyntheticSet:
         """Generate the set; images of finished clients are read from the folder."""
@@ -178,7 +188,7 @@ class _Work:
         federation = self.federation
         recipe = self.recipe
         folder = self.folder
-        rows = draw_subset(client.examples, recipe.rho, self.seed, client.id)
+        rows = draw_subset(client.examples, recipe.rho, self.seed, client.id, self.secret)
         x, y = take_rows(client.x.cpu(), rows), client.y.cpu()[rows]
         work = None if folder is None else folder / "work" / f"generator-{client.id}"
         if work is not None:
@@ -196,9 +206,12 @@ class _Work:
             self.report(text, number + TRAINING + (1 - TRAINING) * share, len(recipe.sharing))
 
         shape = (federation.shape[0], federation.shape[1], federation.shape[2])
-        key = derive(self.seed, "client's generator", 0, client.id)
+        key, secret = derive(self.seed, "client's generator", 0, client.id), None
+        if self.secret is not None:
+            secret = self.secret.subkey("private training", 0, client.id)
+            key = int(secret_words(self.secret.subkey("client's generator", 0, client.id), 0, 1)) & (1 << 63) - 1
         job = GeneratorJob(
-            shape, federation.classes, key, self.device, work, recipe.privacy, report, sampled, self.warn
+            shape, federation.classes, key, self.device, work, recipe.privacy, secret, report, sampled, self.warn
         )
         model = recipe.factory(job)
         model.fit(x, y)
@@ -242,15 +255,22 @@ def _earlier(row: Figures, line: Figures) -> bool:
     return bool(row["client"] != line["client"] or row["epoch"] < line["epoch"])
 
 
-def draw_subset(examples: int, rho: float, seed: int, client: int) -> Tensor:
+def draw_subset(examples: int, rho: float, seed: int, client: int, secret: SecretKey | None = None) -> Tensor:
     """Draw ``rho n`` (rounded, at least one) indices of a client's samples, uniformly without replacement, ascending.
+
+    From a secret key, each sample is drawn with probability ``rho`` independently of the others (at least one). So one sample
+    more changes at most one sample of the subset, as the guarantee for a sample that is added or removed requires.
 
     Args:
         examples: Number ``n`` of samples of the client.
         rho: Share of drawn samples.
         seed: Seed of the run.
         client: Number of the client.
+        secret: Secret key to draw from; None draws from the seed.
     """
+    if secret is not None:
+        uniform = secret_uniform(secret.subkey("generator subset", 0, client), 0, examples)
+        return torch.nonzero(uniform <= uniform.min().clamp_min(rho)).flatten()
     order = torch.randperm(examples, generator=generator(seed, "generator subset", 0, client))
     return order[: max(1, round(rho * examples))].sort().values
 

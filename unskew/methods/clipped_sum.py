@@ -28,6 +28,7 @@ from unskew.protocol.rules import (
 )
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
+from unskew.secret_draws import seeded_warnings
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -58,6 +59,7 @@ class ClippedSum(ClientRule, AggregateRule):
         noise_at: The server adds the noise, or each site adds a share of it (``sites``), which hides a client's data from
             the server, too.
         honest: With noise at the sites, minimum number ``t`` of sites in a sum that add their noise and do not reveal it.
+        reproducible: Compute noise and cohorts from the seed, so that runs can be repeated, without a guarantee.
     """
 
     name: ClassVar[str] = "dp"
@@ -85,6 +87,12 @@ class ClippedSum(ClientRule, AggregateRule):
     reveal: bool = False
     noise_at: Literal["server", "sites"] = "server"
     honest: Annotated[int, Field(ge=1)] | None = None
+    reproducible: bool = False
+
+    @property
+    def draws_secretly(self) -> bool:  # type: ignore[override]
+        """Return whether noise and cohorts are drawn from a secret key."""
+        return self.noise != 0 and not self.reproducible
 
     @property
     def hidden_metrics(self) -> Collection[str]:  # type: ignore[override]
@@ -175,18 +183,25 @@ class ClippedSum(ClientRule, AggregateRule):
         check_delta(delta, plan.clients)
         return delta
 
-    def delta_warnings(self, plan: RoundPlan) -> list[str]:
-        """Return a warning if delta is so large that the guarantee means little.
+    def common_warnings(self, plan: RoundPlan) -> list[str]:
+        """Return a warning if delta is so large that the guarantee means little, and one if there is none.
 
         Args:
             plan: Schedule of the run.
         """
+        warnings = seeded_warnings(self.name, self.reproducible)
         if self.delta_of(plan) <= LARGEST_DELTA:
-            return []
+            return warnings
         return [
+            *warnings,
             f"delta={self.delta_of(plan):.2g} is large, because there are only {plan.clients} clients: the guarantee means "
-            "little. Use more clients."
+            "little. Use more clients.",
         ]
+
+    @property
+    def sign(self) -> int:
+        """Sign of the noise in the record of rounds; -1 if it was computed from the seed."""
+        return -1 if self.reproducible else 1
 
     # ---- at the clients -------------------------------------------------------------------------------------------------
 

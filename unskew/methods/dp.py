@@ -18,6 +18,8 @@ A method with several uploads sends several streams. ``joint`` scales each to th
 vector. ``apart`` clips each of ``J`` streams to its own norm, with noise ``z sqrt(J)``.
 
 A client whose update is not finite, or that drops out, contributes 0, and the noise stays the same.
+
+Noise and Poisson cohorts are drawn from a secret key (``unskew.secret_draws``), or from the seed with ``reproducible``.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ from unskew.errors import ConfigError
 from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
 from unskew.methods.dp_sites import SiteDP
 from unskew.models.spec import ModelSpec
-from unskew.privacy.accounting import GaussianRounds, epsilon, noise_for, split_noise
+from unskew.privacy.accounting import GaussianRounds, epsilon, gaussian_mu, noise_for, replaced_epsilon, split_noise
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Combined, Report, Rule, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
+from unskew.secret_draws import is_seeded, seeded_report
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class DP(ClippedSum):
                     f"With dp:noise={self.noise:g}, the first round alone gives epsilon={first:.4g}, above {self.epsilon:g}. "
                     "Use more noise, or only epsilon."
                 )
-        warnings = self.delta_warnings(run.plan)
+        warnings = self.common_warnings(run.plan)
         if self.streams == "apart" and not run.plan.scales:
             warnings.append("dp:streams=apart has no effect, because the method sends nothing besides the model.")
         if self.accountant == "prv" and run.plan.amplification == 1:
@@ -98,8 +101,9 @@ class DP(ClippedSum):
             warnings.append("dp:noise=0 clips updates but adds no noise: there is no privacy.")
         elif run.plan.sampling == "fixed" and run.plan.cohort < run.plan.clients:
             warnings.append(
-                "Cohorts of a fixed size do not amplify privacy. With sampling=poisson the same noise gives a smaller "
-                "epsilon."
+                "Cohorts of a fixed size do not amplify privacy, and epsilon is for a client whose data are replaced by "
+                "none; the summary also has the larger one for a client that is added or removed. With sampling=poisson, "
+                "the same noise gives a smaller epsilon for both."
             )
         return warnings
 
@@ -180,7 +184,7 @@ class DP(ClippedSum):
                 noise = updates.normal(number, v) * (streams * limit / scale_of(name, plan))
                 total = total + (noise if sent is None else torch.where(sent, noise, 0.0))
             private[name] = total
-        new = {**state, "spent": add_round(state["spent"], z, plan.amplification)}
+        new = {**state, "spent": add_round(state["spent"], self.sign * z, plan.amplification)}
         if self.adaptive:
             bits = sums.upload.get(self.name, {}).get("bits")
             bits = torch.zeros_like(clip) if bits is None else bits.to(clip)
@@ -196,7 +200,7 @@ class DP(ClippedSum):
         spent = self.spent(state)
         clip = state["clip"].tolist()
         return {
-            "epsilon": None if math.isinf(spent) else spent,
+            "epsilon_if_secret" if is_seeded(state["spent"]) else "epsilon": None if math.isinf(spent) else spent,
             "clip_norm": clip[0] if len(clip) == 1 else clip,
         }
 
@@ -206,9 +210,7 @@ class DP(ClippedSum):
         Args:
             state: State of the rule.
         """
-        check_record(state["spent"], 3)
-        history = [GaussianRounds(z, rate, int(steps)) for z, rate, steps in state["spent"].tolist()]
-        return epsilon(history, float(state["delta"]), self.accountant)
+        return epsilon(rounds_of(state), float(state["delta"]), self.accountant)
 
     def after_round(self, state: Tensors) -> Tensor:
         """Return the record of rounds with one more round.
@@ -216,27 +218,50 @@ class DP(ClippedSum):
         Args:
             state: State of the rule.
         """
-        return add_round(state["spent"], float(state["noise"]), float(state["rate"]))
+        return add_round(state["spent"], self.sign * float(state["noise"]), float(state["rate"]))
 
     def report(self, state: Tensors, plan: RoundPlan) -> Report:
         """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
         spent, delta = self.spent(state), float(state["delta"])
-        fields = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
+        fields: dict[str, Any] = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
         reason = self.stop_reason(state)
         if math.isinf(spent):
             text = "None: updates were clipped without noise."
             return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
-        rates = {float(rate) for _, rate, _ in state["spent"].tolist()}
-        accountant = "exact Gaussian" if rates == {1.0} else f"{self.accountant.upper()} (opacus)"
+        if is_seeded(state["spent"]):
+            return Report(seeded_report(fields), stop_reason=reason)
+        history = rounds_of(state)
+        replaced, mu = replaced_epsilon(history, delta), gaussian_mu(history)
+        relation, instead = "added or removed", "replaced by another one"
+        if mu is not None:
+            fields |= {"epsilon_replaced": replaced, "gaussian_mu": mu}
+            if plan.cohort < plan.clients:
+                relation = "replaced by none"
+                instead = "added, removed or replaced, because another one takes its place in a cohort"
+            relation += f" (epsilon={replaced:.4g} if the client is {instead})"
+        accountant = f"{self.accountant.upper()} (opacus)" if mu is None else "exact Gaussian"
         cohorts = "Poisson cohorts" if plan.sampling == "poisson" else "fixed cohorts, without amplification"
         text = (
-            f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, added or removed, against everyone who "
-            f"sees the released models; {cohorts}, {accountant} accountant. Not covered: the server, which sees clipped "
-            "updates; files other than the model, such as cohort sizes, class counts and metrics on the clients' held-out "
-            "samples; statistics that standardize inputs; choices made with the same data, such as tuning and early stopping"
+            f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, {relation}, against everyone who sees the "
+            f"released models; {cohorts}, {accountant} accountant. Released: the models of all "
+            f"{sum(entry.steps for entry in history)} rounds; for the last one alone, no smaller epsilon is proven. Not "
+            "covered: the server, which sees clipped updates; files other than the model, with cohort sizes, class counts "
+            "and metrics on the clients' own samples (clients.jsonl; client_*, personal_* and validation_* in summary.json "
+            "and metrics.jsonl); statistics that standardize inputs; choices made with the same data, such as tuning and "
+            "early stopping; further runs on the same data"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
         return Report({**fields, "privacy": text}, stop_reason=reason)
+
+
+def rounds_of(state: Tensors) -> list[GaussianRounds]:
+    """Return the rounds in the record of a state.
+
+    Args:
+        state: State of the rule.
+    """
+    check_record(state["spent"], 3)
+    return [GaussianRounds(abs(z), rate, int(steps)) for z, rate, steps in state["spent"].tolist()]
 
 
 def add_round(spent: Tensor, noise: float, rate: float) -> Tensor:

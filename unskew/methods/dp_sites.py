@@ -2,7 +2,7 @@
 
 Agarwal, Kairouz, Liu, "The Skellam Mechanism for Differentially Private Federated Learning", 2021, arXiv:2110.04995. Each
 site clips its update, rounds it to a public grid, and adds a share of the noise. Under secure aggregation, only the sum of
-these integers modulo ``2^32`` is opened. A simulation does the same arithmetic with noise from the seed::
+these integers modulo ``2^32`` is opened. A simulation does the same arithmetic::
 
     site    x_k = round(clip(u_k) / gamma) + Skellam                 |round(.)| <= B
     server  mean = gamma (sum_k x_k mod 2^32, centered) / m
@@ -25,7 +25,7 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
 from unskew.models.spec import ModelSpec
-from unskew.privacy.integer_noise import round_within, skellam_noise, system_uniform
+from unskew.privacy.integer_noise import round_within, skellam_noise
 from unskew.privacy.skellam import SkellamGrid, SkellamRounds, Uniform, skellam_epsilon, skellam_grid, skellam_noise_for
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import replace_fields
@@ -33,6 +33,7 @@ from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Combined, Method, Report, Tensors, Updates, UploadContext
 from unskew.protocol.run_context import PreRunContext
+from unskew.secret_draws import is_seeded, seeded_report
 from unskew.seeding import numpy_generator
 
 
@@ -97,7 +98,7 @@ class SiteDP(ClippedSum):
                     f"With dp:noise={self.noise:g}, the first round alone gives epsilon={first:.4g}, above "
                     f"{self.epsilon:g}. Use more noise, or only epsilon."
                 )
-        warnings = self.delta_warnings(plan)
+        warnings = self.common_warnings(plan)
         if not grid.rate:
             warnings.append("dp:noise=0 clips updates but adds no noise: there is no privacy.")
         return warnings
@@ -215,7 +216,8 @@ class SiteDP(ClippedSum):
     def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the privacy spent so far."""
         spent = self.spent(state)
-        return {"epsilon": None if math.isinf(spent) else spent}
+        name = "epsilon_if_secret" if is_seeded(state["spent"]) else "epsilon"
+        return {name: None if math.isinf(spent) else spent}
 
     def spent(self, state: Tensors) -> float:
         """Return epsilon of the finished rounds.
@@ -223,9 +225,7 @@ class SiteDP(ClippedSum):
         Args:
             state: State of the rule.
         """
-        check_record(state["spent"], 4)
-        history = [SkellamRounds(l2, l1, variance, int(n)) for l2, l1, variance, n in state["spent"].tolist()]
-        return skellam_epsilon(history, float(state["delta"]))
+        return skellam_epsilon(rounds_of(state), float(state["delta"]))
 
     def after_round(self, state: Tensors) -> Tensor:
         """Return the record of rounds with one more round.
@@ -233,7 +233,8 @@ class SiteDP(ClippedSum):
         Args:
             state: State of the rule.
         """
-        return add_row(state["spent"], tuple(state["round"].tolist()))
+        l2, l1, variance = state["round"].tolist()
+        return add_row(state["spent"], (l2, l1, self.sign * variance))
 
     def report(self, state: Tensors, plan: RoundPlan) -> Report:
         """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
@@ -243,24 +244,39 @@ class SiteDP(ClippedSum):
         if math.isinf(spent):
             text = "None: updates were clipped without noise."
             return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
+        if is_seeded(state["spent"]):
+            return Report(seeded_report(fields), stop_reason=reason)
+        fields["epsilon_replaced"] = skellam_epsilon([entry.doubled() for entry in rounds_of(state)], delta)
         text = (
-            f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, used or not, against the server, the "
-            f"other clients and everyone who sees the released models, if at least {self.honest} clients of every sum add "
-            "their noise and do not reveal it (honest); noise at the sites, without amplification, RDP accountant of the "
-            "Skellam mechanism. Not covered: what a simulation records of its clients, and its statistics that standardize "
-            "inputs; when sites reply; choices made with the same data, such as tuning and early stopping."
+            f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, replaced by none (by other data or "
+            f"another client: epsilon={fields['epsilon_replaced']:.4g}), against the server, the other clients and everyone "
+            f"who sees the released models, if at least {self.honest} clients of every sum add their noise and do not reveal "
+            "it (honest); noise at the sites, without amplification, RDP accountant of the "
+            "Skellam mechanism. Released: the models and sums of all rounds; for the last one alone, no smaller epsilon is "
+            "proven. Not covered: what a simulation records of its clients, and its statistics that standardize inputs; when "
+            "sites reply; choices made with the same data, such as tuning and early stopping; further runs on the same data."
         )
         return Report({**fields, "privacy": text}, stop_reason=reason)
 
 
+def rounds_of(state: Tensors) -> list[SkellamRounds]:
+    """Return the rounds in the record of a state.
+
+    Args:
+        state: State of the rule.
+    """
+    check_record(state["spent"], 4)
+    return [SkellamRounds(l2, l1, abs(variance), int(steps)) for l2, l1, variance, steps in state["spent"].tolist()]
+
+
 def uniform_source(ctx: UploadContext) -> Uniform:
-    """Return the source of a client's random numbers: the seed in a simulation, the system's entropy at a real site.
+    """Return the source of a client's random numbers.
 
     Args:
         ctx: Upload.
     """
-    if ctx.secret_noise:
-        return system_uniform
+    if ctx.secret is not None:
+        return ctx.secret.stream("site noise", ctx.round, ctx.client)
     return numpy_generator(ctx.seed, "site noise", ctx.round, ctx.client).random
 
 

@@ -24,14 +24,13 @@ sizes, so that clients can be trained together. No batch is truncated or drawn a
 the rows are masked before they are summed, and layers may not mix samples (BatchNorm is not supported), so these rows do
 not change the result. Dropout has a separate key for each row.
 
-In a simulation, batches and noise are functions of the seed, so that runs can be repeated. At real sites both come from the
-system's entropy, because the server knows the seed.
+Batches, noise, and what depends on the row of a sample in its batch (dropout, augmentation) are drawn from a secret key
+(``unskew.secret_draws``), or from the seed with ``reproducible``. At real sites they always come from the system's entropy.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -42,17 +41,17 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.methods.clipped_sum import round_down
+from unskew.methods.clipped_sum import ClippedSum, round_down
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import GaussianRounds, default_delta, epsilon, noise_for
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
-from unskew.protocol.noise import system_normal
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import ClientRule, Context, Method, Report, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
+from unskew.secret_draws import is_seeded, secret_normal, secret_words, seeded_report, seeded_warnings
 from unskew.seeding import derive, fold, normal
 from unskew.tasks.base import Task
 
@@ -86,6 +85,7 @@ class DPSGD(ClientRule):
         clip: Clipping norm ``C`` of the gradient of a sample.
         accountant: Privacy accountant, ``rdp`` or the tighter ``prv``.
         reveal: Record the clients' training loss and diagnostics, which the guarantee does not cover.
+        reproducible: Compute noise and batches from the seed, so that runs can be repeated, without a guarantee.
     """
 
     name: ClassVar[str] = "dpsgd"
@@ -101,6 +101,12 @@ class DPSGD(ClientRule):
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     accountant: Literal["rdp", "prv"] = "rdp"
     reveal: bool = False
+    reproducible: bool = False
+
+    @property
+    def draws_secretly(self) -> bool:  # type: ignore[override]
+        """Return whether noise and batches are drawn from a secret key."""
+        return self.noise != 0 and not self.reproducible
 
     @property
     def hidden_metrics(self) -> Collection[str]:  # type: ignore[override]
@@ -115,6 +121,9 @@ class DPSGD(ClientRule):
         Args:
             method: The composition.
         """
+        other = method.aggregate
+        if isinstance(other, ClippedSum) and other.reproducible != self.reproducible:
+            return "dpsgd and dp of one run draw from the same key or seed. Set reproducible=true for both or none."
         if method.data:
             return (
                 f"{method.data[0].name} changes the clients' data, and dpsgd does not protect how. Remove one of them."
@@ -171,6 +180,7 @@ class DPSGD(ClientRule):
             self.delta_of(size)
         if self.noise == 0:
             return ("dpsgd:noise=0 clips gradients but adds no noise: there is no privacy.",)
+        warnings = seeded_warnings(self.name, self.reproducible)
         # With epsilon, this finds the noise of the clients; with both, it validates that the noise suffices.
         counts = {size: run.training.steps(size, 0) * run.rounds for size in (sizes if self.epsilon else sizes[:1])}
         for size, steps in counts.items():
@@ -186,11 +196,11 @@ class DPSGD(ClientRule):
                     f"spends epsilon={spent:.4g}, above {self.epsilon:g}. Use more noise, fewer rounds, or only epsilon."
                 )
         if self.accountant == "prv" and run.training.batch_size >= sizes[-1]:
-            return (
+            warnings.append(
                 "dpsgd:accountant=prv has no effect, because every batch contains all samples of a client. Use a smaller "
-                "batch_size.",
+                "batch_size."
             )
-        return ()
+        return warnings
 
     def delta_of(self, samples: int) -> float:
         """Return delta of a client, by default ``n_k^-1.1``.
@@ -250,13 +260,12 @@ class DPSGD(ClientRule):
         info = ctx.client_info
 
         def private(v: Tensor, batch: Batch) -> Tensor:
-            key = fold(fold(ctx.key, PURPOSE), batch.step)
             masks = batch.key
-            if ctx.secret_noise:
-                noise = system_normal(len(v)).to(v.device)
-                masks = torch.tensor(int.from_bytes(os.urandom(8)) >> 1, device=v.device)
+            if ctx.secret is None:
+                noise = normal(fold(fold(ctx.key, PURPOSE), batch.step), (len(v),))
             else:
-                noise = normal(key, (len(v),))
+                noise = secret_normal(ctx.secret, 2 * batch.step, len(v))
+                masks = secret_words(ctx.secret, 2 * batch.step + 1, 1)[0]
             total, loss = clipped_sum(ctx.spec, ctx.task, v, batch._replace(key=masks), self.clip)
             # The loss is not private: without `reveal` it does not leave the client.
             ctx.model.loss = loss if self.reveal else torch.zeros_like(loss)
@@ -268,6 +277,8 @@ class DPSGD(ClientRule):
 
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Initialize the record of private steps: rows of client, noise multiplier, sampling rate and number of steps.
+
+        The noise multiplier is negative if the noise was computed from the seed.
 
         Args:
             v: Initial model, ``[d]``.
@@ -289,7 +300,7 @@ class DPSGD(ClientRule):
             samples, training = int(state["sizes"][client]), plan.training
             steps = training.steps(samples, client)
             noise = self.noise_of(samples, steps * plan.rounds, training.batch_size)
-            row = float(client), noise, rate_of(samples, training.batch_size)
+            row = float(client), -noise if self.reproducible else noise, rate_of(samples, training.batch_size)
             counts[row] = counts.get(row, 0.0) + steps
         rows = [[*row, steps] for row, steps in counts.items()]
         return {**state, "spent": torch.tensor(rows, dtype=torch.float64, device=state["spent"].device)}
@@ -305,14 +316,19 @@ class DPSGD(ClientRule):
         if math.isinf(worst["epsilon"]):
             text = "None: gradients of samples were clipped, but some steps had no noise."
             return Report({"epsilon": None, "delta": worst["delta"], "privacy": text}, spent)
+        if is_seeded(state["spent"]):
+            rows = {client: {"epsilon_if_secret": fields["epsilon"]} for client, fields in spent.items()}
+            return Report(seeded_report(worst), rows)
         exact = all(rate == 1 for _, _, rate, _ in state["spent"].tolist())
         accountant = "exact Gaussian" if exact else f"{self.accountant.upper()} (opacus)"
         text = (
             f"(epsilon={worst['epsilon']:.4g}, delta={worst['delta']:.3g}) or better for one sample of one client, added or "
             "removed, against the server and all other clients, who see only noisy gradients; Poisson batches, "
-            f"{accountant} accountant. clients.jsonl has the values of each client. Not covered: numbers of "
-            "samples and class counts; metrics on the clients' held-out samples; other samples of the same client that "
-            "resemble one sample; choices made with the same data, such as tuning and early stopping"
+            f"{accountant} accountant. clients.jsonl has the values of each client. Released: a client's updates of all "
+            "rounds, and all models. Not covered: numbers of samples, class counts and metrics on the clients' own samples "
+            "(clients.jsonl; client_*, personal_* and validation_* in summary.json and metrics.jsonl); other samples of the "
+            "same client that resemble one sample; choices made with the same data, such as tuning and early stopping; "
+            "further runs on the same data"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
         return Report({**worst, "privacy": text}, spent)
@@ -325,7 +341,7 @@ class DPSGD(ClientRule):
         """
         histories: dict[int, list[tuple[float, float, int]]] = {}
         for client, noise, rate, steps in state["spent"].tolist():
-            histories.setdefault(int(client), []).append((noise, rate, int(steps)))
+            histories.setdefault(int(client), []).append((abs(noise), rate, int(steps)))
         deltas = {client: self.delta_of(int(state["sizes"][client])) for client in histories}
         return {
             client: {"epsilon": _epsilon(tuple(sorted(rows)), deltas[client], self.accountant), "delta": deltas[client]}

@@ -1,7 +1,8 @@
 """Privacy accounting of client-level Gaussian mechanisms: epsilon of a history of rounds, and the noise for an epsilon.
 
 In each round, a mechanism adds Gaussian noise with standard deviation ``z C`` to a sum of clipped updates. Each client
-contributes at most ``C`` in norm. Neighboring data sets differ in one client, added or removed. There are two cases:
+contributes at most ``C`` in norm. Neighboring data sets differ in one client, whose data are replaced by none. There are two
+cases:
 
 - Without amplification by sampling, the rounds compose to one Gaussian mechanism with ``mu = sqrt(sum_t z_t^-2)``, whose
   guarantee is known exactly (Balle and Wang 2018, arXiv:1805.06530; Dong et al. 2019, arXiv:1905.02383)::
@@ -11,6 +12,10 @@ contributes at most ``C`` in norm. Neighboring data sets differ in one client, a
 - With Poisson cohorts, each client takes part in a round with probability ``q``, independently of the others, and nobody can
   predict the cohort. Two upper bounds are available from opacus: ``rdp`` (Mironov et al. 2019, arXiv:1908.10530) and ``prv``
   (Gopi et al. 2021, arXiv:2106.02848), which is tighter and slower.
+
+With Poisson cohorts, or if all clients take part, a client that is added or removed is the same. In a fixed cohort of fewer
+clients, however, another client takes the place of one that is removed, and the sum changes by up to ``2 C``, as it does if a
+client is replaced. The same noise then has half the noise multiplier (``replaced_epsilon``).
 """
 
 from __future__ import annotations
@@ -98,9 +103,36 @@ def epsilon(history: Iterable[GaussianRounds], delta: float, accountant: str = "
         return 0.0
     if any(entry.noise == 0 for entry in history):
         return math.inf
-    if all(entry.rate == 1 for entry in history):
-        return exact_epsilon(math.hypot(*(math.sqrt(entry.steps) / entry.noise for entry in history)), delta)
+    mu = gaussian_mu(history)
+    if mu is not None:
+        return exact_epsilon(mu, delta)
     return rdp_epsilon(history, delta) if accountant == "rdp" else prv_epsilon(history, delta)
+
+
+def gaussian_mu(history: Iterable[GaussianRounds]) -> float | None:
+    """Return ``mu`` of the one Gaussian mechanism to which rounds compose; None if they are amplified or have no noise.
+
+    Args:
+        history: Rounds so far.
+    """
+    history = _merge(history)
+    if any(entry.rate < 1 or entry.noise == 0 for entry in history):
+        return None
+    return math.hypot(*(math.sqrt(entry.steps) / entry.noise for entry in history))
+
+
+def replaced_epsilon(history: Iterable[GaussianRounds], delta: float) -> float | None:
+    """Return ``epsilon`` if a client is replaced, so that the sum changes by up to ``2 C``; None with amplification.
+
+    Args:
+        history: Rounds so far.
+        delta: Probability ``delta`` of the guarantee, in (0, 1).
+
+    >>> round(replaced_epsilon([GaussianRounds(4.0, 1.0, 10)], delta=1e-3), 6)
+    5.587133
+    """
+    mu = gaussian_mu(history)
+    return None if mu is None else exact_epsilon(2 * mu, delta)
 
 
 def _merge(history: Iterable[GaussianRounds]) -> tuple[GaussianRounds, ...]:

@@ -10,7 +10,6 @@ number: the probability of an integer has a relative error of about ``sqrt(rate)
 from __future__ import annotations
 
 import math
-import os
 
 import numpy as np
 
@@ -20,16 +19,6 @@ CHUNK = 1 << 20
 """Number of entries that are drawn at a time."""
 SMALLEST_RATE = 1024
 """Smallest rate for which the expansion of the factorial is exact in float64."""
-
-
-def system_uniform(count: int) -> np.ndarray:
-    """Return uniform numbers in [0, 1) with 53 bits from the system's entropy.
-
-    Args:
-        count: Number of draws.
-    """
-    bits: np.ndarray = np.frombuffer(os.urandom(8 * count), np.uint64) >> np.uint64(11)
-    return bits * 2.0**-53
 
 
 def round_stochastically(x: np.ndarray, uniform: Uniform) -> np.ndarray:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -66,6 +66,10 @@ class SkellamRounds:
         small = ((2 * orders - 1) * self.l2**2 + 6 * self.l1) / (4 * self.variance**2)
         per_round = orders * self.l2**2 / (2 * self.variance) + np.minimum(small, 3 * self.l1 / (2 * self.variance))
         return np.asarray(self.steps * per_round)
+
+    def doubled(self) -> SkellamRounds:
+        """Return the rounds if the sum changes twice as much: a client is replaced, or another one takes its place."""
+        return replace(self, l2=2 * self.l2, l1=2 * self.l1)
 
 
 @dataclass(frozen=True)

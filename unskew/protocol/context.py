@@ -67,8 +67,8 @@ class Context:
         final: Whether this is the training after the last round, such as fine-tuning.
         sent: Mask of the parameters that the client uploads after this round, boolean ``[d]``; None if all.
         received: Mask of the parameters that the client downloaded before this round, boolean ``[d]``; None if all.
-        secret_noise: Whether noise that protects the client must come from the system's entropy instead of ``key``, which
-            the server of a real run knows.
+        secret: Secret key of this client and round, int64 ``[2]``, from which noise that protects the client is drawn with
+            ``unskew.secret_draws`` instead of ``key``; None if the run is not private, or must repeat bit for bit.
     """
 
     round: int
@@ -95,7 +95,7 @@ class Context:
     final: bool = False
     sent: Tensor | None = None
     received: Tensor | None = None
-    secret_noise: bool = False
+    secret: Tensor | None = None
 
     @property
     def lr(self) -> float:

@@ -18,6 +18,7 @@ from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Slices, Tensors, num_bytes, replace_fields
 from unskew.protocol.round_plan import RoundPlan
+from unskew.secret_draws import SecretKey
 
 Stage = Literal["transform", "clip", "compress"]
 STAGES = ("transform", "clip", "compress")
@@ -38,7 +39,7 @@ class UploadContext:
         up: Uploaded slices of the model; None for all.
         plan: Schedule of the run.
         download: What the server half of the codec sent to this client; empty in ``decode``.
-        secret_noise: Whether noise must come from the system's entropy, because the server of a real run knows the seed.
+        secret: Secret key to draw noise from; None draws it from the seed.
     """
 
     round: int
@@ -48,7 +49,7 @@ class UploadContext:
     up: Slices | None
     plan: RoundPlan
     download: Tensors = field(default_factory=dict)
-    secret_noise: bool = False
+    secret: SecretKey | None = None
 
     @property
     def size(self) -> int:

@@ -60,6 +60,9 @@ class Rule:
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
     """Smallest and largest value of uploads, by name. The server rejects other values, which a hostile client may send."""
 
+    draws_secretly: bool = False
+    """True if the guarantee of the rule relies on draws that nobody can compute, so that the run needs a secret key."""
+
     slots: Mapping[str, Rule] | None = None
     """Rules that fill the slots of the method, by slot, if options decide; by default this rule fills the slots of its
     base classes."""

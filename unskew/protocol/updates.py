@@ -11,9 +11,9 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Tensors, Update, flatten_records, unflatten_records
-from unskew.protocol.noise import NoiseSource
 from unskew.protocol.round_plan import DEFAULT_PLAN, RoundPlan
 from unskew.protocol.server_training import ServerTraining
+from unskew.secret_draws import NoiseSource
 
 Masks = tuple[Tensor, Tensor]
 """Masks of entries of the model, ``[d]``, and of its normalization statistics, ``[m]``."""

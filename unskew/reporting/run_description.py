@@ -15,6 +15,7 @@ from typing import Any
 from unskew.comparison.compare import weighting_mismatch_note
 from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS, REFERENCES, check_expression, rule_class
+from unskew.privacy.composition import composition_note
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles, is_usable_number
 from unskew.reporting.tables import Cell, Table
@@ -86,6 +87,10 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
     unequal = any(
         len({row["samples"] for row in run.clients}) > 1 for method_runs in part.series for run in method_runs.runs
     )
+    if (
+        together := composition_note(run.summary for method_runs in part.series for run in method_runs.runs)
+    ) is not None:
+        entries = [("all runs", together), *entries]
     return [("all runs", uneven), *entries] if uneven and unequal else entries
 
 

@@ -135,8 +135,12 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
             metric_title(metric.title, metric): (metric_cell(metric), metric.name)
             for metric in secondary_metrics(rows[0])
         }
-        if any(row.get("epsilon") is not None for row in rows):
-            columns["epsilon"] = (loss_cell, "epsilon")
+        private = {"epsilon": "epsilon", "epsilon if secret": "epsilon_if_secret"}
+        columns |= {
+            title: (loss_cell, name)
+            for title, name in private.items()
+            if any(row.get(name) is not None for row in rows)
+        }
         if "backdoor_success" in rows[0]:
             columns["attack success, %"] = (percent_cell, "backdoor_success")
         columns["loss"] = (loss_cell, "loss")

@@ -45,6 +45,7 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "bytes_to_target": ("MB of all clients to the target accuracy, over the seeds that reach it", 1e-6, 1),
     "saving": ("traffic to the target saved against the first row, at least, %", 100, 1),
     "epsilon": ("epsilon spent", 1, 2),
+    "epsilon_if_secret": ("epsilon spent, if noise were secret", 1, 2),
     "scalars_per_client": ("parameters up and down per client in 20,000 steps, billions", 1e-9, 4),
     "updates/norm": ("norm of the updates of the last round, mean", 1, 4),
     "updates/norm_min": ("norm of the updates of the last round, minimum", 1, 4),

@@ -16,7 +16,6 @@ from unskew.engines.base import EngineConfig
 from unskew.methods.fedavg import FedAvg, server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
-from unskew.protocol.noise import NoiseSource
 from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, Recorder
@@ -24,6 +23,7 @@ from unskew.runs.metrics import RunMetrics, run_metrics
 from unskew.runs.round_plan import make_round_plan
 from unskew.runs.state_stores import make_client_store
 from unskew.runs.validation import accepts_late_updates, resolve_weighting, run_context
+from unskew.secret_draws import KEY_FILE, NoiseSource, SecretKey, SystemEntropy, stored_key
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.clock import Clock, draw_speeds, parse_quantity, read_speeds
 from unskew.simulation.delays import Delays
@@ -98,6 +98,9 @@ def assemble(
         callbacks: Callbacks of the run.
         deployed: Whether clients are real sites, which know the seed: noise and Poisson cohorts are then drawn from the
             system's entropy.
+
+    Raises:
+        CheckpointError: If the key of an unfinished private run is missing.
     """
     spec = spec.to(device)
     if device.type != "cpu":
@@ -113,10 +116,10 @@ def assemble(
     )
     store = make_client_store(config, folder, clients)
     plan = make_round_plan(config, len(federation.clients), method)
-    secret = None if deployed and config.sampling == "poisson" else config.seed
+    secret = SystemEntropy() if deployed else secret_key(method, folder, config.rounds)
     candidates = parse_sampling(config.sampling)[1]
     sizes = None if candidates is None else np.asarray(federation.sizes)  # sizes of many clients are slow to read
-    sampler = Sampler(len(federation.clients), config.participation, secret, config.sampling, sizes)
+    sampler = Sampler(len(federation.clients), config.participation, config.seed, config.sampling, sizes, secret)
     observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
     trainer = ServerTrainer(
         spec, federation, config.training, device, sampler.size, observed, "samples" if callable(weights) else weights
@@ -132,7 +135,7 @@ def assemble(
         config.seed,
         trainer,
         cache,
-        NoiseSource(None if deployed else config.seed),
+        NoiseSource(config.seed, secret),
     )
     traffic = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
     for client, (up, down) in (*traffic, *prepared.traffic):
@@ -156,6 +159,7 @@ def assemble(
         recorder.warn,
         recorder.retried,
         plan,
+        secret=secret,
     )
     attackers = None
     if config.attack is not None:
@@ -179,6 +183,33 @@ def assemble(
         setup=setup,
         attackers=attackers,
     )
+
+
+def secret_key(method: Method, folder: Path | None, rounds: int) -> SecretKey | None:
+    """Return the key of the secret draws of a simulated run, or None if the run has none.
+
+    The key of an unfinished run is stored in its folder. A finished run that is extended gets another key. The key depends
+    on the number of rounds, too: noise for an epsilon does, and its draws must not be repeated with another scale.
+
+    Args:
+        method: Method of the run.
+        folder: Run folder; None keeps the key in memory.
+        rounds: Number of rounds.
+
+    Raises:
+        CheckpointError: If the key of an unfinished run is missing.
+    """
+    if not any(rule.draws_secretly for rule in method.rules):
+        return None
+    scope = f"{rounds} rounds"
+    if folder is None:
+        return SecretKey().within(scope)
+    path, metrics = folder / KEY_FILE, folder / "metrics.jsonl"
+    finished = (folder / "summary.json").exists()
+    if finished:
+        path.unlink(missing_ok=True)
+    begun = any(folder.glob("checkpoints/*")) or (metrics.exists() and metrics.stat().st_size > 0)
+    return stored_key(path, begun and not finished).within(scope)
 
 
 def make_clock(config: Experiment, federation: Federation, spec: ModelSpec, method: Method, server: Server) -> Clock:

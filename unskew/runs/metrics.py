@@ -27,6 +27,7 @@ SUMMARY = {
         "target",
         "synthetic",
         "privacy",
+        "gaussian_mu",
     ),
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
     *("kept_round", "client", "name", "samples", "num_held_out", "class_counts"),

@@ -34,6 +34,7 @@ from unskew.runs.resume import (
 )
 from unskew.runs.simulated_clients import SimulatedClients
 from unskew.runs.summary import add_rule_fields, counted_class_names, kept_metrics, summarize
+from unskew.secret_draws import KEY_FILE
 from unskew.simulation import checkpoint, personal_models, restore, run_warnings
 from unskew.simulation.generated_samples import GeneratedSamplesRecorder
 from unskew.simulation.round_loop import RunInterrupted, run_rounds
@@ -142,6 +143,7 @@ class Session:
             write_artifacts(
                 self.folder, config, self.evaluator.federation, self.server, clients, summary, self._curves()
             )
+            (self.folder / KEY_FILE).unlink(missing_ok=True)
         for store in (self.server.store, self.server.cache, self.network.store):
             store.close()
         for callback in self.callbacks:

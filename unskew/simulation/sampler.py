@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from unskew.protocol.round_plan import parse_sampling
+from unskew.secret_draws import SecretKey
 from unskew.seeding import numpy_generator
 
 
@@ -21,11 +22,12 @@ class Sampler:
     Args:
         clients: Number of registered clients ``K``.
         participation: Share of clients per round, ``q``; a fixed cohort has at least one client.
-        seed: Seed of the run. None draws from the system's entropy, because amplification by sampling requires that
-            clients cannot predict the cohort.
+        seed: Seed of the run.
         sampling: ``fixed``: uniformly without replacement; ``poisson``: each client is drawn with probability ``q``, and a
             cohort may be empty; or ``power-of-choice:D``.
         sizes: Number of samples of each client, ``[K]``, for power-of-choice.
+        secret: Secret key from which Poisson cohorts are drawn instead, because amplification by sampling requires that
+            nobody can compute the cohort.
 
     Attributes:
         size: Number of clients of a fixed cohort, ``m``.
@@ -39,12 +41,13 @@ class Sampler:
         self,
         clients: int,
         participation: float,
-        seed: int | None,
+        seed: int,
         sampling: str = "fixed",
         sizes: np.ndarray | None = None,
+        secret: SecretKey | None = None,
     ):
         self.clients, self.participation = clients, participation
-        self.seed, self.sizes = seed, sizes
+        self.seed, self.sizes, self.secret = seed, sizes, secret
         self.sampling, self.candidates = parse_sampling(sampling)
         self.size = max(1, round(participation * clients))
 
@@ -57,9 +60,10 @@ class Sampler:
             round: Number of the round, from 0.
             in_flight: Clients that are still training.
         """
-        draws = np.random.default_rng() if self.seed is None else numpy_generator(self.seed, "cohort", round)
+        draws = numpy_generator(self.seed, "cohort", round)
         if self.sampling == "poisson":
-            chosen = np.flatnonzero(draws.random(self.clients) < self.participation)
+            uniform = draws.random if self.secret is None else self.secret.stream("cohort", round)
+            chosen = np.flatnonzero(uniform(self.clients) < self.participation)
             chosen = np.setdiff1d(chosen, np.fromiter(in_flight, int))
         elif self.candidates is not None and self.sizes is not None:
             idle = np.setdiff1d(np.arange(self.clients), np.fromiter(in_flight, int))

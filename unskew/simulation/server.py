@@ -26,12 +26,12 @@ from unskew.protocol.messages import (
     num_bytes,
     replace_fields,
 )
-from unskew.protocol.noise import NoiseSource
 from unskew.protocol.payload import slices_length
 from unskew.protocol.rules import Method, Rule, ServerRule, changes_updates
 from unskew.protocol.server_training import ServerTraining
 from unskew.protocol.training_config import Buffers
 from unskew.protocol.updates import CombinedUpdate, Updates
+from unskew.secret_draws import NoiseSource
 from unskew.seeding import derive
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.parameter_slices import SliceExchange, complement_slices, subtract_slices

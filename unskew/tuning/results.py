@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from unskew.comparison.compare import Comparison, folder_name
 from unskew.config.experiment import Experiment
 from unskew.config.paths import with_absolute_paths
 from unskew.filesystem import make_folder, write_atomic
+from unskew.privacy.composition import composition_note
 from unskew.tuning.study import Study, as_csv
 from unskew.tuning.trial_runner import TuningPlan
 
@@ -52,12 +54,19 @@ class TuningResult:
         trials: One row per trial.
         comparison: Comparison of the tuned methods on fresh seeds.
         folder: Folder of the tuning, or None.
+        spent: Guarantee of each private trial.
     """
 
     tuned: dict[str, TunedMethod]
     trials: list[dict[str, Any]] = field(repr=False)
     comparison: Comparison = field(repr=False)
     folder: Path | None = None
+    spent: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    def notes(self) -> list[str]:
+        """Return the notes of the comparison, and the guarantee of all private trials and runs together."""
+        together = composition_note([*self.spent, *chain.from_iterable(self.comparison.summaries.values())])
+        return [*self.comparison.notes(), *([f"Trials and comparison: {together}"] if self.spent and together else [])]
 
 
 def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> TunedMethod:

@@ -207,6 +207,12 @@ class Study:
             importances = self.optuna.importance.get_param_importances(self.study, evaluator=evaluator)
         return {key: float(share) for key, share in importances.items()}
 
+    def spent(self) -> list[dict[str, Any]]:
+        """Return what each trial has spent of the privacy of its data; one that ended early counts like the largest one."""
+        finished = [trial.user_attrs["privacy"] for trial in self.all if "privacy" in trial.user_attrs]
+        early = sum(trial.state.name == "PRUNED" for trial in self.all)
+        return finished + early * [max(finished, key=lambda each: each["epsilon"])] if finished else []
+
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per trial."""
         return [
@@ -271,6 +277,16 @@ class Trial:
             self.trial.report(value, round)
         if round >= self.reported and not last and self.trial.should_prune():
             raise TrialPruned
+
+    def record_privacy(self, summary: Mapping[str, Any]) -> None:
+        """Store what the trial has spent of the privacy of its data, if it was private.
+
+        Args:
+            summary: Summary of its run.
+        """
+        known = {name: summary[name] for name in ("epsilon", "delta", "gaussian_mu", "synthetic") if summary.get(name)}
+        if "epsilon" in known:
+            self.trial.set_user_attr("privacy", known)
 
     def tell(self, value: float | None, rounds: int, reason: str | None = None) -> None:
         """Store the result of the trial.

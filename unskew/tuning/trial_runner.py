@@ -275,6 +275,7 @@ def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Ca
     except (ConfigError, DataError) as error:
         trial.tell(None, 0, str(error))
     else:
+        trial.record_privacy(summary)
         trial.tell(plan.value_of(history, summary, name in plan.personal), len(history))
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

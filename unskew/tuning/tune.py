@@ -125,7 +125,8 @@ def tune(
         comparison = _compared(plan, tuned, fresh, federation, model, callback_factory, parallel if away else 1)
         if folder is not None:
             shutil.rmtree(folder / "trials", ignore_errors=True)
-    return TuningResult(tuned, rows, comparison, folder)
+    spent = [each for study in studies.values() for each in study.spent()]
+    return TuningResult(tuned, rows, comparison, folder, spent)
 
 
 def _names(methods: Any) -> list[str]:

@@ -20,6 +20,7 @@ from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.engines.auto_select import EngineChoice
 from unskew.engines.base import Engine
 from unskew.errors import ConfigError
+from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import Update, replace_fields
 from unskew.runs.assembly import RunParts
 from unskew.runs.simulated_clients import SimulatedClients
@@ -213,6 +214,11 @@ def check_deployable(config: Experiment) -> None:
         raise ConfigError(
             "network.delay and network.drop simulate delayed and lost messages, and the other fields of network slow "
             "clients, which occur on real machines anyway. Remove them from the experiment."
+        )
+    if any(getattr(rule, "reproducible", False) for rule in method_of(config.method).rules):
+        raise ConfigError(
+            "reproducible=true computes noise from the seed, which every site knows. Remove it: on real machines, noise "
+            "comes from the system's entropy."
         )
     if config.attack is not None:
         raise ConfigError("attack simulates hostile clients and is not supported over real sites. Remove it.")

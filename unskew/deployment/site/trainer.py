@@ -36,6 +36,7 @@ from unskew.protocol.payload import gather_slices
 from unskew.runs.build_model import initial_spec, match_model_input_range
 from unskew.runs.round_plan import make_round_plan
 from unskew.runs.validation import resolve_weighting
+from unskew.secret_draws import SystemEntropy
 from unskew.simulation import personal_models
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.parameter_slices import complement_slices
@@ -143,7 +144,7 @@ class SiteTrainer:
             received.common,
             plan=make_round_plan(self.config, self.total, self.method),
             keeps_encoded=True,
-            secret_noise=True,
+            secret=SystemEntropy(),
         )
         self._trainer = key, LocalTrainer(setup)
         return self._trainer[1]

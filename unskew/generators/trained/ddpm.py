@@ -193,7 +193,7 @@ class DDPMGenerator:
         else:
             from unskew.generators.trained.dp_sgd import PrivateTraining
 
-            private = PrivateTraining(job.privacy, self.net, optimizer, job.seed, **common)
+            private = PrivateTraining(job.privacy, self.net, optimizer, job.seed, job.secret, **common)
             try:
 
                 def private_step(index: Tensor, number: int) -> Tensor:

@@ -9,6 +9,9 @@ Each gradient is clipped to the norm ``C``, and Gaussian noise with standard dev
 An epoch has ``S = ceil(n / batch)`` steps and ``q = 1/S``. A step with an empty batch also adds noise and counts. The
 guarantee is for one example of a client, added or removed. It does not cover the number of generated images per class, which
 follows the client's data.
+
+Batches and noise are drawn from a secret key. The seed of the other draws, which depend on the position of a sample in its
+batch (times of the diffusion, dropout), is secret, too. With ``reproducible``, all are drawn from the seed of the run.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
+from unskew.secret_draws import secret_normal, secret_uniform, seeded_sentence
 from unskew.seeding import derive, generator
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -41,6 +45,7 @@ class PrivacyOptions:
         delta: Probability ``delta`` of the guarantee.
         clip: Maximum gradient norm ``C``.
         accountant: Privacy accountant: ``rdp`` (Renyi) or ``prv`` (tighter, slower).
+        reproducible: Compute noise and batches from the seed, so that runs can be repeated, without a guarantee.
     """
 
     noise_multiplier: Positive | None = None
@@ -48,6 +53,7 @@ class PrivacyOptions:
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     clip: Positive = 1.0
     accountant: Literal["rdp", "prv"] = "rdp"
+    reproducible: bool = False
 
     def ready(self) -> None:
         """Validate that opacus is installed (raises ``ConfigError`` otherwise)."""
@@ -60,6 +66,8 @@ class PrivacyOptions:
             epsilon: Largest privacy loss of any client.
             share: Description of the data that a client sends.
         """
+        if self.reproducible:
+            return seeded_sentence(round_up(epsilon), self.delta)
         return (
             f"Each client's generator is ({round_up(epsilon):g}, {self.delta:g})-differentially private for one example of "
             f"that client, added or removed (DP-SGD, clip {self.clip:g}, accountant {self.accountant}); {share}"
@@ -199,7 +207,8 @@ class PrivateTraining:
         privacy: Privacy options.
         module: Network without BatchNorm. It computes per-sample gradients until ``close``.
         optimizer: Optimizer of its parameters.
-        seed: Random seed of the generator. The noise can be computed from it, so in deployment it must be secret.
+        seed: Random seed of the generator.
+        secret: Secret key of batches and noise, int64 ``[2]``; None draws them from the seed, without a guarantee.
         examples: Number of samples.
         epochs: Number of epochs.
         batch: Expected batch size.
@@ -214,6 +223,7 @@ class PrivateTraining:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         seed: int,
+        secret: Tensor | None,
         examples: int,
         epochs: int,
         batch: int,
@@ -221,7 +231,7 @@ class PrivateTraining:
         opacus = _opacus()
         check_module(module)
         self.privacy = privacy
-        self.seed = seed
+        self.seed, self.secret = seed, secret
         self.examples = examples
         self.per_epoch = math.ceil(examples / batch)
         self.q = 1 / self.per_epoch
@@ -269,11 +279,13 @@ class PrivateTraining:
     def batches(self, epoch: int) -> list[Tensor]:
         """Draw the batches of an epoch as indices by Poisson sampling; an empty list if the budget is spent."""
         count = max(0, min(self.per_epoch, self.allowed - epoch * self.per_epoch))
-        draws = generator(self.seed, "generator epoch", epoch)
-        return [
-            torch.nonzero(torch.rand(self.examples, generator=draws, dtype=torch.float64) < self.q).flatten()
-            for _ in range(count)
-        ]
+        if self.secret is None:
+            draws = generator(self.seed, "generator epoch", epoch)
+            uniform = [torch.rand(self.examples, generator=draws, dtype=torch.float64) for _ in range(count)]
+        else:
+            first = epoch * self.per_epoch
+            uniform = [secret_uniform(self.secret, 2 * (first + k), self.examples) for k in range(count)]
+        return [torch.nonzero(numbers < self.q).flatten() for numbers in uniform]
 
     def step(self, index: Tensor, number: int, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Take a private step on a batch; returns the mean loss, or 0 for an empty batch.
@@ -299,13 +311,24 @@ class PrivateTraining:
         for p in params:
             if p.summed_grad is None:
                 p.summed_grad = torch.zeros_like(p)
-        self.noise.manual_seed(derive(self.seed, "generator noise", number))
-        self.private.add_noise()
+        self._add_noise(number)
         for p in params:
             assert p.grad is not None
             p.grad /= self.private.expected_batch_size
         self.optimizer.step()
         return total / max(1, len(index))
+
+    def _add_noise(self, number: int) -> None:
+        """Set the gradient to the sum of the clipped gradients with noise."""
+        params = self.private.params
+        if self.secret is None:
+            self.noise.manual_seed(derive(self.seed, "generator noise", number))
+            self.private.add_noise()
+            return
+        sizes = [p.numel() for p in params]
+        noise = secret_normal(self.secret.to(params[0].device), 2 * number + 1, sum(sizes)) * self.sigma
+        for p, own in zip(params, torch.split(noise * self.privacy.clip, sizes), strict=True):
+            p.grad = (p.summed_grad.to(torch.float64) + own.view_as(p)).to(p.dtype)
 
     def close(self) -> None:
         """Remove the hooks from the module."""

@@ -61,8 +61,11 @@ from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method, Weights
 from unskew.protocol.run_context import PreRunContext
+from unskew.secret_draws import seeded_warnings
 from unskew.seeding import generator
 
+PRIVATE_ONLY = ("delta", "clip", "accountant", "reproducible")
+"""Options that matter only with private generators."""
 Kind = Literal["shuffled", "local", "real", "central_real", "central_synthetic"]
 
 
@@ -90,6 +93,8 @@ class Fedssyn(DataRule):
         delta: Probability ``delta`` of DP-SGD's guarantee.
         clip: Maximum norm of a sample's gradient in DP-SGD.
         accountant: Privacy accountant, ``rdp`` or ``prv``.
+        reproducible: Compute the noise of private generators from the seed, so that runs can be repeated, without a
+            guarantee.
     """
 
     name: ClassVar[str] = "fedssyn"
@@ -112,12 +117,11 @@ class Fedssyn(DataRule):
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     clip: Positive = 1.0
     accountant: Literal["rdp", "prv"] = "rdp"
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         factory = generator_factory(self.generator, self.epochs)
-        aimless = [
-            name for name in ("delta", "clip", "accountant") if getattr(self, name) != getattr(PrivacyOptions, name)
-        ]
+        aimless = [name for name in PRIVATE_ONLY if getattr(self, name) != getattr(PrivacyOptions, name)]
         if self.privacy is None and aimless:
             raise ConfigError(
                 f"fedssyn:{aimless[0]} has no effect without private generators. Also set epsilon or noise_multiplier."
@@ -143,7 +147,9 @@ class Fedssyn(DataRule):
         """Options of private training, or None."""
         if self.epsilon is None and self.noise_multiplier is None:
             return None
-        return PrivacyOptions(self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant)
+        return PrivacyOptions(
+            self.noise_multiplier, self.epsilon, self.delta, self.clip, self.accountant, self.reproducible
+        )
 
     @property
     def simulated_only(self) -> str | None:  # type: ignore[override]
@@ -167,7 +173,7 @@ class Fedssyn(DataRule):
             )
         if self.generates_data and len(refusing_clients(self.refuse, total)) == total:
             raise ConfigError("fedssyn: no client shares images. Exclude fewer clients with refuse.")
-        return ()
+        return seeded_warnings(self.name, self.reproducible)
 
     def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads | PreparedData:
         """Generate the images of all clients, or load the given set; an ablation returns its finished data."""
@@ -286,7 +292,7 @@ class Fedssyn(DataRule):
         Raises:
             ConfigError: If an option has another value than the one used for the set.
         """
-        names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", "delta", "clip", "accountant")
+        names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", *PRIVATE_ONLY)
         requested = {name: getattr(self, name) for name in names} | {"keep": self.kept}
         requested["generator"], requested["epochs"] = normalize_expression(self.generator, self.epochs)
         known = {**recipe, "n_syn": recipe["count"], **(recipe["privacy"] or {})}

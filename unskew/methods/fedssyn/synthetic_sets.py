@@ -35,7 +35,9 @@ def set_metrics(about: dict[str, Any]) -> dict[str, object]:
     if about.get("epsilon") and about["recipe"]["privacy"]:
         spent = max(about["epsilon"].values())
         share = "it shares images of that generator; the number of images per class is not covered by the guarantee."
-        summary |= {"epsilon": spent, "privacy": PrivacyOptions(**about["recipe"]["privacy"]).sentence(spent, share)}
+        privacy = PrivacyOptions(**about["recipe"]["privacy"])
+        fields = {"epsilon": None, "epsilon_if_secret": spent} if privacy.reproducible else {"epsilon": spent}
+        summary |= {**fields, "delta": privacy.delta, "privacy": privacy.sentence(spent, share)}
     return summary
 
 
@@ -51,7 +53,7 @@ def logged_epsilons(made: SyntheticSet, folder: Path) -> SyntheticSet:
 
 def changed_options(privacy: PrivacyOptions) -> dict[str, Any]:
     """Return the options of private training by name."""
-    names = ("noise_multiplier", "epsilon", "delta", "clip", "accountant")
+    names = ("noise_multiplier", "epsilon", "delta", "clip", "accountant", "reproducible")
     return {name: getattr(privacy, name) for name in names}
 
 
