@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -123,10 +124,10 @@ def parse_json(data: bytes) -> Any:
         data: Encoded JSON.
 
     Raises:
-        ValueError: If the data are not JSON, are nested too deeply, or contain a number that is too large.
+        ValueError: If the data are not JSON, are nested too deeply, or contain a number that is too large or not finite.
     """
     try:
-        return json.loads(data, parse_int=_whole, parse_float=_real)
+        return json.loads(data, parse_int=_whole, parse_float=_real, parse_constant=_real)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -139,7 +140,7 @@ def _whole(text: str) -> int:
 
 def _real(text: str) -> float:
     if not math.isfinite(float(text)):
-        raise ValueError(f"the number {text[:20]} is too large")
+        raise ValueError(f"the number {text[:20]} is too large or not finite")
     return float(text)
 
 
@@ -297,6 +298,21 @@ def parse_path(path: str | Path) -> Path:
 def user_cache() -> Path:
     """Return the folder of this user's cache for unskew; it may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew"
+
+
+def private_folder() -> Path:
+    """Return this user's folder for sockets and files of running processes, created if it is missing.
+
+    Raises:
+        ConfigError: If others can access it, or it is a link.
+    """
+    folder = Path(tempfile.gettempdir()) / f"unskew-{os.getuid()}"
+    with disk_errors(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+    if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not a private folder of this user. Remove it, or set TMPDIR to another folder.")
+    return folder
 
 
 def make_folder(folder: Path) -> list[Path]:

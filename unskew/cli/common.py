@@ -40,6 +40,16 @@ ConfigFile = Annotated[
     typer.Option("--config", parser=parse_path, metavar="PATH", help="Configuration file; flags override it."),
 ]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Import custom models and methods that a file names.")]
+LocalSites = Annotated[
+    int | None, typer.Option("--local", min=1, help="Start a SuperLink and this number of sites on this machine.")
+]
+DeploymentFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder", parser=parse_path, metavar="PATH", help="Deployment folder, written by unskew deploy init."
+    ),
+]
+SuperLinkAddress = Annotated[str | None, typer.Option("--superlink", help="Host and port of the SuperLink.")]
 Client = Annotated[
     str | None,
     typer.Option("--client", help="Use the personal model of this client, by number or name, not the global model."),
