@@ -323,6 +323,32 @@ def make_folder(folder: Path) -> list[Path]:
     return missing
 
 
+def make_subfolder(root: Path, *names: str) -> Path:
+    """Create folders below ``root`` without following links, and return the innermost one.
+
+    Args:
+        root: Existing folder, which may be a link.
+        *names: Name of each folder, from the outermost to the innermost one.
+
+    Raises:
+        ConfigError: If one of the folders is a link.
+    """
+    folder = root
+    make_folder(root)
+    for name in names:
+        folder /= name
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+        check_no_link(folder)
+    return folder
+
+
+def check_no_link(path: Path) -> None:
+    """Validate that a path is not a link (raises ``ConfigError`` otherwise)."""
+    if path.is_symlink():
+        raise ConfigError(f"{path} is a link, and unskew does not write through links. Replace it with a copy.")
+
+
 def unmake_folder(folder: Path, added: list[Path]) -> None:
     """Undo ``make_folder``: empty the folder, and remove created folders that are empty.
 

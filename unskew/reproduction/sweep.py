@@ -12,6 +12,7 @@ from unskew.comparison.single_run import FederationCache, last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
+from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
@@ -19,7 +20,6 @@ from unskew.reproduction.legacy_outcomes import legacy_identity
 from unskew.reproduction.outcomes import Outcome, experiment_hash, outcome_files, store_outcome, stored_outcome
 from unskew.reproduction.preset import Preset, PresetCell, preset_cells
 from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
-from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import check_method

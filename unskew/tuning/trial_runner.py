@@ -19,13 +19,13 @@ from unskew.config.metrics import AUTO
 from unskew.data.federation import Federation, take_rows
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
+from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
 from unskew.protocol.search_space import Space
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history
 from unskew.runs.build_model import ModelLike
 from unskew.runs.metrics import run_metrics
-from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, run_experiment
 from unskew.runs.validation import check_method
 from unskew.simulation.personal_models import has_personal_models
