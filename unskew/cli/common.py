@@ -258,7 +258,8 @@ def resume_command(folder: Path, config: Experiment) -> str:
     """
     own = ":" in config.model and not config.model.startswith("hf:")
     own = own or bool(re.search(r"(^|\+)\s*\w+\.\w|=[\w.]+:\w", config.method))
-    return shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if own else [])])
+    trackers = ["--set", f"trackers=[{', '.join(config.trackers)}]"] if {*config.trackers} - {"tensorboard"} else []
+    return shlex.join(["unskew", "resume", str(folder), *trackers, *(["--trust-code"] if own else [])])
 
 
 def shorten_name(config: Experiment) -> str:
