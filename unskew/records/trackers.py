@@ -238,8 +238,8 @@ def make_trackers(
     for name in dict.fromkeys(names):
         if isinstance(name, UntrustedText) and name != "tensorboard":
             raise ConfigError(
-                f"{name.source} names the tracker {name!r}, which can write outside the run folder or send metrics to a server. "
-                f"To use it, add --set trackers={name}, or trust the file: {name.remedy}. Otherwise remove it from the file."
+                f"{name.source} names the tracker {name!r}, which can write outside the run folder or send metrics to a "
+                f"server. To use it, add --set trackers={name}, or trust the file: {name.remedy}. Otherwise remove it there."
             )
         if name not in kinds:
             create = plugins.find_plugin(plugins.TRACKERS, "tracker", name, kinds).load_callable()

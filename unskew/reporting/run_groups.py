@@ -8,8 +8,9 @@ from typing import Any
 
 from unskew.comparison.compare import Comparison, default_target
 from unskew.comparison.references import is_reference
+from unskew.comparison.summary_statistics import is_usable_number
 from unskew.filesystem import read_json
-from unskew.reporting.run_reader import RunFiles, is_usable_number
+from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.primary_metric import (
     SCORES,
     MetricInfo,

@@ -93,7 +93,7 @@ class InputSpec(BaseModel):
     image: str | None = None
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
-    block: int = 128
+    block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     csv: CsvConfig = CsvConfig()
     label: str | None = None
     label_separator: str | None = None

@@ -20,7 +20,7 @@ from unskew.engines.cpu import default_torch_modes
 from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import check_run, folder_lock, output_folder, parse_path, read_json
+from unskew.filesystem import check_run, folder_lock, output_folder, parse_path
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, check_expression
 from unskew.methods.registry import method as method_of
@@ -28,7 +28,7 @@ from unskew.progress import report_progress_to
 from unskew.protocol.rules import Method
 from unskew.provenance import TRUST
 from unskew.records.recorder import Callback, callback_hooks
-from unskew.records.result import Result
+from unskew.records.result import Result, read_summary
 from unskew.records.trackers import make_trackers
 from unskew.runs.api_arguments import (
     check_callbacks,
@@ -308,10 +308,7 @@ def check_unfinished(folder: Path, rounds: int) -> None:
 
 def finished_rounds(folder: Path) -> int | None:
     """Return the number of rounds of a finished run (if it stopped early, the configured number), or None."""
-    try:
-        summary = read_json(folder / "summary.json")
-        return int(summary.get("max_rounds", summary["rounds"]))
-    except FileNotFoundError:
+    if not (folder / "summary.json").exists():
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / 'summary.json'} is corrupted; remove it and resume the run.") from error
+    summary = read_summary(folder)
+    return int(summary.get("max_rounds", summary["rounds"]))

@@ -16,10 +16,10 @@ from unskew.errors import ConfigError
 from unskew.filesystem import read_json
 from unskew.methods.registry import METHODS, rule_class
 from unskew.records.recorder import strip_warning_prefix
+from unskew.records.result import read_summary
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import OpenedRun
 from unskew.serving.portable_model import input_shape, output_kind
-from unskew.simulation.checkpoint import checkpoint_errors
 from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name
 from unskew.tasks.registry import TASKS
 
@@ -139,12 +139,7 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
             for folder_path in beside
             if (folder_path / "summary.json").is_file() and without_seed(folder_path) == own
         ]
-    summaries_found = []
-    for folder_path in (folder, *others):
-        with checkpoint_errors(folder_path / "summary.json"):
-            summaries_found.append(read_json(folder_path / "summary.json"))
-            summaries_found[-1]["method"], summaries_found[-1]["data"], summaries_found[-1]["partition"]
-    return summaries_found
+    return [read_summary(folder_path) for folder_path in (folder, *others)]
 
 
 def without_seed(folder: Path) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from unskew.errors import plain_message
+from unskew.errors import first_problem
 
 LARGEST = 1 << 62
 Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
@@ -72,12 +72,17 @@ class ClockState(ManifestPart):
     arrivals: dict[Client, Amount]
 
 
-class RunExtra(BaseModel):
-    """Additional values of a run; further fields are allowed."""
+class RunExtra(ManifestPart):
+    """Additional values of a run, see ``unskew.runs.session``."""
 
     config: dict[str, Any]
     data: str
     seconds: Amount
+    content: str | None = None
+    frozen: str = ""
+    delays: str = ""
+    speeds: str = ""
+    best: tuple[Count, Annotated[float, BeforeValidator(number), Field(allow_inf_nan=False)]] | None = None
 
 
 class Manifest(ManifestPart):
@@ -103,9 +108,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     try:
         parsed = Manifest.model_validate(manifest)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where[:80]}: {plain_message(first['msg'])}") from None
+        raise ValueError(first_problem(error)) from None
     if "server.safetensors" not in parsed.files:
         raise ValueError("files: server.safetensors is missing")
     rounds = [*parsed.last.values(), *(born for _, born in parsed.sent.values())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
 from unskew.protocol.search_space import Space
 from unskew.records.recorder import Callback
-from unskew.records.result import read_history
+from unskew.records.result import read_history, read_summary
 from unskew.runs.build_model import ModelLike
 from unskew.runs.metrics import run_metrics
 from unskew.runs.run import finished_rounds, run_experiment
@@ -255,7 +254,7 @@ def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Ca
         if config.early_stopping is None:  # evaluate on held-out samples without ever stopping
             config = config.model_copy(update={"early_stopping": rounds})
         if folder is not None and finished_rounds(folder) == rounds:  # finished, but the result was not stored
-            history, summary = read_history(folder), json.loads((folder / "summary.json").read_bytes())
+            history, summary = read_history(folder), read_summary(folder)
         else:
             result = run_experiment(
                 config,
