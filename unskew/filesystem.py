@@ -72,9 +72,14 @@ def open_to_append(path: Path) -> int:
 
     Raises:
         CheckpointError: If the file is a link, or cannot be opened.
+        ConfigError: If the file has a second name (a hard link), which may be anywhere.
     """
     with disk_errors(path):
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW, 0o644)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW, 0o644)
+    if os.fstat(handle).st_nlink > 1:
+        os.close(handle)
+        raise ConfigError(f"{path} has a second name elsewhere (a hard link). Replace it with a copy.")
+    return handle
 
 
 def append_text(path: Path, text: str) -> None:

@@ -70,7 +70,7 @@ def image_files(path: Path) -> list[Path]:
         path: File or folder.
 
     Raises:
-        ConfigError: If the run's summary is corrupted.
+        CheckpointError: If the run's summary is corrupted.
     """
     try:
         path.exists()

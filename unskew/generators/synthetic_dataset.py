@@ -26,7 +26,7 @@ from torch import Tensor
 
 from unskew.data.readers.images import decode_column
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import check_regular, disk_errors, parse_json, read_file, write_atomic
+from unskew.filesystem import check_regular, disk_errors, write_atomic
 from unskew.json_models import JsonModel, read_model
 
 PARQUET = "data/train-00000-of-00001.parquet"
@@ -201,15 +201,11 @@ def stored_name(run: Path) -> str:
         run: Run folder.
 
     Raises:
-        ConfigError: If the summary of the run is corrupted.
+        CheckpointError: If the summary of the run is corrupted.
     """
     summary = run / "summary.json"
-    if not summary.is_file():
-        return ""
-    try:
-        return Path(str(parse_json(read_file(summary)).get("synthetic") or "")).name
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{summary} is corrupted; remove it and resume the run.") from error
+    content = read_model(summary, dict[str, Any], "Remove it and resume the run.") if summary.is_file() else {}
+    return Path(str(content.get("synthetic") or "")).name
 
 
 def shared_set(run: Path, name: str) -> Path | None:
