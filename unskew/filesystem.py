@@ -150,7 +150,7 @@ def _real(text: str) -> float:
 
 
 def check_run(folder: Path, resume: bool = False) -> None:
-    """Validate that a folder contains a run, before PyTorch is loaded.
+    """Validate that a folder contains a run and no links, before PyTorch is loaded.
 
     Args:
         folder: The folder.
@@ -158,10 +158,12 @@ def check_run(folder: Path, resume: bool = False) -> None:
 
     Raises:
         CheckpointError: If the folder has no ``config.yaml``.
+        ConfigError: If it contains a link, pipe or device.
     """
     if not (folder / "config.yaml").is_file():
         what = f"There is no run to resume in {folder}" if resume else f"{folder} is not a run folder"
         raise CheckpointError(f"{what}: config.yaml is missing.")
+    check_plain(folder)
 
 
 def check_regular(path: Path) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter
 
 from unskew.errors import CheckpointError, first_problem
 from unskew.filesystem import parse_json, read_file, write_atomic
@@ -13,6 +13,16 @@ from unskew.filesystem import parse_json, read_file, write_atomic
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, revalidate_instances="always")
 """Configuration of the models: unknown fields, other types and numbers that are not finite are errors."""
 Content = TypeVar("Content")
+
+
+def _check_inner(path: str) -> str:
+    if not path.strip() or "\0" in path or Path(path).is_absolute() or ".." in Path(path).parts:
+        raise ValueError("it must be a path below the folder that the user names, without '..'")
+    return path
+
+
+InnerPath = Annotated[str, AfterValidator(_check_inner)]
+"""Path in a file that may come from others."""
 
 
 class JsonModel(BaseModel):

@@ -12,7 +12,7 @@ from unskew.comparison.references import is_local, without_global_model
 from unskew.comparison.summary_statistics import check_summary, is_usable_number
 from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import parse_json, read_file, read_json
+from unskew.filesystem import check_plain, parse_json, read_file, read_json
 from unskew.progress import report_progress
 from unskew.records.recorder import strip_warning_prefix
 from unskew.records.result import read_about, read_history, read_summary
@@ -116,6 +116,7 @@ def read_run(folder: Path) -> RunFiles:
         ConfigError: If the configuration of the run cannot be read.
         CheckpointError: If another file is missing or corrupted.
     """
+    check_plain(folder)
     summary = read_summary(folder)
     check_summary(summary, folder / "summary.json")
     history = read_history(folder)
