@@ -109,19 +109,6 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file that may be corrupted.
-
-    Args:
-        path: File to read.
-
-    Raises:
-        OSError: If the file cannot be read, or is not a regular file.
-        ValueError: If the content is not valid; see ``parse_json``.
-    """
-    return parse_json(read_file(path))
-
-
 def parse_json(data: bytes) -> Any:
     """Parse JSON that may be corrupted.
 

@@ -98,33 +98,40 @@ def used(capsys, sent, command):
 def test_no_field_of_a_run_folder_acts_outside_of_it(here, made, capsys, kind, examples):
     draws, outside = random.Random(0), here.parent / "outside"
     every = cases(made / kind, outside)
-    sent, before = here / "sent", tree(outside)
+    sent, before, failures = here / "sent", tree(outside), []
     for file, place, value in draws.sample(every, min(examples, len(every))):
         shutil.copytree(made, sent)
-        write(sent / kind / file, replaced(read(sent / kind / file), place, value))
+        command = draws.choice(commands(sent)[kind])
         try:
-            used(capsys, sent, draws.choice(commands(sent)[kind]))
-        except BaseException as error:
-            raise AssertionError(f"{file}, {place}, {str(value)[:80]}") from error
-        assert tree(outside) == before, (file, place, value)
+            write(sent / kind / file, replaced(read(sent / kind / file), place, value))
+            used(capsys, sent, command)
+            assert tree(outside) == before
+        except Exception as error:
+            failures.append(f"{command[0]}, {file}, {place}, {str(value)[:60]!r}: {error!r:.600}")
         shutil.rmtree(sent)
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("examples", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_no_field_of_a_deployed_run_acts_outside_of_it(here, made, capsys, examples):
     draws, outside = random.Random(1), here.parent / "outside"
     every = [case for case in cases(made / "deployed" / "run", outside) if case[0].name != "curves.json"]
-    sent, before = here / "sent", tree(outside)
+    sent, before, failures = here / "sent", tree(outside), []
     for file, place, value in draws.sample(every, min(examples, len(every))):
         shutil.copytree(made, sent)
         folder = sent / "deployed" / "run"
-        write(folder / file, replaced(read(folder / file), place, value))
-        used(capsys, sent, draws.choice(commands(sent)["deployed"]))
-        place = LoopPlace(sent / "deployed", SITES, socket="/tmp/unused.sock")
-        with watched(sent), contextlib.suppress(UnskewError):
-            resume(folder, tell=[].append, place=place, rounds=3)
-        assert tree(outside) == before, (file, place, value)
+        command = draws.choice(commands(sent)["deployed"])
+        try:
+            write(folder / file, replaced(read(folder / file), place, value))
+            used(capsys, sent, command)
+            sites = LoopPlace(sent / "deployed", SITES, socket="/tmp/unused.sock")
+            with watched(sent), contextlib.suppress(UnskewError):
+                resume(folder, tell=[].append, place=sites, rounds=3)
+            assert tree(outside) == before
+        except Exception as error:
+            failures.append(f"{command[0]}, {file}, {place}, {str(value)[:60]!r}: {error!r:.600}")
         shutil.rmtree(sent)
+    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("name", ["local", "folder", "address", "socket", "place"])

@@ -118,7 +118,10 @@ def read(file):
 def write(file, content):
     """Write what ``read`` returned, with the checksum that belongs to it."""
     if file.suffix == ".yaml":
-        file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=False))
+        try:
+            file.write_text(yaml.safe_dump(content, sort_keys=False))
+        except RecursionError:
+            file.write_text(json.dumps(content))
         return
     text = json.dumps(content)
     if file.name == "manifest.json":

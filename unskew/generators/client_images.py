@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pydantic
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -23,7 +22,16 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.filesystem import append_text, file_lock, folder_lock, make_folder, make_subfolder, read_file, write_atomic
+from unskew.filesystem import (
+    append_text,
+    file_lock,
+    folder_lock,
+    make_folder,
+    make_subfolder,
+    parse_json,
+    read_file,
+    write_atomic,
+)
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.base import Figures, GeneratorJob
 from unskew.generators.labels import allocate_counts, labels_from_counts
@@ -257,31 +265,18 @@ def append_log(path: Path, line: Figures) -> None:
         line: Values of the new line.
     """
     lines = read_file(path).splitlines(keepends=True) if path.is_file() else []
-    rows = [LogLine.parse(text) for text in lines]
-    last = rows[-1] if rows else None
-    if lines and (last is None or (last.client == line["client"] and last.epoch >= line["epoch"])):
-        earlier = [
-            text
-            for text, row in zip(lines, rows, strict=True)
-            if row is not None and (row.client != line["client"] or row.epoch < line["epoch"])
-        ]
-        write_atomic(path, b"".join(earlier))
+    if lines and not _is_earlier(lines[-1], line):
+        write_atomic(path, b"".join(text for text in lines if _is_earlier(text, line)))
     append_text(path, json.dumps(line) + "\n")
 
 
-class LogLine(pydantic.BaseModel):
-    """Fields of a line of the log that identify it."""
-
-    client: int
-    epoch: float
-
-    @staticmethod
-    def parse(text: bytes) -> LogLine | None:
-        """Return the fields of a line; None if it is incomplete or corrupted."""
-        try:
-            return LogLine.model_validate_json(text) if text.endswith(b"\n") else None
-        except pydantic.ValidationError:
-            return None
+def _is_earlier(text: bytes, line: Figures) -> bool:
+    """Return whether a line of the log is complete, and of another client or an earlier epoch than ``line``."""
+    try:
+        row = parse_json(text)
+        return text.endswith(b"\n") and bool(row["client"] != line["client"] or row["epoch"] < line["epoch"])
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def draw_subset(examples: int, rho: float, seed: int, client: int) -> Tensor:

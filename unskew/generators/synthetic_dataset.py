@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from unskew.data.readers.images import decode_column
 from unskew.errors import ConfigError, DataError
 from unskew.filesystem import check_regular, disk_errors, write_atomic
+from unskew.generators.trained.dp_sgd import PrivacyOptions
 from unskew.json_models import JsonModel, read_model
 
 PARQUET = "data/train-00000-of-00001.parquet"
@@ -50,16 +51,6 @@ Count = Annotated[int, Field(ge=0, le=1 << 31)]
 Text = Annotated[str, Field(max_length=10_000)]
 
 
-class PrivacyRecord(JsonModel):
-    """Options of private training with which a set was generated."""
-
-    noise_multiplier: Annotated[float, Field(gt=0, le=1e12)] | None
-    epsilon: Annotated[float, Field(gt=0, le=1e12)] | None
-    delta: Annotated[float, Field(gt=0, lt=1)]
-    clip: Annotated[float, Field(gt=0, le=1e12)]
-    accountant: Literal["rdp", "prv"]
-
-
 class RecipeRecord(JsonModel):
     """Options with which a set was generated, and hashes of the data."""
 
@@ -70,7 +61,7 @@ class RecipeRecord(JsonModel):
     refuse: Text
     count: Count
     keep: Text | None
-    privacy: PrivacyRecord | None
+    privacy: PrivacyOptions | None
     data: tuple[Text, Text, tuple[Count, ...], Count]
     sizes: Text
 

@@ -234,22 +234,17 @@ def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
             f"{path} is corrupted; without its history the run can neither be resumed nor reported."
         ) from error
     for row in rows:
-        if not isinstance(row, dict) or not all(map(_is_figure, row.values())):
-            raise CheckpointError(f"{path} is corrupted: a line contains something else than numbers.")
-        known = {*MEASURED, primary_metric_name(row)} <= set(row)
-        figures = [row.get(name) for name in (*MEASURED, primary_metric_name(row))] if known else [""]
-        if not all(figure is None or isinstance(figure, int | float) for figure in figures):
+        needed = (*MEASURED, primary_metric_name(row)) if isinstance(row, dict) else ()
+        known = needed and {*needed} <= set(row) and not any(isinstance(row[name], dict | list) for name in needed)
+        if not known or not all(map(_is_figure, row.values())):
             raise CheckpointError(f"{path} is corrupted: a line does not have the metrics of a round.")
     return rows
 
 
 def _is_figure(value: object) -> bool:
     """Return whether a value is a number, None, or a mapping or list of such values."""
-    if isinstance(value, dict | list):
-        return all(
-            isinstance(part, int | float | None) for part in (value.values() if isinstance(value, dict) else value)
-        )
-    return isinstance(value, int | float | None)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+    return all(isinstance(part, int | float | None) for part in parts)
 
 
 def check_rounds(rows: list[Row], path: Path, rounds: int) -> list[Row]:

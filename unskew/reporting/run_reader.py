@@ -12,7 +12,8 @@ from unskew.comparison.references import is_local, without_global_model
 from unskew.comparison.summary_statistics import check_summary, is_usable_number
 from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import check_plain, parse_json, read_file, read_json
+from unskew.filesystem import check_plain, parse_json, read_file
+from unskew.json_models import read_model
 from unskew.progress import report_progress
 from unskew.records.recorder import strip_warning_prefix
 from unskew.records.result import read_about, read_history, read_summary
@@ -152,26 +153,6 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a file with one JSON object.
-
-    Args:
-        path: File to read.
-
-    Raises:
-        CheckpointError: If the file is missing or corrupted.
-    """
-    try:
-        value = read_json(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is corrupted: {error}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is corrupted: it is not a JSON object.")
-    return value
-
-
 def read_curves(path: Path) -> dict[str, Any]:
     """Read ``curves.json``; empty if it does not exist.
 
@@ -181,7 +162,7 @@ def read_curves(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If the file is corrupted.
     """
-    curves = read_object(path) if path.is_file() else {}
+    curves = read_model(path, dict[str, Any]) if path.is_file() else {}
     damaged = CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
     for kind in CURVES & set(curves):
         points = [curves[kind].get(way) for way in "xy"] if isinstance(curves[kind], dict) else [None]

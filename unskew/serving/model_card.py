@@ -12,11 +12,10 @@ import yaml
 from unskew.config.experiment import Experiment
 from unskew.config.loader import load_yaml
 from unskew.config.metrics import AUTO, metric_name
-from unskew.errors import ConfigError
-from unskew.filesystem import read_json
+from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.registry import METHODS, rule_class
 from unskew.records.recorder import strip_warning_prefix
-from unskew.records.result import read_summary
+from unskew.records.result import read_about, read_summary
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import OpenedRun
 from unskew.serving.portable_model import input_shape, output_kind
@@ -179,8 +178,8 @@ def escape_markdown(text: object) -> str:
 def unskew_version(folder: Path) -> str:
     """Return the version of unskew that created the run, or an empty string if it is unknown."""
     try:
-        return str(read_json(folder / "about.json")["versions"]["unskew"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_about(folder)["versions"]["unskew"])
+    except (CheckpointError, KeyError):
         return ""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from unskew.errors import first_problem
 
@@ -15,15 +15,6 @@ Amount = Annotated[float, Field(strict=True, ge=0, lt=LARGEST)]
 Client = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 """Client number as a string, because JSON keys are strings."""
 FileName = Annotated[str, StringConstraints(pattern=r"^[a-z]+(-[0-9]+)?\.safetensors$")]
-
-
-def number(value: Any) -> Any:
-    """Validate a number that fits in a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("it must be a number")
-    if isinstance(value, int) and abs(value) >= LARGEST:
-        raise ValueError("it is too large")
-    return value
 
 
 class ManifestPart(BaseModel):
@@ -39,7 +30,7 @@ class UpdateFields(ManifestPart):
     born: Count
     examples: Count
     weight: Amount
-    metrics: dict[str, Annotated[float, BeforeValidator(number)]]
+    metrics: dict[str, Annotated[float, Field(strict=True)]]
     arrived: Annotated[int, Field(strict=True, ge=-1, lt=LARGEST)]
     version: Count
     sent_bytes: Count | None
@@ -82,7 +73,7 @@ class RunExtra(ManifestPart):
     frozen: str = ""
     delays: str = ""
     speeds: str = ""
-    best: tuple[Count, Annotated[float, BeforeValidator(number), Field(allow_inf_nan=False)]] | None = None
+    best: tuple[Count, Annotated[float, Field(strict=True, allow_inf_nan=False)]] | None = None
 
 
 class Manifest(ManifestPart):
