@@ -53,5 +53,10 @@ def read_model(path: Path, kind: type[Content], remedy: str = "") -> Content:
 
 
 def write_model(path: Path, content: Any) -> None:
-    """Write a model or a pydantic dataclass to a JSON file."""
+    """Write a model or a pydantic dataclass to a JSON file.
+
+    Args:
+        path: File to write or replace.
+        content: Model to write.
+    """
     write_atomic(path, TypeAdapter(type(content)).dump_json(content, indent=2) + b"\n")

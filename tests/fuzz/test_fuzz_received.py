@@ -4,6 +4,7 @@ import contextlib
 import random
 import shutil
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +14,15 @@ from support.sites import TINY as SITES
 from support.sites import LoopPlace, deployed
 
 import unskew
+from unskew.benchmark.suite import load_suite
 from unskew.deployment.server import joining
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.run import resume
+from unskew.deployment.site.config import load_site_config, read_experiments
+from unskew.engines.calibration import read_entries
 from unskew.errors import CheckpointError, ConfigError, UnskewError
 from unskew.filesystem import append_text, private_folder
+from unskew.json_models import read_model
 
 pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.filterwarnings("ignore")]
 
@@ -93,7 +98,7 @@ def used(capsys, sent, command):
     assert outcome.code == 0 or outcome.err.startswith(("unskew: ", "Usage: ")), outcome.err
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [10, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["compared", "run"])
 def test_no_field_of_a_run_folder_acts_outside_of_it(here, made, capsys, kind, examples):
     draws, outside = random.Random(0), here.parent / "outside"
@@ -112,7 +117,7 @@ def test_no_field_of_a_run_folder_acts_outside_of_it(here, made, capsys, kind, e
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("examples", [12, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(400, marks=pytest.mark.slow)])
 def test_no_field_of_a_deployed_run_acts_outside_of_it(here, made, capsys, examples):
     draws, outside = random.Random(1), here.parent / "outside"
     every = [case for case in cases(made / "deployed" / "run", outside) if case[0].name != "curves.json"]
@@ -132,6 +137,95 @@ def test_no_field_of_a_deployed_run_acts_outside_of_it(here, made, capsys, examp
             failures.append(f"{command[0]}, {file}, {place}, {str(value)[:60]!r}: {error!r:.600}")
         shutil.rmtree(sent)
     assert not failures, "\n".join(failures)
+
+
+OTHERS = {
+    "suite.yaml": {
+        "title": "t",
+        "trials": 2,
+        "seeds": [1, 2],
+        "tuning_seed": 0,
+        "federations": ["federation.yaml"],
+        "methods": ["fedavg", "fedprox"],
+        "untuned": ["fedavg"],
+        "references": ["local"],
+        "settings": {"rounds": 2},
+        "space": {"lr": [0.1, 0.2]},
+    },
+    "federation.yaml": {
+        "title": "t",
+        "kind": "controlled",
+        "source": "s",
+        "needs": "a.csv",
+        "without": {"fedprox": "slow"},
+        "settings": {"data": "table:$data/a.csv", "label": "y", "clients": 2, "trackers": ["tensorboard"]},
+    },
+    "site.yaml": {
+        "name": "a",
+        "client": 0,
+        "experiments": "experiment.yaml",
+        "superlink": "127.0.0.1:8000",
+        "ca": "ca.crt",
+        "key": "k",
+        "signing_key": "s",
+        "roster": "r",
+        "socket": "s.sock",
+        "state": "state",
+        "threads": 1,
+        "limits": {"seconds": 1.0},
+        "data": {"source": "digits"},
+        "trust_code": False,
+    },
+    "experiment.yaml": {"data": "digits", "clients": 3, "model": "logistic", "method": "fedavg"},
+    "unskew/engines.json": {"a" * 32: {"alone": 0.1, "steps": 3, "processes": {"2x25": 0.5}, "inline": 0.1}},
+    "plan.json": {"methods": ["fedavg"], "trials": 2, "seeds": [1], "pruning": True, "space": {}, "rounds": 2},
+}
+"""Small files of the other kinds, by name."""
+
+
+@pytest.mark.parametrize("examples", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_no_field_of_a_suite_a_site_or_a_cache_acts_outside_of_it(here, monkeypatch, examples):
+    draws, outside = random.Random(2), here.parent / "outside"
+    sent, before, failures = here / "sent", tree(outside), []
+    (sent / "unskew").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(sent))
+    for name, content in OTHERS.items():
+        (sent / name).touch()
+        write(sent / name, content)
+    readers = {
+        **dict.fromkeys(("suite.yaml", "federation.yaml"), lambda: load_suite(str(sent / "suite.yaml"))),
+        "site.yaml": lambda: read_experiments(load_site_config(sent / "site.yaml"), sent),
+        "experiment.yaml": lambda: read_experiments(load_site_config(sent / "site.yaml"), sent),
+        "unskew/engines.json": read_entries,
+        "plan.json": lambda: read_model(sent / "plan.json", dict[str, Any]),
+    }
+    for name, reader in readers.items():
+        if name != "plan.json":
+            reader()
+    every = cases(sent, outside)
+    for file, place, value in draws.sample(every, min(examples, len(every))):
+        try:
+            write(sent / file, replaced(OTHERS[str(file)], place, value))
+            with watched(sent), contextlib.suppress(UnskewError, OSError):  # a sentence on the command line, too
+                readers[str(file)]()
+        except Exception as error:
+            failures.append(f"{file}, {place}, {str(value)[:60]!r}: {error!r:.600}")
+        write(sent / file, OTHERS[str(file)])
+    assert tree(outside) == before
+    assert not failures, "\n".join(failures)
+
+
+def test_a_suite_and_a_site_name_nothing_elsewhere(here):
+    for name in ("suite.yaml", "federation.yaml", "site.yaml", "experiment.yaml"):
+        (here / name).touch()
+        write(here / name, OTHERS[name])
+    for path in ("/etc/passwd", "../outside/x.yaml", "a/../../x.yaml"):
+        write(here / "suite.yaml", {**OTHERS["suite.yaml"], "federations": [path]})
+        with pytest.raises(ConfigError, match=r"federations\.0: it must be|federations\.0: .*must be a path below"):
+            load_suite("suite.yaml")
+    write(here / "site.yaml", {**OTHERS["site.yaml"], "socket": "../outside/victim"})
+    with pytest.raises(ConfigError, match=r"victim exists and is not a socket"):
+        load_site_config(here / "site.yaml")
 
 
 @pytest.mark.parametrize("name", ["local", "folder", "address", "socket", "place"])

@@ -175,7 +175,7 @@ def test_a_forged_method_is_text_and_its_code_stays_alone(compared, tmp_path, li
     (folder / "summary.json").write_text(json.dumps({**summary, "method": "evil.Method:x=<img src=y>"}))
     page = Page(unskew.report(folder, tmp_path / "r.html").read_text())
     assert not [tag for tag, _ in page.tags if tag in ("img", "b")]
-    assert "evil.Method:x=<img src=y>?" in page.column("runs", "method")
+    assert "evil.Method:x=<img src=y>" in page.column("runs", "method")
     assert "evil" not in sys.modules
     assert [fact.name for fact in method_facts("evil.Method+fedprox:mu=1")] == ["evil.Method", "fedprox"]
 

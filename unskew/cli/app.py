@@ -259,20 +259,20 @@ def resume(
     from unskew.deployment.server.run import resume as resume_deployed
     from unskew.runs.run import resume as resume_run
 
-    place, deployed = RunLocation(local, deployment_folder, superlink), is_deployed(folder)
+    location, deployed = RunLocation(local, deployment_folder, superlink), is_deployed(folder)
     if deployed:
-        place.check(f" {folder} is a deployed run, and its files do not say where its sites are.")
-    elif place != RunLocation():
+        location.check(f" {folder} is a deployed run, and its files do not say where its sites are.")
+    elif location != RunLocation():
         raise ConfigError(f"{folder} is not a deployed run. Remove --local, --folder and --superlink.")
     flags = {"rounds": rounds, "data_path": data_path, "engine": engine, "device": device}
     changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for assignment in sets or []:
         set_field(changes, assignment)
     console = console_for(as_json)
-    where = place.options if deployed else []
+    where = location.options if deployed else []
     again = shlex.join(["unskew", "resume", str(folder), *where, *(["--trust-code"] if trust_code else [])])
     with exit_on_signal(folder, again), make_progress(console) as progress:
-        go_on = functools.partial(resume_deployed, place=place) if deployed else resume_run
+        go_on = functools.partial(resume_deployed, place=location) if deployed else resume_run
         result = go_on(folder, callbacks=[ProgressLine(progress, folder.name)], trust_code=trust_code, **changes)
     show(result, folder, console, as_json)
 

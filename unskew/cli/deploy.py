@@ -175,8 +175,8 @@ def run(
     from unskew.deployment.server.run import run as run_deployed
     from unskew.deployment.server.sites import RoundPolicy
 
-    place = RunLocation(local, folder, superlink)
-    place.check()
+    location = RunLocation(local, folder, superlink)
+    location.check()
     deployment = Deployment.of(
         own_data=own_data,
         startup_timeout=startup_timeout,
@@ -190,12 +190,12 @@ def run(
     name = folder_name(f"{shorten_name(checked)}-{checked.method}-seed{checked.seed}-sites")
     where = out or unused_path(Path("runs") / name)
     console = console_for(as_json)
-    again = shlex.join(["unskew", "resume", str(where), *place.options, *(["--trust-code"] if trust_code else [])])
+    again = shlex.join(["unskew", "resume", str(where), *location.options, *(["--trust-code"] if trust_code else [])])
 
     def tell(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
     with exit_on_signal(where, again), make_progress(console) as progress:
         follower: Any = ProgressLine(progress, checked.method, columns=True)
-        result = run_deployed(checked, deployment, where, [follower], tell, place)
+        result = run_deployed(checked, deployment, where, [follower], tell, location)
     show(result, where, console, as_json)

@@ -106,6 +106,9 @@ class Summary(JsonModel):
     partition: str
     rounds: Annotated[int, Field(ge=0, lt=1 << 31)]
     max_rounds: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    bytes_up: int | float
+    bytes_down: int | float
+    seconds: int | float
     objective: str = ""
     own_metrics: dict[str, Literal["lower", "higher"]] = Field(default_factory=dict)
 

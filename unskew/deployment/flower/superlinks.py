@@ -268,7 +268,7 @@ class RunLocation:
         remote = self.folder is not None and self.address is not None
         if (self.local is None) != remote or (self.local is not None and (self.folder or self.address)):
             raise ConfigError(
-                f"Name the sites: use --local N to start N sites here, or --folder FOLDER with --superlink HOST:PORT.{remedy}"
+                f"No sites given: use --local N to start N sites here, or --folder FOLDER with --superlink HOST:PORT.{remedy}"
             )
         if self.address is not None:
             try:

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unskew.deployment.server.sites import Count, RoundPolicy, Seconds
-from unskew.errors import ConfigError, first_problem
+from unskew.errors import ConfigError, plain_message
 from unskew.json_models import STRICT, read_model, write_model
 
 FILE = "deployment.json"
@@ -65,8 +65,10 @@ class Deployment:
         try:
             return Deployment(**values)
         except ValidationError as error:
-            name, _, problem = first_problem(error).rpartition(": ")
-            raise ConfigError(f"{name.rpartition('.')[2]} is not valid: {problem}.") from error
+            first = error.errors()[0]
+            raise ConfigError(
+                f"{first['loc'][-1]}={first['input']} is not valid: {plain_message(first['msg'])}."
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Write the configuration to a run folder."""
