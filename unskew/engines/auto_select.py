@@ -216,7 +216,7 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
         return plain
     inputs = str(setup.federation.clients[timing.largest_client(setup)].x.dtype)
     key = calibration.calibration_key(setup, round(budget.steps), plain.workers, inputs)
-    known = calibration.load_measurement(key)
+    known = calibration.read_entries().get(key)
     alone = known.alone if known else _seconds_alone(setup)
     duration = budget.total_steps * alone / plain.workers
     groups, form = _group_sizes(request, plain, setup, budget), None

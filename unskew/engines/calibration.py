@@ -96,11 +96,6 @@ def read_entries() -> dict[str, Measurement]:
     return {}
 
 
-def load_measurement(key: str) -> Measurement | None:
-    """Return the stored measurement, or None if there is none."""
-    return read_entries().get(key)
-
-
 def save_measurement(key: str, measurement: Measurement) -> None:
     """Store a measurement; without access to the cache folder nothing is stored.
 

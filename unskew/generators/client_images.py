@@ -22,16 +22,7 @@ from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.filesystem import (
-    append_text,
-    file_lock,
-    folder_lock,
-    make_folder,
-    make_subfolder,
-    parse_json,
-    read_file,
-    write_atomic,
-)
+from unskew.filesystem import append_text, file_lock, folder_lock, make_folder, make_subfolder, parse_json, write_atomic
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.base import Figures, GeneratorJob
 from unskew.generators.labels import allocate_counts, labels_from_counts
@@ -109,7 +100,7 @@ def generate_images(
             return images
         spelling = json.dumps(about.get("recipe"), sort_keys=True)
         begun = folder / "work" / "recipe.json"
-        if begun.is_file() and read_file(begun) != spelling.encode():
+        if begun.is_file() and begun.read_bytes() != spelling.encode():
             raise ConfigError(f"{folder} contains an unfinished synthetic set with other options. Remove it.")
         write_atomic(begun, spelling.encode())
         images = work.all_images(about)
@@ -184,7 +175,7 @@ class _Work:
         """
         federation = self.federation
         try:
-            tensors = load_tensors(read_file(path))
+            tensors = load_tensors(path.read_bytes())
             x, y, seconds = tensors["x"].permute(0, 3, 1, 2), tensors["y"], float(tensors["seconds"])
             spent = float(tensors["epsilon"]) if "epsilon" in tensors else None
             right = x.dtype == torch.uint8 and y.dtype == torch.int64 and tuple(x.shape[1:]) == tuple(federation.shape)
@@ -264,7 +255,7 @@ def append_log(path: Path, line: Figures) -> None:
         path: Path of the log.
         line: Values of the new line.
     """
-    lines = read_file(path).splitlines(keepends=True) if path.is_file() else []
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     if lines and not _is_earlier(lines[-1], line):
         write_atomic(path, b"".join(text for text in lines if _is_earlier(text, line)))
     append_text(path, json.dumps(line) + "\n")

@@ -12,7 +12,7 @@ import yaml
 from unskew.config.experiment import Experiment
 from unskew.config.loader import load_yaml
 from unskew.config.metrics import AUTO, metric_name
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS, rule_class
 from unskew.records.recorder import strip_warning_prefix
 from unskew.records.result import read_about, read_summary
@@ -177,10 +177,7 @@ def escape_markdown(text: object) -> str:
 
 def unskew_version(folder: Path) -> str:
     """Return the version of unskew that created the run, or an empty string if it is unknown."""
-    try:
-        return str(read_about(folder)["versions"]["unskew"])
-    except (CheckpointError, KeyError):
-        return ""
+    return str(read_about(folder).get("versions", {}).get("unskew", ""))
 
 
 def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
