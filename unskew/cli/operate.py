@@ -126,8 +126,9 @@ def register(
     ] = Path(),
 ) -> None:
     """Wait until the SuperLink is reachable, and register all sites with it."""
-    from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink
+    from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink, RunLocation
 
+    RunLocation(folder=folder, address=superlink).check()
     remote_superlink = RemoteSuperLink(folder.absolute(), superlink).superlink
     remote_superlink.wait(STARTING)
     remote_superlink.control(*(remote_superlink.registering(key.absolute()) for key in keys))
