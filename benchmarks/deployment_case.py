@@ -134,7 +134,7 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
                 meters.append(Meter(port))
             inside, self.superlink = (
                 self.superlink,
-                type(self.superlink)(f"127.0.0.1:{meters[0].port}", self.superlink.ca, self.superlink.home),
+                type(self.superlink)(f"127.0.0.1:{meters[0].port}", self.superlink.ca),
             )
             try:
                 return super()._supernode(client)
@@ -171,7 +171,7 @@ def one_case(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:
         def end(self, summary: Any) -> None:
             pass
 
-    network = Metered("benchmark", sites, [config])
+    network = Metered(Path(tempfile.gettempdir()) / "unskew-benchmark", sites, [config])
 
     def stop() -> None:
         network.close()

@@ -100,3 +100,13 @@ def plain_message(message: str) -> str:
     'it must be greater than 0'
     """
     return message.removeprefix("Value error, ").replace("Input should be", "it must be", 1)
+
+
+def first_problem(error: ValueError) -> str:
+    """Return the first problem of a validation error with the field that has it, as part of a sentence."""
+    details = getattr(error, "errors", None)
+    if details is None:
+        return str(error).rstrip(".")
+    first = details()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where[:80]}: {plain_message(first['msg'])}" if where else plain_message(first["msg"])

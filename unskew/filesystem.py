@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -71,9 +72,14 @@ def open_to_append(path: Path) -> int:
 
     Raises:
         CheckpointError: If the file is a link, or cannot be opened.
+        ConfigError: If the file has a second name (a hard link), which may be anywhere.
     """
     with disk_errors(path):
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW, 0o644)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NOFOLLOW, 0o644)
+    if os.fstat(handle).st_nlink > 1:
+        os.close(handle)
+        raise ConfigError(f"{path} has a second name elsewhere (a hard link). Replace it with a copy.")
+    return handle
 
 
 def append_text(path: Path, text: str) -> None:
@@ -103,19 +109,6 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file that may be corrupted.
-
-    Args:
-        path: File to read.
-
-    Raises:
-        OSError: If the file cannot be read, or is not a regular file.
-        ValueError: If the content is not valid; see ``parse_json``.
-    """
-    return parse_json(read_file(path))
-
-
 def parse_json(data: bytes) -> Any:
     """Parse JSON that may be corrupted.
 
@@ -123,10 +116,10 @@ def parse_json(data: bytes) -> Any:
         data: Encoded JSON.
 
     Raises:
-        ValueError: If the data are not JSON, are nested too deeply, or contain a number that is too large.
+        ValueError: If the data are not JSON, are nested too deeply, or contain a number that is too large or not finite.
     """
     try:
-        return json.loads(data, parse_int=_whole, parse_float=_real)
+        return json.loads(data, parse_int=_whole, parse_float=_real, parse_constant=_real)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -139,12 +132,12 @@ def _whole(text: str) -> int:
 
 def _real(text: str) -> float:
     if not math.isfinite(float(text)):
-        raise ValueError(f"the number {text[:20]} is too large")
+        raise ValueError(f"the number {text[:20]} is too large or not finite")
     return float(text)
 
 
 def check_run(folder: Path, resume: bool = False) -> None:
-    """Validate that a folder contains a run, before PyTorch is loaded.
+    """Validate that a folder contains a run and no links, before PyTorch is loaded.
 
     Args:
         folder: The folder.
@@ -152,10 +145,12 @@ def check_run(folder: Path, resume: bool = False) -> None:
 
     Raises:
         CheckpointError: If the folder has no ``config.yaml``.
+        ConfigError: If it contains a link, pipe or device.
     """
     if not (folder / "config.yaml").is_file():
         what = f"There is no run to resume in {folder}" if resume else f"{folder} is not a run folder"
         raise CheckpointError(f"{what}: config.yaml is missing.")
+    check_plain(folder)
 
 
 def check_regular(path: Path) -> None:
@@ -299,12 +294,53 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "unskew"
 
 
+def private_folder() -> Path:
+    """Return this user's folder for sockets and files of running processes, created if it is missing.
+
+    Raises:
+        ConfigError: If others can access it, or it is a link.
+    """
+    folder = Path(tempfile.gettempdir()) / f"unskew-{os.getuid()}"
+    with disk_errors(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+    if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not a private folder of this user. Remove it, or set TMPDIR to another folder.")
+    return folder
+
+
 def make_folder(folder: Path) -> list[Path]:
     """Create a folder and its parents, and return the created ones, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     return missing
+
+
+def make_subfolder(root: Path, *names: str) -> Path:
+    """Create folders below ``root`` without following links, and return the innermost one.
+
+    Args:
+        root: Existing folder, which may be a link.
+        *names: Name of each folder, from the outermost to the innermost one.
+
+    Raises:
+        ConfigError: If one of the folders is a link.
+    """
+    folder = root
+    make_folder(root)
+    for name in names:
+        folder /= name
+        with disk_errors(folder):
+            folder.mkdir(exist_ok=True)
+        check_no_link(folder)
+    return folder
+
+
+def check_no_link(path: Path) -> None:
+    """Validate that a path is not a link (raises ``ConfigError`` otherwise)."""
+    if path.is_symlink():
+        raise ConfigError(f"{path} is a link, and unskew does not write through links. Replace it with a copy.")
 
 
 def unmake_folder(folder: Path, added: list[Path]) -> None:

@@ -126,7 +126,7 @@ def test_what_a_package_offers_is_used_by_its_name(package):
 def test_a_tracker_of_a_package_receives_the_rounds(package, tmp_path):
     result = unskew.run(data="moons", model="tiny", trackers="lines", out=tmp_path / "run", **RUN)
     assert (tmp_path / "run" / "lines.txt").read_text() == f"1 {result.history[0]['accuracy']}\n"
-    unskew.resume(tmp_path / "run", rounds=2)
+    unskew.resume(tmp_path / "run", rounds=2, trackers="lines")
     assert len((tmp_path / "run" / "lines.txt").read_text().splitlines()) == 2
 
 

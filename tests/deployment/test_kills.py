@@ -90,7 +90,7 @@ def test_a_run_survives_kills_with_the_numbers_of_the_simulator(tmp_path, monkey
     monkeypatch.setattr("unskew.deployment.server.sites.NO_REPLY", 10.0)  # else each lost message costs two minutes
     rounds = KILLS + 1
     values = {**TINY, "clients": 2, "method": "scaffold", "rounds": rounds, "eval_clients": 0}
-    place = LocalSuperLink("kills", 2, [experiment(values)])
+    place = LocalSuperLink(tmp_path / "run", 2, [experiment(values)])
     kills = Kills(place, rounds, SEED)
     result = run(experiment(values), Deployment(), tmp_path / "run", [kills], lambda text: None, place)
     print("killed:", {kind: kills.killed.count(kind) for kind in sorted(VICTIMS)}, result.history[-1])
@@ -106,7 +106,7 @@ def test_a_server_that_is_killed_is_resumed_with_the_numbers_of_the_simulator(tm
     out = tmp_path / "sites"
     begin = ["deploy", "run", tmp_path / "experiment.yaml", "--local", 2, "--out", out]
     for number in range(kills + 1):
-        asked = begin if number == 0 else ["resume", out]
+        asked = begin if number == 0 else ["resume", out, "--local", 2]
         process = subprocess.Popen(
             [str(FLOWER / "unskew"), *map(str, asked)], env=environment(tmp_path), stdout=subprocess.DEVNULL
         )

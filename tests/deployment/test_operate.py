@@ -6,6 +6,7 @@ import stat
 import tempfile
 import threading
 import time
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,16 +18,18 @@ from test_faults import SCAFFOLD, trained, with_patience
 
 import unskew
 from unskew.config.loader import experiment
+from unskew.deployment.flower import cli as flower_cli
 from unskew.deployment.flower.cli import SuperLink
 from unskew.deployment.flower.subprocesses import ManagedProcess
 from unskew.deployment.server import joining
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.audit_log import AuditLog, read_events
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.server.control import send_command
+from unskew.deployment.server.control import send_command, socket_path
 from unskew.deployment.server.run import resume, run
 from unskew.deployment.wire.frames import Frame
-from unskew.errors import CheckpointError, EngineError
+from unskew.errors import CheckpointError, ConfigError, EngineError
+from unskew.filesystem import private_folder
 from unskew.simulation.round_loop import RunInterrupted
 
 
@@ -122,7 +125,7 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
     )
 
     def look():
-        path = Path(json.loads((tmp_path / "run" / "control.json").read_text())["socket"])
+        path = socket_path(tmp_path / "run")
         found["modes"] = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)]
         found["json"] = call(capsys, "deploy", "status", tmp_path / "run", "--json").json()
         found["text"] = call(capsys, "deploy", "status", tmp_path / "run").out
@@ -151,23 +154,41 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
     after = call(capsys, "deploy", "status", tmp_path / "run")
     assert after.code == 2
     assert "No deployed run is active in" in after.err
-    assert not (tmp_path / "run" / "control.json").exists()
+    assert not socket_path(tmp_path / "run").exists()
 
 
-def test_a_folder_that_names_anothers_socket_is_not_followed(tmp_path, capsys):
-    """As one may that somebody has sent; and what a killed run has left behind is no running one."""
-    with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as other:
-        path = Path(short) / "s"
-        other.bind(str(path))
-        Path(short).chmod(0o755)
-        (tmp_path / "control.json").write_text(json.dumps({"socket": str(path)}))
-        assert "only this user can access" in call(capsys, "deploy", "stop", tmp_path).err
-        Path(short).chmod(0o700)
-        other.close()
-        assert "No deployed run is active" in call(capsys, "deploy", "stop", tmp_path).err
-    for text in (json.dumps({"socket": str(path)}), "[]", "{", "{}"):
-        (tmp_path / "control.json").write_text(text)
-        assert "No deployed run is active" in call(capsys, "deploy", "stop", tmp_path).err
+def test_no_file_of_a_folder_names_the_socket_of_another_run(tmp_path, capsys, monkeypatch):
+    place, said = LoopPlace(tmp_path, TINY), []
+    sent = tmp_path / "sent"
+    sent.mkdir()
+
+    def look():
+        path = str(socket_path(tmp_path / "run"))
+        for name in ("control.json", "deployment.json"):
+            (sent / name).write_text(json.dumps({"socket": path, "run": "0123456789abcdef"}))
+        said.append(call(capsys, "deploy", "stop", sent).err)
+
+    run(experiment(TINY), Deployment(startup_timeout=0.5), tmp_path / "run", [During(look)], [].append, place)
+    assert "No deployed run is active" in said[0]
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == TINY["rounds"]
+
+
+def test_the_folder_of_sockets_is_this_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    private = private_folder()
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    private.chmod(0o755)
+    with pytest.raises(ConfigError, match="not a private folder"):
+        socket_path(tmp_path / "run")
+    private.rmdir()
+    private.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="not a private folder"):
+        socket_path(tmp_path / "run")
+    private.unlink()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 25)))
+    (tmp_path / ("long" * 25)).mkdir()
+    with pytest.raises(ConfigError, match="shorter folder"):
+        socket_path(tmp_path / "run")
 
 
 def test_a_stopped_run_is_resumed_with_the_same_numbers(tmp_path, capsys):
@@ -179,7 +200,8 @@ def test_a_stopped_run_is_resumed_with_the_same_numbers(tmp_path, capsys):
 
     with pytest.raises(RunInterrupted):
         run(experiment(values), with_patience(), tmp_path / "run", [During(stop, 2)], [].append, place)
-    (tmp_path / "run" / "control.json").write_text('{"socket": "/gone"}')  # as of a process that was killed
+    with socket.socket(socket.AF_UNIX) as left:  # by a process that was killed
+        left.bind(str(socket_path(tmp_path / "run")))
     result = resume(tmp_path / "run", [Told()], tell=[].append, place=place)
     assert torch.equal(result.vector, unskew.run(**values).vector)
     events = [event["event"] for event in read_events(tmp_path / "run" / "audit.jsonl", verify=True)[0]]
@@ -284,11 +306,11 @@ def test_a_line_that_was_cut_off_does_not_break_the_chain(tmp_path):
 def test_the_log_of_a_running_run_is_followed_until_it_ends(tmp_path, capsys, monkeypatch):
     log = AuditLog(tmp_path)
     log.add("started", 0)
-    (tmp_path / "control.json").touch()
+    socket_path(tmp_path).touch()
 
     def later(seconds):
         log.add("finished", 1, digest="ab")
-        (tmp_path / "control.json").unlink()
+        socket_path(tmp_path).unlink()
 
     monkeypatch.setattr("unskew.cli.operate.time.sleep", later)
     lines = call(capsys, "deploy", "log", tmp_path, "--follow").out.splitlines()
@@ -309,4 +331,23 @@ def test_all_sites_are_registered_in_one_call_after_the_superlink_listens(tmp_pa
     assert call(capsys, "deploy", "register", *keys, *options).code == 0
     registered = tuple(["supernode", "register", str(key), "unskew"] for key in keys)
     assert done == [("wait", "localhost:8001"), registered]
-    assert 'address = "localhost:8001"' in (tmp_path / "home" / "config.toml").read_text()
+    assert not (tmp_path / "home").exists()
+
+
+def test_the_configuration_of_flowers_command_line_is_escaped_and_temporary(tmp_path, monkeypatch):
+    seen = []
+
+    def done(command, environment, seconds, what):
+        home = Path(environment["FLWR_HOME"])
+        seen.append((home, tomllib.loads((home / "config.toml").read_text()), command[1:4]))
+        return ""
+
+    monkeypatch.setattr(flower_cli, "run_to_completion", done)
+    monkeypatch.setattr(flower_cli, "program_path", lambda name: f"/bin/{name}")
+    address = 'host:1"\n[superlink.other]\naddress = "evil:1'
+    SuperLink(address, tmp_path / 'a"b' / "ca.crt").control(["ls"])
+    ((home, content, command),) = seen
+    own = {"address": address, "root-certificates": str(tmp_path / 'a"b' / "ca.crt")}
+    assert content == {"superlink": {"default": "unskew", "unskew": own}}
+    assert command == ["-P", "-m", "unskew.deployment.flower.app.flwr_batch"]
+    assert not home.exists()

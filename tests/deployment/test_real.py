@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.slow, *real]
 
 
 @pytest.fixture
-def place(flower_is_found):
-    local = LocalSuperLink("door", 0, [])
+def place(flower_is_found, tmp_path):
+    local = LocalSuperLink(tmp_path / "door", 0, [])
     local.start()
     yield local
     local.close()
@@ -83,13 +83,13 @@ def test_foreign_certificates_and_plain_connections_are_refused(place, tmp_path)
 
 
 def test_a_certificate_that_has_expired_is_refused(flower_is_found, tmp_path):
-    late = LocalSuperLink("late", 0, [])
+    late = LocalSuperLink(tmp_path / "late", 0, [])
     late.folder.mkdir(parents=True)
     project_files.write_scripts(late.folder)
     subprocess.run(
         ["sh", str(late.folder / "certificates.sh"), "127.0.0.1"], check=True, env={**os.environ, "DAYS": "-1"}
     )
-    late.superlink = flower_cli.SuperLink(f"127.0.0.1:{free_port()}", late.superlink.ca, late.superlink.home)
+    late.superlink = flower_cli.SuperLink(f"127.0.0.1:{free_port()}", late.superlink.ca)
     port = int(late.superlink.address.rpartition(":")[2])
     late.logs.mkdir()
     try:

@@ -253,7 +253,6 @@ def written_and_used(tmp_path, capsys):
             "site.yaml",
             "compose.yaml",
             "Dockerfile",
-            "pyproject.toml",
         ),
         *(
             "certificates.sh",
@@ -297,8 +296,11 @@ def written_and_used(tmp_path, capsys):
         (("--local", 2, "--superlink", "a:1"), "No sites given"),
         (("--superlink", "a:1"), "No sites given"),
         (("--local", 2), "does not match the 3 clients of the experiment"),
-        (("--local", 3, "--on-timeout", "never"), "must be wait, continue or abort"),
-        (("--local", 3, "--round-timeout", "-1"), "round_timeout=-1.0 must be a positive number of seconds"),
+        (
+            ("--local", 3, "--on-timeout", "never"),
+            "on_timeout=never is not valid: it must be 'wait', 'continue' or 'abort'",
+        ),
+        (("--local", 3, "--round-timeout", "-1"), "round_timeout=-1.0 is not valid: it must be greater than 0"),
         (("--local", 3, "--set", "network.drop=0.1"), "network.drop simulate"),
     ],
 )

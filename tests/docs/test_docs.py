@@ -105,6 +105,7 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
         "privacy.key",
         "report.html",
         "samples",
+        "vectorized.json",
         "synthetic",
         "warnings.txt",
     }

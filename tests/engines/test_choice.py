@@ -10,6 +10,7 @@ from support.running import Stop, StopAfter, assert_same_run
 import unskew
 from unskew.engines import auto_select, calibration, timing
 from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
+from unskew.json_models import write_model
 
 SIZES = [16, 16, 16, 24]
 GIVEN = {"rounds": 4, "lr": 0.05, "batch_size": 8, "local_epochs": 1, "checkpoint_every": 1}
@@ -35,7 +36,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(auto_select, "LONG_SECONDS", 0.0)
     monkeypatch.setattr(auto_select, "LONG_STEP", float("inf"))
     monkeypatch.setattr(auto_select, "num_cores", lambda: 1)
-    monkeypatch.setattr(auto_select.calibration, "load_measurement", lambda key: None)
+    monkeypatch.setattr(auto_select.calibration, "read_entries", dict)
     monkeypatch.setattr(auto_select.calibration, "save_measurement", lambda key, measurement: None)
     monkeypatch.setattr(auto_select, "GROUP_SECONDS", 1e9)
     seconds = {}
@@ -236,3 +237,12 @@ def test_the_smallest_of_interleaved_times_counts(monkeypatch):
     times = timing.min_seconds({1: lambda: order.append(1), 2: lambda: order.append(2)}, lambda: next(clock))
     assert times == {1: 1, 2: 1}
     assert order == [1, 2, 1, 2, 1, 2]  # untimed once, then in turn until the time suffices
+
+
+def test_a_stored_choice_starts_no_more_workers_than_the_request_allows(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_select, "num_cores", lambda: 8)
+    monkeypatch.setattr(auto_select.processes, "fork_available", lambda: True)
+    for stored, cohort, workers in ((4096, 100, 8), (4096, 3, 3), (2, 100, 2)):
+        asked = EngineRequest("auto", None, "auto")
+        write_model(tmp_path / "engine.json", EngineChoice("processes", stored, asked=asked.identity))
+        assert choose_engine(asked, None, cohort, 1, tmp_path, resume=True).workers == workers

@@ -117,18 +117,18 @@ def test_the_width_follows_from_the_memory_of_a_small_group(total, width, traine
 def test_a_round_that_exhausts_the_memory_starts_again_with_half_the_width(monkeypatch, tmp_path):
     memory = FakeMemory(100, 100 * 40)
     engine, inline, broadcasts, groups = with_memory(monkeypatch, memory)
-    engine.remember_width(tmp_path / "engine.json", resume=False)
+    engine.remember_width(tmp_path, resume=False)
     expected = list(inline.train(broadcasts))
     list(engine.train(broadcasts))
-    assert json.loads((tmp_path / "engine.json").read_text()) == {"engine": "vectorized", "width": 32}
+    assert json.loads((tmp_path / "vectorized.json").read_text()) == {"width": 32}
     memory.total, memory.released = 100 * 9, 0
     groups.clear()
     assert_same(engine.train(broadcasts), expected)
     assert groups == [21, 16, 8, 8, 5]
     assert memory.released == 2
-    assert json.loads((tmp_path / "engine.json").read_text())["width"] == 8
+    assert json.loads((tmp_path / "vectorized.json").read_text())["width"] == 8
     resumed, _, _, groups = with_memory(monkeypatch, memory)
-    resumed.remember_width(tmp_path / "engine.json", resume=True)
+    resumed.remember_width(tmp_path, resume=True)
     assert_same(resumed.train(broadcasts), expected)
     assert groups == [8, 8, 5]
 

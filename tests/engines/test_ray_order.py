@@ -5,6 +5,7 @@ import random
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -265,7 +266,7 @@ def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_pat
 
 
 def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_worker.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     nodes = {"ray": {"data": "nodes"}}
     named = unskew.load_federation("digits", clients=4)
     (kept,) = {train("inline", "fedavg", federation=named).vector.sum()}

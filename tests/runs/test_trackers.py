@@ -73,7 +73,7 @@ def test_wandb_receives_rounds_and_summary_and_is_resumed(tmp_path, monkeypatch)
     assert [row["accuracy"] for _, row in run.rows] == [row["accuracy"] for row in result.history]
     assert run.summary["final_accuracy"] == result.summary["accuracy"]
     assert run.finished
-    unskew.resume(tmp_path / "run", rounds=3)
+    unskew.resume(tmp_path / "run", rounds=3, trackers="wandb")
     assert [call["id"] for call in module.calls] == [None, "abc"]
     assert [step for step, _ in module.runs[1].rows] == [3]
     assert module.calls[0]["name"] == "fedavg, seed 0"
@@ -102,7 +102,7 @@ def test_the_runs_of_a_comparison_share_a_store(tmp_path, fake):
     assert [args[1] for args in fake.made] == [tmp_path / "all"] * 2
     unskew.run(**QUICK, trackers="mlflow", out=tmp_path / "one")
     assert fake.made[-1] == (tmp_path / "one", tmp_path, False)
-    unskew.resume(tmp_path / "one", rounds=3)
+    unskew.resume(tmp_path / "one", rounds=3, trackers="mlflow")
     assert fake.made[-1] == (tmp_path / "one", tmp_path, True)
 
 
@@ -175,7 +175,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(tmp_path, name):
     other, folder = tmp_path / name.replace("'", "´"), tmp_path / name
     for place in {other, folder}:
         unskew.run(**QUICK, trackers="mlflow", out=place)
-    unskew.resume(folder, rounds=3)
+    unskew.resume(folder, rounds=3, trackers="mlflow")
     assert mlflow_runs(tmp_path / "mlflow.db") == {str(other): [1, 2], str(folder): [1, 2, 3]}
 
 
@@ -184,7 +184,7 @@ def test_a_resumed_run_goes_on_in_its_mlflow_run(tmp_path, name):
 def test_a_run_of_a_comparison_that_is_resumed_alone_goes_on_in_the_comparisons_store(tmp_path):
     out = tmp_path / "all"
     unskew.compare(methods=["fedavg", "fedprox"], seeds=1, **QUICK, trackers="mlflow", out=out)
-    unskew.resume(out / "fedavg" / "seed-0", rounds=3)
+    unskew.resume(out / "fedavg" / "seed-0", rounds=3, trackers="mlflow")
     found = mlflow_runs(out / "mlflow.db")
     assert found == {str(out / "fedavg" / "seed-0"): [1, 2, 3], str(out / "fedprox" / "seed-0"): [1, 2]}
     assert [str(path.relative_to(out)) for path in out.rglob("mlflow*")] == ["mlflow.db"]
@@ -192,12 +192,26 @@ def test_a_run_of_a_comparison_that_is_resumed_alone_goes_on_in_the_comparisons_
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:The tracker")
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_file_does_not_start_a_tracker_that_acts_outside_the_run_folder(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    unskew.run(**QUICK, out=tmp_path / "in" / "run")
+    path = tmp_path / "in" / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("trackers: []", f"trackers: [{name}]"))
+    with pytest.raises(ConfigError, match=f"config.yaml names the tracker '{name}'.*--set trackers={name}"):
+        unskew.resume(tmp_path / "in" / "run", rounds=3)
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["run"]
+    path.write_text(path.read_text().replace(f"trackers: [{name}]", "trackers: [tensorboard]"))
+    unskew.resume(tmp_path / "in" / "run", rounds=3)
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize("size", [0, 50, 300_000])
 def test_a_half_made_database_is_made_anew(tmp_path, size):
     unskew.run(**QUICK, trackers="mlflow", out=tmp_path / "a")
     os.truncate(tmp_path / "mlflow.db", size)
     unskew.run(**QUICK, trackers="mlflow", out=tmp_path / "b")
-    unskew.resume(tmp_path / "a", rounds=3)
+    unskew.resume(tmp_path / "a", rounds=3, trackers="mlflow")
     assert mlflow_runs(tmp_path / "mlflow.db") == {str(tmp_path / "a"): [3], str(tmp_path / "b"): [1, 2]}
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "mlflow.db", "mlflow-damaged.db"}
 

@@ -16,12 +16,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.config.loader import experiment, load_yaml
-from unskew.errors import ConfigError, plain_message, unknown_name
+from unskew.errors import ConfigError, first_problem, unknown_name
+from unskew.json_models import InnerPath
 from unskew.methods.registry import REFERENCES, check_expression
 from unskew.provenance import TRUST, Named, check_trusted, with_provenance
 
 Settings = dict[str, Any]
 PLACEHOLDER = "$data"
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class BenchmarkFederation(BaseModel):
@@ -42,7 +44,7 @@ class BenchmarkFederation(BaseModel):
     title: str
     kind: Literal["natural", "controlled"]
     source: str
-    needs: str | None = None
+    needs: InnerPath | None = None
     without: dict[str, str] = Field(default_factory=dict)
     settings: Settings
 
@@ -68,10 +70,10 @@ class Suite(BaseModel):
     name: str
     title: str
     trials: Annotated[int, Field(ge=1, le=10_000)] = 16
-    seeds: Annotated[list[int], Field(min_length=2)] = [1, 2, 3, 4, 5]
-    tuning_seed: int = 0
+    seeds: Annotated[list[Seed], Field(min_length=2, max_length=1000)] = [1, 2, 3, 4, 5]
+    tuning_seed: Seed = 0
     settings: Settings = Field(default_factory=dict)
-    federations: Annotated[list[str], Field(min_length=1)]
+    federations: Annotated[list[InnerPath], Field(min_length=1)]
     methods: Annotated[list[Named], Field(min_length=1)]
     untuned: list[Named] = Field(default_factory=list)
     references: list[str] = Field(default_factory=list)
@@ -200,6 +202,4 @@ def _read(kind: type[File], name: str, where: str, folder: Path | None, trust_co
     try:
         return kind.model_validate({"name": Path(name).stem if _is_file(name) else name, **values})
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where_in_file = f" at {'.'.join(map(str, first['loc']))}" if first["loc"] else ""
-        raise ConfigError(f"{name} is not valid{where_in_file}: {plain_message(first['msg'])}.") from error
+        raise ConfigError(f"{name} is not valid: {first_problem(error)}.") from error

@@ -21,11 +21,14 @@ from unskew.cli.common import (
     AsJson,
     ConfigFile,
     DataPath,
+    DeploymentFolder,
     Device,
     EngineName,
+    LocalSites,
     Parallel,
     Rounds,
     Sets,
+    SuperLinkAddress,
     TrustCode,
     config_values,
     confirm_resume_target,
@@ -238,25 +241,35 @@ def resume(
     engine: EngineName = None,
     device: Device = None,
     sets: Sets = None,
+    local: LocalSites = None,
+    deployment_folder: DeploymentFolder = None,
+    superlink: SuperLinkAddress = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Resume an interrupted run, or extend a finished run with --rounds."""
+    """Resume an interrupted run, or extend a finished run with --rounds; a deployed run needs its sites."""
     check_run(folder, resume=True)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.config.loader import set_field
+    from unskew.deployment.flower.superlinks import RunLocation
     from unskew.deployment.server.config import is_deployed
     from unskew.deployment.server.run import resume as resume_deployed
     from unskew.runs.run import resume as resume_run
 
+    location, deployed = RunLocation(local, deployment_folder, superlink), is_deployed(folder)
+    if deployed:
+        location.check(f" {folder} is a deployed run, and its files do not say where its sites are.")
+    elif location != RunLocation():
+        raise ConfigError(f"{folder} is not a deployed run. Remove --local, --folder and --superlink.")
     flags = {"rounds": rounds, "data_path": data_path, "engine": engine, "device": device}
     changes: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     for assignment in sets or []:
         set_field(changes, assignment)
     console = console_for(as_json)
-    again = shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if trust_code else [])])
+    where = location.options if deployed else []
+    again = shlex.join(["unskew", "resume", str(folder), *where, *(["--trust-code"] if trust_code else [])])
     with exit_on_signal(folder, again), make_progress(console) as progress:
-        go_on = resume_deployed if is_deployed(folder) else resume_run
+        go_on = functools.partial(resume_deployed, place=location) if deployed else resume_run
         result = go_on(folder, callbacks=[ProgressLine(progress, folder.name)], trust_code=trust_code, **changes)
     show(result, folder, console, as_json)
 

@@ -40,6 +40,16 @@ ConfigFile = Annotated[
     typer.Option("--config", parser=parse_path, metavar="PATH", help="Configuration file; flags override it."),
 ]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Import custom models and methods that a file names.")]
+LocalSites = Annotated[
+    int | None, typer.Option("--local", min=1, help="Start a SuperLink and this number of sites on this machine.")
+]
+DeploymentFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder", parser=parse_path, metavar="PATH", help="Deployment folder, written by unskew deploy init."
+    ),
+]
+SuperLinkAddress = Annotated[str | None, typer.Option("--superlink", help="Host and port of the SuperLink.")]
 Client = Annotated[
     str | None,
     typer.Option("--client", help="Use the personal model of this client, by number or name, not the global model."),
@@ -248,7 +258,8 @@ def resume_command(folder: Path, config: Experiment) -> str:
     """
     own = ":" in config.model and not config.model.startswith("hf:")
     own = own or bool(re.search(r"(^|\+)\s*\w+\.\w|=[\w.]+:\w", config.method))
-    return shlex.join(["unskew", "resume", str(folder), *(["--trust-code"] if own else [])])
+    trackers = ["--set", f"trackers=[{', '.join(config.trackers)}]"] if {*config.trackers} - {"tensorboard"} else []
+    return shlex.join(["unskew", "resume", str(folder), *trackers, *(["--trust-code"] if own else [])])
 
 
 def shorten_name(config: Experiment) -> str:

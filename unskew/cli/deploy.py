@@ -12,8 +12,11 @@ from unskew.cli import operate
 from unskew.cli.common import (
     AsJson,
     ConfigFile,
+    DeploymentFolder,
+    LocalSites,
     Rounds,
     Sets,
+    SuperLinkAddress,
     TrustCode,
     config_values,
     console_for,
@@ -112,16 +115,9 @@ def run(
     ] = None,
     rounds: Rounds = None,
     sets: Sets = None,
-    local: Annotated[
-        int | None, typer.Option("--local", min=1, help="Start a SuperLink and this number of sites on this machine.")
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--folder", parser=parse_path, metavar="PATH", help="Deployment folder, written by unskew deploy init."
-        ),
-    ] = None,
-    superlink: Annotated[str | None, typer.Option("--superlink", help="Host and port of the SuperLink.")] = None,
+    local: LocalSites = None,
+    folder: DeploymentFolder = None,
+    superlink: SuperLinkAddress = None,
     own_data: Annotated[
         bool, typer.Option("--own-data", help="The sites use their own data instead of parts of the experiment's data.")
     ] = False,
@@ -174,16 +170,14 @@ def run(
     from unskew.cli.common import show
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import folder_name
+    from unskew.deployment.flower.superlinks import RunLocation
     from unskew.deployment.server.config import Deployment
     from unskew.deployment.server.run import run as run_deployed
     from unskew.deployment.server.sites import RoundPolicy
 
-    if (local is None) == (folder is None and superlink is None):
-        raise ConfigError("No sites given: use --local N, or --folder FOLDER with --superlink HOST:PORT.")
-    deployment = Deployment(
-        local=local,
-        folder=None if folder is None else str(folder.absolute()),
-        address=superlink,
+    location = RunLocation(local, folder, superlink)
+    location.check()
+    deployment = Deployment.of(
         own_data=own_data,
         startup_timeout=startup_timeout,
         round_policy=RoundPolicy(round_timeout, min_updates, on_timeout, max_invalid_replies),  # type: ignore[arg-type]
@@ -196,12 +190,12 @@ def run(
     name = folder_name(f"{shorten_name(checked)}-{checked.method}-seed{checked.seed}-sites")
     where = out or unused_path(Path("runs") / name)
     console = console_for(as_json)
-    again = shlex.join(["unskew", "resume", str(where)])
+    again = shlex.join(["unskew", "resume", str(where), *location.options, *(["--trust-code"] if trust_code else [])])
 
     def tell(text: str) -> None:
         console.print(text, markup=False, highlight=False)
 
     with exit_on_signal(where, again), make_progress(console) as progress:
         follower: Any = ProgressLine(progress, checked.method, columns=True)
-        result = run_deployed(checked, deployment, where, [follower], tell)
+        result = run_deployed(checked, deployment, where, [follower], tell, location)
     show(result, where, console, as_json)

@@ -78,11 +78,11 @@ def log(
 ) -> None:
     """Print the audit log of a deployed run, or check its chain of digests."""
     from unskew.deployment.server.audit_log import FILE, read_events
-    from unskew.deployment.server.control import FILE as SOCKET
+    from unskew.deployment.server.control import socket_path
 
     shown, running = 0, True
     while running:
-        running = follow and not verify and (folder / SOCKET).exists()
+        running = follow and not verify and socket_path(folder).exists()
         events, last = read_events(folder / FILE, verify)
         for event in [] if verify else events[shown:]:
             head = f"{event.pop('time', '')}  round {event.pop('round', '')}  {event.pop('event', '')}"
@@ -105,7 +105,10 @@ def stop(
     from unskew.deployment.server.control import send_command
 
     send_command(folder, "stop", now=now)
-    _line(f"The run stops {'now' if now else 'after this round'}. To resume it, run: unskew resume {folder}")
+    _line(
+        f"The run stops {'now' if now else 'after this round'}. To resume it, run: unskew resume {folder}, with --local, or "
+        "--folder and --superlink, as before"
+    )
 
 
 def exclude(folder: RunFolder, site: Annotated[str, typer.Argument(help="Name or client number of the site.")]) -> None:
@@ -123,10 +126,10 @@ def register(
     ] = Path(),
 ) -> None:
     """Wait until the SuperLink is reachable, and register all sites with it."""
-    from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink
+    from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink, RunLocation
 
+    RunLocation(folder=folder, address=superlink).check()
     remote_superlink = RemoteSuperLink(folder.absolute(), superlink).superlink
-    remote_superlink.configure()
     remote_superlink.wait(STARTING)
     remote_superlink.control(*(remote_superlink.registering(key.absolute()) for key in keys))
     _line(f"Registered {len(keys)} sites.")

@@ -30,6 +30,7 @@ from unskew.data.federation import Federation
 from unskew.errors import ConfigError, list_items, short_repr
 from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import output_folder, parse_path, write_atomic
+from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
 from unskew.privacy.composition import composition_note
@@ -39,7 +40,7 @@ from unskew.runs.api_arguments import config_from_arguments, method_expression, 
 from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
 from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
-from unskew.runs.preparation import SYNTHETIC, check_given_set
+from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method

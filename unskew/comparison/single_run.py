@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unskew.comparison.summary_statistics import check_summary
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml
 from unskew.config.paths import with_absolute_paths
@@ -16,7 +16,7 @@ from unskew.data.spec import DataSpec
 from unskew.errors import CheckpointError, ConfigError
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback
-from unskew.records.result import read_history
+from unskew.records.result import read_history, read_summary
 from unskew.runs.build_model import ModelLike
 from unskew.runs.resume import check_same
 from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
@@ -76,7 +76,9 @@ def run_or_resume(
         except CheckpointError as error:
             raise ConfigError(f"{folder} cannot be resumed. {error}") from error
         if finished_rounds(folder) == config.rounds:
-            return read_history(folder), json.loads((folder / "summary.json").read_text())
+            summary = read_summary(folder)
+            check_summary(summary, folder / "summary.json")
+            return read_history(folder), summary
         check_unfinished(folder, config.rounds)
     result = run_experiment(
         config,

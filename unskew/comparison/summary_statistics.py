@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from unskew.errors import CheckpointError
 from unskew.tasks.metrics import METRICS
 from unskew.tasks.primary_metric import RECALL, WORST, client_metric_name, objective_metric, primary_metric_name
 from unskew.tasks.registry import TASKS
 
+LARGEST = 1e300
+WORDS = ("method", "data", "partition", "partition_hash", "model", "client_weighting", "engine", "buffers")
+WHOLE = ("clients", "seed", "rounds", "parameters")
+NUMBERS = ("bytes_up", "bytes_down", "seconds")
 Spread = tuple[float, float]
 FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {
     "best_loss"
@@ -45,3 +51,34 @@ def mean_std(values: Sequence[float]) -> Spread:
     (2.0, 1.4142135623730951)
     """
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def is_usable_number(value: object) -> bool:
+    """Return whether a value from a file is a usable number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def check_summary(summary: dict[str, Any], path: Path) -> None:
+    """Validate the content of ``summary.json``.
+
+    Args:
+        summary: Content of the file.
+        path: Path of the file, for error messages.
+
+    Raises:
+        CheckpointError: If a metric is missing or is not a number.
+    """
+    figures = set(filter(is_metric, summary))
+    scored = primary_metric_name(summary)
+    needed = (scored, f"best_{scored}")
+    optional = {*averaged_keys(summary), *figures} - set(needed)
+    checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
+        (WORDS, lambda value: isinstance(value, str)),
+        (WHOLE, lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),
+        ((*needed, *NUMBERS), is_usable_number),
+        (sorted(optional), lambda value: value is None or is_usable_number(value)),
+    ]
+    for names, fits in checks:
+        for name in names:
+            if not fits(summary.get(name)):
+                raise CheckpointError(f"{path} is not the summary of a run: {name} is missing or not valid.")

@@ -205,7 +205,7 @@ class Experiment(Section):
     """Plot the inputs that clients generate in the last round into the run folder, for methods that generate inputs."""
     target: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Value of the objective; the run reports the number of rounds needed to reach it."""
-    trackers: tuple[str, ...] = ()
+    trackers: tuple[Named, ...] = ()
     """Trackers that receive the metrics in addition to the run folder: ``tensorboard``, ``mlflow``, ``wandb``, or plugins."""
 
     @pydantic.field_validator("features", "exclude", "categories", "dates", "metrics", mode="before")

@@ -12,8 +12,8 @@ from unskew.data.federation import Federation, concatenate_inputs, take_rows
 from unskew.data.readers.files import concatenate_tables
 from unskew.data.readers.images import decode_column
 from unskew.data.validation import as_targets, check_targets, mask_padding, normalize_inputs_layout, to_model_layout
-from unskew.errors import CheckpointError, DataError, short_repr
-from unskew.filesystem import read_json
+from unskew.errors import DataError, short_repr
+from unskew.generators import synthetic_dataset
 from unskew.measurements.heterogeneity import MeasurementScope, Pair, SyntheticOf, selected_samples
 from unskew.seeding import generator
 
@@ -77,12 +77,8 @@ def image_files(path: Path) -> list[Path]:
     except OSError:  # the name is too long for a file
         return []
     folders = [path, path / "data", path / "synthetic", path / "synthetic" / "data"]
-    if (path / "summary.json").is_file():
-        try:
-            used = read_json(path / "summary.json").get("synthetic")
-            folders += [Path(used), Path(used) / "data"] if used else []
-        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path / 'summary.json'} is corrupted. Remove it and resume the run.") from error
+    shared = synthetic_dataset.shared_set(path, synthetic_dataset.stored_name(path))
+    folders += [] if shared is None else [shared / "data"]
     files = [[folder] if folder.is_file() else sorted(folder.glob("*.parquet")) for folder in folders]
     return next(filter(None, files), [])
 

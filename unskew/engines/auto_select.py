@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pydantic
 
 from unskew.engines import calibration, processes, timing
 from unskew.engines.base import EngineConfig
 from unskew.engines.calibration import Measurement
 from unskew.engines.cpu import num_cores, num_threads
 from unskew.engines.names import BUILT_IN, parse_engine
-from unskew.errors import ConfigError
-from unskew.filesystem import read_json, write_atomic
+from unskew.errors import CheckpointError, ConfigError
+from unskew.json_models import STRICT, read_model, write_model
 from unskew.models.grouped.context import GroupedModel, grouped_unchecked
 
 FILE = "engine.json"
@@ -45,7 +46,7 @@ INLINE_MARGIN = 0.85
 """``inline`` replaces ``processes`` if it takes at most this share of the time: other programs slow it down more."""
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
 class EngineChoice:
     """Resolved way to train the clients of a run.
 
@@ -59,11 +60,11 @@ class EngineChoice:
     """
 
     engine: str
-    workers: int
-    clients_per_group: int = 1
-    decided: str = "rule"
+    workers: Annotated[int, pydantic.Field(ge=0, le=4096)]
+    clients_per_group: Annotated[int, pydantic.Field(ge=1, le=1024)] = 1
+    decided: Literal["given", "rule", "measured"] = "rule"
     trial: dict[str, float] = field(default_factory=dict)
-    asked: list[Any] = field(default_factory=list)
+    asked: list[str | int | None] = field(default_factory=list)
 
 
 class EngineCandidate(NamedTuple):
@@ -158,16 +159,16 @@ def choose_engine(
         raise ConfigError(
             "clients_per_group applies to inline and processes; vectorized always groups all clients of a round. Remove it."
         )
+    # More workers than clients in a round would have nothing to do.
+    workers = min(request.workers or num_cores(), cohort)
     kept_choice = _stored_choice(folder) if resume else None
     if kept_choice is not None and kept_choice.asked == request.identity and _is_available(kept_choice):
-        return kept_choice
+        return replace(kept_choice, workers=min(kept_choice.workers, workers))
     if setup.device.type != "cpu":
         if request.clients_per_group not in ("auto", 1):
             raise ConfigError("clients_per_group needs device=cpu; on another device, use engine=vectorized.")
         engine = engine_by_rule(setup.device.type, 1) if request.engine == "auto" else request.engine
         return EngineChoice(engine, 1, asked=request.identity)
-    # More workers than clients in a round would have nothing to do.
-    workers = min(request.workers or num_cores(), cohort)
     engine = engine_by_rule("cpu", workers) if request.engine == "auto" else request.engine
     plain = EngineChoice(engine, workers, 1, "rule" if "auto" in request.identity else "given", asked=request.identity)
     if isinstance(request.clients_per_group, int):
@@ -180,7 +181,7 @@ def choose_engine(
         with contextlib.suppress(Exception):  # the run itself reports what is wrong with a step
             choice = _measure(request, plain, setup, Budget(cohort, rounds, *_local_work(setup)))
     if folder is not None:
-        write_atomic(folder / FILE, (json.dumps(asdict(choice), indent=2) + "\n").encode())
+        write_model(folder / FILE, choice)
     return choice
 
 
@@ -200,13 +201,13 @@ def _stored_choice(folder: Path | None) -> EngineChoice | None:
     if folder is None:
         return None
     try:
-        return EngineChoice(**read_json(folder / FILE))
-    except (OSError, ValueError, TypeError):
+        return read_model(folder / FILE, EngineChoice)
+    except CheckpointError:  # without the file, the choice is made again
         return None
 
 
 def _is_available(choice: EngineChoice) -> bool:
-    return choice.engine != "processes" or processes.fork_available()
+    return choice.engine in BUILT_IN and (choice.engine != "processes" or processes.fork_available())
 
 
 def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, budget: Budget) -> EngineChoice:
@@ -215,7 +216,7 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
         return plain
     inputs = str(setup.federation.clients[timing.largest_client(setup)].x.dtype)
     key = calibration.calibration_key(setup, round(budget.steps), plain.workers, inputs)
-    known = calibration.load_measurement(key)
+    known = calibration.read_entries().get(key)
     alone = known.alone if known else _seconds_alone(setup)
     duration = budget.total_steps * alone / plain.workers
     groups, form = _group_sizes(request, plain, setup, budget), None

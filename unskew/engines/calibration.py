@@ -12,23 +12,30 @@ import hashlib
 import json
 import platform
 from pathlib import Path
+from typing import Annotated
 
-import pydantic
 import torch
+from pydantic import Field
 
 from unskew.engines.base import EngineConfig
 from unskew.engines.cpu import num_cores
-from unskew.filesystem import file_lock, make_folder, read_json, user_cache, write_atomic
+from unskew.errors import CheckpointError
+from unskew.filesystem import file_lock, make_folder, user_cache, write_atomic
+from unskew.json_models import JsonModel, read_model
 
 MAX_ENTRIES = 500
 LOCK_SECONDS = 2.0
 
 
-class Measurement(pydantic.BaseModel):
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+Workers = Annotated[str, Field(pattern="^[0-9]{1,4}x[0-9]{1,4}$")]
+"""Number of workers and group size, as ``2x25``."""
+
+
+class Measurement(JsonModel):
     """Measured training times of one model on one machine.
 
     Attributes:
-        model_config: Configuration of pydantic: unknown keys and other types are rejected.
         alone: CPU seconds of one local step of one client.
         steps: Local steps per client in the other measurements.
         processes: CPU seconds of ``steps`` local steps in each of several simultaneous workers, by workers and group size,
@@ -36,12 +43,10 @@ class Measurement(pydantic.BaseModel):
         inline: Wall-clock seconds of ``steps`` local steps of one client with all threads, or None if not measured.
     """
 
-    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-
-    alone: pydantic.PositiveFloat
-    steps: pydantic.PositiveInt
-    processes: dict[str, pydantic.PositiveFloat] = {}
-    inline: pydantic.PositiveFloat | None = None
+    alone: Seconds
+    steps: Annotated[int, Field(ge=1, le=1 << 31)]
+    processes: dict[Workers, Seconds] = Field(default_factory=dict)
+    inline: Seconds | None = None
 
 
 def calibration_file() -> Path:
@@ -84,20 +89,11 @@ def calibration_key(setup: EngineConfig, steps: int, workers: int, inputs: str) 
     return hashlib.sha256(json.dumps([model, budget, machine]).encode()).hexdigest()[:32]
 
 
-def read_entries() -> dict[str, object]:
+def read_entries() -> dict[str, Measurement]:
     """Return all stored entries by key; empty if there is no valid file."""
-    try:
-        entries = read_json(calibration_file())
-    except (OSError, ValueError):
-        return {}
-    return entries if isinstance(entries, dict) else {}
-
-
-def load_measurement(key: str) -> Measurement | None:
-    """Return the stored measurement, or None if there is no valid one."""
-    with contextlib.suppress(pydantic.ValidationError):
-        return Measurement.model_validate(read_entries().get(key))
-    return None
+    with contextlib.suppress(CheckpointError):
+        return read_model(calibration_file(), dict[str, Measurement])
+    return {}
 
 
 def save_measurement(key: str, measurement: Measurement) -> None:
@@ -112,6 +108,6 @@ def save_measurement(key: str, measurement: Measurement) -> None:
         make_folder(path.parent)
         with file_lock(path.with_name(".engines.lock"), LOCK_SECONDS):
             entries = {k: v for k, v in read_entries().items() if k != key}
-            entries[key] = measurement.model_dump(exclude_none=True)
-            newest = dict(list(entries.items())[-MAX_ENTRIES:])
+            entries[key] = measurement
+            newest = {k: v.model_dump(exclude_none=True) for k, v in list(entries.items())[-MAX_ENTRIES:]}
             write_atomic(path, (json.dumps(newest, indent=1) + "\n").encode())

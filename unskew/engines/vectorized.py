@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import DeviceMemory
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.vmap_trainer import GroupTrainer, client_kind
-from unskew.filesystem import read_json, write_atomic
+from unskew.json_models import JsonModel, read_model, write_model
 from unskew.models.grouped.context import grouped_form
 from unskew.models.unfolded import unfolded_convolutions
 from unskew.protocol.messages import Broadcast, Update
@@ -26,6 +27,15 @@ MAX_WIDTH = 512
 """Largest number of clients mapped at once, whatever the memory."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that a group may take: batches differ, and memory is fragmented."""
+
+
+FILE = "vectorized.json"
+
+
+class GroupWidth(JsonModel):
+    """Content of ``vectorized.json``: the largest number of clients that a run maps at once."""
+
+    width: Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 
 
 class VectorizedEngine:
@@ -59,16 +69,16 @@ class VectorizedEngine:
             self.width = 1  # one client of a pretrained model fills a device
         self._file: Path | None = None
 
-    def remember_width(self, file: Path, resume: bool) -> None:
-        """Store a measured width in a JSON file.
+    def remember_width(self, folder: Path, resume: bool) -> None:
+        """Store a measured width in the run folder.
 
         Args:
-            file: File in the run folder.
+            folder: Run folder.
             resume: Whether to use the width that is stored there.
         """
         if self.width is None:
-            self._file = file
-            self.width = read_json(file).get("width") if resume and file.is_file() else None
+            self._file = folder / FILE
+            self.width = read_model(self._file, GroupWidth).width if resume and self._file.is_file() else None
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort and yield its updates in order."""
@@ -119,4 +129,4 @@ class VectorizedEngine:
     def _set_width(self, width: int) -> None:
         self.width = width
         if self._file is not None:
-            write_atomic(self._file, (json.dumps({"engine": self.name, "width": width}, indent=2) + "\n").encode())
+            write_model(self._file, GroupWidth(width=width))

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
-from unskew.errors import ConfigError, DataError
-from unskew.filesystem import append_text, file_lock, folder_lock, make_folder, write_atomic
+from unskew.errors import CheckpointError, ConfigError, DataError
+from unskew.filesystem import append_text, file_lock, folder_lock, make_folder, make_subfolder, parse_json, write_atomic
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.base import Figures, GeneratorJob
 from unskew.generators.labels import allocate_counts, labels_from_counts
@@ -97,21 +98,16 @@ def generate_images(
     if folder is None:
         return work.all_images(about)
     synthetic.check_can_store()
-    make_folder(folder / "work")
+    make_subfolder(folder.parent, folder.name, "work")
     # Parallel runs that need the same set wait for the run that generates it.
     with file_lock(folder / ".making.lock", math.inf), folder_lock(folder) if os.name == "posix" else nullcontext():
         if (folder / synthetic.ABOUT).is_file():
-            images = synthetic.load(folder)
-            if images.about.get("recipe") != about.get("recipe"):
-                raise ConfigError(
-                    f"{folder} contains a synthetic set that was generated with other options. Remove it, or use it with "
-                    "synthetic."
-                )
-            synthetic.remove_work_folder(folder, "work")
+            images = synthetic.load_matching(folder, about.get("recipe"))
+            synthetic.remove_work_folder(folder)
             return images
         spelling = json.dumps(about.get("recipe"), sort_keys=True)
         begun = folder / "work" / "recipe.json"
-        if begun.is_file() and begun.read_text(encoding="utf-8") != spelling:
+        if begun.is_file() and begun.read_bytes() != spelling.encode():
             raise ConfigError(f"{folder} contains an unfinished synthetic set with other options. Remove it.")
         if recipe.secret:
             work = replace(work, secret=stored_key(folder / "work" / KEY_FILE, begun.is_file()))
@@ -119,7 +115,7 @@ def generate_images(
         images = work.all_images(about)
         draw_picture(folder, images, federation)
         synthetic.save(folder, images, federation.classes, federation.class_names)
-        synthetic.remove_work_folder(folder, "work")
+        synthetic.remove_work_folder(folder)
     return images
 
 
@@ -148,11 +144,11 @@ class _Work:
         for number, k in enumerate(recipe.sharing):
             finished = None if folder is None else folder / "work" / f"client-{k}.safetensors"
             if finished is not None and finished.is_file():
-                tensors = load_tensors(finished.read_bytes())
-                parts.append((tensors["x"].permute(0, 3, 1, 2), tensors["y"]))
-                if "epsilon" in tensors:
-                    epsilons[k] = float(tensors["epsilon"])
-                before += float(tensors["seconds"])
+                x, y, seconds, spent = self.finished_images(finished)
+                parts.append((x, y))
+                if spent is not None:
+                    epsilons[k] = spent
+                before += seconds
                 self.report(f"client {k}: loading its finished images", number + 1, len(recipe.sharing))
                 continue
             started = time.perf_counter()
@@ -174,6 +170,37 @@ class _Work:
             **({"epsilon": {int(k): e for k, e in epsilons.items()}} if epsilons else {}),
         }
         return SyntheticSet(concatenate_inputs([x for x, _ in parts]), torch.cat([y for _, y in parts]), source, about)
+
+    def finished_images(self, path: Path) -> tuple[Tensor, Tensor, float, float | None]:
+        """Load the images of a client that an interrupted job has finished.
+
+        Args:
+            path: File of the client.
+
+        Returns:
+            Images ``[m, C, H, W]``, their classes ``[m]``, the seconds that they took, and the spent ``epsilon`` or None.
+
+        Raises:
+            CheckpointError: If the file is corrupted.
+        """
+        federation = self.federation
+        try:
+            tensors = load_tensors(path.read_bytes())
+            x, y, seconds = tensors["x"].permute(0, 3, 1, 2), tensors["y"], float(tensors["seconds"])
+            spent = float(tensors["epsilon"]) if "epsilon" in tensors else None
+            right = x.dtype == torch.uint8 and y.dtype == torch.int64 and tuple(x.shape[1:]) == tuple(federation.shape)
+            if (
+                not right
+                or y.dim() != 1
+                or len(y) != len(x)
+                or not all(0 <= n < math.inf for n in (seconds, spent or 0))
+            ):
+                raise ValueError("it does not contain images of this federation")
+            if len(y) and not 0 <= int(y.min()) <= int(y.max()) < federation.classes:
+                raise ValueError("it contains images of an unknown class")
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is corrupted ({error}). Remove it to generate the images again.") from error
+        return x, y, seconds, spent
 
     def client_images(self, client: ClientData, number: int) -> tuple[Tensor, Tensor, float | None]:
         """Generate one client's images.
@@ -241,18 +268,19 @@ def append_log(path: Path, line: Figures) -> None:
         path: Path of the log.
         line: Values of the new line.
     """
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    rows = text.splitlines(keepends=True)
-    last = json.loads(rows[-1]) if rows and rows[-1].endswith("\n") else {}
-    if rows and (not last or (last["client"] == line["client"] and last["epoch"] >= line["epoch"])):
-        complete_rows = [row for row in rows if row.endswith("\n")]
-        earlier = [row for row in complete_rows if _earlier(json.loads(row), line)]
-        write_atomic(path, "".join(earlier).encode())
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    if lines and not _is_earlier(lines[-1], line):
+        write_atomic(path, b"".join(text for text in lines if _is_earlier(text, line)))
     append_text(path, json.dumps(line) + "\n")
 
 
-def _earlier(row: Figures, line: Figures) -> bool:
-    return bool(row["client"] != line["client"] or row["epoch"] < line["epoch"])
+def _is_earlier(text: bytes, line: Figures) -> bool:
+    """Return whether a line of the log is complete, and of another client or an earlier epoch than ``line``."""
+    try:
+        row = parse_json(text)
+        return text.endswith(b"\n") and bool(row["client"] != line["client"] or row["epoch"] < line["epoch"])
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def draw_subset(examples: int, rho: float, seed: int, client: int, secret: SecretKey | None = None) -> Tensor:

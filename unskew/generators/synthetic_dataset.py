@@ -12,22 +12,28 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from unskew.data.readers.images import decode_column
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import check_regular, disk_errors, read_json, write_atomic
+from unskew.filesystem import check_regular, disk_errors, write_atomic
+from unskew.generators.trained.dp_sgd import PrivacyOptions
+from unskew.json_models import JsonModel, read_model
 
 PARQUET = "data/train-00000-of-00001.parquet"
 ABOUT = "synthetic.json"
+SYNTHETIC = "synthetic"
+"""Name of the folder with generated data, in a run folder or in the folder of several runs."""
 CARD = """---
 configs:
 - config_name: "{digest}"
@@ -38,6 +44,39 @@ configs:
 {total} images that {clients} clients of a federation generated, each with a generator trained on its own data.
 {about} describes how they were generated.
 """
+
+
+Amount = Annotated[float, Field(ge=0, le=1e12)]
+Count = Annotated[int, Field(ge=0, le=1 << 31)]
+Text = Annotated[str, Field(max_length=10_000)]
+
+
+class RecipeRecord(JsonModel):
+    """Options with which a set was generated, and hashes of the data."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    rho: Annotated[float, Field(gt=0, le=1)]
+    generator: Text
+    epochs: Count | None
+    refuse: Text
+    count: Count
+    keep: Text | None
+    privacy: PrivacyOptions | None
+    data: tuple[Text, Text, tuple[Count, ...], Count]
+    sizes: Text
+
+
+class SetRecord(JsonModel):
+    """Content of ``synthetic.json``."""
+
+    recipe: RecipeRecord
+    classes: Count
+    shape: tuple[Count, ...]
+    clients: Count
+    counts: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Count], Field(min_length=1)]
+    seconds: Amount
+    epsilon: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Amount], Field(min_length=1)] | None = None
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 
 
 @dataclass(frozen=True)
@@ -135,18 +174,48 @@ def find(place: Path) -> Path:
     Raises:
         ConfigError: If there is no synthetic set.
     """
-    for folder in (place, place / "synthetic"):
+    for folder in (place, place / SYNTHETIC):
         if (folder / ABOUT).is_file():
             return folder
-    summary = place / "summary.json"
-    if summary.is_file():
-        try:
-            folder = read_json(summary).get("synthetic")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{summary} is corrupted; remove it and resume the run.") from error
-        if folder is not None and (Path(folder) / ABOUT).is_file():
-            return Path(folder)
-    raise ConfigError(f"synthetic={str(place)!r} is neither a finished synthetic set nor a run folder with one.")
+    shared = shared_set(place, stored_name(place))
+    if shared is None:
+        raise ConfigError(f"synthetic={str(place)!r} is neither a finished synthetic set nor a run folder with one.")
+    return shared
+
+
+def stored_name(run: Path) -> str:
+    """Return the name of the set that a finished run has used; empty without one.
+
+    The summary has a path, but a run folder may come from others: only the name is used, in folders near the run.
+
+    Args:
+        run: Run folder.
+
+    Raises:
+        CheckpointError: If the summary of the run is corrupted.
+    """
+    summary = run / "summary.json"
+    content = read_model(summary, dict[str, Any], "Remove it and resume the run.") if summary.is_file() else {}
+    return Path(str(content.get("synthetic") or "")).name
+
+
+def shared_set(run: Path, name: str) -> Path | None:
+    """Return a finished set that several runs share, in ``synthetic`` one or two folders above a run, or None.
+
+    It is only for reading, and no part of its path below these folders may be a link.
+
+    Args:
+        run: Run folder.
+        name: Name of the set's folder.
+    """
+    if not re.fullmatch("[0-9a-f]{16}", name):
+        return None
+    for base in run.resolve().parents[:2]:
+        folder = base / SYNTHETIC / name
+        parts = (folder.parent, folder, folder / ABOUT, folder / "data", folder / PARQUET)
+        if (folder / ABOUT).is_file() and not any(part.is_symlink() for part in parts):
+            return folder
+    return None
 
 
 def load(folder: Path) -> SyntheticSet:
@@ -156,12 +225,13 @@ def load(folder: Path) -> SyntheticSet:
         folder: Folder of the set.
 
     Raises:
-        DataError: If a file is missing or corrupted.
+        CheckpointError: If ``synthetic.json`` is missing or corrupted.
+        DataError: If the images are missing or corrupted.
     """
     import pyarrow.parquet as pq
 
+    about = read_model(folder / ABOUT, SetRecord).model_dump(mode="json", exclude_unset=True)
     try:
-        about = read_json(folder / ABOUT)
         check_regular(folder / PARQUET)
         table = pq.read_table(folder / PARQUET)
         y, source = (torch.from_numpy(table[name].to_numpy().copy()) for name in ("label", "client"))
@@ -169,18 +239,31 @@ def load(folder: Path) -> SyntheticSet:
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"The synthetic set in {folder} cannot be read ({error}).") from error
     images = SyntheticSet(x, y.to(torch.int64), source.to(torch.int64), about)
-    if not isinstance(about, dict) or images.digest != about.get("digest"):
+    if images.digest != about["digest"]:
         raise DataError(
             f"The synthetic set in {folder} is corrupted: its content does not match the digest in {ABOUT}."
         )
     return images
 
 
-def remove_work_folder(folder: Path, name: str) -> None:
-    """Remove a folder of intermediate files.
+def load_matching(folder: Path, recipe: Any) -> SyntheticSet:
+    """Load a set and validate that it was generated with the options ``recipe``.
 
     Args:
-        folder: Folder of the data set.
-        name: Name of the folder to remove.
+        folder: Folder of the set.
+        recipe: Options of the generation.
+
+    Raises:
+        ConfigError: If the options differ.
     """
-    shutil.rmtree(folder / name, ignore_errors=True)
+    images = load(folder)
+    if images.about["recipe"] != recipe:
+        raise ConfigError(
+            f"{folder} contains a synthetic set that was generated with other options. Remove it, or use it with synthetic."
+        )
+    return images
+
+
+def remove_work_folder(folder: Path) -> None:
+    """Remove the intermediate files of a set."""
+    shutil.rmtree(folder / "work", ignore_errors=True)

@@ -30,6 +30,7 @@ class Workspace:
         shared: Whether other runs use the folder too; if so, each preparation uses its own subfolder.
         device: Device of computations.
         given: Results of another run to use instead of preparing the data; or None.
+        run: Folder of a resumed run, above which finished results of several runs may be read; or None.
         report: Called with the current step, the amount done and the total.
         warn: Called with warnings for the user.
     """
@@ -38,6 +39,7 @@ class Workspace:
     shared: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     given: Path | None = None
+    run: Path | None = None
     report: Callable[[str, float, float], None] = _quiet
     warn: Callable[[str], None] = _quiet
 

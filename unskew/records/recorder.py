@@ -215,6 +215,19 @@ class Recorder:
 
 MEASURED = ("loss", "bytes_up", "bytes_down", "setup_seconds", "train_seconds")
 """Metrics of every round that the summary reads."""
+SCALARS = {
+    *MEASURED,
+    "accuracy",
+    "r2",
+    "updates",
+    "skipped",
+    "late",
+    "retries",
+    "seconds",
+    "seconds_simulated",
+    "epsilon",
+}
+"""Metrics with a single value."""
 
 
 def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
@@ -235,10 +248,17 @@ def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
         ) from error
     for row in rows:
         known = isinstance(row, dict) and {*MEASURED, primary_metric_name(row)} <= set(row)
-        figures = [row.get(name) for name in (*MEASURED, primary_metric_name(row))] if known else [""]
-        if not all(figure is None or isinstance(figure, int | float) for figure in figures):
+        if not known or not all(map(_is_figure, row, row.values())):
             raise CheckpointError(f"{path} is corrupted: a line does not have the metrics of a round.")
     return rows
+
+
+def _is_figure(name: str, value: object) -> bool:
+    """Return whether a value is a number, None, or, for metrics of methods, a mapping or list of such values."""
+    if isinstance(value, dict | list) and (name in SCALARS or name.startswith("validation_")):
+        return False
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (value,)
+    return all(isinstance(part, int | float | None) for part in parts)
 
 
 def check_rounds(rows: list[Row], path: Path, rounds: int) -> list[Row]:

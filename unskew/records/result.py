@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import read_file
+from unskew.json_models import JsonModel, read_model
 from unskew.records.notebook import format_mean_std, html_table, to_data_frame
 from unskew.records.recorder import parse_rows
 from unskew.tasks.primary_metric import objective_metric
@@ -92,6 +94,58 @@ class Result:
         row = {name: format_mean_std(v) if isinstance(v, float) else v for name, v in self._shown().items()}
         sent = {f"MB {way}": format_mean_std(self.summary[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
         return html_table([{**row, **sent, "seconds": format_mean_std(self.summary["seconds"])}])
+
+
+class Summary(JsonModel):
+    """Fields of ``summary.json`` on which reading and resuming a run depend; others depend on the run."""
+
+    model_config = ConfigDict(extra="allow")
+
+    method: str
+    data: str
+    partition: str
+    rounds: Annotated[int, Field(ge=0, lt=1 << 31)]
+    max_rounds: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    bytes_up: int | float
+    bytes_down: int | float
+    seconds: int | float
+    objective: str = ""
+    own_metrics: dict[str, Literal["lower", "higher"]] = Field(default_factory=dict)
+
+
+class About(JsonModel):
+    """Content of ``about.json``."""
+
+    versions: dict[str, str] = Field(default_factory=dict)
+    machine: dict[str, str | int | None] = Field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """Read versions, machine and class names of a run; empty without ``about.json``.
+
+    Args:
+        folder: Run folder.
+
+    Raises:
+        CheckpointError: If the file is corrupted.
+    """
+    path = folder / "about.json"
+    remedy = "Remove it to write the report without it."
+    return read_model(path, About, remedy).model_dump(exclude_unset=True) if path.is_file() else {}
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Read the summary of a finished run.
+
+    Args:
+        folder: Run folder.
+
+    Raises:
+        CheckpointError: If the file is missing or corrupted.
+    """
+    summary = read_model(folder / "summary.json", Summary, "Remove it and resume the run.")
+    return summary.model_dump(exclude_unset=True)
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from unskew.comparison.summary_statistics import is_usable_number
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
-from unskew.reporting.run_reader import is_usable_number
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, SCORES, MetricInfo, metric_info
 
 POINTS = 300

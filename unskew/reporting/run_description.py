@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison.compare import weighting_mismatch_note
+from unskew.comparison.summary_statistics import is_usable_number
 from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS, REFERENCES, check_expression, rule_class
 from unskew.privacy.composition import composition_note
 from unskew.reporting.run_groups import MethodRuns, RunGroup
-from unskew.reporting.run_reader import RunFiles, is_usable_number
+from unskew.reporting.run_reader import RunFiles
 from unskew.reporting.tables import Cell, Table
 
 PICTURES, LARGEST = 4, 200_000

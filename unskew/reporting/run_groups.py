@@ -8,8 +8,10 @@ from typing import Any
 
 from unskew.comparison.compare import Comparison, default_target
 from unskew.comparison.references import is_reference
-from unskew.filesystem import read_json
-from unskew.reporting.run_reader import RunFiles, is_usable_number
+from unskew.comparison.summary_statistics import is_usable_number
+from unskew.errors import CheckpointError
+from unskew.json_models import read_model
+from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.primary_metric import (
     SCORES,
     MetricInfo,
@@ -185,10 +187,9 @@ def _table(series: Sequence[MethodRuns]) -> list[dict[str, Any]]:
     if len(folders) > 1 or not path.is_file():
         return []
     try:
-        rows = read_json(path)
-    except (OSError, ValueError, RecursionError):
+        return read_model(path, list[dict[str, Any]])
+    except CheckpointError:
         return []  # the table is redundant: the runs contain the same numbers
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def _target(series: Sequence[MethodRuns]) -> float:

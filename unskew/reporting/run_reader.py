@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from unskew.comparison.references import is_local, without_global_model
-from unskew.comparison.summary_statistics import averaged_keys, is_metric
+from unskew.comparison.summary_statistics import check_summary, is_usable_number
 from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import parse_json, read_file, read_json
+from unskew.filesystem import check_plain, parse_json, read_file
+from unskew.json_models import read_model
 from unskew.progress import report_progress
 from unskew.records.recorder import strip_warning_prefix
-from unskew.records.result import read_history
-from unskew.tasks.primary_metric import SCORES, primary_metric_name
+from unskew.records.result import read_about, read_history, read_summary
+from unskew.tasks.primary_metric import SCORES
 
 MOST_RUNS = 500
-LARGEST = 1e300
 CURVES = {"roc", "pr", "calibration"}
 MOST_POINTS = 1000
 """Largest number of points of a curve in ``curves.json``."""
 DEEPEST = 4
 """Maximum depth of subfolders in which runs are searched."""
-WORDS = ("method", "data", "partition", "partition_hash", "model", "client_weighting", "engine", "buffers")
-WHOLE = ("clients", "seed", "rounds", "parameters")
 PER_ROUND = ("round", "bytes_up", "bytes_down", "seconds")
-NUMBERS = ("bytes_up", "bytes_down", "seconds")
 
 
 @dataclass(frozen=True)
@@ -54,11 +51,6 @@ class RunFiles:
     about: dict[str, Any]
     warnings: list[str]
     curves: dict[str, Any] = field(default_factory=dict)
-
-
-def is_usable_number(value: object) -> bool:
-    """Return whether a value from a file is a usable number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
@@ -125,7 +117,8 @@ def read_run(folder: Path) -> RunFiles:
         ConfigError: If the configuration of the run cannot be read.
         CheckpointError: If another file is missing or corrupted.
     """
-    summary = read_object(folder / "summary.json")
+    check_plain(folder)
+    summary = read_summary(folder)
     check_summary(summary, folder / "summary.json")
     history = read_history(folder)
     path = folder / "metrics.jsonl"
@@ -134,8 +127,7 @@ def read_run(folder: Path) -> RunFiles:
     config = load_yaml(folder / "config.yaml")
     if not all(isinstance(name, str) for name in config):
         raise ConfigError(f"{folder / 'config.yaml'} is not the configuration of a run.")
-    about = read_object(folder / "about.json") if (folder / "about.json").is_file() else {}
-    check_about(about, folder / "about.json")
+    about = read_about(folder)
     warnings_file = folder / "warnings.txt"
     try:
         warnings = (
@@ -161,26 +153,6 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a file with one JSON object.
-
-    Args:
-        path: File to read.
-
-    Raises:
-        CheckpointError: If the file is missing or corrupted.
-    """
-    try:
-        value = read_json(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is corrupted: {error}.") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is corrupted: it is not a JSON object.")
-    return value
-
-
 def read_curves(path: Path) -> dict[str, Any]:
     """Read ``curves.json``; empty if it does not exist.
 
@@ -190,7 +162,7 @@ def read_curves(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If the file is corrupted.
     """
-    curves = read_object(path) if path.is_file() else {}
+    curves = read_model(path, dict[str, Any]) if path.is_file() else {}
     damaged = CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
     for kind in CURVES & set(curves):
         points = [curves[kind].get(way) for way in "xy"] if isinstance(curves[kind], dict) else [None]
@@ -206,53 +178,6 @@ def read_curves(path: Path) -> dict[str, Any]:
     if not all(isinstance(row, list) and len(row) == len(rows) and all(map(is_usable_number, row)) for row in rows):
         raise damaged
     return {name: curves[name] for name in (*sorted(CURVES), "confusion") if name in curves}
-
-
-def check_summary(summary: dict[str, Any], path: Path) -> None:
-    """Validate the content of ``summary.json``.
-
-    Args:
-        summary: Content of the file.
-        path: Path of the file, for error messages.
-
-    Raises:
-        CheckpointError: If a metric is missing or is not a number.
-    """
-    figures = set(filter(is_metric, summary))
-    scored = primary_metric_name(summary)
-    needed = (scored, f"best_{scored}")
-    directions = summary.get("own_metrics", {})
-    if not isinstance(directions, dict) or not isinstance(summary.get("objective", ""), str):
-        raise CheckpointError(f"{path} is not the summary of a run: objective or own_metrics is not valid.")
-    optional = {*averaged_keys(summary), *figures} - set(needed)
-    checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
-        (WORDS, lambda value: isinstance(value, str)),
-        (WHOLE, lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),
-        ((*needed, *NUMBERS), is_usable_number),
-        (sorted(optional), lambda value: value is None or is_usable_number(value)),
-    ]
-    for names, fits in checks:
-        for name in names:
-            if not fits(summary.get(name)):
-                raise CheckpointError(f"{path} is not the summary of a run: {name} is missing or not valid.")
-
-
-def check_about(about: dict[str, Any], path: Path) -> None:
-    """Validate the content of ``about.json``.
-
-    Args:
-        about: Content of the file.
-        path: Path of the file, for error messages.
-
-    Raises:
-        CheckpointError: If an entry has a wrong type.
-    """
-    names = about.get("classes", [])
-    parts = [about.get(name, {}) for name in ("versions", "machine")]
-    if not (isinstance(names, list) and all(isinstance(key, str) for key in names)) or not all(
-        isinstance(part, dict) for part in parts
-    ):
-        raise CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
 
 
 def read_clients(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 from unskew.comparison.compare import folder_name
 from unskew.config.experiment import Experiment
 from unskew.errors import DataError
-from unskew.filesystem import write_atomic
+from unskew.filesystem import make_subfolder, parse_json, read_file, write_atomic
 from unskew.runs.resume import RESUMABLE
 
 ELSEWHERE = {*RESUMABLE, "data_path", "server_data_path", "start_from"} - {"rounds"}
@@ -130,8 +130,8 @@ def write_outcome(folder: Path, run: dict[str, Any], result: dict[str, Any], ind
         indent: Indentation of the JSON file.
     """
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    path = folder / outcome_path(run)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    inside = outcome_path(run)
+    path = make_subfolder(folder, *inside.parts[:-1]) / inside.name
     write_atomic(path, (json.dumps({"run": run, **result, "made_with": machine}, indent=indent) + "\n").encode())
     return path
 
@@ -174,9 +174,9 @@ def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
     key = identity_hash(run)
     for path in (outcome_files(files) if isinstance(files, Path) else files).get(key[:DIGITS], ()):
         try:
-            outcome: Outcome = json.loads(path.read_text(encoding="utf-8"))
+            outcome: Outcome = parse_json(read_file(path))
             if identity_hash(outcome["run"]) == key:
                 return outcome
-        except (ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"{path} is corrupted. Remove it to repeat the run.") from error
     return None

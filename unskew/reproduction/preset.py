@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.sources.registry import DRAWN
-from unskew.errors import ConfigError, plain_message, unknown_name
+from unskew.errors import ConfigError, first_problem, unknown_name
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C loader is ten times as fast, if the yaml package includes it."""
@@ -112,10 +112,7 @@ def load_preset(name: str) -> Preset:
     try:
         return Preset.model_validate({"name": name, **read_yaml(name)})
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            f"The preset {name} is not valid at {first['loc']}: {plain_message(first['msg'])}."
-        ) from error
+        raise ConfigError(f"The preset {name} is not valid: {first_problem(error)}.") from error
 
 
 def read_yaml(name: str) -> Options:

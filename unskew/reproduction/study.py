@@ -14,7 +14,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.engines.cpu import num_cores
-from unskew.errors import ConfigError, DataError, plain_message, unknown_name
+from unskew.errors import ConfigError, DataError, first_problem, unknown_name
 from unskew.option_parsing import build_from_options, import_own
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
@@ -113,10 +113,7 @@ def load_study(name: str) -> StudyPreset:
     try:
         return StudyPreset.model_validate({"name": name, **read_yaml(f"{name}.study")})
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(
-            f"The preset {name} is not valid at {first['loc']}: {plain_message(first['msg'])}."
-        ) from error
+        raise ConfigError(f"The preset {name} is not valid: {first_problem(error)}.") from error
 
 
 def make_study(kind: str, settings: Options) -> Study:

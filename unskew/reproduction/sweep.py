@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,14 +11,14 @@ from unskew.comparison.single_run import FederationCache, last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, DataError
+from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
-from unskew.records.result import read_history
+from unskew.records.result import read_history, read_summary
 from unskew.reproduction.legacy_outcomes import legacy_identity
 from unskew.reproduction.outcomes import Outcome, experiment_hash, outcome_files, store_outcome, stored_outcome
 from unskew.reproduction.preset import Preset, PresetCell, preset_cells
 from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
-from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import check_method
@@ -217,7 +216,7 @@ def run_cell(
     runs, results = folders
     folder, shared = runs / experiment_hash(config, parent), runs / SYNTHETIC
     if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
-        history, summary = read_history(folder), json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        history, summary = read_history(folder), read_summary(folder)
     else:
         federation, callbacks = data.of(config), follow()
         if (folder / "config.yaml").is_file():

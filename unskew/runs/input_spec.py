@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
-import pydantic
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,7 +18,8 @@ from unskew.data.readers.column_roles import INPUT
 from unskew.data.readers.encoders import Encoder
 from unskew.data.readers.text import is_text
 from unskew.errors import CheckpointError, DataError
-from unskew.filesystem import read_json, write_atomic
+from unskew.filesystem import write_atomic
+from unskew.json_models import read_model
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
@@ -93,7 +92,7 @@ class InputSpec(BaseModel):
     image: str | None = None
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
-    block: int = 128
+    block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     csv: CsvConfig = CsvConfig()
     label: str | None = None
     label_separator: str | None = None
@@ -180,12 +179,15 @@ def read_inputs(folder: Path) -> InputSpec:
         CheckpointError: If the file is missing or corrupted.
     """
     path = folder / NAME
+    if not path.exists():
+        raise CheckpointError(
+            f"{folder} has no {NAME}: it is not a finished run folder, or it was written by an older version. Repeat the run."
+        )
+    inputs = read_model(path, InputSpec)
     try:
-        inputs = InputSpec.model_validate(read_json(path))
         named = inputs.class_names if inputs.task != "language" else ()  # earlier runs stored text groups here
         if named and len(named) != inputs.classes:
             raise ValueError("the number of class names differs from the number of classes")
-        json.dumps(inputs.model_dump(), ensure_ascii=False).encode()  # raises if there are lone surrogates
         if math.prod(inputs.shape) > 1 << 30:
             raise ValueError("the input shape is too large")
         known = inputs.known
@@ -193,10 +195,6 @@ def read_inputs(folder: Path) -> InputSpec:
             raise ValueError("the number of means or standard deviations differs from the number of channels")
         if inputs.task not in TASKS or (inputs.task == "regression") != (inputs.targets is not None):
             raise ValueError("this version does not support the task")
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} has no {NAME}: it is not a finished run folder, or it was written by an older version. Repeat the run."
-        ) from error
-    except (OSError, ValueError, DataError, pydantic.ValidationError) as error:
-        raise CheckpointError(f"{path} is corrupted: {str(error).splitlines()[0]}.") from error
+    except (ValueError, DataError) as error:
+        raise CheckpointError(f"{path} is corrupted: {error}.") from error
     return inputs

@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor
 
-from unskew.filesystem import disk_errors, make_folder
+from unskew.filesystem import create_file, disk_errors, make_folder
 from unskew.simulation.evaluate import Models
 
 NAME = "personal"
@@ -49,8 +49,8 @@ def _kept(
                     "smaller eval_clients to train fewer of them."
                 )
         if keeps:
-            with disk_errors(_file(folder, client)):
-                _file(folder, client).write_bytes(save({"v": v.cpu().contiguous(), "b": b.cpu().contiguous()}))
+            with disk_errors(_file(folder, client)), create_file(_file(folder, client)) as file:
+                file.write(save({"v": v.cpu().contiguous(), "b": b.cpu().contiguous()}))
         yield v, b
 
 

@@ -11,15 +11,12 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.filesystem import write_atomic
-from unskew.generators.synthetic_dataset import ABOUT, find
+from unskew.filesystem import check_no_link, write_atomic
+from unskew.generators.synthetic_dataset import SYNTHETIC, find
 from unskew.protocol.data_preparation import PreparedData, Workspace
 from unskew.protocol.data_rule import apply_data_rule
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, callback_hooks, notify_warning
-
-SYNTHETIC = "synthetic"
-"""Name of the folder with generated data, in a run folder or in the folder of several runs."""
 
 
 def check_given_set(config: Experiment, method: Method) -> None:
@@ -41,15 +38,6 @@ def check_given_set(config: Experiment, method: Method) -> None:
         find(Path(config.synthetic))
 
 
-def find_synthetic_folder(folder: Path) -> Path | None:
-    """Return the generated data folder that a comparison's runs share, or None if the run has its own or none exists."""
-    if (folder / SYNTHETIC).exists():
-        return None
-    above = folder.resolve().parents
-    folders = [parent / SYNTHETIC for parent in above[:2]]
-    return next((p for p in folders if any(p.glob("*/work")) or any(p.glob(f"*/{ABOUT}"))), None)
-
-
 def prepare(
     method: Method,
     federation: Federation,
@@ -58,6 +46,7 @@ def prepare(
     folder: Path | None,
     shared: Path | None,
     callbacks: Sequence[Callback],
+    resume: bool = False,
 ) -> PreparedData:
     """Apply the data rules of ``method`` in order.
 
@@ -71,6 +60,7 @@ def prepare(
         folder: Run folder, or None.
         shared: Folder of generated data that several runs share, or None.
         callbacks: Callbacks of the run.
+        resume: Whether the run is resumed: it then reads finished data that a comparison shares, and never writes there.
     """
 
     def tell(text: str, done: float, total: float) -> None:
@@ -79,7 +69,11 @@ def prepare(
 
     given_folder = None if config.synthetic is None else Path(config.synthetic)
     where = shared if shared is not None else None if folder is None else folder / SYNTHETIC
-    workspace = Workspace(where, shared is not None, device, given_folder, tell, partial(notify_warning, callbacks))
+    if shared is not None:
+        check_no_link(shared)
+    above = folder if resume and shared is None else None
+    warn = partial(notify_warning, callbacks)
+    workspace = Workspace(where, shared is not None, device, given_folder, above, tell, warn)
     prepared = PreparedData(federation, config.training)
     for rule in method.data:
         if rule.generates_data and folder is not None:

@@ -20,14 +20,15 @@ from unskew.engines.cpu import default_torch_modes
 from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import check_run, folder_lock, output_folder, parse_path, read_json
+from unskew.filesystem import check_run, folder_lock, output_folder, parse_path
+from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, check_expression
 from unskew.methods.registry import method as method_of
 from unskew.progress import report_progress_to
 from unskew.protocol.rules import Method
 from unskew.provenance import TRUST
 from unskew.records.recorder import Callback, callback_hooks
-from unskew.records.result import Result
+from unskew.records.result import Result, read_summary
 from unskew.records.trackers import make_trackers
 from unskew.runs.api_arguments import (
     check_callbacks,
@@ -38,7 +39,7 @@ from unskew.runs.api_arguments import (
 )
 from unskew.runs.assembly import assemble
 from unskew.runs.build_model import ModelLike, match_model_input_range
-from unskew.runs.preparation import SYNTHETIC, check_given_set, find_synthetic_folder, prepare
+from unskew.runs.preparation import check_given_set, prepare
 from unskew.runs.session import Session
 from unskew.runs.validation import check_method
 
@@ -174,7 +175,7 @@ def _execute(
     check_given_set(config, method)
     original = match_model_input_range(original, spec)
     with device_modes(device, config.precision):
-        prepared = prepare(method, original, config, device, folder, shared, callbacks)
+        prepared = prepare(method, original, config, device, folder, shared, callbacks, resume)
         everyone = [*callbacks, *trackers]
         parts = assemble(config, prepared, original, spec, method, device, folder, everyone)
         return Session(parts, warnings=warnings).run(resume)
@@ -226,8 +227,8 @@ def resume(
         model: The same model, if it was passed as an object.
         method: The same method, if it was passed as an object.
         callbacks: Callbacks of the run, see ``unskew.Callback``.
-        shared: Folder in which several runs share generated data. If None, the folder of ``unskew compare`` or
-            ``unskew reproduce`` is found automatically.
+        shared: Folder in which several runs share generated data. If None, a finished set of ``unskew compare`` or
+            ``unskew reproduce`` is found automatically and only read.
         trust_code: Whether a custom model or method that the folder's ``config.yaml`` names may be imported, which runs
             its code.
         **changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``stall_warning_seconds``,
@@ -254,7 +255,7 @@ def resume(
                 "unskew.resume(..., federation=...)."
             )
         check_unfinished(folder, config.rounds)
-        shared = find_synthetic_folder(folder) if shared is None else parse_path(shared)
+        shared = None if shared is None else parse_path(shared)
         return _execute(config, federation, model, built, folder, True, callbacks, shared)
 
 
@@ -307,10 +308,7 @@ def check_unfinished(folder: Path, rounds: int) -> None:
 
 def finished_rounds(folder: Path) -> int | None:
     """Return the number of rounds of a finished run (if it stopped early, the configured number), or None."""
-    try:
-        summary = read_json(folder / "summary.json")
-        return int(summary.get("max_rounds", summary["rounds"]))
-    except FileNotFoundError:
+    if not (folder / "summary.json").exists():
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / 'summary.json'} is corrupted; remove it and resume the run.") from error
+    summary = read_summary(folder)
+    return int(summary.get("max_rounds", summary["rounds"]))

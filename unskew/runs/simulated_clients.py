@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from unskew.data.unseen import AllClients
-from unskew.engines.auto_select import FILE, EngineChoice, EngineRequest, choose_engine
+from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
 from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.registry import make_engine
 from unskew.engines.vectorized import VectorizedEngine
@@ -75,7 +75,7 @@ class SimulatedClients:
         def create(setup: EngineConfig, again: bool = resume) -> Engine:
             engine = make_engine(choice.engine, setup, choice.workers, choice.clients_per_group, ray)
             if isinstance(engine, VectorizedEngine) and parts.folder is not None:
-                engine.remember_width(parts.folder / FILE, again)
+                engine.remember_width(parts.folder, again)
             return engine
 
         attackers = parts.attackers

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from unskew.config.experiment import Experiment
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import parse_json, read_file, read_json
+from unskew.filesystem import parse_json, read_file
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import PERSONAL, ClientState, Tensors
 from unskew.protocol.rules import Method
+from unskew.records.result import read_summary
 from unskew.runs.personal_model_files import NAME, load_personal_model
 from unskew.simulation.checkpoint import CLIENTS, checkpoint_errors, newest_checkpoint
 from unskew.simulation.personal_models import has_fine_tuning, has_personal_models, serving_model
@@ -117,8 +118,7 @@ def _tuned(
             "use the global model."
         )
     # The summary is missing while a resumed run is training, when personal models of an earlier end may still exist.
-    with checkpoint_errors(folder / "summary.json"):
-        read_json(folder / "summary.json")
+    read_summary(folder)
     with checkpoint_errors(folder / NAME / str(number)):
         personal = load_personal_model(folder, number)
         if personal is not None and (personal[0].shape, personal[1].shape) != (final[0].shape, final[1].shape):
@@ -134,8 +134,7 @@ def _tuned(
 
 
 def _is_last(folder: Path, round: int) -> bool:
-    with checkpoint_errors(folder / "summary.json"):
-        return bool(read_json(folder / "summary.json")["rounds"] == round)
+    return bool(read_summary(folder)["rounds"] == round)
 
 
 def _kept(path: Path, files: list[str], client: int) -> Tensors:

@@ -13,13 +13,12 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import load_yaml
 from unskew.config.metrics import AUTO, metric_name
 from unskew.errors import ConfigError
-from unskew.filesystem import read_json
 from unskew.methods.registry import METHODS, rule_class
 from unskew.records.recorder import strip_warning_prefix
+from unskew.records.result import read_about, read_summary
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import OpenedRun
 from unskew.serving.portable_model import input_shape, output_kind
-from unskew.simulation.checkpoint import checkpoint_errors
 from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name
 from unskew.tasks.registry import TASKS
 
@@ -139,12 +138,7 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
             for folder_path in beside
             if (folder_path / "summary.json").is_file() and without_seed(folder_path) == own
         ]
-    summaries_found = []
-    for folder_path in (folder, *others):
-        with checkpoint_errors(folder_path / "summary.json"):
-            summaries_found.append(read_json(folder_path / "summary.json"))
-            summaries_found[-1]["method"], summaries_found[-1]["data"], summaries_found[-1]["partition"]
-    return summaries_found
+    return [read_summary(folder_path) for folder_path in (folder, *others)]
 
 
 def without_seed(folder: Path) -> dict[str, Any] | None:
@@ -183,10 +177,7 @@ def escape_markdown(text: object) -> str:
 
 def unskew_version(folder: Path) -> str:
     """Return the version of unskew that created the run, or an empty string if it is unknown."""
-    try:
-        return str(read_json(folder / "about.json")["versions"]["unskew"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    return str(read_about(folder).get("versions", {}).get("unskew", ""))
 
 
 def data_text(found: OpenedRun, own: dict[str, Any]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from unskew.errors import plain_message
+from unskew.errors import first_problem
 
 LARGEST = 1 << 62
 Count = Annotated[int, Field(strict=True, ge=0, lt=LARGEST)]
@@ -15,15 +15,6 @@ Amount = Annotated[float, Field(strict=True, ge=0, lt=LARGEST)]
 Client = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
 """Client number as a string, because JSON keys are strings."""
 FileName = Annotated[str, StringConstraints(pattern=r"^[a-z]+(-[0-9]+)?\.safetensors$")]
-
-
-def number(value: Any) -> Any:
-    """Validate a number that fits in a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("it must be a number")
-    if isinstance(value, int) and abs(value) >= LARGEST:
-        raise ValueError("it is too large")
-    return value
 
 
 class ManifestPart(BaseModel):
@@ -39,7 +30,7 @@ class UpdateFields(ManifestPart):
     born: Count
     examples: Count
     weight: Amount
-    metrics: dict[str, Annotated[float, BeforeValidator(number)]]
+    metrics: dict[str, Annotated[float, Field(strict=True)]]
     arrived: Annotated[int, Field(strict=True, ge=-1, lt=LARGEST)]
     version: Count
     sent_bytes: Count | None
@@ -72,12 +63,17 @@ class ClockState(ManifestPart):
     arrivals: dict[Client, Amount]
 
 
-class RunExtra(BaseModel):
-    """Additional values of a run; further fields are allowed."""
+class RunExtra(ManifestPart):
+    """Additional values of a run, see ``unskew.runs.session``."""
 
     config: dict[str, Any]
     data: str
     seconds: Amount
+    content: str | None = None
+    frozen: str = ""
+    delays: str = ""
+    speeds: str = ""
+    best: tuple[Count, Annotated[float, Field(strict=True, allow_inf_nan=False)]] | None = None
 
 
 class Manifest(ManifestPart):
@@ -103,9 +99,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     try:
         parsed = Manifest.model_validate(manifest)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where[:80]}: {plain_message(first['msg'])}") from None
+        raise ValueError(first_problem(error)) from None
     if "server.safetensors" not in parsed.files:
         raise ValueError("files: server.safetensors is missing")
     rounds = [*parsed.last.values(), *(born for _, born in parsed.sent.values())]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +18,13 @@ from unskew.config.metrics import AUTO
 from unskew.data.federation import Federation, take_rows
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError
+from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
 from unskew.protocol.search_space import Space
 from unskew.records.recorder import Callback
-from unskew.records.result import read_history
+from unskew.records.result import read_history, read_summary
 from unskew.runs.build_model import ModelLike
 from unskew.runs.metrics import run_metrics
-from unskew.runs.preparation import SYNTHETIC
 from unskew.runs.run import finished_rounds, run_experiment
 from unskew.runs.validation import check_method
 from unskew.simulation.personal_models import has_personal_models
@@ -255,7 +254,7 @@ def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Ca
         if config.early_stopping is None:  # evaluate on held-out samples without ever stopping
             config = config.model_copy(update={"early_stopping": rounds})
         if folder is not None and finished_rounds(folder) == rounds:  # finished, but the result was not stored
-            history, summary = read_history(folder), json.loads((folder / "summary.json").read_bytes())
+            history, summary = read_history(folder), read_summary(folder)
         else:
             result = run_experiment(
                 config,

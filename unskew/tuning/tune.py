@@ -24,10 +24,10 @@ from unskew.filesystem import (
     is_occupied,
     make_folder,
     parse_path,
-    read_json,
     unmake_folder,
     write_atomic,
 )
+from unskew.json_models import read_model
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, model_object
 from unskew.runs.build_model import ModelLike
@@ -219,11 +219,8 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
         if not path.exists():
             write_atomic(path, (json.dumps(options, indent=2) + "\n").encode())
             return
-        try:
-            before = read_json(path)
-            differing = [key for key in {**options, **before} if before.get(key) != options.get(key)]
-        except (ValueError, AttributeError) as error:
-            raise ConfigError(f"{path} is corrupted. Tune in another folder with --out.") from error
+        before = read_model(path, dict[str, Any], "Tune in another folder with --out.")
+        differing = [key for key in {**options, **before} if before.get(key) != options.get(key)]
     if differing:
         key = differing[0]
         raise ConfigError(

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,29 +53,24 @@ class SuperLink:
     Attributes:
         address: Host and port.
         ca: Certificate of the CA that signed the SuperLink's certificate.
-        home: Folder of the configuration of Flower's command line.
     """
 
     address: str
     ca: Path
-    home: Path
 
     @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables for Flower's command line."""
-        return {**QUIET, "FLWR_HOME": str(self.home)}
-
-    def configure(self) -> None:
-        """Write Flower's configuration."""
-        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        text = (
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n'
-            f'root-certificates = "{self.ca.resolve()}"\n'
+    def configuration(self) -> str:
+        """Configuration of Flower's command line, in TOML; JSON escapes are valid there."""
+        address, ca = (json.dumps(value, ensure_ascii=False) for value in (self.address, str(self.ca.resolve())))
+        return (
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = {address}\n'
+            f"root-certificates = {ca}\n"
         )
-        (self.home / "config.toml").write_text(text)
 
     def control(self, *commands: Sequence[str]) -> str:
         """Run commands of Flower's command line in one process, because it takes seconds to start.
+
+        Its configuration is in a temporary folder: nothing is written to the folder of the deployment.
 
         Args:
             *commands: Arguments of each command.
@@ -87,9 +83,13 @@ class SuperLink:
         """
         if not commands:
             return ""
+        # -P: modules of the working directory, which may come from others, are not imported.
         python = Path(program_path("flwr")).parent / "python"  # of the environment in which Flower is installed
-        command = [str(python), "-m", "unskew.deployment.flower.app.flwr_batch", json.dumps(commands)]
-        return run_to_completion(command, self.environment, 60.0 + 30.0 * len(commands), "Flower's command line")
+        command = [str(python), "-P", "-m", "unskew.deployment.flower.app.flwr_batch", json.dumps(commands)]
+        with tempfile.TemporaryDirectory(prefix="unskew-") as home:
+            Path(home, "config.toml").write_text(self.configuration, encoding="utf-8")
+            environment = {**QUIET, "FLWR_HOME": home}
+            return run_to_completion(command, environment, 60.0 + 30.0 * len(commands), "Flower's command line")
 
     def registering(self, public_key: Path) -> list[str]:
         """Return the command that registers a site's public key."""

@@ -44,11 +44,16 @@ def write_file(path: Path, text: str, executable: bool = False) -> None:
 
 
 def write_scripts(folder: Path) -> None:
-    """Write the Flower app and the scripts that create certificates and keys."""
+    """Write the scripts that create certificates and keys."""
     for name in SCRIPTS:
         text = (files("unskew.deployment") / "templates" / name).read_text(encoding="utf-8")
         write_file(folder / name, text, executable=True)
+
+
+def write_app(folder: Path) -> Path:
+    """Write the Flower app to a folder and return the app's folder."""
     write_file(folder / "app" / "pyproject.toml", render_template("app.toml", version=VERSION))
+    return folder / "app"
 
 
 def make_certificates(folder: Path, hosts: list[str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,21 @@ from unskew.deployment.flower import project_files
 from unskew.deployment.flower.grid_bridge import GridBridge
 from unskew.deployment.flower.subprocesses import ManagedProcess, ProcessGroup
 from unskew.deployment.secagg.roster import FILE, read_roster
-from unskew.errors import EngineError
+from unskew.deployment.site.config import parse_address
+from unskew.errors import ConfigError, EngineError
 from unskew.filesystem import user_cache
 
 STARTING = 120.0
 """Seconds within which the SuperLink must be listening."""
 
 
-def deployment_cache() -> Path:
-    """Return the folder with keys and states of deployments on this machine, which is outside of run folders."""
-    return user_cache() / "local"
+def rehearsal_folder(run_folder: Path) -> Path:
+    """Return the folder with keys and states of a run on this machine; its name follows from the path of the run folder.
+
+    Args:
+        run_folder: Run folder.
+    """
+    return user_cache() / "local" / hashlib.sha256(bytes(run_folder.resolve())).hexdigest()[:32]
 
 
 def free_port() -> int:
@@ -44,8 +51,8 @@ class RemoteSuperLink:
     """
 
     def __init__(self, place: Path, address: str):
-        self.folder, self.app = place, place / "app"
-        self.superlink = flower_cli.SuperLink(address, place / "ca" / "ca.crt", place / "home")
+        self.folder = place
+        self.superlink = flower_cli.SuperLink(address, place / "ca" / "ca.crt")
         self.link: GridBridge | None = None
 
     def open(self, largest: int, seconds: float) -> GridBridge:
@@ -92,18 +99,24 @@ class RemoteSuperLink:
         """Check that all required files exist and the SuperLink is listening.
 
         Raises:
-            EngineError: If a file is missing, or the SuperLink is not listening.
+            EngineError: If the certificate is missing, or the SuperLink is not listening.
         """
-        for needed in (self.app / "pyproject.toml", self.superlink.ca):
-            if not needed.is_file():
-                raise EngineError(f"{needed} is missing; create it with unskew deploy init and certificates.sh.")
-        self.superlink.configure()
+        if not self.superlink.ca.is_file():
+            raise EngineError(f"{self.superlink.ca} is missing; create it with unskew deploy init and certificates.sh.")
         self.superlink.wait(30.0)
 
     def submit(self, patience: float) -> None:
         """Start the app on the SuperLink."""
         assert self.link is not None, "it was never opened"
-        self.superlink.submit(self.app, self.link.path, self.link.token, patience)
+        self.superlink.submit(self.app(), self.link.path, self.link.token, patience)
+
+    def app(self) -> Path:
+        """Write the Flower app to the private folder of the link, and return its folder.
+
+        Flower executes the app, so it never comes from the folder of the deployment.
+        """
+        assert self.link is not None, "it was never opened"
+        return project_files.write_app(self.link.folder)
 
     def why(self) -> str:
         """Return log excerpts of local processes that failed; none here."""
@@ -122,13 +135,13 @@ class LocalSuperLink(RemoteSuperLink):
     """SuperLink and sites on loopback, with TLS and node keys; each process is stopped by its id.
 
     Args:
-        run: Identifier of the run, which names its folder.
+        run_folder: Run folder, whose path names the folder of keys and states.
         sites: Number of sites.
         experiments: Experiments that the sites agree to.
     """
 
-    def __init__(self, run: str, sites: int, experiments: Sequence[Experiment]):
-        super().__init__(deployment_cache() / run, "")
+    def __init__(self, run_folder: Path, sites: int, experiments: Sequence[Experiment]):
+        super().__init__(rehearsal_folder(run_folder), "")
         self.sites, self.experiments = sites, experiments
         self.family = ProcessGroup()
         self.sockets = Path(tempfile.mkdtemp(prefix="unskew-"))  # the path of a socket must be short
@@ -141,7 +154,7 @@ class LocalSuperLink(RemoteSuperLink):
         if self.main is not None:
             self.submit(60.0)
         else:
-            self.start(self.superlink.running(self.app, self.link.path, self.link.token))
+            self.start(self.superlink.running(self.app(), self.link.path, self.link.token))
 
     def start(self, *further: Sequence[str]) -> None:
         """Start the SuperLink and the sites, and register the sites.
@@ -163,8 +176,7 @@ class LocalSuperLink(RemoteSuperLink):
             project_files.make_certificates(self.folder, ["127.0.0.1", "localhost"])
         self.logs.mkdir(mode=0o700, exist_ok=True)
         port = free_port()
-        self.superlink = flower_cli.SuperLink(f"127.0.0.1:{port}", self.superlink.ca, self.superlink.home)
-        self.superlink.configure()
+        self.superlink = flower_cli.SuperLink(f"127.0.0.1:{port}", self.superlink.ca)
         main = self.main = self.family.add(
             flower_cli.start_superlink(self.folder, port, self.logs, self.folder / "home-superlink")
         )
@@ -200,7 +212,7 @@ class LocalSuperLink(RemoteSuperLink):
         socket_of = str(self.sockets / f"{client}.sock")
         values = {"experiments": "experiments", "socket": socket_of}
         project_files.write_file(folder / "site.yaml", project_files.site_yaml_values(name, client, **values))
-        command = [sys.executable, "-m", "unskew", "deploy", "site", str(folder / "site.yaml")]
+        command = [sys.executable, "-P", "-m", "unskew", "deploy", "site", str(folder / "site.yaml")]
         self.family.add(ManagedProcess(f"the process of {name}", command, self.logs / f"{name}.log", flower_cli.QUIET))
 
     def _supernode(self, client: int) -> ManagedProcess:
@@ -228,3 +240,61 @@ class LocalSuperLink(RemoteSuperLink):
     def forget(self) -> None:
         """Remove keys, states and logs."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class RunLocation:
+    """Place where a deployed run is carried out, as named on the command line.
+
+    Attributes:
+        local: Number of sites to start on this machine; None uses an existing SuperLink.
+        folder: Folder of the deployment, or None.
+        address: Address of the SuperLink, or None.
+    """
+
+    local: int | None = None
+    folder: Path | None = None
+    address: str | None = None
+
+    def check(self, remedy: str = "") -> None:
+        """Validate that the place is complete.
+
+        Args:
+            remedy: Further advice for the error.
+
+        Raises:
+            ConfigError: If it names neither local sites nor the folder and the address of a SuperLink, or both.
+        """
+        remote = self.folder is not None and self.address is not None
+        if (self.local is None) != remote or (self.local is not None and (self.folder or self.address)):
+            raise ConfigError(
+                f"No sites given: use --local N to start N sites here, or --folder FOLDER with --superlink HOST:PORT.{remedy}"
+            )
+        if self.address is not None:
+            try:
+                parse_address(self.address)
+            except ValueError as error:
+                raise ConfigError(f"--superlink {self.address} is not an address: {error}.") from error
+
+    @property
+    def options(self) -> list[str]:
+        """Options of the command line that name this place."""
+        if self.local is not None:
+            return ["--local", str(self.local)]
+        return ["--folder", str(self.folder), "--superlink", str(self.address)]
+
+    def superlink(self, run_folder: Path, config: Experiment, again: bool) -> RemoteSuperLink:
+        """Return the SuperLink and sites of a run.
+
+        Args:
+            run_folder: Run folder.
+            config: Configuration of the run.
+            again: Whether the run is resumed, with the keys and states of its sites.
+        """
+        if self.folder is not None and self.address is not None:
+            return RemoteSuperLink(self.folder.absolute(), self.address)
+        assert self.local is not None, "it was not checked"
+        link = LocalSuperLink(run_folder, self.local, [config])
+        if not again:
+            link.forget()  # an earlier run may have been in a folder of this path
+        return link

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import pydantic
 from pydantic import Field
 
-from unskew.config.sections import Section
 from unskew.deployment.site.state import SiteStateLostError
 from unskew.errors import ConfigError
-from unskew.filesystem import make_folder, read_json, write_atomic
+from unskew.filesystem import make_folder
+from unskew.json_models import JsonModel, read_model, write_model
 
 FILE = "ledger.json"
 """File in the folder of a site's states."""
@@ -24,7 +24,7 @@ class SumAlreadyOpenedError(SiteStateLostError):
     """Another sum from the same model was opened, so this site does not take part in the requested one."""
 
 
-class RunRecord(Section):
+class RunRecord(JsonModel):
     """Record of one run."""
 
     experiment: str
@@ -37,7 +37,7 @@ class RunRecord(Section):
     """Number of rounds whose sums were opened."""
 
 
-class Records(Section):
+class Records(JsonModel):
     """Content of the file."""
 
     runs: dict[str, RunRecord] = Field(default_factory=dict)
@@ -68,15 +68,10 @@ class DataLedger:
     most: int = 1
 
     def _read(self) -> Records:
-        try:
-            return Records.model_validate(read_json(self.path))
-        except FileNotFoundError:
+        if not os.path.lexists(self.path):
             return Records()
-        except (OSError, ValueError, pydantic.ValidationError) as error:
-            raise ConfigError(
-                f"The record of what this site's data were used for, {self.path}, is corrupted. Restore it from a backup. "
-                "Without it, sums over these data could be compared with earlier ones."
-            ) from error
+        remedy = "Restore it from a backup. Without it, sums over this site's data could be compared with earlier ones."
+        return read_model(self.path, Records, remedy)
 
     def _admitted(self) -> Records:
         """Return the record after validating that the current run may use the data."""
@@ -164,5 +159,4 @@ class DataLedger:
     def _write(self, records: Records, current: RunRecord) -> None:
         make_folder(self.path.parent)
         self.path.parent.chmod(0o700)
-        changed = records.model_copy(update={"runs": {**records.runs, self.run: current}})
-        write_atomic(self.path, changed.model_dump_json().encode())
+        write_model(self.path, records.model_copy(update={"runs": {**records.runs, self.run: current}}))

@@ -12,7 +12,7 @@ from typing import Any
 
 from unskew.deployment.wire.frames import Blob
 from unskew.errors import CheckpointError
-from unskew.filesystem import disk_errors, read_file
+from unskew.filesystem import disk_errors, open_to_append, read_file
 
 FILE = "audit.jsonl"
 FIRST = "0" * 64
@@ -40,7 +40,8 @@ class AuditLog:
         self._lock = threading.Lock()
         self._last = FIRST
         with disk_errors(self.path):
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            self._file = open_to_append(self.path)
+            os.fchmod(self._file, 0o600)
             complete_lines = self.path.read_bytes().rpartition(b"\n")[0]
             os.ftruncate(self._file, len(complete_lines) + 1 if complete_lines else 0)
         if complete_lines:

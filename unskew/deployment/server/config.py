@@ -1,33 +1,35 @@
-"""Configuration of a deployed run, stored in the run folder so that the run can be resumed."""
+"""Configuration of a deployed run, stored in the run folder so that the run can be resumed.
+
+It states how the run behaves, and never where it is carried out: a run folder may come from others, so folders, addresses
+and processes are named only on the command line.
+"""
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
+from typing import Annotated, Any
 
-from unskew.config.experiment import Experiment
-from unskew.deployment.flower.superlinks import LocalSuperLink, RemoteSuperLink
-from unskew.deployment.server.sites import RoundPolicy
-from unskew.deployment.site.config import parse_address
-from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import read_json, write_atomic
+from pydantic import Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from unskew.deployment.server.sites import Count, RoundPolicy, Seconds
+from unskew.errors import ConfigError, plain_message
+from unskew.json_models import STRICT, read_model, write_model
 
 FILE = "deployment.json"
 """File in the run folder that stores the deployment configuration."""
+Limit = Annotated[float, Field(gt=0, lt=1e12)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Deployment:
     """Configuration of a deployed run.
 
     Attributes:
         run: Identifier of the run; sites store their state under it.
-        local: Number of sites to start on this machine; None uses an existing SuperLink.
-        folder: Folder of the deployment, or None.
-        address: Address of the SuperLink, or None.
         own_data: Whether the sites have their own data.
         startup_timeout: Seconds within which all sites must have connected.
         round_policy: Waiting time and required updates of a round.
@@ -39,68 +41,38 @@ class Deployment:
         excluded: Clients that the operator has excluded (``unskew deploy exclude``).
     """
 
-    run: str = field(default_factory=lambda: secrets.token_hex(8))
-    local: int | None = None
-    folder: str | None = None
-    address: str | None = None
+    run: Annotated[str, Field(pattern="^[0-9a-f]{16}$")] = field(default_factory=lambda: secrets.token_hex(8))
     own_data: bool = False
-    startup_timeout: float = 600.0
+    startup_timeout: Seconds = 600.0
     round_policy: RoundPolicy = field(default_factory=RoundPolicy)
     asynchronous: bool = False
-    quorum: int | None = None
-    max_message_mb: float = 2048.0
-    max_norm: float = 1e6
+    quorum: Count | None = None
+    max_message_mb: Limit = 2048.0
+    max_norm: Limit = 1e6
     exact: bool = False
-    excluded: tuple[int, ...] = ()
+    excluded: tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...] = ()
 
-    def place(self, config: Experiment) -> RemoteSuperLink:
-        """Return the SuperLink and sites of the run.
+    @staticmethod
+    def of(**values: Any) -> Deployment:
+        """Return the configuration with the values of an operator.
 
         Args:
-            config: Configuration of the run.
+            **values: Fields by name.
 
         Raises:
-            ConfigError: If the deployment does not state the folder and address of a SuperLink.
+            ConfigError: If a value is not valid.
         """
-        if self.local is not None:
-            return LocalSuperLink(self.run, self.local, [config])
-        if self.folder is None or self.address is None:
-            raise ConfigError("No sites given: use --local N to start sites here, or --folder and --superlink.")
-        return RemoteSuperLink(Path(self.folder), self.address)
-
-    def check(self) -> None:
-        """Validate the numbers.
-
-        Raises:
-            ConfigError: If a number is out of range.
-        """
-        if self.address is not None:
-            try:
-                parse_address(self.address)
-            except ValueError as error:
-                raise ConfigError(f"superlink={self.address} is not an address: {error}.") from error
-        policy = self.round_policy
-        counts = {
-            "local": self.local,
-            "min_updates": policy.min_updates,
-            "max_invalid_replies": policy.max_invalid_replies,
-            "quorum": self.quorum,
-        }
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1.")
-        for name, seconds in (("round_timeout", policy.round_timeout), ("startup_timeout", self.startup_timeout)):
-            if seconds is not None and not 0 < seconds < 1e9:
-                raise ConfigError(f"{name}={seconds} must be a positive number of seconds.")
-        for name, most in (("max_message_mb", self.max_message_mb), ("max_norm", self.max_norm)):
-            if not 0 < most < 1e12:
-                raise ConfigError(f"{name}={most} must be positive.")
-        if policy.on_timeout not in ("wait", "continue", "abort"):
-            raise ConfigError(f"on_timeout={policy.on_timeout!r} must be wait, continue or abort.")
+        try:
+            return Deployment(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(
+                f"{first['loc'][-1]}={first['input']} is not valid: {plain_message(first['msg'])}."
+            ) from error
 
     def write(self, folder: Path) -> None:
         """Write the configuration to a run folder."""
-        write_atomic(folder / FILE, json.dumps(asdict(self), indent=2).encode())
+        write_model(folder / FILE, self)
 
     def write_excluded(self, folder: Path, clients: Iterable[int]) -> None:
         """Store the excluded clients, so that a resumed run also excludes them.
@@ -113,25 +85,15 @@ class Deployment:
 
     @staticmethod
     def read(folder: Path) -> Deployment:
-        """Read a configuration that ``write`` stored.
+        """Read the configuration of a run folder.
 
         Args:
             folder: Run folder.
 
         Raises:
-            CheckpointError: If the file cannot be read.
+            CheckpointError: If the file cannot be read, or was not written by a deployed run.
         """
-        try:
-            values = read_json(folder / FILE)
-            changed = {
-                "round_policy": RoundPolicy(**values["round_policy"]),
-                "excluded": tuple(map(int, values["excluded"])),
-            }
-            deployment = Deployment(**{**values, **changed})
-            deployment.check()
-            return deployment
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{folder / FILE} cannot be read ({error}), so the run cannot be resumed.") from error
+        return read_model(folder / FILE, Deployment, "The run cannot be resumed.")
 
 
 def is_deployed(folder: Path) -> bool:

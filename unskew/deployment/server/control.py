@@ -1,12 +1,14 @@
-"""Control socket of a running deployed run: a Unix socket for the commands ``status``, ``stop`` and ``exclude``."""
+"""Control socket of a running deployed run: a Unix socket for the commands ``status``, ``stop`` and ``exclude``.
+
+Its path follows from the path of the run folder. No file in the folder names it, because a folder that comes from others
+could then name the socket of another run.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import socket
-import stat
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,15 +16,29 @@ from pathlib import Path
 from typing import Any
 
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.site.config import LONGEST_SOCKET
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.errors import ConfigError
-from unskew.filesystem import read_json, write_atomic
+from unskew.filesystem import private_folder
 
-FILE = "control.json"
-"""File in the run folder that names the socket; it exists while the run is running."""
 LARGEST = 1 << 20
 SECONDS = 10.0
 """Timeout in seconds for each end of the connection."""
+
+
+def socket_path(folder: Path) -> Path:
+    """Return the path of the control socket of the run in ``folder``; it exists while the run is running.
+
+    Args:
+        folder: Run folder.
+
+    Raises:
+        ConfigError: If the folder of the sockets is not a private folder of this user, or its path is too long.
+    """
+    path = private_folder() / f"{hashlib.sha256(bytes(folder.resolve())).hexdigest()[:32]}.sock"
+    if len(str(path)) > LONGEST_SOCKET:
+        raise ConfigError(f"{path} is longer than {LONGEST_SOCKET} characters. Set TMPDIR to a shorter folder.")
+    return path
 
 
 class ControlSocket:
@@ -35,16 +51,14 @@ class ControlSocket:
     """
 
     def __init__(self, folder: Path, sites: SiteManager, save_excluded: Callable[[set[int]], None]):
-        self.folder = folder
+        self.path = socket_path(folder)
         self.sites = sites
         self.save_excluded = save_excluded
-        self._private = tempfile.TemporaryDirectory(prefix="unskew-")  # mode 0700; the path of a socket must be short
-        path = Path(self._private.name) / "control.sock"
+        self.path.unlink(missing_ok=True)  # of a killed process: the folder is locked, so no other one is listening
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(path))
-        path.chmod(0o600)
+        self._listener.bind(str(self.path))
+        self.path.chmod(0o600)
         self._listener.listen(4)
-        write_atomic(folder / FILE, json.dumps({"socket": str(path)}).encode())
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
@@ -52,8 +66,7 @@ class ControlSocket:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
-        (self.folder / FILE).unlink(missing_ok=True)
-        self._private.cleanup()
+        self.path.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         while True:
@@ -95,21 +108,14 @@ def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: If no run is listening in the folder, or the run rejects the command.
     """
+    path = socket_path(folder)
     try:
-        path = str(read_json(folder / FILE)["socket"])
-        file_stat, within = os.lstat(path), os.lstat(Path(path).parent)
-        if (
-            not stat.S_ISSOCK(file_stat.st_mode)
-            or {file_stat.st_uid, within.st_uid} != {os.getuid()}
-            or within.st_mode & 0o077
-        ):
-            raise ConfigError(f"The socket named in {folder / FILE} is not one that only this user can access.")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(SECONDS)
-            connection.connect(path)
+            connection.connect(str(path))
             send(connection, Frame(kind, config))
             reply = receive(connection, LARGEST)
-    except (OSError, ValueError, TypeError, KeyError, FrameError) as error:
+    except (OSError, FrameError) as error:
         raise ConfigError(
             f"No deployed run is active in {folder}, or it is still starting ({error}). Use the folder of a running one."
         ) from error

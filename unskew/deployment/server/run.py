@@ -13,7 +13,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml
 from unskew.config.paths import with_absolute_paths
 from unskew.data.load import load_partitioned
-from unskew.deployment.flower.superlinks import RemoteSuperLink
+from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.secagg.roster import FILE
 from unskew.deployment.server.audit_log import AuditLog
 from unskew.deployment.server.config import Deployment
@@ -50,9 +50,9 @@ def run(
     config: Experiment,
     deployment: Deployment,
     out: Path,
-    callbacks: Sequence[Callback] = (),
-    tell: Callable[[str], None] = print,
-    place: RemoteSuperLink | None = None,
+    callbacks: Sequence[Callback],
+    tell: Callable[[str], None],
+    place: RunLocation | RemoteSuperLink,
 ) -> Result:
     """Run an experiment over sites.
 
@@ -62,13 +62,12 @@ def run(
         out: Run folder to create.
         callbacks: Objects that are notified during the run.
         tell: Called with progress messages before the first round.
-        place: SuperLink to use; None uses the one that ``deployment`` states.
+        place: Place of the SuperLink and the sites, or the SuperLink itself.
 
     Raises:
         ConfigError: If the experiment cannot be deployed.
         EngineError: If the SuperLink or sites cannot be reached.
     """
-    deployment.check()
     with owner_only_files(), output_folder(out, False, partial(keep_on_error, out)):
         deployment.write(out)
         return _carried_out(config, deployment, out, False, callbacks, tell, place)
@@ -79,7 +78,8 @@ def resume(
     callbacks: Sequence[Callback] = (),
     trust_code: bool = False,
     tell: Callable[[str], None] = print,
-    place: RemoteSuperLink | None = None,
+    *,
+    place: RunLocation | RemoteSuperLink,
     **changes: Any,
 ) -> Result:
     """Resume a deployed run; sites continue from the last updates that the server accepted.
@@ -89,7 +89,7 @@ def resume(
         callbacks: Objects that are notified during the run.
         trust_code: Whether code that the configuration names may be imported.
         tell: Called with progress messages before the first round.
-        place: SuperLink to use; None uses the one that the stored deployment states.
+        place: Place of the SuperLink and the sites, or the SuperLink itself; the run folder does not name it.
         **changes: Fields of the configuration to change.
 
     Raises:
@@ -119,7 +119,7 @@ def _carried_out(
     again: bool,
     callbacks: Sequence[Callback],
     tell: Callable[[str], None],
-    place: RemoteSuperLink | None,
+    place: RunLocation | RemoteSuperLink,
 ) -> Result:
     config = with_absolute_paths(config)
     check_deployable(config)
@@ -131,15 +131,16 @@ def _carried_out(
     total = config.clients if deployment.own_data else len(reference.clients)
     if total is None:
         raise ConfigError("If the sites have their own data, the experiment must set clients, the number of sites.")
-    if deployment.local not in (None, total):
-        raise ConfigError(f"--local {deployment.local} does not match the {total} clients of the experiment.")
+    local = place.local if isinstance(place, RunLocation) else None
+    if local not in (None, total):
+        raise ConfigError(f"--local {local} does not match the {total} clients of the experiment.")
     spec, warnings = check_method_over_sites(config, deployment, reference, method, total)
     reference = match_model_input_range(reference, spec)
     followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
     # Checkpoint every round, so that a resumed run never needs a state that the sites have already deleted.
     config = config.model_copy(update={"checkpoint_every": 1})
     about = initial_header(config, reference)
-    superlink = place or deployment.place(config)
+    superlink = place.superlink(folder, config, again) if isinstance(place, RunLocation) else place
     folder.chmod(0o700)  # the folder contains metrics of single sites
     within = ExitStack()
     try:

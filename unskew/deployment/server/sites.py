@@ -6,7 +6,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from unskew.deployment.flower.grid_bridge import GridBridge, LinkClosedError
 from unskew.deployment.server.audit_log import AuditLog
@@ -23,6 +25,8 @@ SILENCE = 300.0
 """Seconds without a reply after which the user is told which sites are missing."""
 OnTimeout = Literal["wait", "continue", "abort"]
 """Actions after the timeout if fewer updates than required have arrived."""
+Seconds = Annotated[float, Field(gt=0, lt=1e9)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
 FAILURES = 10
@@ -47,10 +51,10 @@ class RoundPolicy:
         max_invalid_replies: Number of invalid replies after which a site is excluded.
     """
 
-    round_timeout: float | None = None
-    min_updates: int = 1
+    round_timeout: Seconds | None = None
+    min_updates: Count = 1
     on_timeout: OnTimeout = "wait"
-    max_invalid_replies: int = 3
+    max_invalid_replies: Count = 3
 
 
 @dataclass

@@ -164,6 +164,11 @@ def load_site_config(path: Path) -> SiteConfig:
             f"{path}: {where}={short_repr(first['input'])} is not valid: {plain_message(first['msg'])}."
         ) from error
     socket = config.path("socket", path.parent).absolute()
+    for replaced in (socket, socket.with_suffix(".new")):  # the process removes them when it starts
+        if replaced.is_symlink() or (replaced.exists() and not replaced.is_socket()):
+            raise ConfigError(
+                f"{path}: socket={config.socket}: {replaced} exists and is not a socket. Use another path."
+            )
     if len(str(socket)) > LONGEST_SOCKET:
         raise ConfigError(
             f"{path}: the path of the socket, {socket}, is longer than {LONGEST_SOCKET} characters; use a shorter one."

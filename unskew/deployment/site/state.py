@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,8 @@ from safetensors.torch import load
 
 from unskew.deployment.wire.frames import Frame, FrameError, decode, encode_header
 from unskew.errors import UnskewError
-from unskew.filesystem import make_folder, read_json, write_atomic
+from unskew.filesystem import make_folder, write_atomic
+from unskew.json_models import Content, read_model, write_model
 from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import ClientState, Tensors
 
@@ -132,7 +134,7 @@ class SiteState:
         Raises:
             OutdatedMessageError: If metrics after this or a later round, or for too many rounds, were requested.
         """
-        done, newest, before = self._read_json("evaluated.json", [0, -1, ""])
+        done, newest, before = self._read("evaluated.json", tuple[int, int, str], (0, -1, ""))
         if (round, request) == (newest, before):
             return
         if round <= newest or done >= most:
@@ -140,32 +142,24 @@ class SiteState:
                 f"this site has evaluated the model of round {newest} of the run, {done} time(s) in all, and evaluates one "
                 "model per round"
             )
-        self._write_json("evaluated.json", [done + 1, round, request])
+        self._write("evaluated.json", (done + 1, round, request))
 
     def known(self) -> dict[str, str]:
         """Return the digest of each part of the model as last received, by part."""
-        return dict(self._read_json("received.json", {}))
+        return self._read("received.json", dict[str, str], {})
 
     def keep_known(self, parts: Mapping[str, str]) -> None:
         """Store the digest of each part of the model as last received."""
         if parts:
-            self._write_json("received.json", parts)
+            self._write("received.json", dict(parts))
 
-    def _read_json(self, name: str, missing: Any) -> Any:
+    def _read(self, name: str, kind: type[Content], missing: Content) -> Content:
         path = self.folder / name
-        try:
-            value = read_json(path)
-        except FileNotFoundError:
-            return missing
-        except (OSError, ValueError) as error:
-            raise SiteStateLostError(f"this site's state {path} is corrupted") from error
-        if type(value) is not type(missing) or len(value) < len(missing):
-            raise SiteStateLostError(f"this site's state {path} is corrupted")
-        return value
+        return read_model(path, kind) if os.path.lexists(path) else missing
 
-    def _write_json(self, name: str, value: Any) -> None:
+    def _write(self, name: str, content: Any) -> None:
         make_private_folder(self.folder)
-        write_atomic(self.folder / name, json.dumps(value).encode())
+        write_model(self.folder / name, content)
 
     def after(self, accepted: int | None, forget: bool = True) -> ClientState:
         """Return the state after the update of round ``accepted``.

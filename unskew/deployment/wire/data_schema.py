@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from unskew.data.readers.encoders import Encoder
 from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import read_json
+from unskew.json_models import read_model
 from unskew.methods.dp_sites import site_noise
 from unskew.methods.registry import method as method_of
 from unskew.runs.input_spec import InputColumn, StandardizedTask
@@ -196,9 +197,9 @@ def read_schema(path: Path) -> DataSchema | None:
     Raises:
         ConfigError: If the file is not valid.
     """
-    try:
-        return DataSchema.read(read_json(path))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, ValueError, InvalidMessageError, AttributeError) as error:
-        raise ConfigError(f"The data schema {path} cannot be read ({error}).") from error
+    try:
+        return DataSchema.read(read_model(path, dict[str, int | bool | str]))
+    except InvalidMessageError as error:
+        raise ConfigError(f"The data schema {path} is not valid: {error}.") from error

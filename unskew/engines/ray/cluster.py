@@ -163,7 +163,7 @@ def accepts_without_token(address: str) -> bool:
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"RAY_AUTH_MODE": "disabled"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", PROBE, address], env=environment, capture_output=True, timeout=60, check=False
+            [sys.executable, "-P", "-c", PROBE, address], env=environment, capture_output=True, timeout=60, check=False
         )
     except subprocess.TimeoutExpired:
         return False

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import stat
-import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from unskew.engines.mmap_pickle import dump_mmap, load_mmap
 from unskew.engines.ray.messages import as_array, as_tensor, restore_shared
 from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.errors import DataError, EngineError, UnskewError
-from unskew.filesystem import file_lock
+from unskew.filesystem import file_lock, private_folder
 from unskew.models.grouped.context import grouped_form
 from unskew.protocol.client_state_files import load_client_state, store_client_state
 from unskew.protocol.messages import Broadcast
@@ -167,10 +165,6 @@ def _begin(run: str, setup: EngineConfig, at_once: int) -> None:
 def _opened(run: str, federation: Federation, described: DescribedClients) -> Federation:
     """Return the federation with its clients: the first worker of a node loads them, other workers map its file."""
     opened = _place(run)
-    opened.parent.mkdir(mode=0o700, exist_ok=True)
-    about = opened.parent.lstat()
-    if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
-        raise DataError(f"{opened.parent} is not a private folder of this user. Remove it, or set TMPDIR.")
     with file_lock(opened.with_suffix(".lock"), math.inf):
         for old in opened.parent.glob("*.data"):
             if time.time() - old.stat().st_mtime > KEPT:
@@ -190,7 +184,7 @@ def _opened(run: str, federation: Federation, described: DescribedClients) -> Fe
 
 
 def _place(run: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"unskew-{os.getuid()}" / f"{run}.data"
+    return private_folder() / f"{run}.data"
 
 
 def versions() -> dict[str, str]:

@@ -272,6 +272,9 @@ class Fedssyn(DataRule):
             self.rho, count, generator_factory(self.generator, self.epochs), self.privacy, sharing, keep
         )
         where = workspace.within(key).folder
+        shared = None if workspace.run is None else synthetic.shared_set(workspace.run, key)
+        if shared is not None and where is not None and not (where / synthetic.ABOUT).is_file():
+            return logged_epsilons(synthetic.load_matching(shared, recipe), shared)
         images = generate_images(
             federation, maker, seed, where, workspace.device, about, workspace.report, workspace.warn
         )
