@@ -100,7 +100,7 @@ def _prv(setting: inputs.Setting) -> float:
 
 
 def _geometric_median(steps: int) -> Function:
-    return ours.robust(lambda points: estimators.geometric_median(points, steps, inputs.SMOOTHING))
+    return ours.robust(lambda points: estimators.weiszfeld_steps(points, steps, inputs.SMOOTHING))
 
 
 ACCOUNTANTS = [
