@@ -82,7 +82,9 @@ def slope(points, center):
     return np.linalg.norm((differences[apart] / norms[apart, None]).sum(0)), int((~apart).sum())
 
 
-@pytest.mark.parametrize(("n", "d", "spread"), [(9, 3, 1.0), (4, 2, 1e-6), (25, 50, 1e6), (101, 1, 1.0), (12, 2, 1e-30)])
+@pytest.mark.parametrize(
+    ("n", "d", "spread"), [(9, 3, 1.0), (4, 2, 1e-6), (25, 50, 1e6), (101, 1, 1.0), (12, 2, 1e-30)]
+)
 def test_the_geometric_median_has_no_slope(n, d, spread):
     points = spread * points_of(n, d)
     pull, at_center = slope(points, estimators.geometric_median(points))

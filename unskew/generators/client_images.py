@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from unskew.checked_tensors import encode_checked, load_checked
 from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
 from unskew.errors import ConfigError, DataError
 from unskew.filesystem import append_text, file_lock, folder_lock, make_folder, write_atomic
@@ -138,7 +137,7 @@ class _Work:
         for number, k in enumerate(recipe.sharing):
             finished = None if folder is None else folder / "work" / f"client-{k}.safetensors"
             if finished is not None and finished.is_file():
-                tensors = load_tensors(finished.read_bytes())
+                tensors = load_checked(finished)
                 parts.append((tensors["x"].permute(0, 3, 1, 2), tensors["y"]))
                 if "epsilon" in tensors:
                     epsilons[k] = float(tensors["epsilon"])
@@ -154,7 +153,7 @@ class _Work:
                 epsilons[k] = spent
                 tensors["epsilon"] = torch.tensor(spent, dtype=torch.float64)
             if finished is not None and folder is not None:
-                write_atomic(finished, save_tensors(tensors))
+                write_atomic(finished, encode_checked(tensors))
                 shutil.rmtree(folder / "work" / f"generator-{k}", ignore_errors=True)
         source = torch.repeat_interleave(torch.tensor(list(recipe.sharing)), torch.tensor([len(y) for _, y in parts]))
         about = {
