@@ -49,13 +49,13 @@ def load_checked(path: Path) -> Tensors:
     """
     try:
         data = memoryview(read_file(path))
-        found = CHECKSUM.search(data[: 8 + int.from_bytes(data[:8], "little")])
-        if found is None:
+        stored = CHECKSUM.search(data[: 8 + int.from_bytes(data[:8], "little")])
+        if stored is None:
             raise ValueError("it has no checksum")
-        digest = hashlib.sha256(data[: found.start(1)])
+        digest = hashlib.sha256(data[: stored.start(1)])
         digest.update(ZEROS)
-        digest.update(data[found.end(1) :])
-        if digest.hexdigest().encode() != found[1]:
+        digest.update(data[stored.end(1) :])
+        if digest.hexdigest().encode() != stored[1]:
             raise ValueError("its content does not match its checksum")
         return load(data.obj)
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
