@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ import typer
 
 from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json, printed_warnings
 from unskew.errors import ConfigError
-from unskew.filesystem import check_run, parse_path, write_atomic
+from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 
 FORMATS = (".csv", ".jsonl")
 SHOWN = 20
@@ -142,17 +141,6 @@ def escape_controls(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def escape_formula(value: object) -> object:
-    """Escape a CSV cell, so that spreadsheets do not interpret it as a formula.
-
-    >>> escape_formula("=1+1"), escape_formula("red"), escape_formula("-0.5")
-    ("'=1+1", 'red', '-0.5')
-    """
-    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return value
-    return value if re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", value, re.I) else f"'{value}"
-
-
 def probability_names(label: str | None, names: list[str]) -> list[str]:
     """Return a column name for the probability of each class.
 
@@ -170,7 +158,7 @@ def format_value(lines: list[dict[str, Any]], kind: str) -> str:
     """Format predictions as JSON lines or CSV.
 
     In CSV, the items of lists are separated by ``|``, and strings that start like a formula (``=``, ``+``, ``-``,
-    ``@``) are prefixed with an apostrophe.
+    ``@``, tab, line break) are prefixed with an apostrophe.
 
     Args:
         lines: Rows to format.
