@@ -12,7 +12,21 @@ import pytest
 import unskew
 
 SCRIPT = Path(unskew.__file__).parent / "reporting" / "templates" / "tables.js"
-TEXTS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\tx", "\rx", "＝1", 'a "b", c', "red", "-", "-0.5", "1e-3", ""]
+TEXTS = [
+    "=1+1",
+    "+cmd|' /C calc'!A0",
+    "-2+3",
+    "@SUM(A1)",
+    "\tx",
+    "\rx",
+    "＝1",
+    'a "b", c',
+    "red",
+    "-",
+    "-0.5",
+    "1e-3",
+    "",
+]
 SAFE = ["'=1+1", "'+cmd|' /C calc'!A0", "'-2+3", "'@SUM(A1)", "'\tx", "'\rx", "'＝1", *TEXTS[7:]]
 
 
