@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json, printed_warnings
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, escape_controls, print_json, printed_warnings
 from unskew.errors import ConfigError
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 
@@ -130,15 +130,6 @@ def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, format_value(lines, out.suffix.lower()).encode())
-
-
-def escape_controls(text: str) -> str:
-    r"""Escape the control characters of a string for the terminal.
-
-    >>> escape_controls("red" + chr(27) + "[0m")
-    'red\\x1b[0m'
-    """
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def probability_names(label: str | None, names: list[str]) -> list[str]:
