@@ -36,7 +36,8 @@ def bounded(points: Tensor) -> Tensor:
 
 def lexicographic_order(points: Tensor) -> Tensor:
     """Return the indices of the points in lexicographic order of their entries, ``[n]``."""
-    return torch.unique(points, dim=0, return_inverse=True)[1].argsort(stable=True)
+    ranks: Tensor = torch.unique(points, dim=0, return_inverse=True)[1]
+    return ranks.argsort(stable=True)
 
 
 def coordinate_median(points: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def geometric_median(points: Tensor) -> Tensor:
         return geometric_median(points.cpu()).to(points.device)
     start = coordinate_median(points)
     rotated = torch.zeros(0, len(points), dtype=torch.float64, device=points.device)
-    for chunk, middle in zip(points.split(CHUNK, dim=1), start.split(CHUNK), strict=True):
+    for chunk, middle in zip(torch.split(points, CHUNK, dim=1), torch.split(start, CHUNK), strict=True):
         rotated = torch.linalg.qr(torch.cat([rotated, (chunk.double() - middle.double()).T]), mode="r").R
     offsets = rotated.T
     spread = offsets.norm(dim=1).median()
