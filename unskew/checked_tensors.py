@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -26,7 +27,7 @@ CHECKSUM = re.compile(rb'\\"sha256\\": \\"([0-9a-f]{64})\\"')
 """Checksum in the metadata, whose JSON is a string of the header's JSON."""
 
 
-def encode_checked(tensors: Tensors, about: dict[str, object] | None = None) -> bytes:
+def encode_checked(tensors: Tensors, about: Mapping[str, object] | None = None) -> bytes:
     """Encode tensors as safetensors with a checksum.
 
     Args:
@@ -48,7 +49,8 @@ def load_checked(path: Path) -> Tensors:
         CheckpointError: If the file is missing or damaged, or has no checksum.
     """
     try:
-        data = memoryview(read_file(path))
+        content = read_file(path)
+        data = memoryview(content)
         stored = CHECKSUM.search(data[: 8 + int.from_bytes(data[:8], "little")])
         if stored is None:
             raise ValueError("it has no checksum")
@@ -57,7 +59,7 @@ def load_checked(path: Path) -> Tensors:
         digest.update(data[stored.end(1) :])
         if digest.hexdigest().encode() != stored[1]:
             raise ValueError("its content does not match its checksum")
-        return load(data.obj)
+        return load(content)
     except (OSError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} is corrupted: {str(error)[:200]}. Copy it again from where it was written, or remove it and "

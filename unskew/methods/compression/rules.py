@@ -18,6 +18,7 @@ If a vector is not finite, neither is the decoded vector, so that the server can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
@@ -295,8 +296,8 @@ class QSGD(FeedbackCompressor):
 
     def variance(self, n: int) -> float:
         """``min(b / s^2, sqrt(b) / s)`` with buckets of ``b`` entries (Lemma 3.1 of the paper)."""
-        ratio = min(self.bucket, n) ** 0.5 / self.levels
-        return min(ratio**2, ratio)
+        ratio = math.sqrt(min(self.bucket, n)) / self.levels
+        return min(ratio * ratio, ratio)
 
     def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
         return quantized.encode_qsgd(v, self.levels, self.bucket, key)
