@@ -136,6 +136,17 @@ def _real(text: str) -> float:
     return float(text)
 
 
+def escape_formula(value: object) -> object:
+    """Escape a CSV cell, so that spreadsheets do not interpret it as a formula, as OWASP recommends; numbers stay.
+
+    >>> escape_formula("=1+1"), escape_formula("red"), escape_formula("-0.5")
+    ("'=1+1", 'red', '-0.5')
+    """
+    if not isinstance(value, str) or not value.startswith(tuple("=+-@\t\r\n＝＋－＠")):
+        return value
+    return value if re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", value, re.I) else f"'{value}"
+
+
 def check_run(folder: Path, resume: bool = False) -> None:
     """Validate that a folder contains a run and no links, before PyTorch is loaded.
 

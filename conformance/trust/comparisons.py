@@ -100,7 +100,7 @@ def _prv(setting: inputs.Setting) -> float:
 
 
 def _geometric_median(steps: int) -> Function:
-    return ours.robust(lambda points: estimators.geometric_median(points, steps, inputs.SMOOTHING))
+    return ours.robust(lambda points: estimators.weiszfeld_steps(points, steps, inputs.SMOOTHING))
 
 
 ACCOUNTANTS = [
@@ -236,7 +236,16 @@ RULES = [
     ),
     Comparison("flower", "Krum", "krum", POINTS, _krum, 1e-12),
     Comparison("flower", "Krum, n - f to keep", "multikrum", POINTS, _multikrum, 1e-12),
-    Comparison("flower", "Bulyan", "bulyan", POINTS, ours.robust(lambda points: estimators.bulyan(points, F)), 1e-12),
+    Comparison(
+        "flower",
+        "Bulyan",
+        "bulyan",
+        POINTS,
+        ours.robust(lambda points: estimators.bulyan(points, F)),
+        1e-12,
+        "selects by the numbering of clients among equal scores; unskew by the points",
+        changed=ours.robust(ours.bulyan_with_ties_by_number),
+    ),
 ]
 ATTACKS = [
     Comparison(

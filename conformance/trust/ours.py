@@ -205,6 +205,18 @@ def krum(points: Array, f: int, neighbors: int, keep: int = 0) -> Array:
     return (tensor[order[:keep]].mean(0) if keep else tensor[order[0]]).numpy()
 
 
+def bulyan_with_ties_by_number(points: Tensor) -> Tensor:
+    """Return the result of Bulyan whose selections go to the point with the smallest number if scores are equal."""
+    n, f = len(points), inputs.SUSPECTED
+    distances, remaining, selected = estimators.squared_distances(points), list(range(n)), []
+    for _ in range(n - 2 * f):
+        scores = estimators.krum_scores(distances[remaining][:, remaining], max(1, len(remaining) - f - 2))
+        selected.append(remaining.pop(int(scores.argsort(stable=True)[0])))
+    chosen = points[selected].sort(dim=0).values
+    nearest = (chosen - estimators.coordinate_median(chosen)).abs().argsort(dim=0, stable=True)[: n - 4 * f]
+    return chosen.gather(0, nearest).mean(dim=0)
+
+
 def robust(rule: Callable[[Tensor], Tensor]) -> Callable[[Array], Array]:
     """Return a rule on tensors as a function of arrays."""
     return lambda points: rule(torch.from_numpy(points)).numpy()

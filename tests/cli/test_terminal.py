@@ -151,3 +151,15 @@ def test_what_is_said_at_a_stop_is_true(capsys, tmp_path, stop, words):
             raise stop
         said = capsys.readouterr().err
         assert (words in said, "nothing was written" in said, "again" in said) == (begun, not begun, begun)
+
+
+def test_names_from_files_cannot_control_the_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(
+        '{"a\\u001b[31mred\\u202e": 1, "b": 2}\n{"a\\u001b[31mred\\u202e": 2, "b": 3}\n'
+    )
+    outcome = call(capsys, "run", "--data", "table:rows.jsonl", "--label", "y", "--rounds", "1")
+    assert outcome.code == 2
+    assert "\x1b[31mred" not in outcome.err
+    assert "\u202e" not in outcome.err
+    assert r"a\x1b[31mred\u202e" in outcome.err.replace("\n", "")

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from support.federations import blobs
 import unskew
 from unskew.errors import MethodConflictError, UnskewError
 from unskew.methods.robust import estimators
+from unskew.methods.robust.rules import Bulyan, CenteredClipping, FLTrust, GeoMedian, Krum, Median, MultiKrum, Trimmed
 from unskew.protocol.messages import Update
 from unskew.protocol.rules import ServerRule
 
@@ -29,7 +31,7 @@ def centers(points, f):
         "krum": points[estimators.krum_order(points, f)[0]],
         "multikrum": points[estimators.krum_order(points, f)[: len(points) - f]].mean(0),
         "bulyan": estimators.bulyan(points, f),
-        "geomedian": estimators.geometric_median(points, 200, 1e-12),
+        "geomedian": estimators.geometric_median(points),
         "cclip": estimators.centered_clipping(points, torch.zeros_like(points[0]), math.inf, 1),
     }
 
@@ -61,7 +63,7 @@ def test_bulyan_equals_repeated_krum_written_with_loops():
             for i in remaining:
                 others = sorted(float(((points[i] - points[j]) ** 2).sum()) for j in remaining if j != i)
                 scores[i] = sum(others[: max(1, len(remaining) - f - 2)])
-            best = min(remaining, key=lambda i: scores[i])
+            best = min(remaining, key=lambda i: (scores[i], points[i].tolist()))
             remaining.remove(best)
             selected.append(best)
         expected = []
@@ -72,29 +74,167 @@ def test_bulyan_equals_repeated_krum_written_with_loops():
         assert estimators.bulyan(points, f).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_geometric_median_has_no_slope():
-    points = points_of(9)
-    center = estimators.geometric_median(points, 200, 1e-12)
-    differences = points - center
-    assert (differences / differences.norm(dim=1, keepdim=True)).sum(0).norm() < 1e-6
+def slope(points, center):
+    """``||sum (v - u_i)/||v - u_i|| ||``, and the number of points at the center."""
+    differences = np.asarray(points, np.float64) - np.asarray(center, np.float64)
+    norms = np.sqrt((differences**2).sum(1))
+    apart = norms > 1e-9 * np.median(norms[norms > 0])
+    return np.linalg.norm((differences[apart] / norms[apart, None]).sum(0)), int((~apart).sum())
 
 
-@pytest.mark.parametrize("bad", [1e30, -1e30, 0.0])
-def test_any_f_points_leave_the_result_near_the_honest_ones(bad):
-    honest = points_of(9)
-    attacked = torch.cat([torch.full((2, 3), bad, dtype=torch.float64), honest])
-    found = centers(attacked, 2)
+@pytest.mark.parametrize(
+    ("n", "d", "spread"), [(9, 3, 1.0), (4, 2, 1e-6), (25, 50, 1e6), (101, 1, 1.0), (12, 2, 1e-30)]
+)
+def test_the_geometric_median_has_no_slope(n, d, spread):
+    points = spread * points_of(n, d)
+    pull, at_center = slope(points, estimators.geometric_median(points))
+    assert pull < 1e-6 or pull <= at_center
+
+
+def test_the_geometric_median_of_corners_and_of_an_obtuse_triangle_is_known():
+    """A square's is its center, a triangle's with an angle above 120 degrees is that corner, a majority's is its point."""
+    square = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 2.0]], dtype=torch.float64)
+    assert estimators.geometric_median(square).tolist() == pytest.approx([1, 1], abs=1e-9)
+    obtuse = torch.tensor([[-10.0, 1.0], [10.0, 1.0], [0.0, 0.0]], dtype=torch.float64)
+    assert estimators.geometric_median(obtuse).tolist() == pytest.approx([0, 0], abs=1e-8)
+    majority = torch.tensor([[3.0, 4.0]] * 3 + [[1e9, 0.0], [-1e9, 7.0]], dtype=torch.float64)
+    assert estimators.geometric_median(majority).tolist() == [3, 4]
+    # Three corners of an equilateral triangle: the center is at a third of its height.
+    equal = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 3**0.5]], dtype=torch.float64)
+    assert estimators.geometric_median(equal).tolist() == pytest.approx([1, 3**0.5 / 3], abs=1e-9)
+
+
+class Received:
+    """Updates of a round, whose buffers are their first two entries, with a server that trains to the honest mean."""
+
+    def __init__(self, points, own=None):
+        self.points, self.key = points, torch.tensor(3)
+        self.aggregate = SimpleNamespace(upload={})
+        self.at_server = SimpleNamespace(train=lambda *_, **__: SimpleNamespace(v=own))
+        self.v_global = self.b_global = torch.zeros_like(points[0])
+
+    def __iter__(self):
+        return iter([SimpleNamespace(delta=point, buffers=point[:2]) for point in self.points])
+
+
+FAR = [1e6, -1e6, 1e25, 3e38, -3e38, math.inf, -math.inf, math.nan, "3e38 and -3e38", "one entry"]
+
+
+@pytest.mark.parametrize("far", FAR, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{}, {"mix": "nnm"}, {"bucket": 2}], ids=str)
+def test_any_f_points_leave_the_result_near_the_honest_ones(far, dtype, options):
+    """In float64, entries of up to 1e300 instead of 3e38."""
+    n, d, f = 23, 40, 3
+    honest = points_of(n - f, d, seed=2).to(dtype)
+    far = 1e300 if dtype == torch.float64 and far == 3e38 else far
+    bad = torch.full((f, d), 3e38 if isinstance(far, str) else far, dtype=dtype)
+    if far == "3e38 and -3e38":
+        bad[1] *= -1
+    if far == "one entry":
+        bad[:, 1:] = 0
+    points = torch.cat([bad, honest])[torch.from_numpy(np.random.default_rng(1).permutation(n))]
+    radius = float(honest.norm(dim=1).max())
     low, high = honest.min(0).values, honest.max(0).values
-    for name in ("median", "trimmed", "krum", "bulyan"):
-        if name != "krum" or bad:
-            assert ((low <= found[name]) & (found[name] <= high)).all(), name
-    if bad:
-        assert any(torch.equal(found["krum"], point) for point in honest)
-    # Of 11 points 9 are within R of a point, so the geometric median is within 2 R (1 - 2/11) / (1 - 4/11) of it.
-    radius = honest.norm(dim=1).max()
-    assert found["geomedian"].norm() <= 2 * radius * (9 / 11) / (7 / 11) * (1 + 1e-6)
-    clipped = estimators.centered_clipping(attacked, torch.zeros(3, dtype=torch.float64), 1.0, 3)
-    assert clipped.norm() <= 3 * (1 + 1e-12)
+    rules = {
+        "median": Median(**options),
+        "trimmed": Trimmed(share=f / n, **options),
+        "krum": Krum(share=f / n, **options),
+        "multikrum": MultiKrum(share=f / n, **options),
+        "bulyan": Bulyan(share=f / n, **options),
+        "geomedian": GeoMedian(**options),
+        "cclip": CenteredClipping(tau=0.5, **options),
+        "fltrust": FLTrust(**options),
+    }
+    for name, rule in rules.items():
+        if name == "bulyan" and "bucket" in options:
+            continue  # three of twelve buckets are more than it is defined for
+        if "mix" in options and name in ("median", "geomedian", "cclip", "fltrust"):
+            continue  # they suspect no number of points
+        state = rule.server_init(torch.zeros(d, dtype=dtype), None)
+        for _ in range(3):
+            state, result = rule.combine(state, Received(points, own=honest.mean(0)))
+        norm = float(result.delta.norm())
+        assert math.isfinite(norm), name
+        assert ((low[:2] <= result.buffers) & (result.buffers <= high[:2])).all(), name
+        if name in ("median", "trimmed", "bulyan"):
+            assert ((low <= result.delta) & (result.delta <= high)).all(), name
+        if name == "krum" and not options:
+            assert any(torch.equal(result.delta, point) for point in honest)
+        if name in ("krum", "multikrum", "bulyan"):
+            assert norm <= radius * (1 + 1e-6), name
+        if name == "geomedian":
+            share = f / (12 if "bucket" in options else n)
+            assert norm <= 2 * radius * (1 - share) / (1 - 2 * share), name
+        if name == "cclip":
+            assert norm <= 3 * 3 * 0.5 * (1 + 1e-6)
+        if name == "fltrust":
+            assert norm <= float(honest.mean(0).norm()) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("attackers", "limit"), [(1, 1.0), (3, 2.0), (5, 20.0)])
+def test_the_geometric_median_moves_little_however_far_attackers_go(attackers, limit):
+    honest = points_of(11 - attackers, 50, seed=3).float()
+    near, far = (
+        GeoMedian().combine({}, Received(torch.cat([torch.full((attackers, 50), value), honest])))[1].delta
+        for value in (1e6, 1e25)
+    )
+    center = estimators.geometric_median(honest)
+    assert (far - center).norm() < limit * honest.norm(dim=1).mean()
+    assert torch.allclose(near, far, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_steps_of_the_geometric_median_are_those_of_the_authors(steps):
+    points = points_of(7)
+    center = points.numpy().mean(0)
+    for _ in range(steps):
+        weights = [1 / max(1e-5, np.linalg.norm(point - center)) for point in points.numpy()]
+        center = sum(w * p for w, p in zip(weights, points.numpy(), strict=True)) / sum(weights)
+    combined = GeoMedian(steps=steps).combine({}, Received(points))[1]
+    assert combined.delta.tolist() == pytest.approx(center.tolist(), rel=1e-12)
+
+
+def symmetric_points(n, d, seed):
+    """Points with many ties: whole numbers, opposite pairs and duplicates."""
+    half = torch.from_numpy(np.random.default_rng(seed).integers(-2, 3, size=(n // 2, d))).double()
+    return torch.cat([half, -half, half[:1].repeat(n - 2 * (n // 2), 1)])
+
+
+CASES = [(n, f) for f in range(4) for n in (4 * f + 3, 4 * f + 4, 4 * f + 7)]
+
+
+@pytest.mark.parametrize(("n", "f"), CASES)
+@pytest.mark.parametrize("kind", ["random", "duplicates", "symmetric"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_numbering_of_clients_changes_nothing(n, f, kind, dtype):
+    for seed in range(5):
+        points = symmetric_points(n, 3, seed) if kind == "symmetric" else points_of(n, 3, seed)
+        if kind == "duplicates":
+            points = torch.cat([points[: n - n // 2], points[: n // 2]])
+        points, shuffled = points.to(dtype), torch.from_numpy(np.random.default_rng(seed).permutation(n))
+        if kind != "symmetric":
+            points = points + 3
+        one, other = centers(points, f), centers(points[shuffled], f)
+        for name in RULES:
+            tolerance = 1e-6 if name in ("geomedian", "cclip", "multikrum") else 1e-12
+            assert torch.allclose(one[name], other[name], rtol=tolerance, atol=tolerance), name
+        for name in ("krum", "bulyan", "median"):
+            assert torch.equal(one[name], other[name]), name
+        if f:
+            mixed = estimators.nearest_neighbor_means(points, f)
+            assert torch.allclose(
+                mixed[shuffled], estimators.nearest_neighbor_means(points[shuffled], f), rtol=1e-6, atol=1e-6
+            )
+
+
+def test_bulyan_prefers_the_point_that_comes_first_in_lexicographic_order():
+    """With n = 3 and f = 0 every step ties or not by hand: 0 and 1 are as near to each other."""
+    line = torch.tensor([[1.0, 5.0], [0.0, 5.0], [0.0, 4.0]])
+    assert estimators.lexicographic_order(line).tolist() == [2, 1, 0]
+    pair = torch.tensor([[7.0, 1.0], [7.0, 0.0], [90.0, 0.0]])
+    assert estimators.krum_order(pair, 0).tolist() == [1, 0, 2]
+    assert estimators.krum_order(pair.flip(0), 0).tolist() == [1, 2, 0]
 
 
 def test_results_follow_permutations_shifts_and_scales():

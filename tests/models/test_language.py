@@ -505,7 +505,7 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     assert result.summary["bytes_up"] == 2 * 3 * 2 * 4 * d
     with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
         assert len(file.keys()) == 12
-        about = json.loads(file.metadata()["base"])
+        about = json.loads(file.metadata()["about"])
     assert about["model"] == f"hf:{opt}"
     config = experiment(load_yaml(tmp_path / "run" / "config.yaml"))
     assert config.model_options == {"lora": LORA}

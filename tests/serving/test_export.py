@@ -4,6 +4,8 @@ import errno
 import json
 import shutil
 import warnings
+from dataclasses import replace
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -138,6 +140,93 @@ def test_the_card_says_what_the_runs_say(tmp_path):
         "no privacy guarantee",
     ):
         assert words in text
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "a` <b onclick=x>b</b> `c",
+    "x\n\n<img src=x onerror=y>\n\n# h",
+    "[t](javascript:x) ![i](http://e.x/i.png) <http://e.x> https://e.x www.e.x a@e.x",
+    "1 | 2\n|---|\n| 3",
+    "\x1b[31mred\u202e\u2028\r<u>",
+    "&lt;i&gt; &#60;i> \\<i> ``` ~~~ *e* _e_ $m$",
+]
+
+
+class Markup(HTMLParser):
+    """Tags of a page, and its text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.text = set(), ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.tags |= {name for name, _ in attributes if name not in ("class", "style")}
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def rendered(text):
+    markdown, markdown_it = pytest.importorskip("markdown"), pytest.importorskip("markdown_it")
+    yield markdown.markdown(text, extensions=["tables", "fenced_code"])
+    yield markdown_it.MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"]).render(text)
+
+
+@pytest.mark.parametrize("value", HOSTILE)
+def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
+    folder = tmp_path / "run"
+    shutil.copytree(ditto, folder)
+    tags = [Markup(page).tags for page in rendered(model_card_text(open_run(folder), "onnx", None))]
+    summary = json.loads((folder / "summary.json").read_text())
+    for key in summary:
+        if isinstance(summary[key], str) or key in ("clients", "rounds", "parameters"):
+            summary[key] = value
+    summary |= {"client_accuracy_worst": 0.5, "client_accuracy_mean": 0.7, "privacy": value, "dpsgd_privacy": value}
+    summary["objective"] = "accuracy"
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "about.json").write_text(json.dumps({"versions": {"unskew": value}}))
+    (folder / "warnings.txt").write_text(f"2026-01-01T00:00:00 round 1: {value}\n")
+    inputs = json.loads((folder / "inputs.json").read_text())
+    inputs |= {"class_names": [f"{value}{k}" for k in range(10)], "features": [value]}
+    (folder / "inputs.json").write_text(json.dumps(inputs))
+    found = replace(open_run(folder), note=value)
+    for kind in ("onnx", "torchscript"):
+        card = model_card_text(found, kind, value)
+        assert "\x1b" not in card
+        assert "\u202e" not in card
+        for page, expected in zip(rendered(card), tags, strict=True):
+            assert Markup(page).tags <= expected | {"em"}  # of a name in the front matter, whose underscores stay
+        parts = card.split("---\n", 2)
+        assert yaml.safe_load(parts[1])["library_name"]
+        shown = " ".join(value.split()).replace("\x1b", "").replace("\u202e", "").split()[0]
+        for page, expected in zip(rendered(parts[2]), tags, strict=True):
+            assert Markup(page).tags <= expected
+            assert shown in Markup(page).text
+    assert "no privacy guarantee" not in card
+
+
+def test_the_card_states_the_privacy_of_the_run(tmp_path):
+    private = unskew.run(
+        model="logistic", method="dp:noise=2", out=tmp_path / "run", data="digits", clients=30, rounds=1, lr=0.1,
+        client_weighting="uniform", engine="inline", local_steps=1,
+    )  # fmt: skip
+    card = model_card_text(open_run(private.folder), "onnx", None)
+    sentence = private.summary["privacy"]
+    assert "no privacy guarantee" not in card
+    for page in rendered(card):
+        assert f"Privacy: {sentence}" in Markup(page).text
+
+
+def test_a_summary_with_other_types_is_an_error_and_no_traceback(ditto, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(ditto, folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "bytes_up": "many"}))
+    with pytest.raises(CheckpointError, match=r"summary\.json is corrupted"):
+        model_card_text(open_run(folder), "onnx", None)
 
 
 def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, capsys):

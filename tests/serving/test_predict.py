@@ -7,9 +7,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.running import call
 
 import unskew
+from unskew.checked_tensors import encode_checked
 from unskew.cli.predict import format_value
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.progress import report_progress_to
@@ -143,6 +145,32 @@ def test_folders_without_a_usable_model_are_refused(digits, tmp_path):
         (tmp_path / "inputs.json").write_text(text)
         with pytest.raises(CheckpointError, match="corrupted"):
             unskew.load_predictor(tmp_path)
+
+
+def test_every_flipped_bit_of_the_model_is_noticed(digits, tmp_path, capsys):
+    """By prediction, evaluation, export and diagnosis, also if only the file of the model was copied."""
+    folder = tmp_path / "run"
+    shutil.copytree(digits.folder, folder)
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    header = int.from_bytes(data[:8], "little") + 8
+    draws = np.random.default_rng(0)
+    for bit in [*draws.integers(0, 8 * len(data), 150), *draws.integers(0, 8 * header, 50)]:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << (bit % 8)
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is corrupted.*Copy it again"):
+            unskew.load_predictor(folder)
+    for command in (("export", folder, "--format", "torchscript"), ("diagnose", folder), ("evaluate", folder, "x.csv")):
+        outcome = call(capsys, *command)
+        assert outcome.code == 2
+        assert "model.safetensors is corrupted" in outcome.err
+    save_file(load_file(digits.folder / "model.safetensors"), file)
+    with pytest.raises(CheckpointError, match="it has no checksum"):
+        unskew.load_predictor(folder)
+    file.write_bytes(data)
+    x = unskew.load_federation("digits", clients=3).test[0][:3]
+    assert unskew.load_predictor(folder).predict(x) == digits.predict(x)
 
 
 def test_code_that_a_folder_names_is_not_run(digits, tmp_path):
@@ -314,13 +342,12 @@ def test_a_diverged_run_predicts_nothing(patients, diverged, capsys):
     ],
 )
 def test_weights_that_are_no_finite_numbers_with_a_fraction(patients, tmp_path, capsys, change, words):
-    from safetensors.torch import load_file, save_file
-
     run = tmp_path / "run"
     shutil.copytree(patients / "run", run)
     tensors = load_file(run / "model.safetensors")
     name = next(iter(tensors))
-    save_file({**tensors, name: change(tensors[name].clone())}, run / "model.safetensors")
+    data = encode_checked({**tensors, name: change(tensors[name].clone())})
+    (run / "model.safetensors").write_bytes(data)
     for command in (
         ("predict", run, patients / "p.csv"),
         ("export", run, "--format", "torchscript"),

@@ -33,6 +33,7 @@ from unskew.cli.common import (
     config_values,
     confirm_resume_target,
     console_for,
+    escape_lines,
     exit_on_signal,
     given_on_command_line,
     is_config_file,
@@ -303,7 +304,7 @@ def _print_error(message: str) -> None:
         return
     from rich.console import Console  # slow to import, and not needed otherwise
 
-    Console(stderr=True).print(message, style="red", markup=False, highlight=False, soft_wrap=True)
+    Console(stderr=True).print(escape_lines(message), style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @functools.cache

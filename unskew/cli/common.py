@@ -65,6 +65,20 @@ Parallel = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def escape_controls(text: str) -> str:
+    r"""Escape the control characters of a string for the terminal, which would obey them.
+
+    >>> escape_controls("red" + chr(27) + "[0m")
+    'red\\x1b[0m'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def escape_lines(text: str) -> str:
+    """Escape the control characters of each line of a text."""
+    return "\n".join(map(escape_controls, text.split("\n")))
+
+
 @contextmanager
 def printed_warnings() -> Iterator[None]:
     """Context manager that prints each warning once to stderr, as a line of the command."""
@@ -72,7 +86,7 @@ def printed_warnings() -> Iterator[None]:
         warnings.simplefilter("always", RuntimeWarning)
         yield
     for text in dict.fromkeys(str(warning.message) for warning in caught):
-        print(f"unskew: {text}", file=sys.stderr)
+        print(f"unskew: {escape_lines(text)}", file=sys.stderr)
 
 
 def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json, printed_warnings
-from unskew.cli.predict import check_output, escape_controls, write_rows
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, escape_controls, print_json, printed_warnings
+from unskew.cli.predict import check_output, write_rows
 from unskew.filesystem import check_run, parse_path
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json, printed_warnings
+from unskew.cli.common import AsJson, Client, TrustCode, console_for, escape_controls, print_json, printed_warnings
 from unskew.errors import ConfigError
-from unskew.filesystem import check_run, parse_path, write_atomic
+from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 
 FORMATS = (".csv", ".jsonl")
 SHOWN = 20
@@ -133,26 +132,6 @@ def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
         write_atomic(out, format_value(lines, out.suffix.lower()).encode())
 
 
-def escape_controls(text: str) -> str:
-    r"""Escape the control characters of a string for the terminal.
-
-    >>> escape_controls("red" + chr(27) + "[0m")
-    'red\\x1b[0m'
-    """
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def escape_formula(value: object) -> object:
-    """Escape a CSV cell, so that spreadsheets do not interpret it as a formula.
-
-    >>> escape_formula("=1+1"), escape_formula("red"), escape_formula("-0.5")
-    ("'=1+1", 'red', '-0.5')
-    """
-    if not isinstance(value, str) or not value.startswith(("=", "+", "-", "@", "\t", "\r")):
-        return value
-    return value if re.fullmatch(r"[+-]?[0-9.]+(e[+-]?[0-9]+)?", value, re.I) else f"'{value}"
-
-
 def probability_names(label: str | None, names: list[str]) -> list[str]:
     """Return a column name for the probability of each class.
 
@@ -170,7 +149,7 @@ def format_value(lines: list[dict[str, Any]], kind: str) -> str:
     """Format predictions as JSON lines or CSV.
 
     In CSV, the items of lists are separated by ``|``, and strings that start like a formula (``=``, ``+``, ``-``,
-    ``@``) are prefixed with an apostrophe.
+    ``@``, tab, line break) are prefixed with an apostrophe.
 
     Args:
         lines: Rows to format.

@@ -19,11 +19,11 @@ from unskew.data.load import federation_of
 from unskew.data.readers.column_roles import has_decimal_commas, is_date, is_identifier, is_numeric, is_string
 from unskew.data.readers.encoders import first_mismatch
 from unskew.data.readers.files import class_folders, concatenate_tables, table_files
-from unskew.data.readers.images import image_bytes, is_image
+from unskew.data.readers.images import image_bytes, is_image, open_image
 from unskew.data.readers.labels import is_list_type, metadata_class_names
 from unskew.data.sources.registry import SOURCES
 from unskew.data.spec import TABLES
-from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.errors import LONGEST_LIST, ConfigError, DataError, unknown_name
 
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
 GROUPS = r"(.*[_ .-])?(id|key|code|patient|subject)|[a-z]+Id|[a-z]+ID"
@@ -225,7 +225,7 @@ def _table(made: InferredConfig, path: Path, data: str, label: str | None) -> No
     if label is None:
         raise ConfigError(
             f"{path}: no column without missing values looks like a label (a few values that repeat). Set --label to "
-            f"one of {', '.join(columns)}."
+            f"one of {', '.join(columns[:LONGEST_LIST])}{' ...' if len(columns) > LONGEST_LIST else '.'}"
         )
     if table.column(label).null_count:
         raise DataError(
@@ -352,15 +352,18 @@ def _words(table: Any, column: str) -> float:
 
 def _image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
     """Set the image size, unless all images have the same small size."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     sizes = set()
     for image in images:
         try:
-            with Image.open(image) as opened:
+            with open_image(image) as opened:
                 sizes.add(opened.size)
         except UnidentifiedImageError:  # other files next to the images
             continue
+        except (OSError, ValueError, SyntaxError) as error:
+            name = f"The image {image}" if isinstance(image, Path) else "An image of the table"
+            raise DataError(f"{name} cannot be read ({error}). Repair or remove it.") from error
     if len(sizes) == 1 and max(width_height := sizes.pop()) <= KEPT_SIDE:
         made.seen.append("all images have {} x {} pixels, so image_size is not set".format(*width_height))
     else:

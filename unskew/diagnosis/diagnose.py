@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load
 from torch import Tensor
 
+from unskew.checked_tensors import load_checked
 from unskew.config.loader import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
@@ -34,7 +34,7 @@ from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
 from unskew.runs.api_arguments import check_federation, config_from_arguments, model_object
 from unskew.runs.build_model import ModelLike, initial_spec
-from unskew.simulation.checkpoint import checkpoint_errors, list_checkpoints, read_model
+from unskew.simulation.checkpoint import list_checkpoints, read_model
 
 
 @default_torch_modes()
@@ -244,8 +244,7 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
         CheckpointError: If the files are corrupted, or of another model.
     """
     final = folder / FINAL
-    with checkpoint_errors(final):
-        tensors = load(final.read_bytes())
+    tensors = load_checked(final)
     if not {*spec.names, *spec.buffer_names} <= set(tensors):
         raise CheckpointError(f"{final} contains another model.")
     for name in (*spec.names, *spec.buffer_names):

@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from unskew.checked_tensors import encode_checked, load_checked
 from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.filesystem import append_text, file_lock, folder_lock, make_folder, make_subfolder, parse_json, write_atomic
@@ -160,7 +158,7 @@ class _Work:
                 epsilons[k] = spent
                 tensors["epsilon"] = torch.tensor(spent, dtype=torch.float64)
             if finished is not None and folder is not None:
-                write_atomic(finished, save_tensors(tensors))
+                write_atomic(finished, encode_checked(tensors))
                 shutil.rmtree(folder / "work" / f"generator-{k}", ignore_errors=True)
         source = torch.repeat_interleave(torch.tensor(list(recipe.sharing)), torch.tensor([len(y) for _, y in parts]))
         about = {
@@ -185,7 +183,7 @@ class _Work:
         """
         federation = self.federation
         try:
-            tensors = load_tensors(path.read_bytes())
+            tensors = load_checked(path)
             x, y, seconds = tensors["x"].permute(0, 3, 1, 2), tensors["y"], float(tensors["seconds"])
             spent = float(tensors["epsilon"]) if "epsilon" in tensors else None
             right = x.dtype == torch.uint8 and y.dtype == torch.int64 and tuple(x.shape[1:]) == tuple(federation.shape)
@@ -198,7 +196,7 @@ class _Work:
                 raise ValueError("it does not contain images of this federation")
             if len(y) and not 0 <= int(y.min()) <= int(y.max()) < federation.classes:
                 raise ValueError("it contains images of an unknown class")
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        except (KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path} is corrupted ({error}). Remove it to generate the images again.") from error
         return x, y, seconds, spent
 

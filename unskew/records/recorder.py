@@ -365,6 +365,16 @@ def write_about(folder: Path, device: torch.device, class_names: Sequence[str]) 
     write_atomic(folder / "about.json", (json.dumps(about, indent=2) + "\n").encode())
 
 
+def privacy_sentences(summary: dict[str, Any]) -> list[str]:
+    """Return the sentences on privacy guarantees in a summary, one for each mechanism of the run.
+
+    Args:
+        summary: Summary of the run.
+    """
+    named = (value for key, value in summary.items() if key == "privacy" or key.endswith("_privacy"))
+    return [value for value in named if isinstance(value, str)]
+
+
 def write_clients(folder: Path, clients: Sequence[Row]) -> None:
     """Write ``clients.jsonl``.
 

@@ -17,6 +17,7 @@ from unskew.comparison.summary_statistics import is_usable_number
 from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS, REFERENCES, check_expression, rule_class
 from unskew.privacy.composition import composition_note
+from unskew.records.recorder import privacy_sentences
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
 from unskew.reporting.tables import Cell, Table
@@ -97,11 +98,8 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
 
 def trust_notes(run: RunFiles) -> list[str]:
     """Return sentences on the privacy guarantee and the attackers of a run."""
-    notes = []
-    privacy, attackers = run.summary.get("privacy"), run.summary.get("attackers")
-    if isinstance(privacy, str):
-        notes.append(f"Privacy: {privacy}")
-    attack = run.config.get("attack")
+    notes = [f"Privacy: {sentence}" for sentence in privacy_sentences(run.summary)]
+    attackers, attack = run.summary.get("attackers"), run.config.get("attack")
     if isinstance(attackers, list) and isinstance(attack, dict):
         shown = ", ".join(str(client) for client in attackers[:20]) + (" and others" if len(attackers) > 20 else "")
         notes.append(f"Attack: {attack.get('kind')} by clients {shown}.")

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save
-
+from unskew.checked_tensors import encode_checked
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.filesystem import write_atomic
@@ -40,9 +39,8 @@ def write_artifacts(
     spec: ModelSpec = server.spec
     weights = {**spec.parameters(server.evaluated), **spec.buffers(server.evaluated_b)}
     # Frozen parameters are not stored: they belong to the model named in config.yaml; `frozen` detects if it changed.
-    about = {"base": json.dumps({"model": config.model, "frozen": spec.frozen})} if spec.frozen else None
-    data = save({name: t.contiguous() for name, t in weights.items()}, about)
-    write_atomic(folder / "model.safetensors", data)
+    about = {"model": config.model, "frozen": spec.frozen} if spec.frozen else None
+    write_atomic(folder / "model.safetensors", encode_checked(weights, about))
     write_inputs(folder, federation, config)
     write_clients(folder, clients)
     if curves:

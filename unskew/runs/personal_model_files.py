@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from safetensors.torch import load, save
 from torch import Tensor
 
+from unskew.checked_tensors import encode_checked, load_checked
 from unskew.filesystem import create_file, disk_errors, make_folder
 from unskew.simulation.evaluate import Models
 
@@ -50,7 +50,7 @@ def _kept(
                 )
         if keeps:
             with disk_errors(_file(folder, client)), create_file(_file(folder, client)) as file:
-                file.write(save({"v": v.cpu().contiguous(), "b": b.cpu().contiguous()}))
+                file.write(encode_checked({"v": v.cpu(), "b": b.cpu()}))
         yield v, b
 
 
@@ -64,7 +64,7 @@ def load_personal_model(folder: Path, client: int) -> tuple[Tensor, Tensor] | No
     file = _file(folder / NAME, client)
     if not file.is_file():
         return None
-    tensors = load(file.read_bytes())
+    tensors = load_checked(file)
     return tensors["v"], tensors["b"]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unskew.data.readers.arrow_io import read_file
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
+from unskew.data.readers.files import IMAGES
 from unskew.data.readers.images import decode_column
 from unskew.data.readers.text import encode_for_classification, pad_rows, row_texts
 from unskew.data.readers.tokenization import make_tokenizer
@@ -21,7 +22,6 @@ from unskew.runs.input_spec import InputSpec
 
 REMEDY = "; the model needs a number in each row, so fill missing values or remove these rows."
 FEW = 3
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
 class UnknownCategories(NamedTuple):

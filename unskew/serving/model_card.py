@@ -14,11 +14,12 @@ from unskew.config.loader import load_yaml
 from unskew.config.metrics import AUTO, metric_name
 from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS, rule_class
-from unskew.records.recorder import strip_warning_prefix
+from unskew.records.recorder import privacy_sentences, strip_warning_prefix
 from unskew.records.result import read_about, read_summary
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import OpenedRun
 from unskew.serving.portable_model import input_shape, output_kind
+from unskew.simulation.checkpoint import checkpoint_errors
 from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name
 from unskew.tasks.registry import TASKS
 
@@ -39,7 +40,15 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
         found: Run with its model.
         kind: Format of the export.
         client: Client of a personal model, or None.
+
+    Raises:
+        CheckpointError: If the summary of the run is corrupted.
     """
+    with checkpoint_errors(found.folder / "summary.json"):
+        return _text(found, kind, client)
+
+
+def _text(found: OpenedRun, kind: str, client: int | str | None) -> str:
     runs = summaries(found.folder)
     own = runs[0]
     rows = [
@@ -48,14 +57,16 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
         if isinstance(own.get(key), int | float)
     ]
     title = f"{found.config.model} on {own['data']}, trained with {own['method']}"
-    data, seeds = own["data"], len(runs)
+    # Programs that do not know front matter show it as Markdown, where entities would be part of a name.
+    name, data = (re.sub(r"[^\w .,;:%()'=/+-]", " ", value) for value in (title, str(own["data"])))
+    seeds = len(runs)
     front: dict[str, Any] = {
         "library_name": LIBRARIES[kind],
         "pipeline_tag": hub_task(found),
         "tags": ["federated-learning", "unskew", *re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))],
         "model-index": [
             {
-                "name": title,
+                "name": name,
                 "results": [
                     {
                         "task": {"type": hub_task(found)},
@@ -71,7 +82,7 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
     whose = (
         "the global model of a federation"
         if client is None or found.note
-        else f"the personal model of client {client} of a federation"
+        else f"the personal model of client {escape_markdown(client)} of a federation"
     )
     averaged_over = (
         f"mean and standard deviation over {seeds} runs of different seeds"
@@ -81,7 +92,7 @@ def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> st
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escape_markdown(title)}",
-        f"This is {whose}, trained by simulation with unskew {unskew_version(found.folder)}.",
+        f"This is {whose}, trained by simulation with unskew {escape_markdown(unskew_version(found.folder))}.",
         "## Data",
         data_text(found, own),
         "## Training",
@@ -171,8 +182,18 @@ def table_row(row: tuple[str, str, float, float | None]) -> str:
 
 
 def escape_markdown(text: object) -> str:
-    """Escape text for Markdown, on one line."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(str(text).split()))
+    """Write text from a file on one line, so that neither Markdown nor HTML finds markup or a link in it.
+
+    All other characters than those of plain sentences become numeric entities, which every Markdown dialect shows as they
+    are. Control characters and those that change the direction of writing become spaces.
+    """
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    return re.sub(r"_|[^\w .,;:%()'=/+-]|:(?=//)|(?<=www)\.", lambda match: f"&#{ord(match[0])};", line, flags=re.I)
+
+
+def code(text: object) -> str:
+    """Format a value as code if it contains nothing but letters, digits and harmless punctuation, else as escaped text."""
+    return f"`{text}`" if re.fullmatch(r"[\w.,:=+()/-]+", str(text)) else escape_markdown(text)
 
 
 def unskew_version(folder: Path) -> str:
@@ -190,16 +211,15 @@ def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
     inputs = found.inputs
     kinds = {"uint8": "images with values from 0 to 255", "tokens": "token ids", "float": "numbers"}
     lines = [
-        f"- Data: {escape_markdown(own['data'])}, divided among {own['clients']} clients by `{own['partition']}`. "
-        f"Hash of the partition: `{own.get('partition_hash')}`.",
+        f"- Data: {escape_markdown(own['data'])}, divided among {escape_markdown(own['clients'])} clients by "
+        f"{code(own['partition'])}. Hash of the partition: {code(own.get('partition_hash'))}.",
         f"- Inputs: {kinds[inputs.kind]}, {shape_text(input_shape(inputs))}.",
     ]
     if inputs.features:
         lines.append(f"- Columns, in this order: {', '.join(map(escape_markdown, inputs.features))}.")
     if inputs.text:
         lines.append(f"- Texts from {', '.join(map(escape_markdown, inputs.text))}, by the tokenizer "
-                     f"`{inputs.tokenizer}`, at most "
-                     f"{inputs.block} tokens.")  # fmt: skip
+                     f"{code(inputs.tokenizer)}, at most {inputs.block} tokens.")  # fmt: skip
     if inputs.task != "language":
         names = ", ".join(map(escape_markdown, inputs.names[:MOST_CLASSES]))
         whose = "Targets" if inputs.task == "regression" else "Classes"
@@ -221,10 +241,11 @@ def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
     amount, unit = (config.local_steps, "step") if config.local_steps else (config.local_epochs, "epoch")
     work = f"{amount} {unit}{'' if amount == 1 else 's'}"
     lines = [
-        f"- Method: `{own['method']}`{' (' + '; '.join(papers) + ')' if papers else ''}.",
-        f"- {own['rounds']} rounds with {100 * config.participation:g} % of the clients each, {work} per round, batch size "
-        f"{config.batch_size}, {config.optimizer} with learning rate {config.lr:g}. Seed {config.seed}.",
-        f"- Model: `{config.model}`, {own['parameters']} trained parameters. Client weighting: `{own['client_weighting']}`.",
+        f"- Method: {code(own['method'])}{' (' + '; '.join(papers) + ')' if papers else ''}.",
+        f"- {escape_markdown(own['rounds'])} rounds with {100 * config.participation:g} % of the clients each, {work} per "
+        f"round, batch size {config.batch_size}, {config.optimizer} with learning rate {config.lr:g}. Seed {config.seed}.",
+        f"- Model: {code(config.model)}, {escape_markdown(own['parameters'])} trained parameters. Client weighting: "
+        f"{code(own['client_weighting'])}.",
         f"- Traffic of all clients: {own['bytes_up'] / 1e6:.1f} MB up, {own['bytes_down'] / 1e6:.1f} MB down.",
     ]
     return "\n".join(lines)
@@ -280,15 +301,17 @@ def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: 
     if isinstance(worst, float) and isinstance(mean, float):
         texts.append(
             f"Performance differs between clients: in this run {SCORES[score]} was {100 * mean:.1f} % on average and "
-            f"{100 * worst:.1f} % for the worst client, on {own.get('clients_evaluated_on')}."
+            f"{100 * worst:.1f} % for the worst client, on {escape_markdown(own.get('clients_evaluated_on'))}."
         )
     if seeds == 1:
         texts.append("Only one seed was run, so chance may contribute much to the metrics.")
     if found.note:
-        texts.append(found.note)
+        texts.append(escape_markdown(found.note))
     elif client is not None:
         texts.append("This model was trained for one client, but the metrics above are not of this model alone.")
-    texts.append("Training gave no privacy guarantee: information on single samples may be recoverable from the model.")
+    guarantees = [f"Privacy: {escape_markdown(text)}" for text in privacy_sentences(own)]
+    none = "Training gave no privacy guarantee: information on single samples may be recoverable from the model."
+    texts += guarantees or [none]
     path = found.folder / "warnings.txt"
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()[:10]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import CheckpointError, ConfigError, short_repr
-from unskew.filesystem import file_lock, make_folder
+from unskew.filesystem import escape_formula, file_lock, make_folder
 from unskew.protocol.search_space import CategoricalSpace, Space
 from unskew.seeding import derive
 from unskew.tuning.spaces import fixed_fields, is_in_space, rounded
@@ -317,5 +317,6 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
     writer.writerow(rows[0])
     for row in rows:
         options = " ".join(f"{key}={value}" for key, value in row["options"].items())
-        writer.writerow([options if key == "options" else value for key, value in row.items()])
+        cells = (options if key == "options" else value for key, value in row.items())
+        writer.writerow([escape_formula(cell) for cell in cells])
     return text.getvalue()

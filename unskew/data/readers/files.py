@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from tarfile import is_tarfile
 from typing import Any, NamedTuple
 
 from unskew.data.readers.arrow_io import read_file
@@ -14,6 +15,11 @@ from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
 from unskew.progress import report_progress
+
+IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Suffixes of image files."""
+ARCHIVES = (b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\4\x22\x4d\x18", b"Rar!", b"7z\xbc\xaf")
+"""First bytes of archives and compressed files: zip, gzip, bzip2, xz, Zstandard, LZ4, RAR, 7z."""
 
 
 class HubDataset(NamedTuple):
@@ -130,10 +136,30 @@ def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
 def folder_tables(path: Path) -> tuple[Any, Any | None]:
     """Load the rows of a folder with one subfolder of images per class."""
     splits = class_folders(path)
+    check_image_folders(splits.values())
     train, test = dataset_tables("imagefolder", {s: glob.escape(str(f)) + "/**" for s, f in splits.items()})
     if "label" not in train.column_names:
         raise DataError(f"The images of {path} must be directly in the folders of their classes.")
     return train, test
+
+
+def check_image_folders(folders: Iterable[Path]) -> None:
+    """Validate that no file would be read or unpacked as something else than an image.
+
+    ``datasets`` parses files named metadata and unpacks archives, whatever their suffix, without a limit.
+
+    Args:
+        folders: Folders of images.
+
+    Raises:
+        DataError: If there is such a file.
+    """
+    for file in (file for folder in folders for file in folder.rglob("*") if file.suffix.lower() not in IMAGES):
+        if file.is_file():
+            with file.open("rb") as opened:
+                packed = opened.read(8).startswith(ARCHIVES)
+            if packed or file.stem == "metadata" or is_tarfile(file):
+                raise DataError(f"{file} is not an image. Move it out of the folder, and unpack archives.")
 
 
 def class_folders(path: Path) -> dict[str, Path]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.data.federation import concatenate_inputs
+from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.validation import as_inputs
 from unskew.errors import DataError
 from unskew.progress import report_progress
 
 JPEG = b"\xff\xd8"
-MOST_PIXELS = 2**27
+MOST_PIXELS = 2**26
 """Larger JPEGs are decoded with pillow, which rejects images that would exhaust the memory."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Image formats that pillow may read; for others, such as EPS, it would run another program on the file."""
@@ -58,6 +61,7 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
                 .numpy()
             )
         if i == 0:
+            check_expansion(who, len(column) * image.nbytes, len(column) * len(data))
             out = np.empty((len(column), *image.shape), np.uint8)
         if image.shape != out.shape[1:]:
             if image.shape[:2] != out.shape[1:3]:
@@ -88,19 +92,36 @@ def decode(data: bytes, color: bool, simplejpeg: Any | None) -> np.ndarray:
                 return np.asarray(simplejpeg.decode_jpeg(data, colorspace=wanted))
         except ValueError:
             pass  # pillow reads more variants and describes errors in the others
+    with open_image(io.BytesIO(data)) as image:
+        if image.mode.startswith(("I", "F")):
+            raise ValueError(f"it has more than 8 bits per channel, pillow mode {image.mode}")
+        if image.mode in ("1", "L", "LA") and not color:
+            return np.asarray(image.convert("L"))[..., None]
+        return np.asarray(image.convert("RGB"))
+
+
+@contextmanager
+def open_image(file: Path | io.BytesIO) -> Iterator[Any]:
+    """Context manager that opens an image with pillow.
+
+    Args:
+        file: File, or its content.
+
+    Raises:
+        DataError: If pillow is missing.
+        ValueError: If the image has so many pixels that pillow would warn: a small file can exhaust the memory.
+    """
     try:
         from PIL import Image
     except ImportError as error:
         raise DataError("Decoding images requires the package pillow: pip install 'unskew[hub]'.") from error
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if image.mode.startswith(("I", "F")):
-                raise ValueError(f"it has more than 8 bits per channel, pillow mode {image.mode}")
-            if image.mode in ("1", "L", "LA") and not color:
-                return np.asarray(image.convert("L"))[..., None]
-            return np.asarray(image.convert("RGB"))
-    except Image.DecompressionBombError as error:  # a small file whose image would exhaust the memory
-        raise ValueError(f"it has too many pixels: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(file, formats=FORMATS) as image:
+                yield image
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"it has too many pixels, more than {Image.MAX_IMAGE_PIXELS}: make it smaller") from error
 
 
 def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes]:

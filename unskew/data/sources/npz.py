@@ -6,11 +6,13 @@ files are memory-mapped, so that only the parts that are used are read.
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from unskew.data.memory_map import mapped_array
+from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.readers.tables import SPLIT_SEED, SampleTable, Source
 from unskew.data.validation import as_inputs, as_targets, check_targets
 from unskew.errors import DataError
@@ -34,11 +36,15 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             }
         else:
             check_regular(path)
+            with zipfile.ZipFile(path) as members:
+                check_expansion(str(path), sum(member.file_size for member in members.infolist()), path.stat().st_size)
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
         strange = next((name for name, value in arrays.items() if not isinstance(value, np.ndarray)), None)
         if strange is not None:
             raise ValueError(f"{strange} is not an array")
+    except DataError:
+        raise
     except Exception as error:  # corrupted bytes raise many types in zipfile, zlib and NumPy
         what = "a folder of arrays (.npy)" if folder else "a file of arrays (.npz)"
         raise DataError(f"{path} cannot be read as {what}: {error}.") from error

@@ -95,23 +95,21 @@ class SuperLink:
         """Return the command that registers a site's public key."""
         return ["supernode", "register", str(public_key), CONNECTION]
 
-    def running(self, app: Path, socket: Path, token: str) -> list[str]:
+    def running(self, app: Path, socket: Path) -> list[str]:
         """Return the command that starts the app.
 
         Args:
             app: Folder of the Flower app.
             socket: Socket of the run's process.
-            token: Secret that the app must present.
         """
-        return ["run", str(app), CONNECTION, "--run-config", f'socket="{socket}" token="{token}"', "--format", "json"]
+        return ["run", str(app), CONNECTION, "--run-config", f'socket="{socket}"', "--format", "json"]
 
-    def submit(self, app: Path, socket: Path, token: str, patience: float) -> None:
+    def submit(self, app: Path, socket: Path, patience: float) -> None:
         """Start the app; retry while the SuperLink is starting.
 
         Args:
             app: Folder of the Flower app.
             socket: Socket of the run's process.
-            token: Secret that the app must present.
             patience: Seconds for which to retry.
 
         Raises:
@@ -120,7 +118,7 @@ class SuperLink:
         end = time.monotonic() + patience
         while True:
             try:
-                self.control(self.running(app, socket, token))
+                self.control(self.running(app, socket))
                 return
             except EngineError:
                 if time.monotonic() > end:

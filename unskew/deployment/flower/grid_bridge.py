@@ -36,6 +36,9 @@ class GridBridge:
         self.folder = Path(tempfile.mkdtemp(prefix="unskew-"))  # the path of a socket must be short
         self.path = self.folder / "run.sock"
         self.token = secrets.token_hex(16)
+        secret = self.path.with_name("token")  # the arguments of a process are visible to all users
+        secret.touch(0o600)
+        secret.write_text(self.token)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.path))
         os.chmod(self.path, 0o600)

@@ -108,7 +108,7 @@ class RemoteSuperLink:
     def submit(self, patience: float) -> None:
         """Start the app on the SuperLink."""
         assert self.link is not None, "it was never opened"
-        self.superlink.submit(self.app(), self.link.path, self.link.token, patience)
+        self.superlink.submit(self.app(), self.link.path, patience)
 
     def app(self) -> Path:
         """Write the Flower app to the private folder of the link, and return its folder.
@@ -154,7 +154,7 @@ class LocalSuperLink(RemoteSuperLink):
         if self.main is not None:
             self.submit(60.0)
         else:
-            self.start(self.superlink.running(self.app(), self.link.path, self.link.token))
+            self.start(self.superlink.running(self.app(), self.link.path))
 
     def start(self, *further: Sequence[str]) -> None:
         """Start the SuperLink and the sites, and register the sites.

@@ -6,16 +6,14 @@ interruptions. The previous state of the random generator is restored at the end
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
+from unskew.checked_tensors import encode_checked, load_checked
 from unskew.errors import CheckpointError, DataError
 from unskew.filesystem import write_atomic
 from unskew.generators.base import Figures, GeneratorJob
@@ -23,7 +21,7 @@ from unskew.seeding import derive, generator
 
 SECONDS = 30.0
 """Minimum time between two checkpoints in seconds."""
-STATE = "generator.safetensors"
+STATE, PROGRESS = "generator.safetensors", "finished epochs and steps"
 Step = Callable[[Tensor, int], Tensor]
 """Function that takes a step on the samples of an index ``[B]``, given the step's number, and returns the loss."""
 
@@ -154,8 +152,8 @@ def train(
 
 def _save(job: GeneratorJob, trained: TrainingState, epochs: int, steps: int) -> None:
     assert job.folder is not None
-    progress = json.dumps({"epochs": epochs, "steps": steps})
-    write_atomic(job.folder / STATE, save(trained.tensors(), metadata={"progress": progress}))
+    progress = torch.tensor([epochs, steps])
+    write_atomic(job.folder / STATE, encode_checked({**trained.tensors(), PROGRESS: progress}))
 
 
 def _resume(job: GeneratorJob, trained: TrainingState) -> tuple[int, int]:
@@ -163,10 +161,10 @@ def _resume(job: GeneratorJob, trained: TrainingState) -> tuple[int, int]:
     path = None if job.folder is None else job.folder / STATE
     if path is None or not path.is_file():
         return 0, 0
+    tensors = load_checked(path)
     try:
-        with safe_open(path, "pt") as file:
-            progress = json.loads(file.metadata()["progress"])
-            trained.load({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        return int(progress["epochs"]), int(progress["steps"])
+        epochs, steps = tensors.pop(PROGRESS).tolist()
+        trained.load(tensors)
+        return epochs, steps
     except Exception as error:
         raise CheckpointError(f"{path} is corrupted ({error}). Remove it to train this generator again.") from error

@@ -5,6 +5,10 @@ arXiv:1901.09847)::
 
     p = u_k + e_k,    send C(p),    e_k <- p - decode(C(p))
 
+The error stays bounded only if decoding a code loses a part of the vector, ``E |decode(C(p)) - p|^2 < |p|^2``. A code that is
+unbiased with the variance ``omega |p|^2`` need not do so, and does after division by ``1 + omega`` (Horvath and Richtarik
+2021, arXiv:2006.11077, Section 3), which both sides know. The broadcast has the same recursion.
+
 Every stream with an entry for each uploaded parameter is compressed, also uploads such as SCAFFOLD's; other tensors are sent
 unchanged. The error stays while a client is absent, and does not change if its update is lost. Traffic is the exact size of
 the encoded streams. The modules
@@ -14,6 +18,7 @@ If a vector is not finite, neither is the decoded vector, so that the server can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
@@ -70,6 +75,20 @@ class Compressor(ClientRule):
         """
         raise NotImplementedError
 
+    def variance(self, n: int) -> float:
+        """Return ``omega``, a bound of ``E |decode(C(v)) - v|^2 / |v|^2``, of an unbiased code; 0 of a biased one.
+
+        Args:
+            n: Length of the vector.
+        """
+        return 0.0
+
+    def _contracted(self, code: Tensors, ctx: UploadContext) -> Tensor:
+        """Return the vector of a code whose error is fed back."""
+        omega = self.variance(ctx.size)
+        v = self._expand(code, ctx)
+        return v / (1 + omega) if omega else v
+
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Warn if codes are not smaller than vectors, and about buffers, which are not compressed.
 
@@ -110,7 +129,7 @@ class Compressor(ClientRule):
             code = self._compress(v, memory, fold(base, number).to(v.device), ctx)
             sent |= {f"{stream}:{name}": t for name, t in code.items()}
             if self.keeps_error:
-                left = v - self._expand(code, ctx)
+                left = v - self._contracted(code, ctx)
                 all_errors = v.new_zeros(ctx.spec.size) if error is None else error.clone()
                 memory["error"] = scatter_slices(all_errors, ctx.up, left)
             new |= {f"{label_of(stream)}#{name}": t for name, t in memory.items()}
@@ -144,7 +163,8 @@ class Compressor(ClientRule):
                 plain[name] = t
         if plain.keys() & {*coded, UPDATE} or UPDATE not in coded:
             raise UnskewError(f"the update is not compressed with {self.name}")
-        return {**{stream: self._expand(code, ctx) for stream, code in coded.items()}, **plain}
+        decoded = self._contracted if self.keeps_error else self._expand
+        return {**{stream: decoded(code, ctx) for stream, code in coded.items()}, **plain}
 
 
 def label_of(stream: str) -> str:
@@ -206,7 +226,7 @@ class FeedbackCompressor(Compressor):
         key = torch.tensor(derive(seed, "broadcast compression", round), device=v.device)
         code = self._compress(v - before, memory, key, ctx)
         new = {**state, **{f"code#{name}": t for name, t in memory.items()}}
-        return new, before + self._expand(code, ctx), num_bytes(code.values())
+        return new, before + self._contracted(code, ctx), num_bytes(code.values())
 
 
 @dataclass(frozen=True)
@@ -273,6 +293,11 @@ class QSGD(FeedbackCompressor):
 
     levels: Annotated[int, Field(ge=1, le=1 << 14)] = 15
     bucket: Whole = 512
+
+    def variance(self, n: int) -> float:
+        """``min(b / s^2, sqrt(b) / s)`` with buckets of ``b`` entries (Lemma 3.1 of the paper)."""
+        ratio = math.sqrt(min(self.bucket, n)) / self.levels
+        return min(ratio * ratio, ratio)
 
     def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
         return quantized.encode_qsgd(v, self.levels, self.bucket, key)

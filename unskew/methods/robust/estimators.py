@@ -5,13 +5,39 @@ arXiv:1703.02757; Bulyan, El Mhamdi et al. 2018, arXiv:1802.07927; geometric med
 arXiv:1912.13445; centered clipping, Karimireddy et al. 2021, arXiv:2012.10333; bucketing, Karimireddy et al. 2020,
 arXiv:2006.09365; nearest-neighbor mixing, Allouah et al. 2023, arXiv:2302.01772.
 
-Ties are resolved in favor of the point with the smallest index.
+No result depends on the order of the points, up to rounding: ties between distances or scores go to the point that comes
+first in lexicographic order, ties between values to the smaller one.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+TOLERANCE, MOST_STEPS = 1e-10, 1000
+"""Length of the sum of unit vectors to all points at which the geometric median has converged; largest number of steps."""
+CHUNK = 1 << 16
+"""Number of coordinates that are converted to float64 at once."""
+
+
+def bounded(points: Tensor) -> Tensor:
+    """Limit entries to magnitudes for which no norm, distance or sum of all points overflows, ``[n, d]``.
+
+    The limit is far above every honest value: 1.5e15 for ten points of a million float32 entries. NaN becomes the limit.
+
+    Args:
+        points: Points, ``[n, d]``.
+    """
+    limit = math.sqrt(torch.finfo(points.dtype).max / (16 * max(1, points.numel())))
+    return points.nan_to_num(nan=limit, posinf=limit, neginf=-limit).clamp_(-limit, limit)
+
+
+def lexicographic_order(points: Tensor) -> Tensor:
+    """Return the indices of the points in lexicographic order of their entries, ``[n]``."""
+    ranks: Tensor = torch.unique(points, dim=0, return_inverse=True)[1]
+    return ranks.argsort(stable=True)
 
 
 def coordinate_median(points: Tensor) -> Tensor:
@@ -40,7 +66,8 @@ def trimmed_mean(points: Tensor, f: int) -> Tensor:
 
 def squared_distances(points: Tensor) -> Tensor:
     """Compute all pairs of squared Euclidean distances, ``[n, n]``, without a tensor of ``n^2 d`` values."""
-    return torch.stack([(points - point).square().sum(dim=1) for point in points])
+    distances = torch.stack([(points - point).square().sum(dim=1) for point in points])
+    return torch.minimum(distances, distances.T)  # the same for both directions, whatever the order of the summation
 
 
 def krum_scores(distances: Tensor, neighbors: int) -> Tensor:
@@ -60,8 +87,9 @@ def krum_order(points: Tensor, f: int) -> Tensor:
         points: Points, ``[n, d]`` with ``n > f + 2``.
         f: Number of suspected points; the score counts the ``n - f - 2`` nearest neighbors.
     """
+    order = lexicographic_order(points)
     neighbors = max(1, len(points) - f - 2)
-    return krum_scores(squared_distances(points), neighbors).argsort(stable=True)
+    return order[krum_scores(squared_distances(points[order]), neighbors).argsort(stable=True)]
 
 
 def bulyan(points: Tensor, f: int) -> Tensor:
@@ -72,6 +100,7 @@ def bulyan(points: Tensor, f: int) -> Tensor:
         f: Number of suspected points.
     """
     n = len(points)
+    points = points[lexicographic_order(points)]
     distances = squared_distances(points)
     remaining = list(range(n))
     selected: list[int] = []
@@ -80,13 +109,48 @@ def bulyan(points: Tensor, f: int) -> Tensor:
         neighbors = min(len(remaining) - 1, max(1, len(remaining) - f - 2))
         best = int(krum_scores(among, neighbors).argsort(stable=True)[0])
         selected.append(remaining.pop(best))
-    chosen = points[selected]
+    chosen = points[selected].sort(dim=0).values
     order = (chosen - coordinate_median(chosen)).abs().argsort(dim=0, stable=True)
     return chosen.gather(0, order[: n - 4 * f]).mean(dim=0)
 
 
-def geometric_median(points: Tensor, steps: int, smoothing: float) -> Tensor:
-    """Approximate the point with the smallest sum of distances by smoothed Weiszfeld steps from the mean, ``[d]``.
+def geometric_median(points: Tensor) -> Tensor:
+    """Compute the point with the smallest sum of distances, ``[d]``.
+
+    Weiszfeld's steps start from the coordinate-wise median, so that no minority decides how long they take. A center that
+    coincides with points moves as Vardi and Zhang 2000 (PNAS 97(4)) derive: only if the other points outweigh them. The
+    steps run in float64 in a rotated space of ``n`` dimensions that contains the points, and each column of the rotation has
+    a small relative error, so points far away do not make the others less exact.
+
+    Args:
+        points: Points, ``[n, d]``.
+    """
+    if points.device.type == "mps":  # it has no float64
+        return geometric_median(points.cpu()).to(points.device)
+    start = coordinate_median(points)
+    rotated = torch.zeros(0, len(points), dtype=torch.float64, device=points.device)
+    for chunk, middle in zip(torch.split(points, CHUNK, dim=1), torch.split(start, CHUNK), strict=True):
+        rotated = torch.linalg.qr(torch.cat([rotated, (chunk.double() - middle.double()).T]), mode="r").R
+    offsets = rotated.T
+    spread = offsets.norm(dim=1).median()
+    shares = torch.zeros_like(offsets[:, 0])  # of the offsets in the center
+    for _ in range(MOST_STEPS):
+        center = shares @ offsets
+        distances = (offsets - center).norm(dim=1)
+        weights = torch.where(distances > TOLERANCE * spread, 1 / distances, 0)
+        pull = (weights @ (offsets - center)).norm()
+        stay = ((weights == 0).sum() / pull).clamp_max(1)
+        if not pull * (1 - stay) > TOLERANCE:  # also if all points are equal, which gives NaN
+            break
+        shares = (1 - stay) * weights / weights.sum() + stay * shares
+    median = start.double()
+    for share, point in zip(shares, points, strict=True):
+        median = median + share * (point.double() - start.double())
+    return median.to(points.dtype)
+
+
+def weiszfeld_steps(points: Tensor, steps: int, smoothing: float) -> Tensor:
+    """Approximate the geometric median by smoothed Weiszfeld steps from the mean, as the authors' code does, ``[d]``.
 
     Args:
         points: Points, ``[n, d]``.
@@ -135,5 +199,6 @@ def nearest_neighbor_means(points: Tensor, f: int) -> Tensor:
         points: Points, ``[n, d]``.
         f: Number of suspected points.
     """
-    nearest = squared_distances(points).argsort(dim=1, stable=True)[:, : len(points) - f]
-    return torch.stack([points[index].mean(dim=0) for index in nearest])
+    order = lexicographic_order(points)
+    nearest = squared_distances(points)[:, order].argsort(dim=1, stable=True)[:, : len(points) - f]
+    return torch.stack([points[order[index]].mean(dim=0) for index in nearest])

@@ -27,6 +27,8 @@ from unskew.seeding import fold, uniform
 
 SHUFFLE = 1
 """Number that is folded into the round's key for the order of the buckets."""
+SMOOTHING = 1e-5
+"""Smallest distance that the authors' steps of the geometric median divide by, ``nu``."""
 Share = Annotated[float, Field(ge=0, lt=0.5)]
 
 
@@ -149,7 +151,7 @@ class RobustRule(AggregateRule):
                 f"{self.name} does not protect what {rule} uploads besides the model. Remove one of them."
             )
         clients = list(updates)
-        points = torch.stack([update.delta for update in clients])
+        points = estimators.bounded(torch.stack([update.delta for update in clients]))
         # Clients may have dropped out since the check, so f is limited to what the rule allows.
         f = self.suspected(len(points))
         if self.bucket > 1:
@@ -159,7 +161,7 @@ class RobustRule(AggregateRule):
         if self.mix == "nnm":
             points = estimators.nearest_neighbor_means(points, f)
         delta = self.center(points, f, state, updates)
-        buffers = estimators.coordinate_median(torch.stack([update.buffers for update in clients]))
+        buffers = estimators.coordinate_median(estimators.bounded(torch.stack([update.buffers for update in clients])))
         return self.next_state(state, delta), Combined(delta, buffers)
 
     def next_state(self, state: Tensors, delta: Tensor) -> Tensors:
@@ -269,11 +271,11 @@ class Bulyan(RobustRule):
 
 @dataclass(frozen=True)
 class GeoMedian(RobustRule):
-    """Geometric median by smoothed Weiszfeld steps (RFA).
+    """Geometric median (RFA).
 
     Attributes:
-        steps: Number of steps; 4 in the authors' code.
-        smoothing: Smallest distance that is divided by (``nu``).
+        steps: Number of smoothed Weiszfeld steps from the mean, 4 in the authors' code, which a single attacker can move
+            arbitrarily far; None for the geometric median itself.
     """
 
     name: ClassVar[str] = "geomedian"
@@ -281,15 +283,16 @@ class GeoMedian(RobustRule):
     paper: ClassVar[str] = "Pillutla et al. 2019, arXiv:1912.13445"
     distances: ClassVar[bool] = True
 
-    steps: Annotated[int, Field(ge=1)] = 4
-    smoothing: Annotated[float, Field(gt=0)] = 1e-5
+    steps: Annotated[int, Field(ge=1)] | None = None
 
     def center(self, points: Tensor, f: int, state: Tensors, updates: Updates) -> Tensor:
-        """Approximate the geometric median."""
-        return estimators.geometric_median(points, self.steps, self.smoothing)
+        """Compute the geometric median, or approximate it as the authors' code does."""
+        if self.steps is None:
+            return estimators.geometric_median(points)
+        return estimators.weiszfeld_steps(points, self.steps, SMOOTHING)
 
     def _unprotected(self, points: int) -> str | None:
-        return few_points(points)
+        return few_points(points) if self.steps is None else "its steps start from the mean; remove steps"
 
 
 @dataclass(frozen=True)

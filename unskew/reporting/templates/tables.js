@@ -20,7 +20,9 @@
   const titles = (table) => [...table.tHead.rows[0].cells].map((head) => head.textContent.trim());
 
   function csv(table) {
-    const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text);
+    // Spreadsheets calculate text that starts like a formula; an apostrophe keeps it text. Numbers, and "-", stay.
+    const inert = (text) => (/^[=+\-@\t\r\n＝＋－＠]./s.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text);
+    const quoted = (text) => (/[",\r\n]/.test(text) ? `"${text.replace(/"/g, '""')}"` : text);
     const rows = shownRows(table).map((row) => [...row.cells]);
     const spread = titles(table).map((_, at) => rows.some((row) => row[at].dataset.std !== undefined));
     const head = titles(table).flatMap((title, at) => (spread[at] ? [title, `${title}, std`] : [title]));
@@ -28,7 +30,7 @@
       const text = cell.dataset.value ?? cell.textContent;
       return spread[at] ? [text, cell.dataset.std ?? ""] : [text];
     }));
-    return [head, ...lines].map((line) => line.map(quoted).join(",")).join("\n") + "\n";
+    return [head, ...lines].map((line) => line.map(inert).map(quoted).join(",")).join("\n") + "\n";
   }
 
   function latex(table) {

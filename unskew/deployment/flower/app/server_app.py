@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
@@ -26,8 +27,9 @@ def main(grid: Grid, context: Context) -> None:
     """
     end_with_parent()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as run:
-        run.connect(str(context.run_config["socket"]))
-        send(run, Frame("hello", {"token": str(context.run_config["token"])}))
+        path = Path(str(context.run_config["socket"]))
+        run.connect(str(path))
+        send(run, Frame("hello", {"token": path.with_name("token").read_text()}))
         while True:
             try:
                 request = receive(run)
