@@ -135,7 +135,7 @@ def test_no_export_and_no_tuning_through_a_link(here, capsys, made):
     sent = shutil.copytree(made, here / "sent")
     (here / "outside" / "victim").unlink()
     (sent / "export-torch").symlink_to(here / "outside")
-    assert "already exists" in answered(capsys, "export", sent, "--format", "torch", codes=(2,)).err
+    assert "is a link" in answered(capsys, "export", sent, "--format", "torch", codes=(2,)).err
     tuned = here / "tuned"
     tuned.mkdir()
     (tuned / "study.db").symlink_to(here / "outside" / "study.db")
