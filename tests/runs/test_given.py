@@ -150,7 +150,7 @@ def test_options_of_ones_own_rules_are_part_of_what_a_run_is(fed, tmp_path):
     with pytest.raises(ConfigError, match=r"no method 'l1'\..* If it is a custom rule, pass it again"):
         unskew.resume(run, federation=fed, rounds=3)
     (run / "summary.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="is corrupted; remove it"):
+    with pytest.raises(CheckpointError, match="is corrupted: it must be an object"):
         unskew.resume(run, method=L1(lam=0.1), federation=fed, rounds=3)
     assert method(FedCOGAuthors(n=8)).expression == "fedcog-authors:n=8"
 
