@@ -208,14 +208,16 @@ def privacy_notes(setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
     rate = setting["cohort"] / setting["clients"]
     notes = [NEIGHBORS]
     if setting["sampling"] == "fixed":
-        other = rows[-1]["epsilon_replaced"]
+        other, without = rows[-1]["epsilon_replaced"], "Neighboring data sets differ in one client, whose data are replaced by none"
         value = "infinite" if other is None else f"{round_up(other, 3):g}"
         notes = [f"{NEIGHBORS} If it is replaced by another one, epsilon is {value}."]
         if rate < 1:
             notes = [
-                "Neighboring data sets differ in one client, whose data are replaced by none. If a client is added, removed "
-                f"or replaced, another one takes its place in a cohort, and epsilon is {value}."
+                f"{without}. If a client is added, removed or replaced, another one takes its place in a cohort, and epsilon "
+                f"is {value}."
             ]
+        elif setting["honest"] is not None:
+            notes = [f"{without}; it takes part in both cases. If they are replaced by other data, epsilon is {value}."]
     if setting["honest"] is not None:
         row = rows[0]
         return [
