@@ -208,7 +208,10 @@ def privacy_notes(setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
     rate = setting["cohort"] / setting["clients"]
     notes = [NEIGHBORS]
     if setting["sampling"] == "fixed":
-        other, without = rows[-1]["epsilon_replaced"], "Neighboring data sets differ in one client, whose data are replaced by none"
+        other, without = (
+            rows[-1]["epsilon_replaced"],
+            "Neighboring data sets differ in one client, whose data are replaced by none",
+        )
         value = "infinite" if other is None else f"{round_up(other, 3):g}"
         notes = [f"{NEIGHBORS} If it is replaced by another one, epsilon is {value}."]
         if rate < 1:
