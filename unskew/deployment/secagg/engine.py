@@ -101,13 +101,11 @@ class MaskedEngine(FlowerEngine):
         least = max(patience.min_updates, LEAST, len(broadcasts) // 2 + 1, honest)
         tries = 0
         while tries < TRIES:
-            left = {  # a site that has lost its state is a new participant at the next attempt
-                k: encode_broadcast(
-                    replace(sent, accepted=self.server.last.get(k)), self.terms, "train", self._budget(k)
-                )
-                for k, sent in ((sent.client, sent) for sent in broadcasts)
-                if k not in barred
-            }
+            left = {}
+            for sent in broadcasts:
+                if sent.client not in barred:  # who has lost its state is a new participant at the next attempt
+                    current = replace(sent, accepted=self.server.last.get(sent.client))
+                    left[sent.client] = encode_broadcast(current, self.terms, "train", self._budget(sent.client))
             summation = MaskedSum(self.sites, broadcasts[0].round, least, self.roster)
             try:
                 if len({*left} - {*self.sites.excluded}) < LEAST:
