@@ -156,8 +156,8 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
             for folder_path in beside
             if (folder_path / "summary.json").is_file() and without_seed(folder_path) == own
         ]
-    found = [read_summary(folder_path) for folder_path in (folder, *others)]
-    return [{k: v for k, v in own.items() if not (privacy_sentences(own) and CLIENT_METRIC.match(k))} for own in found]
+    runs = [read_summary(folder_path) for folder_path in (folder, *others)]
+    return [{k: v for k, v in own.items() if not (privacy_sentences(own) and CLIENT_METRIC.match(k))} for own in runs]
 
 
 def without_seed(folder: Path) -> dict[str, Any] | None:
