@@ -123,6 +123,9 @@ def test_noise_at_the_sites_costs_slightly_more_than_the_gaussian(opacus, capsys
     (back,) = call(capsys, *sites, "--noise", noise, "--json").json()["rows"]
     assert 2.98 < back["epsilon"] <= 3
     assert "if at least 5 clients of every sum" in " ".join(outcome.out.split())
+    everybody = ("privacy", "--clients", 20, "--cohort", 20, *sites[5:])
+    note = "data are replaced by none. If they are replaced by other data"  # the sites that add noise are fixed
+    assert note in " ".join(call(capsys, *everybody, "--noise", 4).out.split())
     for wrong in ((*sites, "--sampling", "poisson"), (*words, "--honest", 5), (*sites, "--honest", 21)):
         outcome = call(capsys, *wrong, "--noise", 4)
         assert outcome.code == 2

@@ -379,6 +379,22 @@ def test_a_site_evaluates_one_model_per_round(masked, tmp_path):
     assert {reply.kind for reply in replies} <= {"outdated", "refused"}
 
 
+def test_evaluations_before_the_first_masked_sum_count_as_a_run(tmp_path):
+    """Else a server could have a model evaluated in each of many runs that open no sum."""
+    values = {**TINY, "secure_aggregation": "required", "clients": 4, "rounds": 1, "eval_clients": 10}
+    place, seen = LoopPlace(tmp_path / "first", values), []
+    place.link.spoil = lambda client, asked, answer: seen.append(asked) or answer
+    run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
+    asked = next(frame for frame in seen if frame.kind == "evaluate" and frame.config["client"] == 3)
+    site = LoopPlace(tmp_path / "second", values).sites[3]
+    first, second = (
+        site.answer(replace(asked, config={**asked.config, "run": name * 16, "round": 0, "accepted": -1}))
+        for name in "ab"
+    )
+    assert first.kind == "scores"
+    assert "max_runs: 2" in second.config["reason"]
+
+
 def test_a_site_trains_no_more_rounds_than_it_has_agreed_to(tmp_path):
     values = {**TINY, "clients": 3, "rounds": 2}
     place, seen = LoopPlace(tmp_path, values), []

@@ -159,6 +159,23 @@ def test_a_sum_that_stayed_masked_is_begun_again(tmp_path):
     close(result.vector, unskew.run(**{**TINY, **FOUR}).vector)
 
 
+def test_sites_that_lost_their_states_take_part_in_the_restarted_round(tmp_path):
+    """For example those of a finished run with --local that gets more rounds."""
+    values = {**FOUR, "rounds": 2}
+    place, told = LoopPlace(tmp_path, {**TINY, **values}), Told()
+
+    def loses(client, asked, answer):
+        if asked.kind == "unmask":
+            for path in (tmp_path / "sites").rglob("round-*.safetensors"):
+                path.unlink()
+        return answer
+
+    place.link.spoil = loses
+    result, _ = deployed(tmp_path, place, told=told, **values)
+    assert [row["updates"] for row in result.history] == [4, 4]
+    assert "has lost its state of earlier rounds" in " ".join(told.warnings)
+
+
 def test_a_message_that_comes_again_is_answered_alike(tmp_path):
     """Else two masked updates of one mask would tell their difference."""
     place, failed, masked = LoopPlace(tmp_path, {**TINY, **FOUR}), set(), {}

@@ -117,6 +117,18 @@ def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_the_card_of_a_private_run_has_no_metrics_on_the_data_of_clients(tmp_path):
+    options = {"method": "dp:noise=1,adaptive=false", "model": "logistic", "out": tmp_path / "run"}
+    result = unskew.run(**{**TINY, **options})
+    assert result.summary["client_accuracy_mean"] is not None
+    text = model_card_text(open_run(tmp_path / "run"), "onnx", None)
+    assert "Privacy: " in text
+    assert "Test accuracy" in text
+    for words in ("at clients", "worst client", "client_accuracy"):
+        assert words not in text
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_the_card_says_what_the_runs_say(tmp_path):
     both = unskew.compare(methods=["fedprox:mu=0.1"], seeds=2, model="logistic", out=tmp_path / "both", **TINY)
     folder = tmp_path / "both" / "fedprox-mu=0.1" / "seed-0"
@@ -182,7 +194,7 @@ def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
     tags = [Markup(page).tags for page in rendered(model_card_text(open_run(folder), "onnx", None))]
     summary = json.loads((folder / "summary.json").read_text())
     for key in summary:
-        if isinstance(summary[key], str) or key in ("clients", "parameters"):
+        if isinstance(summary[key], str):
             summary[key] = value
     summary |= {"client_accuracy_worst": 0.5, "client_accuracy_mean": 0.7, "privacy": value, "dpsgd_privacy": value}
     summary["objective"] = "accuracy"

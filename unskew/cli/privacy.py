@@ -24,6 +24,7 @@ ASSUMES = {
     "skellam": "honest clients add their noise",
 }
 NEIGHBORS = "Neighboring data sets differ in one client, added or removed."
+WITHOUT_DATA = "Neighboring data sets differ in one client, whose data are replaced by none."
 
 
 def privacy(
@@ -211,10 +212,12 @@ def privacy_notes(setting: dict[str, Any], rows: list[dict[str, Any]]) -> list[s
         other = rows[-1]["epsilon_replaced"]
         value = "infinite" if other is None else f"{round_up(other, 3):g}"
         notes = [f"{NEIGHBORS} If it is replaced by another one, epsilon is {value}."]
-        if rate < 1:
+        if setting["honest"] is not None:
+            notes = [f"{WITHOUT_DATA} If they are replaced by other data or another client, epsilon is {value}."]
+        elif rate < 1:
             notes = [
-                "Neighboring data sets differ in one client, whose data are replaced by none. If a client is added, removed "
-                f"or replaced, another one takes its place in a cohort, and epsilon is {value}."
+                f"{WITHOUT_DATA} If a client is added, removed or replaced, another one takes its place in a cohort, and "
+                f"epsilon is {value}."
             ]
     if setting["honest"] is not None:
         row = rows[0]

@@ -32,6 +32,10 @@ USES = {
     "onnx": 'session = onnxruntime.InferenceSession("model.onnx")\nprobabilities = session.run(None, {"inputs": inputs})[0]',
 }
 
+SIMULATED = "The model was trained in a simulation: the clients were parts of one data set on one machine."
+CLIENT_METRIC = re.compile(r"(client|personal|unseen)_.*_(mean|std|worst|worst_decile)$")
+"""Metrics of a summary that are computed from clients' held-out data."""
+
 
 def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> str:
     """Return the text of the model card.
@@ -92,7 +96,7 @@ def _text(found: OpenedRun, kind: str, client: int | str | None) -> str:
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escape_markdown(title)}",
-        f"This is {whose}, trained by simulation with unskew {escape_markdown(unskew_version(found.folder))}.",
+        f"This is {whose}, trained with unskew {escape_markdown(unskew_version(found.folder))}.",
         "## Data",
         data_text(found, own),
         "## Training",
@@ -137,7 +141,10 @@ def hub_task(found: OpenedRun) -> str:
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    """Read the run's summary, and those of the same run with other seeds in sibling folders, as in a comparison."""
+    """Read the run's summary, and those of the same run with other seeds in sibling folders, as in a comparison.
+
+    Guarantees of privacy do not cover metrics on clients' data, so those of private runs are left out.
+    """
     others = []
     if re.fullmatch(r"seed-\d+", folder.resolve().name):
         own = without_seed(folder)
@@ -149,7 +156,8 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
             for folder_path in beside
             if (folder_path / "summary.json").is_file() and without_seed(folder_path) == own
         ]
-    return [read_summary(folder_path) for folder_path in (folder, *others)]
+    runs = [read_summary(folder_path) for folder_path in (folder, *others)]
+    return [{k: v for k, v in own.items() if not (privacy_sentences(own) and CLIENT_METRIC.match(k))} for own in runs]
 
 
 def without_seed(folder: Path) -> dict[str, Any] | None:
@@ -292,7 +300,7 @@ def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: 
         client: Client of a personal model, or None.
     """
     texts = [
-        "The model was trained in a simulation: the clients were parts of one data set on one machine.",
+        *([] if own.get("engine") == "flower" else [SIMULATED]),
         f"The model knows only inputs of the kind above, but returns {output_kind(found.inputs)} for any inputs."
         f"{'' if found.inputs.task == 'regression' else ' They are not calibrated.'}",
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,16 +96,16 @@ class MaskedEngine(FlowerEngine):
             )
         text, barred = "", set[int]()
         round, patience = str(broadcasts[0].round + 1), self.sites.round_policy
-        requests = {
-            broadcast.client: encode_broadcast(broadcast, self.terms, "train", self._budget(broadcast.client))
-            for broadcast in broadcasts
-        }
         noise = self.terms.site_noise
         honest = 0 if noise is None else noise.honest or 0
         least = max(patience.min_updates, LEAST, len(broadcasts) // 2 + 1, honest)
         tries = 0
         while tries < TRIES:
-            left = {k: frame for k, frame in requests.items() if k not in barred}
+            left = {}
+            for sent in broadcasts:
+                if sent.client not in barred:  # who has lost its state is a new participant at the next attempt
+                    current = replace(sent, accepted=self.server.last.get(sent.client))
+                    left[sent.client] = encode_broadcast(current, self.terms, "train", self._budget(sent.client))
             summation = MaskedSum(self.sites, broadcasts[0].round, least, self.roster)
             try:
                 if len({*left} - {*self.sites.excluded}) < LEAST:

@@ -81,7 +81,7 @@ class DataLedger:
             raise ConfigError(
                 f"This site's data were used in {len(records.runs)} private or masked run(s) ({others}). The difference of "
                 "sums of two runs could reveal the update of one site, and the privacy losses add up. To allow another "
-                f"run, set max_runs: {len(records.runs) + 1} in site.yaml at the site."
+                f"run, set max_runs: {len(records.runs) + 1} in site.yaml at the site, and restart its process."
             )
         return records
 

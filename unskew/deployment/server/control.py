@@ -116,8 +116,9 @@ def send_command(folder: Path, kind: str, **config: Any) -> dict[str, Any]:
             send(connection, Frame(kind, config))
             reply = receive(connection, LARGEST)
     except (OSError, FrameError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"No deployed run is active in {folder}, or it is still starting ({error}). Use the folder of a running one."
+            f"No deployed run is active in {folder}, or it is still starting ({reason}). Use the folder of a running one."
         ) from error
     if reply.kind == "failed":
         raise ConfigError(str(reply.config.get("reason")))

@@ -122,8 +122,9 @@ class SiteProcess:
         ledger = DataLedger(folder / LEDGER, state.run, digest, self.config.max_runs)
         if self._limited[digest]:
             ledger.admit()
-            if request.kind in ("train", "contribute") and work.config.secure_aggregation != "required":
-                ledger.begin()  # of a masked run, only opened sums count
+            masked = work.config.secure_aggregation == "required"
+            if request.kind in ("contribute", "evaluate") or (request.kind == "train" and not masked):
+                ledger.begin()  # of masked updates, only opened sums count
         if request.kind == "hello":
             reply = work.facts(work.data)
             return self._introduced(request, reply)
