@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support.received import bind_inputs
 from support.running import call
 from support.slow import slow_but
 
@@ -192,6 +193,7 @@ def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
     inputs = json.loads((folder / "inputs.json").read_text())
     inputs |= {"class_names": [f"{value}{k}" for k in range(10)], "features": [value]}
     (folder / "inputs.json").write_text(json.dumps(inputs))
+    bind_inputs(folder)
     found = replace(open_run(folder), note=value)
     for kind in ("onnx", "torchscript"):
         card = model_card_text(found, kind, value)
@@ -206,6 +208,18 @@ def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
             assert Markup(page).tags <= expected
             assert shown in Markup(page).text
     assert "no privacy guarantee" not in card
+
+
+def test_the_card_of_a_personal_model_promises_no_privacy(tmp_path):
+    """Its client has trained it on its samples without noise."""
+    private = unskew.run(
+        data="digits", clients=3, method="dp:noise=1,adaptive=false+ditto", model="logistic", rounds=1, local_steps=1,
+        engine="inline", client_weighting="uniform", out=tmp_path / "run",
+    )  # fmt: skip
+    assert "no privacy guarantee" not in model_card_text(open_run(private.folder), "onnx", None)
+    card = model_card_text(open_run(private.folder, 1), "onnx", 1)
+    assert "no privacy guarantee" in card
+    assert "Privacy:" not in card
 
 
 def test_the_card_states_the_privacy_of_the_run(tmp_path):
