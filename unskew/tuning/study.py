@@ -77,7 +77,7 @@ def database() -> Iterator[None]:
         ) from error
 
 
-class Spent(JsonModel):
+class PrivacySpent(JsonModel):
     """What a trial has spent of the privacy of its data."""
 
     epsilon: Annotated[float, Field(ge=0)]
@@ -91,7 +91,7 @@ class Attributes(JsonModel):
 
     rounds: Annotated[int, Field(ge=0)] | None = None
     reason: str | None = None
-    privacy: Spent | None = None
+    privacy: PrivacySpent | None = None
 
 
 class StoredTrial(JsonModel):
