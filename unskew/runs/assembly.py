@@ -211,7 +211,7 @@ def secret_key(
     if not any(rule.draws_secretly for rule in method.rules):
         return None
     fields = without_data_locations(config.model_dump(mode="json", exclude={*RESUMABLE} - {"rounds"}))
-    initial = zlib.crc32(spec.flatten().cpu().contiguous().view(torch.uint8).numpy())
+    initial = zlib.crc32(spec.flatten().cpu().numpy().tobytes())
     scope = json.dumps([fields, data_identity(prepared), stored_content(prepared), initial], sort_keys=True)
     if folder is None:
         return SecretKey().within(scope)

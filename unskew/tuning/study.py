@@ -78,7 +78,7 @@ def database() -> Iterator[None]:
 
 
 class PrivacySpent(JsonModel):
-    """What a trial has spent of the privacy of its data."""
+    """Privacy of its data that a trial has spent."""
 
     epsilon: Annotated[float, Field(ge=0)]
     delta: Annotated[float, Field(ge=0, le=1)]
