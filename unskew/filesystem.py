@@ -24,6 +24,10 @@ from unskew.errors import CheckpointError, ConfigError, short_repr
 
 NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 """Flags to not follow links; Windows has no ``O_NOFOLLOW``."""
+DEPLOYMENT = "deployment.json"
+"""File in the folder of a deployed run."""
+SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
+"""End of an SQLite journal that names another file, which SQLite removes after it has applied the journal."""
 
 
 def disk_error(path: Path, error: OSError) -> CheckpointError:
@@ -162,6 +166,20 @@ def check_run(folder: Path, resume: bool = False) -> None:
         what = f"There is no run to resume in {folder}" if resume else f"{folder} is not a run folder"
         raise CheckpointError(f"{what}: config.yaml is missing.")
     check_plain(folder)
+
+
+def check_database(path: Path) -> None:
+    """Validate that SQLite, which applies the journal of an interrupted program, would not remove another file with it.
+
+    Args:
+        path: Database; it may not exist.
+
+    Raises:
+        ConfigError: If its journal names another file.
+    """
+    journal = path.with_name(f"{path.name}-journal")
+    if journal.exists() and read_file(journal).endswith(SUPER_JOURNAL):
+        raise ConfigError(f"{journal} names another file, which SQLite would remove. Remove the journal.")
 
 
 def check_regular(path: Path) -> None:

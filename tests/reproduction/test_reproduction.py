@@ -608,3 +608,14 @@ def test_a_row_that_lacks_a_value_keeps_the_colors_of_the_others_and_its_place_i
 def test_counted_parameters_are_scaled_to_the_papers_steps():
     summary = {"bytes_up": 4_000, "buffer_bytes_up": 400, "bytes_down": 8_000, "buffer_bytes_down": 800}
     assert tables.value_of({**summary, "clients": 2, "rounds": 100}, "scalars_per_client") == (3600 + 7200) / 4 / 2 * 40
+
+
+@pytest.mark.parametrize("change", [{"summary": {"accuracy": "x"}}, {"summary": []}, {"curve": 3}])
+def test_an_outcome_with_other_values_than_unskews_is_a_sentence(tmp_path, capsys, monkeypatch, change):
+    from unskew.reproduction import outcomes
+
+    read = outcomes.read_file
+    stored = Path(__file__).parents[2] / "results" / "runs"
+    monkeypatch.setattr(outcomes, "read_file", lambda path: json.dumps({**json.loads(read(path)), **change}).encode())
+    outcome = call(capsys, "reproduce", "trust/private", "--scale", "cpu", "--show", "--results", stored)
+    assert (outcome.code, "is corrupted" in outcome.err) == (2, True), outcome

@@ -13,6 +13,7 @@ from unskew.config.loader import experiment
 from unskew.deployment.server.site_clients import check_deployable
 from unskew.errors import CheckpointError, ConfigError, MethodConflictError
 from unskew.records.result import read_history
+from unskew.runs import session
 
 SIZES = [9, 14, 9, 14, 9, 9, 14, 9]
 FEW = {
@@ -90,6 +91,48 @@ def test_repeated_rounds_have_the_same_noise_unless_the_number_of_rounds_changed
     same, other = resume(tmp_path / "a"), resume(tmp_path / "b", rounds=5)
     assert [row["loss"] for row in same.history[:2]] == before
     assert not {row["loss"] for row in other.history} & set(before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"method": "dp:noise=1,adaptive=false,clip=0.2"}, {"seed": 5}, {"federation": blobs([10, *SIZES[1:]])}],
+)
+def test_noise_is_not_repeated_for_other_options_or_other_data(tmp_path, change):
+    """Without a checkpoint, a run begins again; the same noise for other inputs would cancel in the difference."""
+    still = {**FEW, "checkpoint_every": 4, "lr": 1e-30, "rounds": 4}
+    interrupted(tmp_path / "a", checkpoint_every=4, lr=1e-30)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    start = unskew.run(blobs(SIZES), method="fedavg", **{**still, "seed": change.get("seed", 0)}).vector
+    first = resume(tmp_path / "a").vector - unskew.run(blobs(SIZES), method="fedavg", **still).vector
+    given = {"federation": blobs(SIZES), "method": PRIVATE, **still, **change}
+    second = unskew.run(**given, out=tmp_path / "b", resume=True).vector - start
+    assert (torch.cosine_similarity(first, second, 0) > 0.99) == (not change)
+    assert change or torch.equal(first, second)
+
+
+def test_the_key_of_a_run_that_was_killed_just_before_its_end_is_removed(tmp_path, monkeypatch):
+    write = session.write_artifacts
+    monkeypatch.setattr(session, "write_artifacts", lambda *given: (write(*given), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        run(out=tmp_path / "a")
+    monkeypatch.undo()
+    assert (tmp_path / "a" / "privacy.key").exists()
+    with pytest.raises(CheckpointError, match="is complete"):
+        resume(tmp_path / "a")
+    assert not (tmp_path / "a" / "privacy.key").exists()
+
+
+def test_epsilons_of_different_meaning_are_not_added(tmp_path):
+    """In a fixed cohort of some clients, epsilon is for data replaced by none, otherwise for a client added or removed."""
+    run(rounds=1, participation=0.5, out=tmp_path / "some")
+    run(rounds=1, out=tmp_path / "all")
+    poisson = {"sampling": "poisson", "participation": 0.5}
+    for name, options in (("some", poisson), ("some", {}), ("all", {"participation": 0.5})):
+        with pytest.raises(ConfigError, match="epsilon has another meaning"):
+            run(rounds=2, start_from=str(tmp_path / name), **options)
+    assert run(rounds=2, start_from=str(tmp_path / "some"), participation=0.25).summary["epsilon"] > 0
+    assert run(rounds=2, start_from=str(tmp_path / "all"), **poisson).summary["epsilon"] > 0
+    assert run("fedavg", rounds=2, start_from=str(tmp_path / "some"), client_weighting="uniform").summary["rounds"] == 2
 
 
 @pytest.mark.parametrize("method", [PRIVATE, f"{PRIVATE},noise_at=sites,honest=4", "dpsgd:noise=1"])

@@ -704,3 +704,13 @@ def test_really_full_disk(tmp_path, straight, capsys):
         assert_same_run(straight, run)
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_the_folder_of_a_deployed_run_is_not_continued_by_a_simulation(tmp_path):
+    options = {"data": "digits", "clients": 3, "model": "logistic", "local_steps": 1, "engine": "inline"}
+    unskew.run(method="fedavg", rounds=1, out=tmp_path / "run", **options)
+    (tmp_path / "run" / "deployment.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is the folder of a deployed run.*--local"):
+        unskew.resume(tmp_path / "run", rounds=2)
+    with pytest.raises(CheckpointError, match="is the folder of a deployed run"):
+        unskew.run(method="fedavg", rounds=2, out=tmp_path / "run", resume=True, **options)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support.received import bind_inputs
 from support.running import call
 from support.slow import slow_but
 
@@ -194,7 +195,7 @@ def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
     tags = [Markup(page).tags for page in rendered(model_card_text(open_run(folder), "onnx", None))]
     summary = json.loads((folder / "summary.json").read_text())
     for key in summary:
-        if isinstance(summary[key], str):
+        if isinstance(summary[key], str) or key in ("clients", "parameters"):
             summary[key] = value
     summary |= {"client_accuracy_worst": 0.5, "client_accuracy_mean": 0.7, "privacy": value, "dpsgd_privacy": value}
     summary["objective"] = "accuracy"
@@ -204,6 +205,7 @@ def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
     inputs = json.loads((folder / "inputs.json").read_text())
     inputs |= {"class_names": [f"{value}{k}" for k in range(10)], "features": [value]}
     (folder / "inputs.json").write_text(json.dumps(inputs))
+    bind_inputs(folder)
     found = replace(open_run(folder), note=value)
     for kind in ("onnx", "torchscript"):
         card = model_card_text(found, kind, value)
@@ -218,6 +220,18 @@ def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
             assert Markup(page).tags <= expected
             assert shown in Markup(page).text
     assert "no privacy guarantee" not in card
+
+
+def test_the_card_of_a_personal_model_promises_no_privacy(tmp_path):
+    """Its client has trained it on its samples without noise."""
+    private = unskew.run(
+        data="digits", clients=3, method="dp:noise=1,adaptive=false+ditto", model="logistic", rounds=1, local_steps=1,
+        engine="inline", client_weighting="uniform", out=tmp_path / "run",
+    )  # fmt: skip
+    assert "no privacy guarantee" not in model_card_text(open_run(private.folder), "onnx", None)
+    card = model_card_text(open_run(private.folder, 1), "onnx", 1)
+    assert "no privacy guarantee" in card
+    assert "Privacy:" not in card
 
 
 def test_the_card_states_the_privacy_of_the_run(tmp_path):

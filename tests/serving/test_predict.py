@@ -2,12 +2,14 @@
 
 import csv
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.received import bind_inputs
 from support.running import call
 
 import unskew
@@ -173,6 +175,26 @@ def test_every_flipped_bit_of_the_model_is_noticed(digits, tmp_path, capsys):
     assert unskew.load_predictor(folder).predict(x) == digits.predict(x)
 
 
+def test_inputs_other_than_those_of_the_model_are_noticed(digits, tmp_path, capsys):
+    """Another digit of the normalization would change predictions, and nobody would see it."""
+    folder = tmp_path / "run"
+    shutil.copytree(digits.folder, folder)
+    text = (folder / "inputs.json").read_text()
+    (place,) = [match.start(1) for match in re.finditer(r'"mean": ?\[\s*([0-9])', text)]
+    (folder / "inputs.json").write_text(f"{text[:place]}7{text[place + 1 :]}")
+    with pytest.raises(CheckpointError, match=r"inputs\.json is corrupted: it is not the file that was written with"):
+        unskew.load_predictor(folder)
+    for command in (
+        ("predict", folder, "x.csv"),
+        ("export", folder, "--format", "torch"),
+        ("evaluate", folder, "x.csv"),
+    ):
+        outcome = call(capsys, *command)
+        assert (outcome.code, "inputs.json is corrupted" in outcome.err) == (2, True)
+    bind_inputs(folder)
+    unskew.load_predictor(folder)
+
+
 def test_code_that_a_folder_names_is_not_run(digits, tmp_path):
     text = (digits.folder / "config.yaml").read_text().replace("model: mlp", "model: somewhere:net")
     (tmp_path / "config.yaml").write_text(text)
@@ -267,6 +289,7 @@ def test_a_run_without_a_recorded_label_column_cannot_be_evaluated_on_files(pati
     inputs = json.loads((run / "inputs.json").read_text())
     del inputs["label"]
     (run / "inputs.json").write_text(json.dumps(inputs))
+    bind_inputs(run)
     failed = call(capsys, "evaluate", str(run), str(patients / "p.csv"))
     assert (failed.code, "Run it again with --label" in " ".join(failed.err.split())) == (2, True)
 
@@ -375,6 +398,7 @@ def test_names_of_classes_are_neither_commands_of_a_terminal_nor_formulas(patien
     inputs = json.loads((run / "inputs.json").read_text())
     inputs["class_names"] = ["red\x1b]0;PWNED\x07", "=cmd|'/C calc'!A1"]
     (run / "inputs.json").write_text(json.dumps(inputs))
+    bind_inputs(run)
     outcome = call(capsys, "predict", run, rows, "--out", tmp_path / "p.csv")
     assert "PWNED" in outcome.out
     assert "\x1b" not in outcome.out

@@ -9,7 +9,10 @@ import tempfile
 from pathlib import Path
 
 import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file
 
+from unskew.checked_tensors import encode_checked
 from unskew.filesystem import private_folder
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -128,6 +131,8 @@ def write(file, content):
         text = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": text})
     lines = file.read_text().splitlines()[1:] if file.suffix == ".jsonl" else []
     file.write_text("\n".join([text, *lines]) + "\n")
+    if file.name == "inputs.json":
+        bind_inputs(file.parent)
 
 
 def files(folder):
@@ -144,3 +149,13 @@ def cases(folder, outside):
         for value in [*hostile(outside), ...]
         if place or value is not ...
     ]
+
+
+def bind_inputs(folder):
+    """Write into a model which file ``inputs.json`` belongs to it, as whoever changes that file can."""
+    file = folder / "model.safetensors"
+    if file.is_file():
+        with safe_open(file, "pt") as opened:
+            about = json.loads(opened.metadata()["about"])
+        about["inputs"] = hashlib.sha256((folder / "inputs.json").read_bytes()).hexdigest()
+        file.write_bytes(encode_checked(load_file(file), {k: v for k, v in about.items() if k != "sha256"}))

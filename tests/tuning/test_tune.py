@@ -1,9 +1,14 @@
 """Methods are tuned alike, by what clients hold out, and a tuning that was killed ends as it would have ended."""
 
+import contextlib
 import csv
 import json
+import os
 import re
+import shutil
 import signal
+import sqlite3
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +19,11 @@ from support.running import Process, call, metrics
 
 import unskew
 from unskew.config.loader import experiment, load_yaml
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import CheckpointError, ConfigError, UnskewError
 from unskew.methods.registry import METHODS, rule_class
 from unskew.option_parsing import option_defaults
 from unskew.protocol.search_space import CategoricalSpace, RangeSpace, log_range, one_of, read_space
+from unskew.records.mlflow_store import is_complete_database
 from unskew.reporting.run_description import repeat_commands
 from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
@@ -401,3 +407,67 @@ def test_a_tuning_whose_database_fails_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(optuna.study.Study, "ask", full)
     with pytest.raises(CheckpointError, match="continue with --resume"):
         unskew.tune(methods=["fedavg"], trials=1, seeds=1, out=tmp_path / "t", data="digits", clients=2, **TINY)
+
+
+TUNE = {"methods": ["fedavg"], "trials": 1, "seeds": 1, "data": "digits", "clients": 2, "max_train_samples": 60, **TINY}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tuned") / "a?timeout=1&b%20{SCHEMA_VERSION}#c"
+    unskew.tune(out=folder, **TUNE)
+    return folder
+
+
+def test_the_database_is_in_the_folder_whatever_its_name(tuned):
+    assert (tuned / "study.db").is_file()
+    assert [path.name for path in tuned.parent.iterdir()] == [tuned.name]
+
+
+def test_a_journal_that_names_another_file_does_not_remove_it(tuned, tmp_path):
+    """SQLite applies the journal of an interrupted program, and removes the file that the end of the journal names."""
+    folder, mine = shutil.copytree(tuned, tmp_path / "sent"), tmp_path / "mine.txt"
+    mine.write_text("mine")
+    data, magic = (folder / "study.db").read_bytes(), bytes.fromhex("d9d505f920a163d7")
+    name = bytes(mine)
+    header = magic + struct.pack(">IIIII", 0, 7, len(data) // 4096, 512, 4096)
+    end = struct.pack(">I", (1 << 30) // 4096 + 1) + name + struct.pack(">II", len(name), sum(name)) + magic
+    journal = folder / "study.db-journal"
+    journal.write_bytes(header.ljust(512, b"\0") + end)
+    shutil.copytree(folder, tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"study\.db-journal names another file"):
+        unskew.tune(out=folder, resume=True, **TUNE)
+    assert mine.exists()
+    os.replace(tmp_path / "other" / "study.db", tmp_path / "other" / "mlflow.db")
+    os.replace(tmp_path / "other" / "study.db-journal", tmp_path / "other" / "mlflow.db-journal")
+    with pytest.raises(ConfigError, match=r"mlflow\.db-journal names another file"):
+        is_complete_database(tmp_path / "other" / "mlflow.db")
+    assert mine.exists()
+    with sqlite3.connect(tmp_path / "other" / "mlflow.db") as connection:
+        connection.execute("SELECT * FROM sqlite_master").fetchall()
+    assert not mine.exists(), "this version of SQLite does not remove it: the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE trial_values SET value='x'",
+        "UPDATE trial_intermediate_values SET intermediate_value='x'",
+        "UPDATE trial_params SET distribution_json='{'",
+        "UPDATE trial_params SET distribution_json='[1]'",
+        "UPDATE trial_params SET param_value='x'",
+        "UPDATE trial_user_attributes SET value_json='{'",
+        "UPDATE trial_user_attributes SET value_json='[1]'",
+        "INSERT INTO trial_user_attributes VALUES (99, 1, 'privacy', '{\"epsilon\": \"x\"}')",
+        "INSERT INTO trial_user_attributes VALUES (99, 1, 'reason', '1')",
+        "UPDATE trials SET state='x'",
+        "UPDATE trials SET datetime_start='x'",
+    ],
+)
+def test_a_database_with_other_values_than_unskews_is_a_sentence(tuned, tmp_path, capsys, statement):
+    folder = shutil.copytree(tuned, tmp_path / "sent")
+    with contextlib.closing(sqlite3.connect(folder / "study.db")) as connection:
+        connection.execute(statement)
+        connection.commit()
+    with pytest.raises(UnskewError, match=r"study\.db"):
+        unskew.tune(out=folder, resume=True, **TUNE)

@@ -62,6 +62,7 @@ def reproduce(
     from unskew.reproduction.study import load_study, study_names
     from unskew.reproduction.sweep import Sweep
     from unskew.runs.parallel import read_parallel
+    from unskew.simulation.checkpoint import checkpoint_errors
 
     console, at_once = console_for(as_json), read_parallel(parallel)
     if listing or preset is None:
@@ -112,7 +113,8 @@ def reproduce(
                 other = sweep.cells(0)[0].config.data
                 console.print(f"{missing} This scale uses {other} instead.", style="yellow", soft_wrap=True)
             outcomes = list(sweep.carry_out(which, at_once))
-    entries = report.table_entries(table, outcomes)
+    with checkpoint_errors(results):
+        entries = report.table_entries(table, outcomes)
     settings = settings_note(table, scale, (cell for cell, _ in outcomes))
     folders = list(dict.fromkeys(folder for folder in map(sweep.folder, (cell for cell, _ in outcomes)) if folder))
     if folders and not show:
@@ -143,6 +145,7 @@ def _study(
     """Run a preset that is implemented as a custom study."""
     from unskew.cli.progress import make_progress
     from unskew.reproduction.study import StudyRuns, load_study
+    from unskew.simulation.checkpoint import checkpoint_errors
 
     console = console_for(as_json)
     preset = load_study(name)
@@ -167,7 +170,9 @@ def _study(
         ]
         print_json({"preset": name, "scale": scale, "settings": runs.note(), "entries": plain})
         return
-    _print(console, preset, scale, runs.note(), runs.study.lines(outcomes), bool(outcomes))
+    with checkpoint_errors(results):
+        lines = runs.study.lines(outcomes)
+    _print(console, preset, scale, runs.note(), lines, bool(outcomes))
 
 
 def _print(

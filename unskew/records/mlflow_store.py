@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.filesystem import file_lock
+from unskew.filesystem import check_database, file_lock
 
 NAME = "mlflow.db"
 PATIENCE = 120.0
@@ -54,6 +54,7 @@ def is_complete_database(path: Path) -> bool:
     """Return whether ``path`` is a complete MLflow database, which contains at least one experiment."""
     if not path.is_file():
         return False
+    check_database(path)
     try:
         with closing(sqlite3.connect(path, timeout=30)) as database:
             tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}

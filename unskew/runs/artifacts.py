@@ -39,9 +39,9 @@ def write_artifacts(
     spec: ModelSpec = server.spec
     weights = {**spec.parameters(server.evaluated), **spec.buffers(server.evaluated_b)}
     # Frozen parameters are not stored: they belong to the model named in config.yaml; `frozen` detects if it changed.
-    about = {"model": config.model, "frozen": spec.frozen} if spec.frozen else None
+    about = {"model": config.model, "frozen": spec.frozen} if spec.frozen else {}
+    about |= {"inputs": write_inputs(folder, federation, config)}
     write_atomic(folder / "model.safetensors", encode_checked(weights, about))
-    write_inputs(folder, federation, config)
     write_clients(folder, clients)
     if curves:
         write_atomic(folder / "curves.json", (json.dumps(curves) + "\n").encode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 
 from unskew.attacks.attackers import Attackers
 from unskew.config.experiment import Experiment
+from unskew.config.paths import without_data_locations
 from unskew.data.federation import Federation
 from unskew.engines.base import EngineConfig
 from unskew.methods.fedavg import FedAvg, server_rule
@@ -20,6 +23,7 @@ from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, Recorder
 from unskew.runs.metrics import RunMetrics, run_metrics
+from unskew.runs.resume import RESUMABLE, data_identity, stored_content
 from unskew.runs.round_plan import make_round_plan
 from unskew.runs.state_stores import make_client_store
 from unskew.runs.validation import accepts_late_updates, resolve_weighting, run_context
@@ -116,7 +120,7 @@ def assemble(
     )
     store = make_client_store(config, folder, clients)
     plan = make_round_plan(config, len(federation.clients), method)
-    secret = SystemEntropy() if deployed else secret_key(method, folder, config.rounds)
+    secret = SystemEntropy() if deployed else secret_key(method, folder, config, prepared, spec)
     candidates = parse_sampling(config.sampling)[1]
     sizes = None if candidates is None else np.asarray(federation.sizes)  # sizes of many clients are slow to read
     sampler = Sampler(len(federation.clients), config.participation, config.seed, config.sampling, sizes, secret)
@@ -185,23 +189,30 @@ def assemble(
     )
 
 
-def secret_key(method: Method, folder: Path | None, rounds: int) -> SecretKey | None:
+def secret_key(
+    method: Method, folder: Path | None, config: Experiment, prepared: PreparedData, spec: ModelSpec
+) -> SecretKey | None:
     """Return the key of the secret draws of a simulated run, or None if the run has none.
 
     The key of an unfinished run is stored in its folder. A finished run that is extended gets another key. The key depends
-    on the number of rounds, too: noise for an epsilon does, and its draws must not be repeated with another scale.
+    on all that determines what a round releases, too: a run without a checkpoint may be started again with other data,
+    options or rounds, and noise that is repeated for other inputs or with another scale would cancel in the difference.
 
     Args:
         method: Method of the run.
         folder: Run folder; None keeps the key in memory.
-        rounds: Number of rounds.
+        config: Configuration of the run.
+        prepared: Training data after the data rules of the method.
+        spec: Layout and initial parameters of the model.
 
     Raises:
         CheckpointError: If the key of an unfinished run is missing.
     """
     if not any(rule.draws_secretly for rule in method.rules):
         return None
-    scope = f"{rounds} rounds"
+    fields = without_data_locations(config.model_dump(mode="json", exclude={*RESUMABLE} - {"rounds"}))
+    initial = zlib.crc32(spec.flatten().cpu().numpy().tobytes())
+    scope = json.dumps([fields, data_identity(prepared), stored_content(prepared), initial], sort_keys=True)
     if folder is None:
         return SecretKey().within(scope)
     path, metrics = folder / KEY_FILE, folder / "metrics.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -158,15 +159,17 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
     )
 
 
-def write_inputs(folder: Path, federation: Federation, config: Experiment) -> None:
-    """Write ``inputs.json``.
+def write_inputs(folder: Path, federation: Federation, config: Experiment) -> str:
+    """Write ``inputs.json`` and return its SHA-256.
 
     Args:
         folder: Run folder.
         federation: Data of all clients.
         config: Configuration of the run.
     """
-    write_atomic(folder / NAME, input_spec_of(federation, config).model_dump_json(indent=1).encode())
+    data = input_spec_of(federation, config).model_dump_json(indent=1).encode()
+    write_atomic(folder / NAME, data)
+    return hashlib.sha256(data).hexdigest()
 
 
 def read_inputs(folder: Path) -> InputSpec:

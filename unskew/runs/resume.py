@@ -79,6 +79,13 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
             f"The run in {parent} used other data or another partition, so no run can start from it here."
         )
     check_frozen(extra, server.spec)
+    private = server.method.aggregate is not None and bool(server.method.aggregate.continued)
+    partial = {each["sampling"] == "fixed" and each["participation"] < 1 for each in (extra["config"], vars(config))}
+    if private and len(partial) > 1:
+        raise ConfigError(
+            "Only one of this run and the run in start_from has fixed cohorts of some clients, for which epsilon has another "
+            "meaning, so the privacy of both cannot be added. Use the same sampling and participation."
+        )
     named = extra["config"].get("method")
     if isinstance(named, str):  # trusted only if it is the method that the new run names itself
         named = config.method if named == config.method else UntrustedText(named, str(path), TRUST)

@@ -20,7 +20,7 @@ from unskew.engines.cpu import default_torch_modes
 from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import check_run, folder_lock, output_folder, parse_path
+from unskew.filesystem import DEPLOYMENT, check_run, folder_lock, output_folder, parse_path
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, check_expression
 from unskew.methods.registry import method as method_of
@@ -42,6 +42,7 @@ from unskew.runs.build_model import ModelLike, match_model_input_range
 from unskew.runs.preparation import check_given_set, prepare
 from unskew.runs.session import Session
 from unskew.runs.validation import check_method
+from unskew.secret_draws import KEY_FILE
 
 
 def run(
@@ -159,6 +160,11 @@ def _execute(
     shared: Path | None,
 ) -> Result:
     """Run an experiment in a folder that the caller has locked."""
+    if folder is not None and (folder / DEPLOYMENT).exists():
+        raise CheckpointError(
+            f"{folder} is the folder of a deployed run, which a simulation cannot continue. Use unskew resume with --local, "
+            "or with --folder and --superlink."
+        )
     check_callbacks(callbacks)
     config = with_absolute_paths(config)
     method = method_of(config.method) if method is None else method
@@ -310,5 +316,6 @@ def finished_rounds(folder: Path) -> int | None:
     """Return the number of rounds of a finished run (if it stopped early, the configured number), or None."""
     if not (folder / "summary.json").exists():
         return None
+    (folder / KEY_FILE).unlink(missing_ok=True)  # left if the run was killed just before its end
     summary = read_summary(folder)
     return int(summary.get("max_rounds", summary["rounds"]))

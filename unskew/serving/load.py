@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from unskew.config.experiment import Experiment
@@ -15,16 +18,18 @@ from unskew.config.loader import experiment, load_yaml
 from unskew.data.federation import Federation
 from unskew.diagnosis.diagnose import FINAL, final_model
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import check_run, parse_path
+from unskew.filesystem import check_run, parse_path, read_file
 from unskew.methods.registry import method as method_of
 from unskew.models.spec import ModelSpec
 from unskew.provenance import TRUST
 from unskew.runs.build_model import ModelLike, initial_spec
+from unskew.runs.input_spec import NAME as INPUTS
 from unskew.runs.input_spec import InputSpec, read_inputs
 from unskew.runs.predictor import Predictor
 from unskew.serving.client_model import initial_values_note, model_of_client
 from unskew.serving.evaluation import evaluate_rows
 from unskew.serving.input_files import read_rows
+from unskew.simulation.checkpoint import checkpoint_errors
 
 
 class ServedModel(Predictor):
@@ -129,6 +134,10 @@ def open_run(
     method = method_of(config.method)
     spec = initial_spec(config, empty_federation(inputs), model, method)
     final = final_model(folder, spec)
+    with checkpoint_errors(folder / INPUTS), safe_open(folder / FINAL, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+        if about["inputs"] != hashlib.sha256(read_file(folder / INPUTS)).hexdigest():
+            raise ValueError("it is not the file that was written with model.safetensors, or it is damaged")
     if client is None:
         v, b, note = *final, initial_values_note(method, spec)
     else:

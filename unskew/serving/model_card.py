@@ -317,7 +317,8 @@ def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: 
         texts.append(escape_markdown(found.note))
     elif client is not None:
         texts.append("This model was trained for one client, but the metrics above are not of this model alone.")
-    guarantees = [f"Privacy: {escape_markdown(text)}" for text in privacy_sentences(own)]
+    is_global = client is None or found.note  # a personal model has seen its client's samples without noise
+    guarantees = [f"Privacy: {escape_markdown(text)}" for text in privacy_sentences(own) if is_global]
     none = "Training gave no privacy guarantee: information on single samples may be recoverable from the model."
     texts += guarantees or [none]
     path = found.folder / "warnings.txt"

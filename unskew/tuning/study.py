@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import csv
 import math
+import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
 
 from unskew.errors import CheckpointError, ConfigError, short_repr
-from unskew.filesystem import escape_formula, file_lock, make_folder
+from unskew.filesystem import check_database, escape_formula, file_lock, make_folder
+from unskew.json_models import JsonModel
 from unskew.protocol.search_space import CategoricalSpace, Space
 from unskew.seeding import derive
+from unskew.simulation.checkpoint import checkpoint_errors
 from unskew.tuning.spaces import fixed_fields, is_in_space, rounded
 
+NAME = "study.db"
 MISSING = "Tuning needs Optuna. Install it with: pip install 'unskew[tune]'."
 LONG = 600.0
 """Seconds to wait for another process that is drawing its next trial."""
@@ -44,8 +51,11 @@ def make_storage(folder: Path | None) -> Any:
     optuna = optuna_library()
     if folder is None:
         return optuna.storages.InMemoryStorage()
-    options = {"connect_args": {"timeout": LONG}}
-    return optuna.storages.RDBStorage(f"sqlite:///{(folder / 'study.db').absolute()}", engine_kwargs=options)
+    path = (folder / NAME).absolute()
+    check_database(path)
+    # The name of a folder may contain characters that have a meaning in a URL.
+    connect = partial(sqlite3.connect, path, timeout=LONG, check_same_thread=False)
+    return optuna.storages.RDBStorage(f"sqlite:///{NAME}", engine_kwargs={"creator": connect})
 
 
 @contextmanager
@@ -65,6 +75,33 @@ def database() -> Iterator[None]:
             f"The database of the trials, study.db, could not be used: {reason}. Free some disk space or repair the folder, "
             "then continue with --resume. Finished trials are kept."
         ) from error
+
+
+class PrivacySpent(JsonModel):
+    """Privacy of its data that a trial has spent."""
+
+    epsilon: Annotated[float, Field(ge=0)]
+    delta: Annotated[float, Field(ge=0, le=1)]
+    gaussian_mu: Annotated[float, Field(ge=0)] | None = None
+    synthetic: str | None = None
+
+
+class Attributes(JsonModel):
+    """Values that ``Trial`` adds to a trial."""
+
+    rounds: Annotated[int, Field(ge=0)] | None = None
+    reason: str | None = None
+    privacy: PrivacySpent | None = None
+
+
+class StoredTrial(JsonModel):
+    """Values of a trial in the database, besides its options."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
+
+    values: Annotated[list[float], Field(max_length=1)] | None
+    intermediate_values: dict[int, float]
+    user_attrs: Attributes
 
 
 class TrialPruned(Exception):
@@ -116,6 +153,10 @@ class Study:
                 pruner=pruner,
                 load_if_exists=True,
             )
+            with checkpoint_errors(Path(NAME)):
+                for trial in self.study.get_trials(deepcopy=False):
+                    StoredTrial.model_validate(trial, from_attributes=True)
+                    self.params_of(trial)
             if first and not self.study.get_trials(deepcopy=False):
                 self.study.enqueue_trial(dict(first), skip_if_exists=True)
 

@@ -17,10 +17,9 @@ from pydantic.dataclasses import dataclass
 
 from unskew.deployment.server.sites import Count, RoundPolicy, Seconds
 from unskew.errors import ConfigError, plain_message
+from unskew.filesystem import DEPLOYMENT
 from unskew.json_models import STRICT, read_model, write_model
 
-FILE = "deployment.json"
-"""File in the run folder that stores the deployment configuration."""
 Limit = Annotated[float, Field(gt=0, lt=1e12)]
 
 
@@ -72,7 +71,7 @@ class Deployment:
 
     def write(self, folder: Path) -> None:
         """Write the configuration to a run folder."""
-        write_model(folder / FILE, self)
+        write_model(folder / DEPLOYMENT, self)
 
     def write_excluded(self, folder: Path, clients: Iterable[int]) -> None:
         """Store the excluded clients, so that a resumed run also excludes them.
@@ -93,9 +92,9 @@ class Deployment:
         Raises:
             CheckpointError: If the file cannot be read, or was not written by a deployed run.
         """
-        return read_model(folder / FILE, Deployment, "The run cannot be resumed.")
+        return read_model(folder / DEPLOYMENT, Deployment, "The run cannot be resumed.")
 
 
 def is_deployed(folder: Path) -> bool:
     """Return whether a run folder belongs to a deployed run."""
-    return (folder / FILE).is_file()
+    return (folder / DEPLOYMENT).is_file()
