@@ -144,14 +144,24 @@ class SiteState:
             )
         self._write("evaluated.json", (done + 1, round, request))
 
-    def known(self) -> dict[str, str]:
-        """Return the digest of each part of the model as last received, by part."""
-        return self._read("received.json", dict[str, str], {})
+    def known(self, accepted: int | None) -> dict[str, str]:
+        """Return the digest of each part of the model as last received, by part, until the round of a state.
 
-    def keep_known(self, parts: Mapping[str, str]) -> None:
-        """Store the digest of each part of the model as last received."""
+        Args:
+            accepted: Round of the state that the site continues from; None if there is none.
+        """
+        return self._read("received.json", dict[str, dict[str, str]], {}).get(str(accepted), {})
+
+    def keep_known(self, accepted: int | None, round: int, parts: Mapping[str, str]) -> None:
+        """Store the digest of each part of the model as last received.
+
+        Args:
+            accepted: Round of the state that the site has continued from; None if there was none.
+            round: Number of the round, from 0.
+            parts: Digests, by part.
+        """
         if parts:
-            self._write("received.json", dict(parts))
+            self._write("received.json", {str(accepted): self.known(accepted), str(round): dict(parts)})
 
     def _read(self, name: str, kind: type[Content], missing: Content) -> Content:
         path = self.folder / name
