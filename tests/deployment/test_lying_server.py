@@ -31,7 +31,6 @@ from unskew.errors import EngineError, UnskewError
 from unskew.protocol.messages import ClientState, Update
 
 RUN, SIZE, CHANCE = "0123456789abcdef", 400, 0.25  # five standard deviations of the cosine of two random vectors
-INITIAL, ANOTHER = (BroadcastDigest(name, name, {}, "own", name) for name in ("initial", "another"))
 SWITCHES = {
     "threshold": lambda patch: patch.setattr(secagg_client, "threshold", lambda sites: sites // 2 + 1),
     "signatures": lambda patch: patch.setattr(secagg_client, "is_signed", lambda *_: True),
@@ -181,19 +180,19 @@ def test_runs_at_the_same_time_do_not_open_two_sums(tmp_path):
     """Both are asked to sign before either is opened."""
     one, two = (DataLedger(tmp_path / "ledger.json", run, f"experiment of {run}") for run in ("a" * 8, "b" * 8))
     for ledger in (one, two):
-        ledger.check(0, (0, 1, 2), INITIAL)
-    one.record(0, (0, 1, 2), INITIAL)
+        ledger.check(0, (0, 1, 2), "initial")
+    one.record(0, (0, 1, 2), "initial")
     with pytest.raises(UnskewError, match=r"set max_runs: 2 in site\.yaml"):
-        two.record(0, (0, 1), INITIAL)
+        two.record(0, (0, 1), "initial")
     with pytest.raises(UnskewError, match="has already opened the sum of clients 0, 1, 2 in round 1"):
-        one.record(0, (0, 1), ANOTHER)
-    one.record(1, (0, 1), ANOTHER)
+        one.record(0, (0, 1), "another")
+    one.record(1, (0, 1), "another")
     with pytest.raises(UnskewError, match="or from the same model"):
-        one.record(2, (0, 1), INITIAL)
+        one.record(2, (0, 1), "initial")
     allowed = replace(two, most=2)
     with pytest.raises(UnskewError, match="or from the same model"):
-        allowed.record(0, (0, 1), INITIAL)
-    allowed.record(0, (0, 1, 2), INITIAL)
+        allowed.record(0, (0, 1), "initial")
+    allowed.record(0, (0, 1, 2), "initial")
     assert (one.num_opened(), two.num_opened()) == (2, 1)
 
 

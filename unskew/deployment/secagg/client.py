@@ -291,7 +291,7 @@ class OpenSum:
         alive = {int(k) for k in parse_json_field(config, "alive")}
         if not alive <= {*self.shares} or self.client not in alive or len(alive) < max(self.needed, self.least):
             raise InvalidMessageError("the list of arrived updates contains sites outside the sum, or too few sites")
-        self.ledger.check(self.round, tuple(sorted(alive)), self.model)
+        self.ledger.check(self.round, tuple(sorted(alive)), self.model.model)
         self.alive = tuple(sorted(alive))
         return Frame("agreed", {"client": self.client, "signature": self.identity.sign(self._survivors())})
 
@@ -316,7 +316,7 @@ class OpenSum:
             raise InvalidMessageError(
                 f"{len(signers)} sites have signed the same list as this one; at least {self.needed} are required"
             )
-        self.ledger.record(self.round, self.alive, self.model)
+        self.ledger.record(self.round, self.alive, self.model.model)
         opened = {k: f"{self.shares[k][0 if k in self.alive else 1]:x}" for k in sorted(self.shares)}
         self.secret = self.seal_secret = self.seed = 0
         return Frame("opened", {"client": self.client, "shares": json.dumps(opened)})

@@ -10,7 +10,6 @@ from typing import Annotated
 from pydantic import Field
 
 from unskew.deployment.site.state import SiteStateLostError
-from unskew.deployment.wire.messages import BroadcastDigest
 from unskew.errors import ConfigError
 from unskew.filesystem import make_folder
 from unskew.json_models import JsonModel, read_model, write_model
@@ -25,15 +24,6 @@ class SumAlreadyOpenedError(SiteStateLostError):
     """Another sum from the same model was opened, so this site does not take part in the requested one."""
 
 
-class SumRecord(JsonModel):
-    """An opened sum, as far as it determines whether its difference from another one reveals something."""
-
-    clients: Clients
-    """Clients of the sum."""
-    own: str
-    """Digest of what only this site has received: its weight, its budget and the state that it continued from."""
-
-
 class RunRecord(JsonModel):
     """Record of one run."""
 
@@ -43,8 +33,6 @@ class RunRecord(JsonModel):
     """Newest round whose sum was opened; -1 before the first."""
     clients: Clients = ()
     """Clients of that sum."""
-    start: str = ""
-    """Digest of all that this site trained from in that sum."""
     opened: Annotated[int, Field(ge=0)] = 0
     """Number of rounds whose sums were opened."""
 
@@ -54,8 +42,8 @@ class Records(JsonModel):
 
     runs: dict[str, RunRecord] = Field(default_factory=dict)
     """Runs that used the data, by identifier."""
-    models: dict[str, SumRecord] = Field(default_factory=dict)
-    """Each opened sum, by the digest of the model from which its clients trained."""
+    models: dict[str, Clients] = Field(default_factory=dict)
+    """Clients of each opened sum, by the digest of the model from which they trained."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +51,8 @@ class DataLedger:
     """Record of the masked sums that a site has helped to unmask (opened), and of the runs with privacy noise.
 
     The difference of two sums over different sites, from the same model, can be the update of a single site. Training is
-    deterministic, so this also holds for sums of two runs, and of two experiments whose updates are equal. The difference of
-    two sums over the same sites reveals one site's state, if only this site has trained from another state or with another
-    weight. The noise of two runs can be averaged. Therefore the record belongs to the site's data set: it covers all its runs and experiments, of
+    deterministic, so this also holds for sums of two runs, and of two experiments whose updates are equal. The noise of two
+    runs can be averaged. Therefore the record belongs to the site's data set: it covers all its runs and experiments, of
     which the site's administrator sets the largest number.
 
     Attributes:
@@ -126,38 +113,36 @@ class DataLedger:
         record = self._read().runs.get(self.run)
         return 0 if record is None else record.opened
 
-    def check(self, round: int, clients: tuple[int, ...], model: BroadcastDigest) -> None:
+    def check(self, round: int, clients: tuple[int, ...], model: str) -> None:
         """Validate that no sum was opened that could be compared with this one.
 
         Args:
             round: Number of the round, from 0.
             clients: Clients in the sum.
-            model: Digests of the broadcast from which they trained.
+            model: Digest of the model from which they trained.
 
         Raises:
             SumAlreadyOpenedError: If another sum of this round, or from the same model, was opened.
         """
         self._check(self._admitted(), round, clients, model)
 
-    def _check(self, records: Records, round: int, clients: tuple[int, ...], model: BroadcastDigest) -> None:
-        run, same = records.runs.get(self.run), records.models.get(model.model)
-        for before, good in (
-            (run.clients if run is not None and run.round == round else (), run and run.start == model.start),
-            (() if same is None else same.clients, same and same.own == model.own),
-        ):
-            if before and not (before == clients and good):
+    def _check(self, records: Records, round: int, clients: tuple[int, ...], model: str) -> None:
+        record = records.runs.get(self.run)
+        same_round = record.clients if record is not None and record.round == round else ()
+        for before in (same_round, records.models.get(model, ())):
+            if before and before != clients:
                 raise SumAlreadyOpenedError(
                     f"this site has already opened the sum of clients {', '.join(map(str, before))} in round {round + 1} or "
                     "from the same model; the difference from another sum could reveal the update of one site"
                 )
 
-    def record(self, round: int, clients: tuple[int, ...], model: BroadcastDigest) -> None:
+    def record(self, round: int, clients: tuple[int, ...], model: str) -> None:
         """Store on disk that a sum is being opened; call this before the first share leaves the site.
 
         Args:
             round: Number of the round, from 0.
             clients: Clients in the sum.
-            model: Digests of the broadcast from which they trained.
+            model: Digest of the model from which they trained.
 
         Raises:
             SumAlreadyOpenedError: If another sum of this round, or from the same model, was opened.
@@ -167,10 +152,8 @@ class DataLedger:
         before = records.runs.get(self.run, RunRecord(experiment=self.experiment))
         count = before.opened + (round != before.round)
         self._write(
-            records.model_copy(
-                update={"models": {**records.models, model.model: SumRecord(clients=clients, own=model.own)}}
-            ),
-            RunRecord(experiment=self.experiment, round=round, clients=clients, start=model.start, opened=count),
+            records.model_copy(update={"models": {**records.models, model: clients}}),
+            RunRecord(experiment=self.experiment, round=round, clients=clients, opened=count),
         )
 
     def _write(self, records: Records, current: RunRecord) -> None:

@@ -221,6 +221,7 @@ class SiteTrainer:
             update = self._noisy(request, state, received, digest.signed, ledger)
             state.keep_known(accepted, round, digest.known)
             return masks.begin(session, update, None, digest, ledger, self.least)
+        state.check_start(round, digest)
         update, broadcast = self.trained(request, state, received)
         self._check_weight(request, update)
         state.keep_known(accepted, round, digest.known)
