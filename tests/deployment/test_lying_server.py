@@ -407,6 +407,25 @@ def test_a_weight_or_budget_that_would_single_out_a_site_is_rejected(tmp_path):
     assert all("the weight" in reason for reason in seen)
 
 
+def test_a_site_with_synthetic_data_has_the_weight_of_its_own_samples_only(tmp_path):
+    """With two weights, the difference of two sums would be a multiple of one site's update."""
+    method = "fedssyn:generator=vae-small,epochs=1,n_syn=8"
+    place, seen = LoopPlace(tmp_path, {**TINY, **FOUR, "method": method}), []
+
+    def asks(client, asked, answer):
+        if answer.kind == "ready":
+            other = {"weight": float(answer.config["examples"]), "session": "ff" * 16}
+            seen.append(place.sites[client].answer(replace(asked, config={**asked.config, **other})).kind)
+        return answer
+
+    place.link.spoil = asks
+    result, _ = deployed(
+        tmp_path, place, with_patience(round_timeout=5.0, on_timeout="continue"), method=method, **FOUR
+    )
+    assert result.history[0]["updates"] == 4
+    assert seen == ["refused"] * 4
+
+
 def test_a_client_number_belongs_to_the_key_that_the_roster_names(tmp_path):
     told, place = Told(), LoopPlace(tmp_path, {**TINY, **FOUR})
     place.link.spoil = lambda client, asked, answer: (

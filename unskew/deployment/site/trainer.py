@@ -221,9 +221,9 @@ class SiteTrainer:
             update = self._noisy(request, state, received, digest.signed, ledger)
             state.keep_known(accepted, round, digest.known)
             return masks.begin(session, update, None, digest, ledger, self.least)
-        state.check_start(round, digest)
         update, broadcast = self.trained(request, state, received)
         self._check_weight(request, update)
+        state.check_start(round, digest)
         state.keep_known(accepted, round, digest.known)
         delta = gather_slices(update.delta, broadcast.up) if self.terms.sends_model else None
         return masks.begin(session, update, delta, digest, ledger, self.least)
