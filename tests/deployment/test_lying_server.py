@@ -409,8 +409,8 @@ def test_a_weight_or_budget_that_would_single_out_a_site_is_rejected(tmp_path):
 
 def test_a_site_with_synthetic_data_has_the_weight_of_its_own_samples_only(tmp_path):
     """With two weights, the difference of two sums would be a multiple of one site's update."""
-    method = "fedssyn:generator=vae-small,epochs=1,n_syn=8"
-    place, seen = LoopPlace(tmp_path, {**TINY, **FOUR, "method": method}), []
+    options = {**FOUR, "method": "fedssyn:generator=vae-small,epochs=1,n_syn=8", "client_weighting": "samples"}
+    place, seen = LoopPlace(tmp_path, {**TINY, **options}), []
 
     def asks(client, asked, answer):
         if answer.kind == "ready":

@@ -215,8 +215,7 @@ class SiteTrainer:
         accepted, round = read_accepted(request), read_integer(request.config, "round")
         state.check_round(round, new=False)
         before_training = hashlib.sha256(encode_tensors(state.after(accepted, forget=False).tensors())).hexdigest()
-        known = state.known(accepted)
-        digest = broadcast_digest(request, self.terms, known, self._received[1], before_training)
+        digest = broadcast_digest(request, self.terms, state.known(accepted), self._received[1], before_training)
         if self.noise is not None:
             update = self._noisy(request, state, received, digest.signed, ledger)
             state.keep_known(accepted, round, digest.known)
@@ -249,7 +248,7 @@ class SiteTrainer:
         counted = read_integer(request.config, "counted") if "counted" in budget else update.examples
         good = self.data.examples <= counted <= update.examples and (not budget or bool(self.method.data))
         uniform = resolve_weighting(self.config, self.method) == "uniform"
-        if not good or update.weight != (1.0 if uniform else float(self.data.examples)):
+        if not good or update.weight != (1 if uniform else self.data.examples):
             raise InvalidMessageError(
                 f"the weight {update.weight:g} or the budget differs from that of the experiment and {self.site.name}"
             )

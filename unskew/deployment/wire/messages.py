@@ -284,8 +284,8 @@ def broadcast_digest(
             parts |= _part_digests(name, blob, frame, terms)
         else:
             complete[name] = blob.digest()
-    spans = sorted((name, int(start), int(end)) for name, start, end in (key.rsplit(":", 2) for key in parts))
-    if any(one[0] == other[0] and one[2] > other[1] for one, other in pairwise(spans)):
+    cuts = sorted((name, int(start), int(end)) for name, start, end in (key.rsplit(":", 2) for key in parts))
+    if any(name == after and end > start for (name, _, end), (after, start, _) in pairwise(cuts)):
         raise InvalidMessageError("its slices of the model overlap slices of earlier rounds")
     model = _text_digest([sorted(parts.items()), sorted(complete.items())])
     weights = _text_digest([state, *(frame.config.get(name) for name in ("weight", "counted"))])
