@@ -419,9 +419,7 @@ def test_a_site_with_synthetic_data_has_the_weight_of_its_own_samples_only(tmp_p
         return answer
 
     place.link.spoil = asks
-    result, _ = deployed(
-        tmp_path, place, with_patience(round_timeout=5.0, on_timeout="continue"), method=method, **FOUR
-    )
+    result, _ = deployed(tmp_path, place, with_patience(round_timeout=5.0, on_timeout="continue"), **options)
     assert result.history[0]["updates"] == 4
     assert seen == ["refused"] * 4
 
