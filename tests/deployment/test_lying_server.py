@@ -375,9 +375,10 @@ def test_a_mean_above_the_norm_is_not_used(tmp_path):
     assert "at least one of these sites sent wrong numbers" in " ".join(told.warnings)
 
 
-def test_of_two_sites_that_contradict_each_other_neither_is_blamed(tmp_path):
+@pytest.mark.parametrize("wrong", ["[1]", "[1, 1, 1.0, true]"])
+def test_of_two_sites_that_contradict_each_other_neither_is_blamed(wrong, tmp_path):
     told, place = Told(), LoopPlace(tmp_path, {**TINY, **FOUR})
-    lies = iter([Frame("accused", {"wrong": "[1]"})])
+    lies = iter([Frame("accused", {"wrong": wrong})])
 
     def accuses_once(client, asked, answer):
         lie = next(lies, None) if client == 3 and answer.kind == "masked" else None
