@@ -375,9 +375,10 @@ def test_a_mean_above_the_norm_is_not_used(tmp_path):
     assert "at least one of these sites sent wrong numbers" in " ".join(told.warnings)
 
 
-def test_of_two_sites_that_contradict_each_other_neither_is_blamed(tmp_path):
+@pytest.mark.parametrize("wrong", ["[1]", "[1, 1, 1.0, true]"])
+def test_of_two_sites_that_contradict_each_other_neither_is_blamed(wrong, tmp_path):
     told, place = Told(), LoopPlace(tmp_path, {**TINY, **FOUR})
-    lies = iter([Frame("accused", {"wrong": "[1]"})])
+    lies = iter([Frame("accused", {"wrong": wrong})])
 
     def accuses_once(client, asked, answer):
         lie = next(lies, None) if client == 3 and answer.kind == "masked" else None
@@ -405,6 +406,23 @@ def test_a_weight_or_budget_that_would_single_out_a_site_is_rejected(tmp_path):
     deployed(tmp_path, place, **FOUR)
     assert len(seen) == 12
     assert all("the weight" in reason for reason in seen)
+
+
+def test_a_site_with_synthetic_data_has_the_weight_of_its_own_samples_only(tmp_path):
+    """With two weights, the difference of two sums would be a multiple of one site's update."""
+    options = {**FOUR, "method": "fedssyn:generator=vae-small,epochs=1,n_syn=8", "client_weighting": "samples"}
+    place, seen = LoopPlace(tmp_path, {**TINY, **options}), []
+
+    def asks(client, asked, answer):
+        if answer.kind == "ready":
+            other = {"weight": float(answer.config["examples"]), "session": "ff" * 16}
+            seen.append(place.sites[client].answer(replace(asked, config={**asked.config, **other})).kind)
+        return answer
+
+    place.link.spoil = asks
+    result, _ = deployed(tmp_path, place, with_patience(round_timeout=5.0, on_timeout="continue"), **options)
+    assert result.history[0]["updates"] == 4
+    assert seen == ["refused"] * 4
 
 
 def test_a_client_number_belongs_to_the_key_that_the_roster_names(tmp_path):

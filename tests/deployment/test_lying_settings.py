@@ -17,6 +17,7 @@ import unskew
 from unskew.config.loader import experiment
 from unskew.deployment.flower.project_files import init_project
 from unskew.deployment.secagg.client import SecAggClient
+from unskew.deployment.secagg.engine import MaskedEngine
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, is_in_range, quantize, step_size
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.audit_log import read_events
@@ -24,10 +25,11 @@ from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import run
 from unskew.deployment.site import process, trainer
 from unskew.deployment.site.check import check_site
+from unskew.deployment.site.state import SiteState
 from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema, experiment_digest
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import BroadcastDigest, broadcast_digest, parameter_spans
-from unskew.deployment.wire.tensor_codec import decode_record, encode_record
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.build_model import initial_spec
 from unskew.runs.run import load_federation_for
@@ -194,6 +196,56 @@ def test_slices_that_were_not_sent_again_are_compared_as_last_received(tmp_path)
     result = run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     assert max(sizes) < 4 * len(result.vector)
     assert [row["updates"] for row in result.history] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("method", ["scaffold", pytest.param("feddyn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("off", [True, False])
+def test_two_sums_of_one_round_do_not_show_the_state_of_one_site(method, off, tmp_path, monkeypatch):
+    """In the second one, only the last site starts without its state of the first round."""
+    if off:
+        monkeypatch.setattr(SiteState, "check_start", lambda *_: None)
+    values, place = sites_of(tmp_path, 5, False, method=method, rounds=2)
+    truth, sums, honest_begin, summed = [], [], SecAggClient.begin, MaskedEngine._summed
+
+    def spy(self, session, update, delta, *others, **named):
+        truth.extend([delta.double()] if update.client == 4 else [])
+        return honest_begin(self, session, update, delta, *others, **named)
+
+    def twice(self, broadcasts):
+        sums.append(summed(self, broadcasts))
+        if broadcasts[0].round == 1:
+            sums.append(summed(self, [replace(b, accepted=None if b.client == 4 else b.accepted) for b in broadcasts]))
+        return sums[-1]
+
+    monkeypatch.setattr(SecAggClient, "begin", spy)
+    monkeypatch.setattr(MaskedEngine, "_summed", twice)
+    run(experiment(values), with_patience(round_timeout=0.05, on_timeout="continue"), tmp_path / "r", [], print, place)
+    assert [4 in opened.clients for opened in sums] == [True, True, off]
+    if off:
+        assert cosine(sums[1].tensors["delta"] - sums[2].tensors["delta"], truth[0]) > 0.99
+
+
+def test_slices_are_compared_as_received_until_the_round_that_a_site_continues_from(tmp_path):
+    state = SiteState(tmp_path, "a" * 16, 0)
+    state.keep_known(None, 0, {"v:0:4": "a"})
+    state.keep_known(0, 1, {"v:0:4": "b"})
+    assert [state.known(k) for k in (None, 0, 1)] == [{}, {"v:0:4": "a"}, {"v:0:4": "b"}]
+
+
+def test_slices_that_overlap_others_are_rejected(tmp_path):
+    """Their order would determine a site's model, but not its digest."""
+    values = {**TINY, **MASKED, "clients": 4, "method": "fedals:alpha=2", "model": "mlp"}
+    place = LoopPlace(tmp_path, values)
+    run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
+    frame = next(frame for _, frame in place.link.sent if frame.kind == "train")
+    terms = place.sites[0]._work[1].terms
+    known = broadcast_digest(frame, terms, {}, "").known
+    v = decode_record(frame, "model")["v"][1:3]
+    part = replace(
+        frame, config={**frame.config, "down": "1:3"}, arrays={**frame.arrays, **encode_record("model", {"v": v})}
+    )
+    with pytest.raises(InvalidMessageError, match="overlap slices of earlier rounds"):
+        broadcast_digest(part, terms, known, "")
 
 
 def test_honest_sites_that_missed_a_round_take_part_again(tmp_path):

@@ -318,7 +318,7 @@ class MaskedSum:
                 wrong = parse_json_field(frame.config, "wrong")
                 if not isinstance(wrong, list) or not wrong or not {*wrong} <= {*self.shares} - {client}:
                     raise InvalidMessageError("it accuses sites that do not belong to the sum")
-                accusations[client] = wrong
+                accusations[client] = {*wrong}
                 return True
             if frame.kind != "masked":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'masked'")

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from unskew.deployment.wire.frames import Frame, FrameError, decode, encode_header
+from unskew.deployment.wire.messages import BroadcastDigest
 from unskew.errors import UnskewError
 from unskew.filesystem import make_folder, write_atomic
 from unskew.json_models import Content, read_model, write_model
@@ -144,14 +145,44 @@ class SiteState:
             )
         self._write("evaluated.json", (done + 1, round, request))
 
-    def known(self) -> dict[str, str]:
-        """Return the digest of each part of the model as last received, by part."""
-        return self._read("received.json", dict[str, str], {})
+    def check_start(self, round: int, digest: BroadcastDigest) -> None:
+        """Validate that a masked update continues from the same state, with the same weight, as others that it equals.
 
-    def keep_known(self, parts: Mapping[str, str]) -> None:
-        """Store the digest of each part of the model as last received."""
+        If only this site trained from another state, the difference of two sums over the same sites would reveal its part.
+        This is stored before the update leaves the site, because the others can open the sum without it.
+
+        Args:
+            round: Number of the round, from 0.
+            digest: Digests of the broadcast.
+
+        Raises:
+            OutdatedMessageError: If the site has trained from the same model, or in this round, with something else.
+        """
+        newest, start, own = self._read("started.json", tuple[int, str, dict[str, str]], (-1, "", {}))
+        if (round == newest and start != digest.start) or own.get(digest.model, digest.own) != digest.own:
+            raise OutdatedMessageError(
+                f"this site has trained round {round + 1} of the run, or the same model, from another state or weight"
+            )
+        self._write("started.json", (round, digest.start, {**own, digest.model: digest.own}))
+
+    def known(self, accepted: int | None) -> dict[str, str]:
+        """Return the digest of each part of the model as last received, by part, until the round of a state.
+
+        Args:
+            accepted: Round of the state that the site continues from; None if there is none.
+        """
+        return self._read("received.json", dict[str, dict[str, str]], {}).get(str(accepted), {})
+
+    def keep_known(self, accepted: int | None, round: int, parts: Mapping[str, str]) -> None:
+        """Store the digest of each part of the model as last received.
+
+        Args:
+            accepted: Round of the state that the site has continued from; None if there was none.
+            round: Number of the round, from 0.
+            parts: Digests, by part.
+        """
         if parts:
-            self._write("received.json", dict(parts))
+            self._write("received.json", {str(accepted): self.known(accepted), str(round): dict(parts)})
 
     def _read(self, name: str, kind: type[Content], missing: Content) -> Content:
         path = self.folder / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from unskew.deployment.wire.messages import (
     broadcast_digest,
     decode_broadcast,
     encode_update,
+    read_accepted,
     read_integer,
     read_text,
     request_digest,
@@ -31,6 +33,7 @@ from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.methods.registry import method as method_of
+from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.payload import gather_slices
 from unskew.runs.build_model import initial_spec, match_model_input_range
@@ -209,14 +212,18 @@ class SiteTrainer:
             return before
         if self._received[0] != received.identity:
             self._received = received.identity, received.digest()
-        digest = broadcast_digest(request, self.terms, state.known(), self._received[1])
+        accepted, round = read_accepted(request), read_integer(request.config, "round")
+        state.check_round(round, new=False)
+        before_training = hashlib.sha256(encode_tensors(state.after(accepted, forget=False).tensors())).hexdigest()
+        digest = broadcast_digest(request, self.terms, state.known(accepted), self._received[1], before_training)
         if self.noise is not None:
             update = self._noisy(request, state, received, digest.signed, ledger)
-            state.keep_known(digest.known)
+            state.keep_known(accepted, round, digest.known)
             return masks.begin(session, update, None, digest, ledger, self.least)
         update, broadcast = self.trained(request, state, received)
         self._check_weight(request, update)
-        state.keep_known(digest.known)
+        state.check_start(round, digest)
+        state.keep_known(accepted, round, digest.known)
         delta = gather_slices(update.delta, broadcast.up) if self.terms.sends_model else None
         return masks.begin(session, update, delta, digest, ledger, self.least)
 
@@ -241,8 +248,7 @@ class SiteTrainer:
         counted = read_integer(request.config, "counted") if "counted" in budget else update.examples
         good = self.data.examples <= counted <= update.examples and (not budget or bool(self.method.data))
         uniform = resolve_weighting(self.config, self.method) == "uniform"
-        expected = {1.0} if uniform else {float(update.examples), float(counted)}
-        if not good or update.weight not in expected:
+        if not good or update.weight != (1 if uniform else self.data.examples):
             raise InvalidMessageError(
                 f"the weight {update.weight:g} or the budget differs from that of the experiment and {self.site.name}"
             )
@@ -268,7 +274,7 @@ class SiteTrainer:
             )
 
     def _cast(self, request: Frame, state: SiteState, training: bool = False) -> Broadcast:
-        accepted = None if request.config.get("accepted") == -1 else read_integer(request.config, "accepted")
+        accepted = read_accepted(request)
         state.check_round(read_integer(request.config, "round"), training)
         broadcast = decode_broadcast(request, self.terms, state.after(accepted, forget=training))
         if broadcast.client != self.site.client:

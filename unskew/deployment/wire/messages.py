@@ -8,7 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -246,14 +246,20 @@ class BroadcastDigest:
         signed: Digest of all that a site computes with, which must be equal for all sites of a masked sum.
         model: Digest of the model and of the tensors of rules from which the site trains.
         known: Digest of each part of these tensors as last received, by part, for methods that exchange only slices.
+        own: Digest of what may differ between the sites of a sum: weight, budget and the state that the site continues from.
+        start: Digest of the model, of these, and of the slices that were sent.
     """
 
     signed: str
     model: str
     known: dict[str, str]
+    own: str = ""
+    start: str = ""
 
 
-def broadcast_digest(frame: Frame, terms: WireContext, known: Mapping[str, str], received: str) -> BroadcastDigest:
+def broadcast_digest(
+    frame: Frame, terms: WireContext, known: Mapping[str, str], received: str, state: str = ""
+) -> BroadcastDigest:
     """Return the digests of a broadcast.
 
     A server that sends one site another model, schema or setting could otherwise identify this site's update in the sum.
@@ -263,11 +269,13 @@ def broadcast_digest(frame: Frame, terms: WireContext, known: Mapping[str, str],
     Args:
         frame: Message that was received.
         terms: Wire context.
-        known: Parts that the site received in earlier rounds.
+        known: Parts that the site received until the round whose state it continues from.
         received: Digest of the data that the site received before the first round.
+        state: Digest of the state that the site continues from.
 
     Raises:
-        InvalidMessageError: If the slices are invalid.
+        InvalidMessageError: If the slices are invalid, or overlap others that the site received before. Then the order in
+            which it received them would determine its model, but not the digest.
     """
     sliced = terms.method.sync is not None
     complete, parts = {}, {**known}
@@ -276,10 +284,15 @@ def broadcast_digest(frame: Frame, terms: WireContext, known: Mapping[str, str],
             parts |= _part_digests(name, blob, frame, terms)
         else:
             complete[name] = blob.digest()
+    cuts = sorted((name, int(start), int(end)) for name, start, end in (key.rsplit(":", 2) for key in parts))
+    if any(name == after and end > start for (name, _, end), (after, start, _) in pairwise(cuts)):
+        raise InvalidMessageError("its slices of the model overlap slices of earlier rounds")
     model = _text_digest([sorted(parts.items()), sorted(complete.items())])
+    weights = _text_digest([state, *(frame.config.get(name) for name in ("weight", "counted"))])
+    start = _text_digest([model, weights, frame.config.get("down")])
     own = PER_SITE | ({"down"} if sliced else set())
     settings = {name: value for name, value in frame.config.items() if name not in own}
-    return BroadcastDigest(_text_digest([settings, model, received]), model, parts)
+    return BroadcastDigest(_text_digest([settings, model, received]), model, parts, weights, start)
 
 
 def _part_digests(name: str, blob: Blob, frame: Frame, terms: WireContext) -> dict[str, str]:
@@ -375,7 +388,7 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
         weight=read_number(config, "weight", 0.0, LARGEST_WEIGHT),
         down=down,
         up=up,
-        accepted=None if config.get("accepted") == -1 else read_integer(config, "accepted"),
+        accepted=read_accepted(frame),
         report=config.get("report") is True,
         keeps=config.get("keeps") is True,
         closing=config.get("closing") is True,
@@ -520,6 +533,18 @@ def check_reply_matches(config: dict[str, Any], broadcast: Broadcast, examples: 
             raise InvalidMessageError(f"its {name} is {config.get(name)} instead of {expected}")
     if config.get("weight") != broadcast.weight:
         raise InvalidMessageError(f"its weight is {printable(config.get('weight'))[:40]} instead of {broadcast.weight}")
+
+
+def read_accepted(frame: Frame) -> int | None:
+    """Return the round of the last update that the server accepted from a site; None if there is none.
+
+    Args:
+        frame: Broadcast that was received.
+
+    Raises:
+        InvalidMessageError: If the field is missing or invalid.
+    """
+    return None if frame.config.get("accepted") == -1 else read_integer(frame.config, "accepted")
 
 
 def read_integer(config: dict[str, Any], name: str, largest: int = 1 << 62) -> int:
