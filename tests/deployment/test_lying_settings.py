@@ -5,6 +5,7 @@ defense switched off, where they succeed.
 """
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -211,10 +212,15 @@ def test_two_sums_of_one_round_do_not_show_the_state_of_one_site(method, off, tm
         truth.extend([delta.double()] if update.client == 4 else [])
         return honest_begin(self, session, update, delta, *others, **named)
 
+    honest_answer = place.sites[4].answer
+
     def twice(self, broadcasts):
         sums.append(summed(self, broadcasts))
         if broadcasts[0].round == 1:
-            sums.append(summed(self, [replace(b, accepted=None if b.client == 4 else b.accepted) for b in broadcasts]))
+            place.sites[4].answer = lambda frame: honest_answer(
+                replace(frame, config={**frame.config, "accepted": -1}) if frame.kind == "train" else frame
+            )
+            sums.append(summed(self, broadcasts))
         return sums[-1]
 
     monkeypatch.setattr(SecAggClient, "begin", spy)
@@ -434,13 +440,13 @@ def test_a_site_evaluates_one_model_per_round(masked, tmp_path):
 def test_evaluations_before_the_first_masked_sum_count_as_a_run(tmp_path):
     """Else a server could have a model evaluated in each of many runs that open no sum."""
     values = {**TINY, "secure_aggregation": "required", "clients": 4, "rounds": 1, "eval_clients": 10}
-    place, seen = LoopPlace(tmp_path / "first", values), []
+    place, seen = LoopPlace(tmp_path, values), []
     place.link.spoil = lambda client, asked, answer: seen.append(asked) or answer
     run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     asked = next(frame for frame in seen if frame.kind == "evaluate" and frame.config["client"] == 3)
-    site = LoopPlace(tmp_path / "second", values).sites[3]
+    shutil.rmtree(tmp_path / "sites" / "3" / "state")  # as a site that has opened no sum
     first, second = (
-        site.answer(replace(asked, config={**asked.config, "run": name * 16, "round": 0, "accepted": -1}))
+        place.sites[3].answer(replace(asked, config={**asked.config, "run": name * 16, "round": 0, "accepted": -1}))
         for name in "ab"
     )
     assert first.kind == "scores"
