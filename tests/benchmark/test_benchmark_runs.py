@@ -8,7 +8,7 @@ import yaml
 from support.running import call
 
 import unskew
-from unskew.benchmark.evidence import collect
+from benchmarks.advice_evidence import collect
 from unskew.benchmark.pages import write_pages
 from unskew.benchmark.results import read_results
 from unskew.benchmark.runner import SuiteRuns, Unit

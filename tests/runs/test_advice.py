@@ -11,7 +11,7 @@ from support.pages import DOCS
 from support.running import call
 
 import unskew
-from unskew.benchmark.evidence import score_page
+from benchmarks.advice_evidence import score_page
 from unskew.diagnosis import advice as advice_module
 from unskew.diagnosis.evidence import (
     SCALES,

@@ -1,4 +1,4 @@
-"""Evidence of the advice, from the outcomes of a benchmark: ``python -m unskew.benchmark.evidence --data-path DATA``.
+"""Evidence of the advice, from the outcomes of a benchmark: ``python -m benchmarks.advice_evidence --data-path DATA``.
 
 Run it in the repository. It diagnoses every federation, which needs the data, and writes
 ``unskew/diagnosis/evidence.json`` with features, gains and traffic, and with the scores of the advice for left-out
