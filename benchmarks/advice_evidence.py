@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,15 @@ from unskew.benchmark.runner import SuiteRuns
 from unskew.benchmark.suite import load_suite, run_settings
 from unskew.comparison.references import is_reference
 from unskew.diagnosis.diagnose import diagnose
-from unskew.diagnosis.evidence import MeasuredFederation, View, coordinates, score_leaving_out, summarize_scores
+from unskew.diagnosis.evidence import (
+    SUGGESTED,
+    WORTHWHILE,
+    MeasuredFederation,
+    View,
+    complementary,
+    coordinates,
+    expected_gains,
+)
 from unskew.diagnosis.features import SkewFeatures
 from unskew.filesystem import write_atomic
 from unskew.reproduction.tables import markdown
@@ -33,6 +42,67 @@ SUITE, OTHER_SUITE = "skew", "cifar10"
 PATH, PAGE = Path("unskew/diagnosis/evidence.json"), Path("docs/advice.md")
 START, OTHER_START = "<!-- scores -->", "<!-- scores of other federations -->"
 END = "<!-- end -->"
+
+
+def score_leaving_out(
+    evidence: Sequence[MeasuredFederation], view: View, scored: Sequence[MeasuredFederation] | None = None
+) -> list[dict[str, Any]]:
+    """Score the advice for each federation with evidence of the others only.
+
+    Args:
+        evidence: Measured federations.
+        view: Global model or clients.
+        scored: Federations to score; None for those of the evidence, each of which is left out in turn.
+
+    Returns:
+        For each federation: the advised methods, the measured gain of the first and of the best of them (0 for FedAvg
+        itself), that of the best of all methods, and the mean traffic of the advised ones relative to FedAvg's.
+    """
+    rows = []
+    for federation in evidence if scored is None else scored:
+        others = [other for other in evidence if other.name != federation.name]
+        gains = federation.gains[view]
+        expected = expected_gains(federation.coordinates, view, others)
+        fitting = [entry for entry in expected if entry.gain >= WORTHWHILE and entry.method in gains]
+        ordered = complementary(fitting, federation.coordinates, view, others)
+        advised = [entry.method for entry in ordered[:SUGGESTED]]
+        best = max([0.0, *gains.values()])
+        own = [gains[name] for name in advised]
+        decided_losses = [name for name in advised if name in federation.decided[view] and gains[name] < 0]
+        rows.append(
+            {
+                "federation": federation.name,
+                "advised": advised,
+                "first": own[0] if own else 0.0,
+                "best_of_advised": max(own, default=0.0),
+                "best_of_all": best,
+                "best_method": max(gains, key=lambda name: gains[name]) if best > 0 else "fedavg",
+                "first_is_worse": bool(advised) and advised[0] in decided_losses,
+                "all_are_worse": bool(advised) and len(decided_losses) == len(advised),
+                "traffic": math.fsum(federation.traffic.get(name, 1.0) for name in advised) / max(1, len(advised)),
+            }
+        )
+    return rows
+
+
+def summarize_scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the shares of federations in which the advice was right, and its mean distance to the best method.
+
+    Args:
+        rows: Result of ``score_leaving_out``.
+    """
+    count = len(rows)
+    return {
+        "federations": count,
+        "first_above": sum(row["first"] > 0 for row in rows) / count,
+        "first_not_worse": sum(not row["first_is_worse"] for row in rows) / count,
+        "best_of_three_above": sum(row["best_of_advised"] > 0 for row in rows) / count,
+        "best_of_three_not_worse": sum(not row["all_are_worse"] for row in rows) / count,
+        "within_one_point": sum(row["best_of_all"] - max(0.0, row["best_of_advised"]) <= 1 for row in rows) / count,
+        "missing": math.fsum(row["best_of_all"] - max(0.0, row["best_of_advised"]) for row in rows) / count,
+        "missing_of_fedavg": math.fsum(row["best_of_all"] for row in rows) / count,
+        "traffic": math.fsum(row["traffic"] for row in rows) / count,
+    }
 
 
 def measured_federation(runs: SuiteRuns, results: FederationResults) -> MeasuredFederation:

@@ -11,7 +11,7 @@ from support.pages import DOCS
 from support.running import call
 
 import unskew
-from benchmarks.advice_evidence import score_page
+from benchmarks.advice_evidence import score_leaving_out, score_page, summarize_scores
 from unskew.diagnosis import advice as advice_module
 from unskew.diagnosis.evidence import (
     SCALES,
@@ -24,9 +24,7 @@ from unskew.diagnosis.evidence import (
     load_evidence,
     order_by_cost,
     reliability,
-    score_leaving_out,
     similarity,
-    summarize_scores,
 )
 from unskew.diagnosis.features import AdviceLimits
 from unskew.diagnosis.successive_halving import validate_advice
