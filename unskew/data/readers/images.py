@@ -107,6 +107,9 @@ def open_image(file: Path | io.BytesIO) -> Iterator[Any]:
     Args:
         file: File, or its content.
 
+    Yields:
+        The image.
+
     Raises:
         DataError: If pillow is missing.
         ValueError: If the image has so many pixels that pillow would warn: a small file can exhaust the memory.

@@ -80,7 +80,7 @@ class DataLedger:
             others = ", ".join(sorted(run[:16] for run in records.runs))
             raise ConfigError(
                 f"This site's data were used in {len(records.runs)} private or masked run(s) ({others}). The difference of "
-                "sums of two runs could reveal the update of one site, and the privacy losses add up. To allow another "
+                "sums of two runs could reveal what one site has sent, and the privacy losses add up. To allow another "
                 f"run, set max_runs: {len(records.runs) + 1} in site.yaml at the site, and restart its process."
             )
         return records
