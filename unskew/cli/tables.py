@@ -89,7 +89,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
                 ("unseen clients", "unseen"),
                 ("unseen clients, personal models", "unseen_personal"),
             )
-            if summary.get(f"{whose}_{scored}_mean") is not None
+            if f"{whose}_{scored}_mean" in summary
         ),
         *(
             [("attack success", f"{format_percent(summary['backdoor_success'])}%")]

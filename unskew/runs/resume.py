@@ -80,7 +80,8 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
         )
     check_frozen(extra, server.spec)
     private = server.method.aggregate is not None and bool(server.method.aggregate.continued)
-    partial = {each["sampling"] == "fixed" and each["participation"] < 1 for each in (extra["config"], vars(config))}
+    both = (extra["config"], vars(config))
+    partial = {each.get("sampling") == "fixed" and each.get("participation") != 1 for each in both}
     if private and len(partial) > 1:
         raise ConfigError(
             "Only one of this run and the run in start_from has fixed cohorts of some clients, for which epsilon has another "
