@@ -224,8 +224,8 @@ class MaskedEngine(FlowerEngine):
         if not self.told:
             self.told = True
             self.sites.warn(
-                f"Secure aggregation: the server has opened the sum of {sites} sites. The largest rounding error of an "
-                f"entry of the mean update is {error:.2g}."
+                f"Secure aggregation: the server has opened the sum of {sites} sites. The rounding error of an "
+                f"entry of the mean update is at most {error:.2g}."
             )
 
     def figures(self) -> dict[str, Any]:
