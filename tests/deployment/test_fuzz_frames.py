@@ -82,7 +82,7 @@ def recorded(request, tmp_path_factory):
 
 
 def amounts(quick):
-    """How many messages: few in the quick suite, and a share of a million in the slow one."""
+    """Number of messages: few in the quick suite, and a share of a million in the slow one."""
     return pytest.mark.parametrize("count", [quick, pytest.param(MANY // (2 * len(RUNS)), marks=pytest.mark.slow)])
 
 

@@ -62,7 +62,7 @@ class World:
             delta = self.updates[k]
             empty = torch.zeros(0)
             update = Update(k, 0, 10, 1.0, delta, empty, {}, ClientState(), {}, {})
-            ledger = DataLedger(self.folder / f"ledger-{k}.json", RUN, "an experiment")
+            ledger = DataLedger(self.folder / f"ledger-{k}.json", RUN)
             signed = (models or {}).get(k, model)
             config = self.masks[k].begin(session, update, delta, BroadcastDigest(signed, signed, {}), ledger).config
             self.ready[str(k)] = [json.loads(config["keys"]), config["signature"]]
@@ -178,7 +178,7 @@ def test_two_sums_of_one_round_are_not_opened(count, off, tmp_path, monkeypatch)
 
 def test_runs_at_the_same_time_do_not_open_two_sums(tmp_path):
     """Both are asked to sign before either is opened."""
-    one, two = (DataLedger(tmp_path / "ledger.json", run, f"experiment of {run}") for run in ("a" * 8, "b" * 8))
+    one, two = (DataLedger(tmp_path / "ledger.json", run) for run in ("a" * 8, "b" * 8))
     for ledger in (one, two):
         ledger.check(0, (0, 1, 2), "initial")
     one.record(0, (0, 1, 2), "initial")
@@ -293,6 +293,13 @@ def accuses_all(site, answer):
     return {"wrong": "[0, 1, 2]"}
 
 
+def only_site_3_is_blamed(told, why):
+    blamed = [text for text in told.warnings if "of 3, then it is excluded" in text]
+    assert len(blamed) == 1
+    assert blamed[0].startswith("site-3 (client 3): ")
+    assert why in blamed[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "lie", "updates", "why"),
     [
@@ -319,10 +326,7 @@ def test_a_site_that_lies_is_named_and_the_sum_is_opened_from_the_rest(kind, lie
 
     place.link.spoil = lies
     result, _ = deployed(tmp_path, place, told=told, **FOUR)
-    blamed = [text for text in told.warnings if "of 3, then it is excluded" in text]
-    assert len(blamed) == 1
-    assert blamed[0].startswith("site-3 (client 3): ")
-    assert why in blamed[0]
+    only_site_3_is_blamed(told, why)
     assert result.history[0]["updates"] == updates
     options = {"clients": 4, "rounds": 1, "eval_clients": 0}
     plain = LoopPlace(tmp_path / "plain", {**TINY, **options})
@@ -357,10 +361,7 @@ def test_keys_that_all_other_sites_would_reject_are_the_fault_of_their_site(lie,
 
     place.link.spoil = lies
     result, _ = deployed(tmp_path, place, told=told, **FOUR)
-    blamed = [text for text in told.warnings if "of 3, then it is excluded" in text]
-    assert len(blamed) == 1
-    assert blamed[0].startswith("site-3 (client 3): ")
-    assert why in blamed[0]
+    only_site_3_is_blamed(told, why)
     assert result.history[0]["updates"] == 3
 
 

@@ -263,7 +263,7 @@ def test_opacus_is_needed_only_for_amplification(monkeypatch):
 
 
 def smallest_epsilon(shift, delta):
-    """Of two normal distributions at this distance, by bisection of ``E max(0, 1 - e^(epsilon - loss))``."""
+    """Epsilon of two normal distributions at this distance, by bisection of ``E max(0, 1 - e^(epsilon - loss))``."""
     loss = lambda x: x * shift - shift * shift / 2  # noqa: E731
 
     def exceeded(bound):

@@ -244,7 +244,7 @@ class LocalSuperLink(RemoteSuperLink):
 
 @dataclass(frozen=True)
 class RunLocation:
-    """Place where a deployed run is carried out, as named on the command line.
+    """Sites and SuperLink of a deployed run, as named on the command line.
 
     Attributes:
         local: Number of sites to start on this machine; None uses an existing SuperLink.
@@ -257,7 +257,7 @@ class RunLocation:
     address: str | None = None
 
     def check(self, remedy: str = "") -> None:
-        """Validate that the place is complete.
+        """Validate that the sites are named completely.
 
         Args:
             remedy: Further advice for the error.
@@ -278,7 +278,7 @@ class RunLocation:
 
     @property
     def options(self) -> list[str]:
-        """Options of the command line that name this place."""
+        """Options of the command line that name these sites."""
         if self.local is not None:
             return ["--local", str(self.local)]
         return ["--folder", str(self.folder), "--superlink", str(self.address)]

@@ -27,8 +27,6 @@ class SumAlreadyOpenedError(SiteStateLostError):
 class RunRecord(JsonModel):
     """Record of one run."""
 
-    experiment: str
-    """Digest of the experiment."""
     round: Round = -1
     """Newest round whose sum was opened; -1 before the first."""
     clients: Clients = ()
@@ -58,13 +56,11 @@ class DataLedger:
     Attributes:
         path: File of the record.
         run: Identifier of the current run.
-        experiment: Digest of the current experiment.
         most: Largest number of runs that may use the data.
     """
 
     path: Path
     run: str
-    experiment: str
     most: int = 1
 
     def _read(self) -> Records:
@@ -97,7 +93,7 @@ class DataLedger:
         """Store that the current run uses the data; call this before anything that depends on them leaves the site."""
         records = self._admitted()
         if self.run not in records.runs:
-            self._write(records, RunRecord(experiment=self.experiment))
+            self._write(records, RunRecord())
 
     def opened(self, round: int) -> tuple[int, ...]:
         """Return the clients whose sum was opened in this round of the run, or an empty tuple.
@@ -149,11 +145,11 @@ class DataLedger:
         """
         records = self._admitted()
         self._check(records, round, clients, model)
-        before = records.runs.get(self.run, RunRecord(experiment=self.experiment))
+        before = records.runs.get(self.run, RunRecord())
         count = before.opened + (round != before.round)
         self._write(
             records.model_copy(update={"models": {**records.models, model: clients}}),
-            RunRecord(experiment=self.experiment, round=round, clients=clients, opened=count),
+            RunRecord(round=round, clients=clients, opened=count),
         )
 
     def _write(self, records: Records, current: RunRecord) -> None:

@@ -119,7 +119,7 @@ class SiteProcess:
 
     def _carried_out(self, request: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData) -> Frame:
         folder, digest = self.config.path("state", self.folder), read_text(request.config, "digest")
-        ledger = DataLedger(folder / LEDGER, state.run, digest, self.config.max_runs)
+        ledger = DataLedger(folder / LEDGER, state.run, self.config.max_runs)
         if self._limited[digest]:
             ledger.admit()
             masked = work.config.secure_aggregation == "required"
