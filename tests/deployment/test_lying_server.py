@@ -21,10 +21,10 @@ from unskew.deployment.secagg import client as secagg_client
 from unskew.deployment.secagg import crypto
 from unskew.deployment.secagg.client import SecAggClient
 from unskew.deployment.secagg.fixed_point import dequantize
-from unskew.deployment.secagg.ledger import DataLedger
 from unskew.deployment.secagg.roster import SigningIdentity, read_roster
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.run import resume, run
+from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import BroadcastDigest
 from unskew.errors import EngineError, UnskewError

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from unskew.deployment.secagg import crypto
 from unskew.deployment.secagg.fixed_point import SumPart, is_in_range, quantize
-from unskew.deployment.secagg.ledger import DataLedger
 from unskew.deployment.secagg.roster import SigningIdentity, is_signed
+from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.state import SiteStateLostError
 from unskew.deployment.wire.frames import Frame, encode_header
 from unskew.deployment.wire.messages import BroadcastDigest, read_text

@@ -19,13 +19,13 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.deployment.secagg.client import PHASES, SecAggClient
-from unskew.deployment.secagg.ledger import FILE as LEDGER
-from unskew.deployment.secagg.ledger import DataLedger
 from unskew.deployment.secagg.roster import load_identity
 from unskew.deployment.server.column_statistics import site_squares, site_sums
 from unskew.deployment.server.joining import software_versions
 from unskew.deployment.site.config import SiteConfig, agreed_experiments, load_site_config
 from unskew.deployment.site.data import SiteData, load_site_data, own_split, reference_schema
+from unskew.deployment.site.ledger import FILE as LEDGER
+from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
 from unskew.deployment.site.trainer import SiteTrainer, size_report

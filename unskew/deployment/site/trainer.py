@@ -11,9 +11,9 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.secagg.client import LEAST, SecAggClient
-from unskew.deployment.secagg.ledger import DataLedger
 from unskew.deployment.site.config import SiteConfig
 from unskew.deployment.site.data import SingleClientView, SiteData
+from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
 from unskew.deployment.wire.data_schema import DataSchema
