@@ -60,7 +60,7 @@ def test_what_is_done_to_each_column_is_told(patients):
         "patient_id": "left out: excluded",
         "age": "input",
         "bmi": "input",
-        "dose": "left out: decimal commas, see csv.decimal",
+        "dose": "left out: numbers with decimal commas, see csv.decimal",
         "name": "left out: text",
         "ward": "decides the partition",
         "outcome": "label",

@@ -16,9 +16,9 @@ import yaml
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
-from unskew.data.readers.column_roles import has_decimal_commas, is_date, is_identifier, is_numeric, is_string
-from unskew.data.readers.encoders import first_mismatch
-from unskew.data.readers.files import class_folders, concatenate_tables, table_files
+from unskew.data.readers.cell_types import why_text
+from unskew.data.readers.column_roles import is_category_text, is_date, is_identifier, is_numeric, is_string
+from unskew.data.readers.files import class_folders, file_tables, table_files
 from unskew.data.readers.images import image_bytes, is_image, open_image
 from unskew.data.readers.labels import is_list_type, metadata_class_names
 from unskew.data.sources.registry import SOURCES
@@ -207,7 +207,7 @@ def _arrays(made: InferredConfig, path: Path) -> None:
 
 def _table(made: InferredConfig, path: Path, data: str, label: str | None) -> None:
     """Set fields for a table from the contents of its columns."""
-    table = concatenate_tables(table_files(path)[0])
+    table = file_tables(path)[0]
     n, columns = table.num_rows, list(table.column_names)
     images = [c for c in columns if is_image(table.column(c).type)]
     nested = [c for c in columns if c in images or is_list_type(table.column(c).type)]
@@ -268,7 +268,7 @@ def _table(made: InferredConfig, path: Path, data: str, label: str | None) -> No
     rest = [c for c in rest if c not in constant]
     numbers = [c for c in rest if is_numeric(table.column(c).type)]
     texts = [c for c in rest if is_string(table.column(c).type)]
-    categories = [c for c in texts if distinct[c] <= min(MOST_VALUES, n // 4)]
+    categories = [c for c in texts if distinct[c] <= min(MOST_VALUES, n // 4) and is_category_text(table.column(c))]
     dates = [c for c in rest if is_date(table.column(c).type)]
     identifiers = [c for c in numbers if is_identifier(table.column(c), c)]
     infinite = [c for c in numbers if c not in identifiers and _is_infinite(table.column(c))]
@@ -386,21 +386,7 @@ def _from_to(least: int, most: int) -> str:
 
 def _why_text(column: Any) -> str:
     """Return the reason why a string column is neither numeric nor categorical."""
-    import pyarrow as pa
-
-    if has_decimal_commas(column):
-        return "numbers with decimal commas; see csv.decimal"
-    bad, many = first_mismatch(column, pa.float64()), "too many different strings"
-    numbers = sum(_is_number(value) for value in column.drop_null().to_pylist())
-    return f"numbers, but {bad}; correct this value or leave it empty" if 2 * numbers > len(column) else many
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return why_text(column) or "too many different strings"
 
 
 def _is_infinite(column: Any) -> bool:

@@ -113,11 +113,21 @@ class CsvConfig(Section):
     """Decimal mark: ``point`` or ``comma``."""
     encoding: str | None = None
     """Character encoding, such as ``latin-1``."""
+    thousands: str | None = None
+    """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
+    missing: str | int | float | tuple[str | int | float, ...] | None = None
+    """Texts that mean a missing value, such as ``-999``; usual placeholders among numbers are detected if it is not set."""
+    dates: str | None = None
+    """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
+    skip: Annotated[int, Field(ge=0)] | None = None
+    """Number of lines before the header."""
+    names: str | tuple[str, ...] = ()
+    """Names of the columns of files without a header."""
 
     @property
     def spec(self) -> CsvSpec:
         """Format as a ``CsvSpec`` for the readers."""
-        return CsvSpec(self.separator, self.decimal, self.encoding)
+        return CsvSpec(**dict(self))
 
     @pydantic.model_validator(mode="after")
     def _is_valid(self) -> CsvConfig:

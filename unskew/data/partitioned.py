@@ -14,7 +14,7 @@ from unskew.data.federation import Federation, ServerData
 from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
-from unskew.data.partition.partitioner import Partition
+from unskew.data.partition.partitioner import Partition, get_column
 from unskew.data.readers.encoders import FittedEncoders, client_stats, fit_encoders, squared_deviations
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
@@ -211,7 +211,7 @@ def rows_per_value(
     )
     if not column:
         return None
-    names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)
+    names, values = np.unique(get_column(train.columns, column, "").astype(str), return_inverse=True)
     if len(names) > 100:  # probably a numeric column, not groups of texts
         return None
     counts = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from unskew.errors import ConfigError, short_repr, unknown_name
 
@@ -28,6 +28,8 @@ class TextSpec:
 
 TABLES = (".parquet", ".csv", ".jsonl")
 """File name extensions of tables."""
+THOUSANDS_MARKS = {"comma": ",", "point": ".", "space": " ", "apostrophe": "'"}
+"""Names of thousands marks."""
 MARKS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
 """Names of separators, for use where the character is hard to write."""
 
@@ -40,6 +42,14 @@ class CsvSpec:
         separator: Character between columns, or its name: comma, semicolon, tab, pipe or space.
         decimal: Decimal mark: point or comma.
         encoding: Character encoding, such as ``latin-1``.
+        thousands: Thousands mark: point, comma, space or apostrophe. If it is None, numbers have no thousands marks.
+        missing: Texts that mean a missing value, such as ``-999``, in addition to an empty cell. If it is None, ``NA``, ``?``
+            and other usual placeholders are missing values among numbers and dates, and text among text.
+        dates: Format of dates for ``strptime``, such as ``%d.%m.%Y``, in addition to ISO 8601. If it is None, formats
+            whose order of day and month is unambiguous are detected.
+        skip: Number of lines before the header. If it is None, ``sep=``, empty lines and lines that start with ``#`` are
+            skipped.
+        names: Names of the columns of files without a header.
 
     Raises:
         ConfigError: If a value is not valid.
@@ -48,11 +58,25 @@ class CsvSpec:
     separator: str | None = None
     decimal: str | None = None
     encoding: str | None = None
+    thousands: str | None = None
+    missing: tuple[str, ...] | None = None
+    dates: str | None = None
+    skip: int | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("separator", "decimal", "encoding"):
+        for name in ("separator", "decimal", "encoding", "thousands", "dates"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"csv.{name} must be a string, not {short_repr(getattr(self, name))}.")
+        if self.missing is not None:  # numbers in YAML are texts of the file
+            listed = [self.missing] if isinstance(self.missing, str | int | float) else list(self.missing)
+            object.__setattr__(self, "missing", tuple(str(text).strip() for text in listed))
+        if self.names:
+            object.__setattr__(self, "names", parse_names(self.names))
+        if isinstance(self.skip, bool) or not isinstance(self.skip, int | None) or (self.skip or 0) < 0:
+            raise ConfigError(f"csv.skip must be a number of lines, at least 0, not {short_repr(self.skip)}.")
+        if self.dates is not None and "%" not in self.dates:
+            raise ConfigError(f"csv.dates must be a format such as '%d.%m.%Y', not {self.dates!r}.")
         separator = MARKS.get(self.separator or "", self.separator)
         decimal = {"comma": ",", "point": "."}.get(self.decimal or "", self.decimal)
         if separator is not None and (len(separator) != 1 or not separator.isascii() or separator in '\r\n"\0'):
@@ -65,8 +89,16 @@ class CsvSpec:
             raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding known to Python.") from None
         if encoding is not None and not encoding._is_text_encoding:
             raise ConfigError(f"csv.encoding={self.encoding!r} is not a text encoding.")
+        thousands = THOUSANDS_MARKS.get(self.thousands or "", self.thousands)
+        if thousands not in (None, *THOUSANDS_MARKS.values()):
+            raise ConfigError(f"csv.thousands must be one of {', '.join(THOUSANDS_MARKS)}, not {self.thousands!r}.")
+        if thousands is not None and thousands == (decimal or (None if thousands == "." else ".")):
+            raise ConfigError(
+                f"csv.thousands and csv.decimal are both {thousands!r}. Set csv.decimal to the other mark."
+            )
         object.__setattr__(self, "separator", separator)
-        object.__setattr__(self, "decimal", decimal)
+        object.__setattr__(self, "decimal", "," if thousands == "." else decimal)
+        object.__setattr__(self, "thousands", thousands)
 
 
 DETECTED = CsvSpec()
@@ -148,11 +180,11 @@ class DataSpec:
     shift: str | None = None
 
 
-def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
+def csv_spec(values: Mapping[str, Any] | CsvSpec) -> CsvSpec:
     """Return the CSV format that a mapping describes.
 
     Args:
-        values: Separator, decimal mark and encoding by name.
+        values: Fields of ``CsvSpec`` by name.
 
     Raises:
         ConfigError: If the mapping has an unknown key, or a value is not valid.

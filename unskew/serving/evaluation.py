@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
+from unskew.data.readers.names import clean_name
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import InputRows
@@ -47,7 +48,7 @@ def evaluate_rows(
             raise ConfigError(f"--by {by} names a column of a table, but {path} is not one.")
         if by not in rows.table.column_names:
             raise DataError(f"{path}: {unknown_name('column', by, rows.table.column_names)}")
-        values = np.array([str(value) for value in rows.table.column(by).to_pylist()])
+        values = np.array([clean_name(str(value)) for value in rows.cells.column(by).to_pylist()])
         groups |= {str(value): np.flatnonzero(values == value) for value in np.unique(values)}
     return [
         {"group": name, "rows": len(own), **nan_to_none(compute_metrics(outputs[own], y[own], inputs))}

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from unskew.data.readers.cell_types import ColumnUses, why_text
 from unskew.errors import ConfigError, DataError, unknown_name
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
@@ -13,7 +14,6 @@ SPLITS = "decides the split"
 CATEGORY, DATE = f"{INPUT}, a category", f"{INPUT}, days since 1970"
 AUTO = ("auto",)
 FEWEST = 20  # with fewer rows, all values of a measurement may be distinct by chance
-COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 SHOWN = 40
 
 
@@ -58,6 +58,20 @@ class ColumnSelection(NamedTuple):
         """
         several = self.regression and label not in columns
         return tuple(part.strip() for part in label.split(",")) if several else (label,)
+
+    def uses(self, label: str | None, one_class: bool) -> ColumnUses:
+        """Return the uses of columns that decide how a CSV file is read.
+
+        Args:
+            label: Name of the label column or columns.
+            one_class: Whether each row has one class, unless the label is a number to predict.
+        """
+        names = {*self.categories, *self.dates, self.divides, *self.split}
+        numbers = [column for column in self.features if column not in names]
+        labels = () if label is None else (label, *(part.strip() for part in label.split(",")))
+        if self.regression:
+            return ColumnUses(numbers=(*numbers, *labels))
+        return ColumnUses(tuple(numbers), labels[:1] if one_class else ())
 
 
 def select_inputs(
@@ -217,16 +231,22 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
     """
     if name in choice.dates:
         if not is_date(column.type) and not (choice.agreed and is_empty(column.type)):
-            raise DataError(f"The column {name!r} in dates contains {column.type}. Write dates as 2024-01-31.")
+            present = column.drop_null()
+            values = f"{present[0].as_py()!r}, which is no date" if len(present) else str(column.type)
+            reason = f" ({why})" if is_string(column.type) and (why := why_text(column)) else ""
+            raise DataError(
+                f"The column {name!r} in dates contains {values}{reason}. Write dates as 2024-01-31, or set csv.dates to "
+                "their format, such as %d.%m.%Y."
+            )
         return DATE
     if name in choice.categories and choice.categories != AUTO:
-        if not is_category(column.type) and not (choice.agreed and is_empty(column.type)):
+        if not is_category(column) and not (choice.agreed and is_empty(column.type)):
             raise DataError(
-                f"The column {name!r} in categories contains {column.type}. Categories must be strings, integers or "
+                f"The column {name!r} in categories contains {column.type}. Categories must be strings, whole numbers or "
                 "booleans."
             )
         return CATEGORY
-    if choice.categories != AUTO or not is_string(column.type) or has_decimal_commas(column):
+    if choice.categories != AUTO or not is_string(column.type) or not is_category_text(column):
         return None
     differ = len(column.drop_null().unique())
     mostly_different = len(column) >= FEWEST and differ > len(column) / 2
@@ -258,7 +278,7 @@ def exclusion_reason(column: Any) -> str:
         return "left out: empty"
     if not is_string(column.type):
         return f"left out: {column.type}"
-    return "left out: decimal commas, see csv.decimal" if has_decimal_commas(column) else "left out: text"
+    return f"left out: {why_text(column) or 'text'}"
 
 
 def is_empty(kind: Any) -> bool:
@@ -283,11 +303,20 @@ def is_date(kind: Any) -> bool:
     return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind))
 
 
-def is_category(kind: Any) -> bool:
-    """Return whether values of a pyarrow type can be categories."""
+def is_category(column: Any) -> bool:
+    """Return whether the values of a column can be categories: strings, whole numbers or truth values."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    return is_string(kind) or bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+    if pa.types.is_floating(column.type):
+        return pc.all(pc.equal(column, pc.round(column))).as_py() is not False
+    return is_string(column.type) or is_numeric(column.type)
+
+
+def is_category_text(column: Any) -> bool:
+    """Return whether a column of strings contains names or codes, and not numbers or dates in an unusual notation."""
+    reason = why_text(column)
+    return reason is None or reason.startswith("codes")
 
 
 def is_string(kind: Any) -> bool:
@@ -314,17 +343,6 @@ def is_identifier(column: Any, name: str) -> bool:
         return False
     called = re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name)
     return len(column.unique()) >= (len(column) / 2 if called else len(column))
-
-
-def has_decimal_commas(column: Any) -> bool:
-    """Return whether a string column contains numbers with decimal commas such as 1,5."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    texts = column.cast(pa.string()).drop_null()
-    if not pc.any(pc.match_substring(texts, ",")).as_py():
-        return False
-    return bool(pc.all(pc.match_substring_regex(texts, COMMA_NUMBER)).as_py())
 
 
 def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_sums, global_moments, sums_of_squares
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
+from unskew.data.readers.names import clean_name, clean_names
 from unskew.errors import DataError
 
 Kind = Literal["number", "category", "date"]
@@ -82,7 +83,7 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
 
     empty = pa.types.is_null(column.type)
     if one.kind == "category":
-        if not empty and not is_category(column.type):
+        if not empty and not is_category(column):
             raise DataError(f"{what} contains {column.type}, not categories as in the training rows.")
         return to_codes(to_texts(column), one.values)
     if one.kind == "date":
@@ -118,7 +119,7 @@ def first_mismatch(column: Any, kind: Any) -> str:
     import pyarrow as pa
 
     if is_string(column.type):
-        for row, value in enumerate(to_texts(column)):
+        for row, value in enumerate(column.to_pylist()):
             truth = pa.types.is_floating(kind) and value in ("true", "false")  # booleans count as numbers
             try:
                 pa.scalar(None if truth else value, pa.string()).cast(kind)
@@ -128,10 +129,19 @@ def first_mismatch(column: Any, kind: Any) -> str:
 
 
 def to_texts(column: Any) -> np.ndarray:
-    """Return the values as strings; missing values are None."""
+    """Return the values as names: clean strings, whole numbers without a decimal point; missing values are None."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    return np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
+    if pa.types.is_floating(column.type):
+        whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
+        integers = pc.if_else(whole, column, 0.0).cast(pa.int64()).cast(pa.string())
+        column = pc.if_else(whole, integers, column.cast(pa.string()))
+    texts = np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
+    clean_of = {text: clean_name(text) for text in set(texts.tolist()) if text is not None}
+    if all(text == clean for text, clean in clean_of.items()):
+        return texts
+    return np.array([clean_of.get(text) for text in texts.tolist()], object)
 
 
 def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
@@ -148,9 +158,19 @@ def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
     return np.array([code_of.get(value, 0) for value in values], np.float32)
 
 
-def distinct_values(columns: Sequence[Any]) -> tuple[str, ...]:
-    """Return the distinct values of several columns together, sorted, without missing values."""
-    return tuple(sorted({value for column in columns for value in to_texts(column).tolist() if value is not None}))
+def distinct_values(column: Any, what: str) -> tuple[str, ...]:
+    """Return the distinct values of a column as names, sorted, without missing values.
+
+    Args:
+        column: Values of the column.
+        what: Description of the column, for errors.
+
+    Raises:
+        DataError: If two names differ only by surrounding spaces or by the form of their accents.
+    """
+    if is_string(column.type):
+        clean_names((value for value in column.unique().to_pylist() if value is not None), what)
+    return tuple(sorted({value for value in to_texts(column).tolist() if value is not None}))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from tarfile import is_tarfile
 from typing import Any, NamedTuple
 
-from unskew.data.readers.arrow_io import read_file
+from unskew.data.readers.arrow_io import read_tables
+from unskew.data.readers.cell_types import ColumnUses
 from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
-from unskew.progress import report_progress
 
 IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Suffixes of image files."""
@@ -204,15 +204,22 @@ def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None
     return loaded["train"].data.table, loaded["test"].data.table if "test" in loaded else None
 
 
-def file_tables(path: Path, csv: CsvSpec = DETECTED) -> tuple[Any, Any | None]:
+def file_tables(
+    path: Path,
+    csv: CsvSpec = DETECTED,
+    uses: ColumnUses = ColumnUses(),  # noqa: B008
+) -> tuple[Any, Any | None]:
     """Load training and test rows from a table file or a folder of such files; test rows may be None.
 
     Args:
         path: File or folder.
         csv: Format of CSV files.
+        uses: Uses of the columns of CSV files.
     """
     train, test = table_files(path)
-    return concatenate_tables(train, csv), concatenate_tables(test, csv) if test else None
+    tables = read_tables([*train, *test], csv, uses)
+    rows = concatenate_tables(tables[: len(train)], train)
+    return rows, concatenate_tables(tables[len(train) :], test) if test else None
 
 
 def table_files(path: Path) -> tuple[list[Path], list[Path]]:
@@ -235,23 +242,32 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     return [path], files_with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
 
 
-def concatenate_tables(files: list[Path], csv: CsvSpec = DETECTED) -> Any:
+def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
     """Concatenate the rows of several files.
 
     Args:
-        files: Files to read.
-        csv: Format of CSV files.
+        tables: Table of each file, with the same columns.
+        files: Paths of the files, for errors.
+
+    Raises:
+        DataError: If a column has types that cannot be combined.
     """
-    parts = []
-    for number, file in enumerate(files):
-        report_progress("files read", number, len(files))
-        parts.append(read_file(file, csv))
-    for file, part in zip(files, parts, strict=True):
-        if part.column_names != parts[0].column_names:
-            raise DataError(f"{file} has the columns {part.column_names}, but {files[0]} has {parts[0].column_names}.")
     import pyarrow as pa
 
-    return pa.concat_tables(parts, promote_options="permissive")
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except pa.ArrowException:
+        for name in tables[0].column_names:
+            for file, table in zip(files, tables, strict=True):
+                kinds = [part.schema.field(name).type for part in (tables[0], table)]
+                try:
+                    pa.concat_tables([tables[0].select([name]), table.select([name])], promote_options="permissive")
+                except pa.ArrowException as error:
+                    raise DataError(
+                        f"The column {name!r} contains {kinds[0]} in {files[0]}, but {kinds[1]} in {file}, such as "
+                        f"{table.column(name).drop_null()[0].as_py()!r}. Write it in the same way in all files."
+                    ) from error
+        raise
 
 
 @contextmanager
