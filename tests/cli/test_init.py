@@ -114,7 +114,7 @@ def test_a_folder_of_images(capsys, tmp_path):
 def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     rows = [["hospital", "dose", "age", "crp", "ill"]]
     rows += [
-        ["AB"[i % 2], i % 7 / 2, "unknown" if i == 7 else 40 + i / 7, f"{i},5", "no" if i % 12 else "yes"]
+        ["AB"[i % 2], i % 7 / 2, "see file" if i == 7 else 40 + i / 7, f"{i},5", "no" if i % 12 else "yes"]
         for i in range(96)
     ]
     with open("study.csv", "w", newline="") as file:
@@ -123,7 +123,7 @@ def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     assert outcome.code == 0, outcome.err
     values = yaml.safe_load(Path("experiment.yaml").read_text())
     assert values["exclude"] == ["age", "crp"]
-    assert "excluded: age: numbers, but 'unknown' in row 7" in outcome.out
+    assert "excluded: age: numbers, but 'see file' in row 7" in outcome.out
     assert "excluded: crp: numbers with decimal commas" in outcome.out
     assert (values["class_weights"], values["metrics"]) == ("balanced", ["auroc", "auprc", "balanced_accuracy"])
     assert values["objective"] == "auprc"

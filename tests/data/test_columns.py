@@ -108,7 +108,7 @@ def test_features_are_taken_in_the_order_they_are_named_in(patients):
         ({"features": ["age", "bmi"], "exclude": ["bmi"]}, "'bmi' is both in features and in exclude"),
         ({"features": ["age", "age"]}, "contains the column 'age' twice"),
         ({"features": ["name"]}, r"'name' in features is not numeric \(text\)"),
-        ({"features": ["dose"]}, r"'dose' in features is not numeric \(decimal commas, see csv.decimal\)"),
+        ({"features": ["dose"]}, r"'dose' in features is not numeric \(numbers with decimal commas, see csv.decimal\)"),
         ({"features": ["outcome"]}, "'outcome' is the label"),
         ({"features": 3}, "3 is not a list of names"),
         ({"exclude": ["patient_id", "age", "bmi", "ward"]}, r"no numeric input columns .*age \(left out: excluded\)"),

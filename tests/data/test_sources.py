@@ -419,7 +419,7 @@ def test_table_errors(tmp_path):
     fails("a,y\nu,0\nv,1\n", "no numeric input columns besides the label 'y'")
     fails("a,b,y\n", "the training rows are empty")
     fails("a,a,y\n1,2,0\n", "more than one column named 'a'")
-    fails("a,b,y\n1,2,0\n1,2\n", "cannot be read as a table")
+    fails("a,b,y\n1,2,0\n1,2\n", "has 2 values, but the header has 3")
     fails("a,b,y\n1,2,0\n1,2,1\n", "every class has a single row")
     with pytest.raises(DataError, match="no file or folder"):
         load_source(f"{tmp_path}/none.csv", label="y")

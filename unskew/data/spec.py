@@ -68,8 +68,9 @@ class CsvSpec:
         for name in ("separator", "decimal", "encoding", "thousands", "dates"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"csv.{name} must be a string, not {short_repr(getattr(self, name))}.")
-        if self.missing is not None:  # numbers in YAML are texts of the file
-            listed = [self.missing] if isinstance(self.missing, str | int | float) else list(self.missing)
+        missing: Any = self.missing
+        if missing is not None:  # numbers in YAML are texts of the file
+            listed = [missing] if isinstance(missing, str | int | float) else list(missing)
             object.__setattr__(self, "missing", tuple(str(text).strip() for text in listed))
         if self.names:
             object.__setattr__(self, "names", parse_names(self.names))

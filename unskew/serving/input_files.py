@@ -73,7 +73,8 @@ def column_uses(inputs: InputSpec) -> ColumnUses:
         inputs: Input specification of the model.
     """
     texts = (*inputs.text, *((inputs.image,) if inputs.image else ()))
-    kinds: dict[str, Kind] = dict.fromkeys(texts, "text") | dict.fromkeys(inputs.features, "number")
+    kinds: dict[str, Kind] = dict.fromkeys(texts, "text")
+    kinds.update((name, "number") for name in inputs.features)
     for column in inputs.columns:
         kinds[column.name] = kind_of_names(column.values) if column.kind == "category" else column.kind
     if inputs.label is not None and inputs.task != "regression" and inputs.label not in kinds:

@@ -98,33 +98,33 @@ def decoded(column: Any) -> Any | None:
         return None
 
 
-def read_tables(files: Sequence[Path], csv: CsvSpec = DETECTED, uses: ColumnUses = ColumnUses()) -> list[Any]:  # noqa: B008
-    """Read files with the same columns; the type of a column is decided over all of them together.
+def read_tables(
+    files: Sequence[Path],
+    csv: CsvSpec = DETECTED,
+    uses: ColumnUses = ColumnUses(),  # noqa: B008
+    training: int | None = None,
+) -> list[Any]:
+    """Read files; the type of a column of CSV files is decided over all of them together.
 
     Args:
-        files: CSV, parquet or JSON lines files, all of one format.
+        files: CSV, parquet or JSON lines files.
         csv: Format of CSV files.
         uses: Uses of the columns of CSV files.
+        training: Number of training files, which come first; None means all.
 
     Returns:
         A pyarrow table for each file.
 
     Raises:
-        DataError: If a file cannot be read, or has other columns than the first.
+        DataError: If a file cannot be read.
     """
     tables = []
     for number, file in enumerate(files):
         report_progress("files read", number, len(files))
         tables.append(read_cells(file, csv) if file.suffix.lower() == ".csv" else read_typed(file))
-    names = [table.cells.column_names if isinstance(table, TextTable) else table.column_names for table in tables]
-    for file, own in zip(files, names, strict=True):
-        if sorted(own) != sorted(names[0]):
-            other = next((name for name in own if name not in names[0]), None)
-            what = f"the column {other!r}" if other is not None else f"no column {min({*names[0]} - {*own})!r}"
-            raise DataError(f"{file} has {what}, unlike {files[0]}. All files of a table need the same columns.")
     texts = [table for table in tables if isinstance(table, TextTable)]
-    typed = iter(type_columns(texts, uses) if texts else [])
-    return [next(typed) if isinstance(table, TextTable) else table.select(names[0]) for table in tables]
+    typed = iter(type_columns(texts, uses, training))
+    return [next(typed) if isinstance(table, TextTable) else table for table in tables]
 
 
 def read_file(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = ColumnUses()) -> Any:  # noqa: B008
@@ -154,7 +154,7 @@ def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:
         size = block if dialect.encoding == "utf-8" else min(3 * block, 2**30)  # longer when converted to UTF-8
         positions = [str(number) for number in range(count)]
         if not count:
-            raise DataError(f"{path} is empty.")
+            raise DataError(f"{path} cannot be read as a table: it is empty.")
         try:
             cells = arrow_csv.read_csv(
                 path,
@@ -232,8 +232,9 @@ def read_ragged(path: Path, layout: CsvLayout) -> Any:
         reader = csv_module.reader(file, delimiter=str(layout.dialect.separator))
         for row in filter(None, reader):
             if len(row) < count or any(cell.strip() for cell in row[count:]):
+                line = layout.skip + layout.header + reader.line_num
                 raise DataError(
-                    f"Line {layout.skip + layout.header + reader.line_num} of {path} has {len(row)} values, but the header has {count}: "
+                    f"Line {line} of {path} has {len(row)} values, but the header has {count}: "
                     f"{str(layout.dialect.separator).join(row)[:80]!r}. Correct this line, or set csv.separator, or csv.skip "
                     "if lines before the header do not belong to the table."
                 )
@@ -262,7 +263,8 @@ def read_typed(path: Path) -> Any:
             block = min(max(path.stat().st_size + 1, 2**20), 2**30)
             table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
         table.validate(full=True)  # pyarrow does not check strings while reading
-    return table.rename_columns(list(checked_names(path, table.column_names, table).values()))
+    names = list(checked_names(path, table.column_names, table).values())
+    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -79,33 +79,49 @@ class TextTable(NamedTuple):
     dialect: CsvSpec
 
 
-def type_columns(tables: Sequence[TextTable], uses: ColumnUses = ColumnUses()) -> list[Any]:
+def type_columns(
+    tables: Sequence[TextTable],
+    uses: ColumnUses = ColumnUses(),
+    training: int | None = None,
+) -> list[Any]:
     """Convert the columns of text tables to the types that all of them together allow.
 
+    If only a test file has text in a column, the training files decide, so that the text is noticed.
+
     Args:
-        tables: Files with the same columns.
+        tables: Files of a table; a file may lack columns.
         uses: Uses of the columns.
+        training: Number of training files, which come first; None means all.
 
     Returns:
         A pyarrow table for each file.
 
     Raises:
-        DataError: If ``csv.decimal``, ``csv.thousands`` or ``csv.dates`` contradict the cells, or a label may be missing.
+        DataError: If ``csv.decimal`` contradicts the cells, or a label may be missing.
     """
     import pyarrow as pa
 
-    kinds: Mapping[str, Kind] = dict(uses.kinds)
-    typed: list[dict[str, Any]] = [{} for _ in tables]
-    for name in tables[0].cells.column_names:
-        column = ColumnCells(name, tables)
-        values = column.typed(kinds.get(name), name in uses.numbers)
-        if values is None or pa.types.is_string(values.type):
-            column.check_text(name in uses.labels)
-            values = column.texts
-        start = 0
-        for columns, table in zip(typed, tables, strict=True):
-            columns[name] = values.slice(start, table.cells.num_rows)
-            start += table.cells.num_rows
+    typed: list[dict[str, Any]] = [dict.fromkeys(table.cells.column_names) for table in tables]
+    for name in dict.fromkeys(name for table in tables for name in table.cells.column_names):
+        files = [k for k, columns in enumerate(typed) if name in columns]
+        first = [k for k in files if training is None or k < training]
+        kind, codes_are_numbers = dict(uses.kinds).get(name), name in uses.numbers
+        column = ColumnCells(name, [tables[k] for k in files])
+        groups = [(files, column, column.typed(kind, codes_are_numbers))]
+        if groups[0][2] is None and 0 < len(first) < len(files):
+            column, rest = ColumnCells(name, [tables[k] for k in first]), [k for k in files if k not in first]
+            values = column.typed(kind, codes_are_numbers)
+            if values is not None:
+                further = ColumnCells(name, [tables[k] for k in rest])
+                groups = [(first, column, values), (rest, further, further.typed("number", True))]
+        for members, cells, values in groups:
+            if values is None:
+                cells.check_text(name in uses.labels)
+                values = cells.texts
+            start = 0
+            for k in members:
+                typed[k][name] = values.slice(start, tables[k].cells.num_rows)
+                start += tables[k].cells.num_rows
     return [pa.table(columns) for columns in typed]
 
 
@@ -148,7 +164,9 @@ class ColumnCells:
         if self.trimmed.null_count == len(self.trimmed):
             return pa.chunked_array([pa.nulls(len(self.trimmed))])
         readers = {"number": self.numbers, "truth": self.truth, "date": self.dates}
-        first: list[Callable[[Any, Any], Any]] = [readers[kind]] if kind else list(readers.values())
+        first: list[Callable[[Any, Any], Any]] = list(readers.values())
+        if kind is not None:
+            first = [self.numbers, self.truth] if kind == "number" else [readers[kind]]
         absent = pc.is_in(self.trimmed, pa.array(sorted(PLACEHOLDERS)))
         attempts = [(self.trimmed, self.plain)]
         if self.missing is None and pc.any(absent).as_py():

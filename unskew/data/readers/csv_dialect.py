@@ -72,7 +72,7 @@ def csv_layout(path: Path, requested: CsvSpec) -> CsvLayout:
         skip += 1
     body = "".join(lines[skip:])
     separator = requested.separator or (named[1] if named else detect_separator(path, body, cut))
-    above, below = (line.strip().split(separator) for line in (lines[skip - 1], body.split("\n", 1)[0]))
+    above, below = (line.strip().split(separator) for line in ("".join(lines[skip - 1 : skip]), body.split("\n", 1)[0]))
     if skip > first and 1 < len(above) == len(below) and any(re.match(POINT_NUMBER, cell) for cell in below):
         skip -= 1  # the names of the columns begin with #
         body = "".join(lines[skip:])

@@ -42,7 +42,14 @@ class Encoder:
     fills: bool = False
     marks: bool = False
 
+    @property
+    def offset(self) -> float:
+        """Number that is subtracted in float64: the mean, if float32 would lose digits of the differences to it."""
+        return self.mean if self.kind != "category" and abs(self.mean) > OFFSET_RATIO * self.std else 0.0
 
+
+OFFSET_RATIO = 2.0**13
+"""Ratio of mean to standard deviation above which float32, with 24 bits, has less than 11 bits for the differences."""
 REMEDY = (
     ". Fill them, exclude the column (--exclude), or set missing to mean or indicator (infinite values are never "
     "replaced)."
@@ -51,7 +58,9 @@ REMEDY = (
 
 
 def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: str = REMEDY) -> np.ndarray:
-    """Read the columns of some encoders as float32 ``[n, f]``; missing numbers and dates are NaN.
+    """Read the columns of some encoders as float32 ``[n, f]``, or float64 if float32 would lose digits of a column.
+
+    Missing numbers and dates are NaN.
 
     Args:
         table: pyarrow table.
@@ -66,12 +75,24 @@ def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: st
     for j, encoder in enumerate(encoders):
         if encoder.name not in there:
             raise DataError(f"{where}: the column {encoder.name!r} is missing; the training rows have it.")
-        out[:, j] = read_column(table.column(encoder.name), encoder, f"{where}: column {encoder.name!r}", remedy)
+        values = read_column(table.column(encoder.name), encoder, f"{where}: column {encoder.name!r}", remedy)
+        if out.dtype == np.float32 and encoder.kind != "category" and needs_offset(values):
+            out = out.astype(np.float64)
+        out[:, j] = values if needs_offset(values) else values.astype(np.float32)
     return out
 
 
+def needs_offset(values: np.ndarray) -> bool:
+    """Return whether float32 would lose digits of the differences between the values of a column ``[n]``."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return False
+    mean, std = abs(float(values.mean())), float(values.std())
+    return mean > OFFSET_RATIO * std and (std > 0 or mean >= 2**24)
+
+
 def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
-    """Read one column as float32 ``[n]``.
+    """Read one column as float64 ``[n]``, or category codes as float32.
 
     Args:
         column: Values of the column.
@@ -97,10 +118,10 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
             raise DataError(
                 f"{what} contains {first_mismatch(column, pa.float64())}, not numbers as in the training rows."
             )
-        with np.errstate(over="ignore"):
-            values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
-    if np.isinf(values).any() or (not one.fills and np.isnan(values).any()):
-        bad = np.flatnonzero(np.isinf(values) if one.fills else ~np.isfinite(values))
+        values = column.cast(pa.float64(), safe=False).to_numpy()
+    infinite = np.abs(values) > np.finfo(np.float32).max
+    if infinite.any() or (not one.fills and np.isnan(values).any()):
+        bad = np.flatnonzero(infinite if one.fills else infinite | np.isnan(values))
         raise DataError(f"{what} has {len(bad)} missing or infinite values, the first in row {bad[0]}{remedy}")
     return np.asarray(values)
 
@@ -203,16 +224,19 @@ class FittedEncoders:
 
 
 def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
-    """Replace missing values by means, and append the columns that mark missing values.
+    """Replace missing values by means, subtract offsets, and append the columns that mark missing values.
 
     Args:
         values: Columns, ``[n, f]``; NaN where a value is missing.
         encoders: Encoder of each column.
     """
     missing = np.isnan(values)
-    means = np.array([encoder.mean for encoder in encoders], np.float32)
+    offsets = np.array([encoder.offset for encoder in encoders])
+    means = np.array([encoder.mean for encoder in encoders], np.float64 if offsets.any() else np.float32)
     marks = [missing[:, j] for j, encoder in enumerate(encoders) if encoder.marks]
     completed = np.where(missing, means, values)
+    if offsets.any():
+        completed = completed - offsets
     return np.column_stack([completed, *marks]).astype(np.float32)
 
 
@@ -223,7 +247,7 @@ def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
     """
     marks = sum(encoder.marks for encoder in encoders)
     return Normalization(
-        (*(encoder.mean for encoder in encoders), *[0.0] * marks),
+        (*(encoder.mean - encoder.offset for encoder in encoders), *[0.0] * marks),
         (*(encoder.std for encoder in encoders), *[1.0] * marks),
     )
 

@@ -217,7 +217,7 @@ def file_tables(
         uses: Uses of the columns of CSV files.
     """
     train, test = table_files(path)
-    tables = read_tables([*train, *test], csv, uses)
+    tables = read_tables([*train, *test], csv, uses, len(train))
     rows = concatenate_tables(tables[: len(train)], train)
     return rows, concatenate_tables(tables[len(train) :], test) if test else None
 
@@ -254,10 +254,14 @@ def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
     """
     import pyarrow as pa
 
+    names = tables[0].column_names
+    for file, table in zip(files, tables, strict=True):
+        if sorted(table.column_names) != sorted(names):
+            raise DataError(f"{file} has the columns {table.column_names}, but {files[0]} has {names}.")
     try:
-        return pa.concat_tables(tables, promote_options="permissive")
+        return pa.concat_tables([table.select(names) for table in tables], promote_options="permissive")
     except pa.ArrowException:
-        for name in tables[0].column_names:
+        for name in names:
             for file, table in zip(files, tables, strict=True):
                 kinds = [part.schema.field(name).type for part in (tables[0], table)]
                 try:

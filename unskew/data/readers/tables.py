@@ -205,7 +205,7 @@ def source_from_tables(
         y = as_targets(values, f"{name}, {where}", task)
         check_targets(y, len(names), f"{name}, {where}")
         tables.append(SampleTable(x, y, metadata_columns(part, {*labels, image})))
-    fitted = encoders if choice.mixed else ()
+    fitted = encoders if choice.mixed or any(x.dtype == torch.float64 for x in xs) else ()
     indicate = choice.missing == "indicator"
     parts_of = train_test_tables(tables, test_share, Split(*choice.split) if choice.split else None)
     return Source(name, *parts_of, names, len(names), task, done, fitted, indicate)
