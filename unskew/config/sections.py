@@ -116,7 +116,7 @@ class CsvConfig(Section):
     thousands: str | None = None
     """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
     missing: str | int | float | tuple[str | int | float, ...] | None = None
-    """Texts that mean a missing value, such as ``-999``; usual placeholders among numbers are detected if it is not set."""
+    """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers."""
     dates: str | None = None
     """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
     skip: Annotated[int, Field(ge=0)] | None = None

@@ -43,8 +43,8 @@ class CsvSpec:
         decimal: Decimal mark: point or comma.
         encoding: Character encoding, such as ``latin-1``.
         thousands: Thousands mark: point, comma, space or apostrophe. If it is None, numbers have no thousands marks.
-        missing: Texts that mean a missing value, such as ``-999``, in addition to an empty cell. If it is None, ``NA``, ``?``
-            and other usual placeholders are missing values among numbers and dates, and text among text.
+        missing: Texts that mean a missing value, such as ``-999``, in addition to an empty cell. Among numbers and dates,
+            ``NA``, ``?`` and other usual placeholders are missing values, too; among text, they are text.
         dates: Format of dates for ``strptime``, such as ``%d.%m.%Y``, in addition to ISO 8601. If it is None, formats
             whose order of day and month is unambiguous are detected.
         skip: Number of lines before the header. If it is None, ``sep=``, empty lines and lines that start with ``#`` are

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unskew.data.readers.cell_types import ColumnUses, TextTable, type_columns
+from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
 from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
 from unskew.data.readers.names import clean_name
 from unskew.data.spec import DETECTED, CsvSpec
@@ -101,7 +101,7 @@ def decoded(column: Any) -> Any | None:
 def read_tables(
     files: Sequence[Path],
     csv: CsvSpec = DETECTED,
-    uses: ColumnUses = ColumnUses(),  # noqa: B008
+    uses: ColumnUses = NO_USES,
     training: int | None = None,
 ) -> list[Any]:
     """Read files; the type of a column of CSV files is decided over all of them together.
@@ -127,8 +127,14 @@ def read_tables(
     return [next(typed) if isinstance(table, TextTable) else table for table in tables]
 
 
-def read_file(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = ColumnUses()) -> Any:  # noqa: B008
-    """Read one file as a pyarrow table; see ``read_tables``."""
+def read_file(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES) -> Any:
+    """Read one file as a pyarrow table.
+
+    Args:
+        path: CSV, parquet or JSON lines file.
+        csv: Format of a CSV file.
+        uses: Uses of the columns of a CSV file.
+    """
     return read_tables([path], csv, uses)[0]
 
 

@@ -65,6 +65,9 @@ class ColumnUses:
     kinds: tuple[tuple[str, Kind], ...] = ()
 
 
+NO_USES = ColumnUses()
+
+
 class TextTable(NamedTuple):
     """Cells of a CSV file as text.
 
@@ -81,7 +84,7 @@ class TextTable(NamedTuple):
 
 def type_columns(
     tables: Sequence[TextTable],
-    uses: ColumnUses = ColumnUses(),
+    uses: ColumnUses = NO_USES,
     training: int | None = None,
 ) -> list[Any]:
     """Convert the columns of text tables to the types that all of them together allow.
@@ -169,7 +172,7 @@ class ColumnCells:
             first = [self.numbers, self.truth] if kind == "number" else [readers[kind]]
         absent = pc.is_in(self.trimmed, pa.array(sorted(PLACEHOLDERS)))
         attempts = [(self.trimmed, self.plain)]
-        if self.missing is None and pc.any(absent).as_py():
+        if pc.any(absent).as_py():
             nothing = pa.scalar(None, pa.string())
             attempts.append((pc.if_else(absent, nothing, self.trimmed), pc.if_else(absent, nothing, self.plain)))
         for cells, plain in attempts:
@@ -224,7 +227,7 @@ class ColumnCells:
             return None
         if digits and pc.all(pc.match_substring_regex(cells, CODE)).as_py():
             return Codes(numbers)
-        return self._without_missing(numbers)
+        return self._without_missing(pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers))
 
     def _without_missing(self, numbers: Any) -> Any:
         """Replace numbers that ``csv.missing`` lists in another notation, and report numbers that may mean missing."""
@@ -253,6 +256,7 @@ class ColumnCells:
 
         Args:
             cells: Trimmed cells.
+            _: Not used.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -269,6 +273,7 @@ class ColumnCells:
 
         Args:
             cells: Trimmed cells.
+            _: Not used.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -300,18 +305,17 @@ class ColumnCells:
         import pyarrow.compute as pc
 
         dialect, path = self.tables[0].dialect, self.tables[0].path
-        point = with_decimal_points(self.trimmed, CsvSpec(decimal="."))
-        if dialect.decimal == "," and point.null_count < len(point):
-            try:
-                point.cast(pa.float64())
-            except pa.ArrowInvalid:
-                pass
-            else:
-                raise DataError(
-                    f"{path}: csv.decimal is comma, but the column {self.name!r} has decimal points, such as "
-                    f"{point.drop_null()[0].as_py()}. Remove csv.decimal; for numbers such as 5,123, set csv.thousands to "
-                    "comma."
-                )
+        with_point = pc.filter(self.trimmed, pc.match_substring(self.trimmed, "."))
+        if (
+            dialect.decimal == ","
+            and len(with_point)
+            and pc.all(pc.match_substring_regex(self.trimmed, POINT_NUMBER)).as_py()
+        ):
+            raise DataError(
+                f"{path}: the decimal mark is a comma, but the column {self.name!r} has points, such as "
+                f"{with_point[0].as_py()}. If they separate thousands, set csv.thousands to point; otherwise set csv.decimal "
+                "to point, and csv.thousands to comma for numbers such as 5,123."
+            )
         if self.missing is not None:
             return
         absent = pc.is_in(self.trimmed, pa.array(sorted(NOT_AVAILABLE)))
@@ -373,7 +377,7 @@ def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
 
     decimal, thousands = dialect.decimal or ".", dialect.thousands
     if thousands is not None:
-        mark = r"[  \x{202F}]" if thousands == " " else re.escape(thousands)
+        mark = "[ \u00a0\u202f]" if thousands == " " else re.escape(thousands)
         grouped = rf"^[+-]?\d{{1,3}}({mark}\d{{3}})+({re.escape(decimal)}\d*)?$"
         without = pc.replace_substring_regex(cells, mark, "")
         cells = pc.if_else(pc.match_substring_regex(cells, grouped), without, cells)
@@ -388,10 +392,10 @@ def date_formats(text: str) -> list[str]:
     >>> date_formats("05-02-2010")
     ['%d-%m-%Y', '%m-%d-%Y']
     """
-    found = re.match(r"(\d{1,4})([./-])(\d{1,2}|[A-Za-z]{3})\2(\d{1,4})(.*)$", text)
-    if found is None:
+    match = re.match(r"(\d{1,4})([./-])(\d{1,2}|[A-Za-z]{3})\2(\d{1,4})(.*)$", text)
+    if match is None:
         return []
-    first, mark, middle, last, clock = found.groups()
+    first, mark, middle, last, clock = match.groups()
     month = "%b" if middle.isalpha() else "%m"
     orders = (
         [("%Y", month, "%d")]

@@ -186,8 +186,8 @@ def not_western_word(block: bytes) -> str | None:
     Args:
         block: Bytes of a text that is not UTF-8.
     """
-    for found in re.finditer(rb"[A-Za-z\x80-\xff]*[\x80-\xff][A-Za-z\x80-\xff]*", block):
-        word = found[0].decode("cp1252", "replace")
+    for match in re.finditer(rb"[A-Za-z\x80-\xff]*[\x80-\xff][A-Za-z\x80-\xff]*", block):
+        word = match[0].decode("cp1252", "replace")
         if NOT_WESTERN.search(word):
             return word[:20]
     return None

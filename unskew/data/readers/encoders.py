@@ -155,9 +155,9 @@ def to_texts(column: Any) -> np.ndarray:
     import pyarrow.compute as pc
 
     if pa.types.is_floating(column.type):
-        whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
-        integers = pc.if_else(whole, column, 0.0).cast(pa.int64()).cast(pa.string())
-        column = pc.if_else(whole, integers, column.cast(pa.string()))
+        is_whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
+        integers = pc.if_else(is_whole, column, 0.0).cast(pa.int64()).cast(pa.string())
+        column = pc.if_else(is_whole, integers, column.cast(pa.string()))
     texts = np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
     clean_of = {text: clean_name(text) for text in set(texts.tolist()) if text is not None}
     if all(text == clean for text, clean in clean_of.items()):

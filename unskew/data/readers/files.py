@@ -11,7 +11,7 @@ from tarfile import is_tarfile
 from typing import Any, NamedTuple
 
 from unskew.data.readers.arrow_io import read_tables
-from unskew.data.readers.cell_types import ColumnUses
+from unskew.data.readers.cell_types import NO_USES, ColumnUses
 from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
@@ -207,7 +207,7 @@ def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None
 def file_tables(
     path: Path,
     csv: CsvSpec = DETECTED,
-    uses: ColumnUses = ColumnUses(),  # noqa: B008
+    uses: ColumnUses = NO_USES,
 ) -> tuple[Any, Any | None]:
     """Load training and test rows from a table file or a folder of such files; test rows may be None.
 
