@@ -325,3 +325,21 @@ def test_tables_of_several_files_have_the_columns_of_the_first(tmp_path):
         [1],
         [1],
     ]
+
+
+def test_each_file_of_a_folder_can_be_a_client(tmp_path):
+    for site in ("north", "south", "test"):
+        (tmp_path / f"{site}.csv").write_text("a,y\n" + "".join(f"{k % 7},{k % 2}\n" for k in range(40)))
+    (tmp_path / "._north.csv").write_bytes(b"\0\5\x16\7")
+    fed = unskew.load_federation(f"table:{tmp_path}", label="y", partition="natural:file")
+    assert (fed.client_names, fed.sizes.tolist(), len(fed.test[1])) == (("north", "south"), [36, 36], 40)
+    assert fed.columns == {"a": "input", "y": "label", "file": "decides the partition"}
+    shared = unskew.load_federation(f"table:{tmp_path}", label="y", partition="iid", clients=2, categories="auto")
+    assert shared.columns["file"] == "left out: names of files"
+
+
+def test_arrays_whose_digits_float32_loses_are_reported():
+    x = np.column_stack([np.arange(60.0), 1.7e9 + np.arange(60.0)])
+    pair = (x, np.arange(60) % 2)
+    with pytest.warns(UserWarning, match="Input 1 has values such as 1700000000.0.*Subtract"):
+        unskew.Federation.from_arrays([pair], test=pair)

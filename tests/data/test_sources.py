@@ -429,7 +429,7 @@ def test_table_errors(tmp_path):
     with pytest.raises(DataError, match=r"neither a .csv nor a .jsonl nor a .parquet"):
         load_source(f"table:{tmp_path / 't.txt'}", label="y")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"contains no train\*"):
+    with pytest.raises(DataError, match=r"contains no .parquet, .csv or .jsonl file"):
         load_source(f"table:{tmp_path / 'empty'}", label="y")
 
 

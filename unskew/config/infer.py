@@ -168,11 +168,13 @@ def _look(made: InferredConfig, path: Path, data: str, label: str | None) -> Non
 
 
 def _is_table_folder(path: Path) -> bool:
+    """Return whether a folder contains tables, and no folders of images next to them."""
     try:
-        table_files(path)
+        files = table_files(path)[0]
     except DataError:
         return False
-    return True
+    folders = [entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    return not folders or any(file.stem.startswith("train") for file in files)
 
 
 def _images(made: InferredConfig, images: int = 1000) -> None:

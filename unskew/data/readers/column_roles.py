@@ -11,6 +11,8 @@ from unskew.errors import ConfigError, DataError, unknown_name
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"
+FILE = "file"
+"""Name of the column with the file of each row, if a table has several training files."""
 CATEGORY, DATE = f"{INPUT}, a category", f"{INPUT}, days since 1970"
 AUTO = ("auto",)
 FEWEST = 20  # with fewer rows, all values of a measurement may be distinct by chance
@@ -215,6 +217,8 @@ def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSe
         return "left out: not among the features"
     if name.startswith("__index_level_"):
         return "left out: numbers of rows"
+    if name == FILE and name not in (*choice.categories, *choice.dates):
+        return "left out: names of files"
     return declared_kind(column, name, choice) or (INPUT if is_numeric(column.type) else exclusion_reason(column))
 
 

@@ -14,6 +14,7 @@ from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_su
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
 from unskew.data.readers.names import clean_name, clean_names
+from unskew.data.validation import OFFSET_RATIO
 from unskew.errors import DataError
 
 Kind = Literal["number", "category", "date"]
@@ -48,8 +49,6 @@ class Encoder:
         return self.mean if self.kind != "category" and abs(self.mean) > OFFSET_RATIO * self.std else 0.0
 
 
-OFFSET_RATIO = 2.0**13
-"""Ratio of mean to standard deviation above which float32, with 24 bits, has less than 11 bits for the differences."""
 REMEDY = (
     ". Fill them, exclude the column (--exclude), or set missing to mean or indicator (infinite values are never "
     "replaced)."

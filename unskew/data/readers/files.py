@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import NO_USES, ColumnUses
+from unskew.data.readers.column_roles import FILE
 from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
@@ -219,6 +220,11 @@ def file_tables(
     train, test = table_files(path)
     tables = read_tables([*train, *test], csv, uses, len(train))
     rows = concatenate_tables(tables[: len(train)], train)
+    if len(train) > 1 and FILE not in rows.column_names:
+        import pyarrow as pa
+
+        names = [file.stem for file, table in zip(train, tables, strict=False) for _ in range(table.num_rows)]
+        rows = rows.append_column(FILE, pa.array(names, pa.string()))
     return rows, concatenate_tables(tables[len(train) :], test) if test else None
 
 
@@ -226,7 +232,8 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the training files and the test files of a table; there may be no test files.
 
     Args:
-        path: File, or folder of files.
+        path: File, or folder of files. If no name begins with train, all files that do not begin with test are training
+            files, as if each came from one site.
 
     Raises:
         DataError: If there is no file in a supported format.
@@ -234,9 +241,10 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     if path.is_dir():
         for suffix in TABLES:
             train, test = (split_files(path, split, suffix) for split in ("train", "test"))
-            if train:
-                return train, test
-        raise DataError(f"{path} contains no train*.parquet, train*.csv or train*.jsonl.")
+            others = [file for file in files_with_suffix(path.iterdir(), suffix) if not file.name.startswith(".")]
+            if train or set(others) - set(test):
+                return train or [file for file in others if file not in test], test
+        raise DataError(f"{path} contains no .parquet, .csv or .jsonl file with training rows.")
     if path.suffix.lower() not in TABLES:
         raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
     return [path], files_with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
