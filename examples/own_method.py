@@ -10,6 +10,7 @@ A client that holds two classes soon gives every sample to one of them with grea
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import unskew
 
@@ -18,7 +19,7 @@ import unskew
 class Humble(unskew.ClientRule):
     name, summary, paper = "humble", "penalizes confidence", "Pereyra et al. 2017, arXiv:1701.06548"
 
-    spaces = {"beta": "0.01:1:log"}  # for unskew tune
+    spaces: ClassVar = {"beta": "0.01:1:log"}  # for unskew tune
 
     beta: float = 0.5
 

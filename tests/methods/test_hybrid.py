@@ -154,7 +154,9 @@ def test_the_server_counts_by_its_samples_or_as_one_client():
             assert torch.equal(by_itself.vector, asked.vector)
 
 
-@pytest.mark.parametrize("fed", [blobs(SIZES), blobs([9] * 6), outside(blobs(SIZES))], ids=["unequal", "equal", "other"])
+@pytest.mark.parametrize(
+    "fed", [blobs(SIZES), blobs([9] * 6), outside(blobs(SIZES))], ids=["unequal", "equal", "other"]
+)
 def test_the_student_of_a_single_teacher_that_it_equals_stays(fed):
     """One arrival a round: the average is that client's model, of whose rounding noise Adam must not make steps."""
     options = {"fed": fed, "participation": 0.1, "delay": "none", "precision": "fp32"}

@@ -7,12 +7,13 @@ Algorithm 1, on inputs ``x`` at the server. Their labels are not used, so they m
     z(x) = (1/J) sum_j f_{omega_j}(x)                       mean logits of the J arrived models
     omega <- argmin  mean_x KL(softmax z(x) || softmax f_omega(x))     by a fixed number of steps
 
-``omega_j`` is the client's whole model with its own buffers: the model that it received, which may be an older one, plus its
-update. Teachers predict in eval mode, once per round, and only for inputs that the steps use. The student starts with the
-mean of the clients' buffers, which are then updated on the server's batches. If no update arrives in a round, the model does
-not change. If all teachers equal the student, as with a single update of the current model, there is nothing to distill: the
-gradient is rounding noise, which Adam would amplify to full steps, so none are taken. The original uses up to 10,000 steps of Adam with a learning rate that decays to 0, and early stopping on
-validation data; here the number of steps is fixed. With no steps this is FedAvg.
+``omega_j`` is the client's whole model with its own buffers: the model that it received, which may be an older one,
+plus its update. Teachers predict in eval mode, once per round, and only for inputs that the steps use. The student
+starts with the mean of the clients' buffers, which are then updated on the server's batches. If no update arrives in a
+round, the model does not change. If all teachers equal the student, as with a single update of the current model, there
+is nothing to distill: the gradient is rounding noise, which Adam would amplify to full steps, so none are taken. The
+original uses up to 10,000 steps of Adam with a learning rate that decays to 0, and early stopping on validation data;
+here the number of steps is fixed. With no steps this is FedAvg.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class Rule:
     spaces: ClassVar[Mapping[str, object]] = {}
     """Search spaces of ``unskew tune`` for the options that are worth tuning, by option: ``{"mu": "0.001:1:log"}``.
 
-    Each is written as for ``--space``: ``"0.001:1:log"``, ``"0:0.9"``, ``"16|32|64"`` or a list of values. Or it is the result
-    of ``log_range``, ``uniform_range`` or ``one_of`` of ``unskew.protocol.search_space``."""
+    Each is written as for ``--space``: ``"0.001:1:log"``, ``"0:0.9"``, ``"16|32|64"`` or a list of values. Or it is made by
+    ``log_range``, ``uniform_range`` or ``one_of`` of ``unskew.protocol.search_space``."""
 
     needs: Collection[str] = ()
     """Requirements of the rule, see ``unskew.protocol.requirements``."""

@@ -88,9 +88,7 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
     )
     ends = (space.low, space.high) if isinstance(space, RangeSpace) else space.values
     if not ends:
-        raise ConfigError(
-            f"The search space of {name} is empty. {FORMAT}"
-        )
+        raise ConfigError(f"The search space of {name} is empty. {FORMAT}")
     with on_behalf_of(value):  # parts of a string carry no mark of the file that the string comes from
         for end in ends:
             try:
