@@ -110,7 +110,7 @@ def test_the_tables_on_flair_have_the_papers_settings(name):
 def test_the_paper_scale_has_the_papers_settings(name):
     for cell in preset_cells(load_preset(name), "paper", 0, {}):
         config = cell.config
-        data = name.removeprefix("fedcog/table-1-").replace("-", "_") if "table-1-" in name else "cifar10"
+        data = next((data for data in ("cifar100", "fashion_mnist") if data.replace("_", "-") in name), "cifar10")
         model = "cnn-b" if data == "cifar100" else "cnn"
         assert (config.data, config.model, config.batch_size, config.lr) == (data, model, 64, 0.01)
         plain = config.method == "fedreg"

@@ -148,13 +148,13 @@ def reproduce(
         )
         return
     if not outcomes:
-        asked = {
+        requested = {
             value: {
                 c: {r: n for r, n in of.items() if r in (rows or of)} for c, of in by.items() if c in (columns or by)
             }
             for value, by in table.published.items()
         }
-        table = table.model_copy(update={"published": asked})
+        table = table.model_copy(update={"published": requested})
     lines = report.table_lines(table, entries, whole=not outcomes)
     _print(console, table, scale, settings, lines, bool(outcomes))
     for note in notes(cell for cell, _ in outcomes):
