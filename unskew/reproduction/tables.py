@@ -278,7 +278,7 @@ def table_lines(
     pairs, table = [e for e in table if e.against is not None], [e for e in table if e.against is None]
     for value in dict.fromkeys([e.value for e in table] or (preset.published if whole else ())):
         label, _, digits = value_format(value)
-        columns = dict.fromkeys([e.column for e in table if e.value == value] or preset.published.get(value, ()))
+        columns = dict.fromkeys([e.column for e in table if e.value == value] or preset.published.get(value, {}))
         for column in [None] if single and table else columns:
             some = [e for e in table if e.value == value and column in (None, e.column)]
             settings = ", ".join(dict.fromkeys(e.setting for e in some if e.setting))

@@ -107,8 +107,10 @@ def rule_spaces(name: str) -> dict[str, Space]:
         if option not in option_defaults(cls):
             raise ConfigError(unknown_name("option", str(option), option_defaults(cls), f"The class of {name}"))
         check = partial(_check_option, cls, option, name)
-        own_space = isinstance(space, RangeSpace | CategoricalSpace)
-        spaces[option] = space if own_space else read_space(space, f"{name}.{option}", check)
+        if isinstance(space, RangeSpace | CategoricalSpace):
+            spaces[option] = space
+        else:
+            spaces[option] = read_space(space, f"{name}.{option}", check)
     return spaces
 
 
