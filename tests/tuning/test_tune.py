@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import struct
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from unskew.config.loader import experiment, load_yaml
 from unskew.errors import CheckpointError, ConfigError, UnskewError
 from unskew.methods.registry import METHODS, rule_class
 from unskew.option_parsing import option_defaults
-from unskew.protocol.search_space import CategoricalSpace, RangeSpace, log_range, one_of, read_space
+from unskew.protocol.search_space import CategoricalSpace, RangeSpace, log_range, one_of, read_space, uniform_range
 from unskew.records.mlflow_store import is_complete_database
 from unskew.reporting.run_description import repeat_commands
 from unskew.reporting.run_groups import group_runs
@@ -125,6 +126,55 @@ def test_whole_numbers_are_known_by_what_the_option_takes():
 def test_spaces_that_make_no_sense_are_sentences(space, words):
     with pytest.raises(ConfigError, match=words):
         user_spaces(space, ["fedavg"], {})
+
+
+OWN_RULE = """
+from dataclasses import dataclass
+import unskew
+
+@dataclass(frozen=True)
+class Half(unskew.ClientRule):
+    name, summary, paper = "half", "sends a share of the update", "own"
+    spaces = SPACES
+    share: float = 0.5
+    times: int = 1
+"""
+
+
+def spaces_of_own_rule(tmp_path, monkeypatch, spaces):
+    """Write a rule with these spaces to a new module, and return how they are read."""
+    module = f"own_rule_{len(sys.modules)}"
+    (tmp_path / f"{module}.py").write_text(OWN_RULE.replace("SPACES", spaces))
+    monkeypatch.syspath_prepend(tmp_path)
+    found = method_spaces(f"{module}.Half")
+    return {key.rpartition(".")[2]: space for key, space in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("spaces", "expected"),
+    [
+        ('{"share": "0.1:1", "times": "1:4"}', {"share": RangeSpace(0.1, 1), "times": RangeSpace(1, 4, whole=True)}),
+        ('{"share": "0.1:1:log", "times": [1, 4]}', {"share": log_range(0.1, 1), "times": one_of(1, 4)}),
+        ('{"share": "0.1|0.2", "times": {"low": 1, "high": 4}}', {"share": one_of(0.1, 0.2), "times": uniform_range(1, 4)}),
+    ],
+)  # fmt: skip
+def test_a_rule_declares_its_spaces_in_the_format_of_the_command_line(tmp_path, monkeypatch, spaces, expected):
+    assert spaces_of_own_rule(tmp_path, monkeypatch, spaces) == expected
+
+
+@pytest.mark.parametrize(
+    ("spaces", "words"),
+    [
+        ('{"share": "0.1-1"}', "0.1-1 is not valid.*such as 0.001:0.3:log"),
+        ('{"share": None}', "such as 0.001:0.3:log"),
+        ('{"share": "1:0.1"}', "must be below"),
+        ('{"shares": "0.1:1"}', "no option 'shares'"),
+        ('"0.1:1"', "must be a mapping, such as"),
+    ],
+)
+def test_spaces_of_a_rule_that_are_not_valid_are_sentences(tmp_path, monkeypatch, spaces, words):
+    with pytest.raises(ConfigError, match=words):
+        spaces_of_own_rule(tmp_path, monkeypatch, spaces)
 
 
 def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written():

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SEEDS = "a list such as 0,1,2 or 0..4, or a single number N for N seeds."
 """Help text of ``--seeds``."""
 DataPath = Annotated[str | None, add_flag("data_path")]
+ServerDataPath = Annotated[str | None, add_flag("server_data_path")]
 Rounds = Annotated[int | None, add_flag("rounds")]
 EngineName = Annotated[str | None, add_flag("engine")]
 Device = Annotated[str | None, add_flag("device")]

@@ -79,7 +79,7 @@ def hub_tables(hub: HubDataset) -> tuple[Any, Any | None]:
             reason = f"{type(error).__name__}: {error}. You can also" if reached else unreachable("it")
             raise DataError(
                 f"{hub.name} could not be loaded: {reason} put its parquet files in a folder and set data_path "
-                "(--data-path) to it."
+                "(--data-path) to it, or server_data_path (--server-data-path) if they are the server's."
             ) from error
     return loaded["train"].data.table, loaded[hub.test].data.table if hub.test else None
 

@@ -75,8 +75,16 @@ class SampleTable:
 class Source:
     """Data set with a training and a test part. Its arrays are shared, so do not change them in place.
 
-    For a table, ``columns`` has the role of each column. ``encoders`` are the initial encoders of the input columns if
-    they must still be fitted with client sums; with ``indicate``, additional inputs mark missing numbers.
+    Attributes:
+        name: Name in messages and reports.
+        train: Training samples.
+        test: Test samples.
+        class_names: Names of the classes, in the order of their numbers.
+        classes: Number of classes, labels, tokens or regression targets.
+        task: Task: ``classification``, ``multilabel``, ``language`` or ``regression``.
+        columns: Role of each column of a table; empty for other data.
+        encoders: Initial encoders of a table's input columns, if they must still be fitted with client sums.
+        indicate: Whether additional inputs mark missing numbers of these columns.
     """
 
     name: str

@@ -8,10 +8,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from unskew import plugins
 from unskew.data.readers.column_roles import ColumnSelection
@@ -52,6 +55,7 @@ SOURCES: dict[str, str] = {
     "svhn": "Street View House Numbers, 32 x 32 color, 10 classes (ufldl-stanford/svhn, cropped_digits)",
     "femnist": "FEMNIST, 28 x 28 gray, 62 classes by writer (flwrlabs/femnist)",
     "celeba": "CelebA, 178 x 218 color, faces with 40 attributes by person (flwrlabs/celeba)",
+    "imagenet64": "ImageNet-1k, 64 x 64 color, 1,000 classes (benjamin-paine/imagenet-1k-64x64)",
     "gaussians": "ten overlapping Gaussian classes in 10 dimensions, 20,000 training and 50,000 test samples; no "
     "download",
     "synthetic": "synthetic:ALPHA,BETA, 60 features, 10 classes, 30 clients with own models (ALPHA) and inputs (BETA), "
@@ -100,6 +104,7 @@ HUB: dict[str, HubDataset] = {
     "fashion_mnist": HubDataset("zalando-datasets/fashion_mnist", None, "image", "label"),
     "svhn": HubDataset("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
     "femnist": HubDataset("flwrlabs/femnist", None, "image", "character", test=None),
+    "imagenet64": HubDataset("benjamin-paine/imagenet-1k-64x64", None, "image", "label", test="validation"),
     "celeba": HubDataset("flwrlabs/celeba", None, "image", "Smiling"),
 }
 
@@ -149,9 +154,10 @@ def load_source(
             kind, path = prefix, name.removeprefix(prefix + ":")
     if name.lower().endswith(TABLES) and kind == name:
         kind, path = "table", Path(path or "") / name
-    count = kind.removeprefix("dsprites:") if kind.startswith("dsprites:") else None
-    if count is not None and not count.isdecimal():
-        raise ConfigError(f"{name!r}: write dsprites:N with a number of images, such as dsprites:20000.")
+    base, colon, number = kind.partition(":")
+    count = number if colon and (base == "dsprites" or base in HUB) else None
+    if count is not None and not re.fullmatch("[1-9][0-9]{0,11}", count):
+        raise ConfigError(f"{name!r}: write {base}:N with a number of images, such as {base}:20000.")
     drawn = kind in DRAWN or kind.partition(":")[0] == "synthetic"
     if kind.partition(":")[0] == "synthetic":
         parse_synthetic(kind)
@@ -280,6 +286,24 @@ def load_cached(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
     return load_uncached(request).sized(request.size).first(request.classes)
 
 
+def draw_rows(table: Any, count: int, name: str) -> Any:
+    """Draw rows of a pyarrow table with a fixed seed, so that all methods and seeds of an experiment have the same ones.
+
+    Args:
+        table: Table to draw from.
+        count: Number of rows.
+        name: Name of the data set.
+
+    Raises:
+        DataError: If the table has fewer rows.
+    """
+    if count > table.num_rows:
+        raise DataError(f"{name}:{count} is more than the {table.num_rows} training images of {name}.")
+    chosen = np.zeros(table.num_rows, bool)
+    chosen[np.random.default_rng(0).permutation(table.num_rows)[:count]] = True
+    return table.filter(chosen)
+
+
 def load_uncached(request: SourceRequest) -> Source:
     """Load a source without cache; only encoded images are already resized to the requested size."""
     kind, path, label, image = request[:4]
@@ -290,10 +314,13 @@ def load_uncached(request: SourceRequest) -> Source:
         return synthetic(*parse_synthetic(kind))
     if kind.startswith("dsprites"):
         return dsprites(path, int(kind.partition(":")[2]) if ":" in kind else None)
-    if kind in HUB:
-        hub = HUB[kind]
-        train, test = hub_tables(hub) if path is None else local_tables(kind, hub, path)
-        return source_from_tables(kind, train, test, label=label or hub.label, image=image or hub.image, **how)
+    base, _, count = kind.partition(":")
+    if base in HUB:
+        hub = HUB[base]
+        train, test = hub_tables(hub) if path is None else local_tables(base, hub, path)
+        if count:
+            train = draw_rows(train, int(count), base)
+        return source_from_tables(base, train, test, label=label or hub.label, image=image or hub.image, **how)
     assert path is not None
     if kind == "leaf":
         return leaf_source(path, None if image is None else Path(image).expanduser(), **how)
