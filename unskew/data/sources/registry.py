@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,14 +19,13 @@ from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.files import (
     HubDataset,
     absolute_path,
-    class_folders,
     file_tables,
     files_stamp,
-    folder_tables,
     hub_tables,
     local_tables,
     table_files,
 )
+from unskew.data.readers.image_folders import SUBFOLDER, class_folders, folder_tables
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians, scikit_learn_table
 from unskew.data.sources.dsprites import dsprites
@@ -64,7 +64,8 @@ SOURCES: dict[str, str] = {
     "npz": "npz:PATH, arrays x and y with one class per sample, optionally x_test and y_test, and columns such as "
     "client",
     "npy": "npy:PATH, a folder with the arrays of npz as one file each (x.npy, y.npy, ...), which are memory-mapped",
-    "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
+    "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*; column folder if classes "
+    "contain folders",
     "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
     "sentences": "generated sentence pairs in five genres, 4,000 training and 1,000 test pairs, three classes; no "
     "download",
@@ -79,6 +80,7 @@ DRAWN: dict[str, Callable[[], Source]] = {
     **{name: partial(scikit_learn_table, name) for name in ("iris", "wine", "breast_cancer", "diabetes")},
 }
 """Sources that are built in or generated."""
+LOG = logging.getLogger("unskew")
 PATHS = ("folder", "table", "leaf", "npz", "npy")
 """Sources that are written with a path."""
 
@@ -177,14 +179,14 @@ def load_source(
     if kind != "table":
         if choice.features or choice.exclude:
             raise ConfigError(f"features and exclude require a table, but {name!r} is not a table.")
-        if choice.split:
-            raise ConfigError(f"split_by requires a table or texts, but {name!r} is neither.")
+        if choice.split and kind != "folder":
+            raise ConfigError(f"split_by requires a table, texts or a folder of images, but {name!r} is none of them.")
         if choice.mixed:
             raise ConfigError(
                 f"task=regression, categories, dates and missing require a table, but {name!r} is not a table. Save the "
                 "data as .csv or .parquet, or in Python use Federation.from_arrays."
             )
-        choice = ALL
+        choice = ColumnSelection(split=choice.split)
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
@@ -300,7 +302,16 @@ def load_uncached(request: SourceRequest) -> Source:
     if kind in ("npz", "npy"):
         return npz_source(path, request.test_share)
     if kind == "folder":
-        return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)
+        train, test = folder_tables(path)
+        selection = request.choice if request.choice.split else None
+        if selection is None and SUBFOLDER in train.column_names:
+            LOG.warning(
+                "the classes of %s contain folders; if these are patients, set split_by: %s to keep the images of a "
+                "folder together",
+                path,
+                SUBFOLDER,
+            )
+        return source_from_tables(path.name, train, test, label="label", image="image", choice=selection, **how)
     train, test = file_tables(path, request.csv)
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
