@@ -157,7 +157,7 @@ def _look(made: InferredConfig, path: Path, data: str, label: str | None) -> Non
     elif path.is_dir() and _is_table_folder(path):
         _table(made, path, f"table:{data}", label)
     elif path.is_dir():
-        folders = class_folders(path)["train"]  # raises an error that describes the required layout
+        folders = class_folders(path)[0]  # raises an error that describes the required layout
         images = {file: folder for folder in folders for file in visible_files(folder) if is_image_file(file)}
         made.set("data", f"folder:{data}", "one folder of images per class")
         _image_size(made, [file for file in images if file.is_file()])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from unskew.data.readers.arrow_io import read_file
 from unskew.data.readers.hub import hub_or_cache, unreachable
-from unskew.data.readers.image_folders import is_hidden
+from unskew.data.readers.image_folders import is_hidden, visible_files
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
 from unskew.progress import report_progress
@@ -49,7 +49,7 @@ def files_stamp(path: Path | None) -> tuple[int, int, int]:
     if path is None:
         return (0, 0, 0)
     # A single file includes its folder, because the test.csv next to a train.csv is read as well.
-    files = path.rglob("*") if path.is_dir() else files_with_suffix(path.parent.iterdir(), path.suffix)
+    files = visible_files(path) if path.is_dir() else files_with_suffix(path.parent.iterdir(), path.suffix)
     stats = [file.stat() for file in files if file.is_file()]
     return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
 

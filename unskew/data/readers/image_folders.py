@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from unskew.data.readers.column_roles import abbreviate
 from unskew.errors import DataError
 
-IMAGES = (
-    *(".apng", ".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm"),
-    *(".tif", ".tiff", ".webp"),
-)
+IMAGES = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Suffixes of image files."""
 SYSTEM_FILES = ("__macosx", "__pycache__", "@eadir", "$recycle.bin", "lost+found", "thumbs.db", "desktop.ini")
 """Files and folders that operating systems and programs create between a user's files, in lower case."""
@@ -47,11 +44,14 @@ def is_image_file(file: Path) -> bool:
     return file.suffix.lower() in IMAGES
 
 
-def class_folders(path: Path) -> dict[str, list[Path]]:
-    """Return the folders of the classes of each split: the first level below the data, or below ``train`` and ``test``.
+def class_folders(path: Path) -> list[list[Path]]:
+    """Return the folders of the classes: the first level below ``path``, or below its ``train`` and its ``test``.
 
     Args:
         path: Folder with one folder per class, or with ``train`` and ``test``.
+
+    Returns:
+        The folders of the training images, and of the test images if there are any.
 
     Raises:
         DataError: If the folders are missing or not valid.
@@ -59,35 +59,29 @@ def class_folders(path: Path) -> dict[str, list[Path]]:
     if not path.is_dir():
         raise DataError(f"{path} is a file, but folder: requires a folder with one folder of images per class.")
     names = [folder.name for folder in _folders(path)]
-    if "train" in names:
-        splits = {split: path / split for split in ("train", "test") if split in names}
-    elif "test" in names:
-        raise DataError(f"{path} has a folder 'test' but no folder 'train'.")
-    elif names and all(name.lower() in SPLITS for name in names):
+    splits = [path / name for name in ("train", "test") if name in names]
+    if "train" not in names and (splits or (names and all(name.lower() in SPLITS for name in names))):
         raise DataError(
-            f"The folders {', '.join(names)} of {path} look like parts of the data, not like classes. Rename the folder "
-            "with training images to train, and the one with test images to test."
+            f"{path} has no folder 'train', but {', '.join(names)}. Rename the folder with the training images to train, "
+            "and the one with the test images to test."
         )
-    else:
-        splits = {"train": path}
-    classes = {split: _folders(folder) for split, folder in splits.items()}
-    for split, folder in splits.items():
-        if len(classes[split]) < 2:
+    for folder in splits or [path]:
+        classes = [own.name for own in _folders(folder)]
+        if len(classes) < 2:
             raise DataError(
-                f"{folder} must contain one folder of images per class, at least two. It has "
-                f"{[own.name for own in classes[split]] or 'none'}."
+                f"{folder} must contain one folder of images per class, at least two. It has {classes or 'none'}."
             )
         loose = next((file for file in folder.iterdir() if is_image_file(file) and not is_hidden(file.name)), None)
         if loose is not None:
             raise DataError(f"The image {loose} is in no folder of a class. Move it into one.")
-    return classes
+    return [_folders(folder) for folder in splits or [path]]
 
 
 def _folders(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
 
 
-def path_column(files: Sequence[Path]) -> Any:
+def path_column(files: Iterable[Path | str]) -> Any:
     """Return a pyarrow column with the paths of files."""
     import pyarrow as pa
 
@@ -110,22 +104,19 @@ def folder_tables(path: Path) -> tuple[Any, Any | None]:
 
     tables, skipped = [], []
     splits = class_folders(path)
-    for folders in splits.values():
+    for folders in splits:
         files = [(file, own) for own in folders for file in visible_files(own)]
-        skipped += [file for file, _ in files if not is_image_file(file)]
+        skipped += [str(file.relative_to(path)) for file, _ in files if not is_image_file(file)]
         images = sorted((row for row in files if is_image_file(row[0])), key=lambda row: str(row[0]))
+        labels = [own.name for _, own in images]
         below = [file.parent.relative_to(own).as_posix() for file, own in images]
-        columns = {"image": path_column([file for file, _ in images]), "label": [own.name for _, own in images]}
-        tables.append(pa.table({**columns, SUBFOLDER: below}))
-    labels = {label for table in tables for label in table.column("label").to_pylist()}
-    empty = sorted({own.name for folders in splits.values() for own in folders} - labels)
-    if splits["train"][0].parent != path and len(_folders(path)) > len(splits):
-        unread = [folder.name for folder in _folders(path) if folder.name not in splits]
-        LOG.warning("of the folders of %s, only train and test are read, not %s", path, abbreviate(unread))
-    if skipped:
-        LOG.warning("%d files of %s are not images and are skipped, such as %s", len(skipped), path, skipped[0])
-    if empty:
-        LOG.warning("folders of %s without images are not classes: %s", path, abbreviate(empty))
+        tables.append(pa.table({"image": path_column(file for file, _ in images), "label": labels, SUBFOLDER: below}))
+    classes = {label for table in tables for label in table.column("label").to_pylist()}
+    empty = {own.name for folders in splits for own in folders} - classes
+    unread = [own.name for own in _folders(path) if own not in splits[0] and own.name not in ("train", "test")]
+    for names, reason in ((skipped, "not images"), (empty, "without images"), (unread, "neither train nor test")):
+        if names:
+            LOG.warning("of %s, these %d are %s and not read: %s", path, len(names), reason, abbreviate(sorted(names)))
     if len({below for table in tables for below in table.column(SUBFOLDER).to_pylist()}) == 1:
         tables = [table.drop_columns(SUBFOLDER) for table in tables]
     return tables[0], tables[1] if len(tables) > 1 else None

@@ -49,10 +49,9 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
     """
     simplejpeg = optional_simplejpeg()
     out = np.empty((0, 0, 0, 0), np.uint8)
-    first = ""
     uniform: list[str] = []
     animated: list[str] = []
-    for i, (what, data) in enumerate(image_bytes(column, who, folder)):
+    for i, (name, data) in enumerate(image_bytes(column, who, folder)):
         color = out.shape[-1] == 3
         if i % 100 == 0:
             report_progress("images read", i, len(column))
@@ -61,30 +60,26 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # pillow raises all of them on corrupted files
             unknown = "its format is not known" if data else "the file is empty"
             reason = unknown if "cannot identify" in str(error) else error
-            raise DataError(f"{what} cannot be decoded ({reason}). Repair or remove it.") from error
-        animated += [what] if has_frames else []
-        uniform += [what] if (image[0] == image[0, 0]).all() and (image == image[0, 0]).all() else []
+            raise DataError(f"Image {name} cannot be decoded ({reason}). Repair or remove it.") from error
+        animated += [name] if has_frames else []
+        uniform += [name] if (image[0] == image[0, 0]).all() and (image == image[0, 0]).all() else []
         if size is not None:  # resize one by one: all images in original size may not fit into memory
-            image = (
-                resize_images(torch.from_numpy(image.copy()).permute(2, 0, 1)[None], size, size)[0]
-                .permute(1, 2, 0)
-                .numpy()
-            )
+            x = torch.from_numpy(image.copy()).permute(2, 0, 1)[None]
+            image = resize_images(x, size, size)[0].permute(1, 2, 0).numpy()
         if i == 0:
-            first = what
             check_expansion(who, len(column) * image.nbytes, len(column) * len(data))
             out = np.empty((len(column), *image.shape), np.uint8)
         if image.shape != out.shape[1:]:
             if image.shape[:2] != out.shape[1:3]:
                 raise DataError(
-                    f"Images differ in size: {first} has {out.shape[1]} x {out.shape[2]} pixels, but {what} has "
-                    f"{image.shape[0]} x {image.shape[1]} (height x width). Set image_size to resize them."
+                    f"Image {name} has {image.shape[0]} x {image.shape[1]} pixels, but the images before it have "
+                    f"{out.shape[1]} x {out.shape[2]} (height x width). Set image_size to resize them."
                 )
             out = np.repeat(out, 3, axis=-1)  # the first color image after gray ones
         out[i] = image
     for names, text in ((uniform, "have only one color"), (animated, "have several frames; the first one is read")):
         if names:
-            LOG.warning("%d of %d images of %s %s: see %s", len(names), len(out), who, text, names[0])
+            LOG.warning("%d of %d images %s, such as image %s", len(names), len(out), text, names[0])
     if not len(out):
         raise DataError(f"There are no images in {who}.")
     return as_inputs(torch.from_numpy(out).permute(0, 3, 1, 2), who)
@@ -131,10 +126,8 @@ def decode(data: bytes, color: bool, simplejpeg: Any | None) -> tuple[np.ndarray
 
 def orientation(image: Any) -> int:
     """Return the orientation of a pillow image in its EXIF data, or 1 (upright) if pillow has applied it already."""
-    if image.format == "TIFF":
-        return 1
     try:
-        return int(image.getexif().get(0x0112, 1))
+        return 1 if image.format == "TIFF" else int(image.getexif().get(0x0112, 1))
     except Exception:  # damaged EXIF data raise many types, and viewers ignore them
         return 1
 
@@ -197,39 +190,27 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[t
         folder: Folder of the files, or None.
 
     Yields:
-        Description of each image with its file or row, at the start of a sentence, and its encoded bytes.
+        Name of each image (its file, or row and data) and its encoded bytes.
     """
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    struct = pa.types.is_struct(column.type)
-    fields = [column.type.field(j).name for j in range(column.type.num_fields)] if struct else []
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    if not (struct and "bytes" in fields) and not is_binary(column.type) and not text:
+    if not is_image(column.type) and not text:
         raise DataError(
             f"The image column of {who} has type {column.type}. It must contain encoded images (PNG or JPEG) or file "
             "names."
         )
-    row = 0
-    for chunk in column.chunks:
-        nothing = [None] * len(chunk)
-        blobs = pc.struct_field(chunk, "bytes") if struct else chunk
-        paths = pc.struct_field(chunk, "path") if "path" in fields else chunk if text else nothing
-        for blob, path in zip(nothing if text else blobs, paths, strict=True):
-            data = None if blob is None else blob.as_py()
-            name = None if path is None else path.as_py()
-            what = f"Image {row} of {who}" + (f" ({name})" if name and not text else "")
-            if data is None:
-                file = None if name is None else (folder or Path()) / name
-                what = f"The image {file}"
-                if file is None or not file.is_file():
-                    raise DataError(f"An image of {who} is missing: it has no bytes and no file ({file}).")
-                try:
-                    data = file.read_bytes()
-                except OSError as error:
-                    raise DataError(f"{what} cannot be read: {error.strerror}.") from error
-            yield what, data
-            row += 1
+    for row, scalar in enumerate(column):
+        value = scalar.as_py()
+        fields = value if isinstance(value, dict) else {"path" if text else "bytes": value}
+        data, path = fields.get("bytes"), fields.get("path")
+        name = f"{row} of {who}" + (f" ({path})" if path else "")
+        if data is None:
+            file = None if path is None else (folder or Path()) / path
+            if file is None or not file.is_file():
+                raise DataError(f"An image of {who} is missing: it has no bytes and no file ({file}).")
+            name, data = str(file), file.read_bytes()
+        yield name, data
 
 
 def is_image(kind: Any) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew import plugins
+from unskew.data.frames import check_same_index, read_classes
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.files import (
     HubDataset,
@@ -34,7 +35,7 @@ from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import is_array_folder, npz_source
 from unskew.data.sources.shapes import shapes
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
-from unskew.data.validation import as_inputs, as_targets
+from unskew.data.validation import as_inputs
 from unskew.errors import ConfigError, DataError, UnskewError
 
 __all__ = ["SOURCES", "SampleTable", "Source", "load_source"]
@@ -251,9 +252,11 @@ def source_from_arrays(name: str, train: tuple[object, object], test: tuple[obje
         train: Training inputs and labels.
         test: Test inputs and labels.
     """
-    first, last = (SampleTable(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
-    classes = 1 + int(max(first.y.max(), last.y.max()))
-    return Source(name, first, last, tuple(str(c) for c in range(classes)), classes)
+    for who, (x, y) in (("the training part", train), ("the test part", test)):
+        check_same_index(x, y, f"{who} of {name}")
+    labels, class_names = read_classes([train[1], test[1]], name)
+    first, last = (SampleTable(as_inputs(x, name), y, {}) for x, y in zip((train[0], test[0]), labels, strict=True))
+    return Source(name, first, last, class_names, len(class_names))
 
 
 class SourceRequest(NamedTuple):
@@ -305,12 +308,7 @@ def load_uncached(request: SourceRequest) -> Source:
         train, test = folder_tables(path)
         selection = request.choice if request.choice.split else None
         if selection is None and SUBFOLDER in train.column_names:
-            LOG.warning(
-                "the classes of %s contain folders; if these are patients, set split_by: %s to keep the images of a "
-                "folder together",
-                path,
-                SUBFOLDER,
-            )
+            LOG.warning("classes of %s contain folders; split_by: %s keeps their images together", path, SUBFOLDER)
         return source_from_tables(path.name, train, test, label="label", image="image", choice=selection, **how)
     train, test = file_tables(path, request.csv)
     name = path.stem if path.stem != "train" else path.parent.name
