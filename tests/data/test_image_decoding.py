@@ -127,7 +127,10 @@ def test_the_first_of_several_frames_is_read_and_reported_once(form, capsys):
     first, second = read(data, data)
     assert np.abs(first - shown(data)).max() <= 1
     assert np.array_equal(first, second)
-    assert capsys.readouterr().err.count("2 of 2 images have several frames; the first one is read, such as image 0 of x") == 1
+    assert (
+        capsys.readouterr().err.count("2 of 2 images have several frames; the first one is read, such as image 0 of x")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I", "F"])

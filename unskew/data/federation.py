@@ -266,6 +266,11 @@ class Federation:
                 indices, class_names, classes = encode_classes(in_domain, validate_class_names(class_names, 0))
                 ys, others = indices[: len(ys)], indices[len(ys) :]
                 pairs |= {who: (pairs[who][0], y) for who, y in zip(pairs, others, strict=False)}
+                if classes < 2:
+                    raise DataError(
+                        f"All labels are {(class_names or '0')[0]}, but a classifier needs two classes. If there are more "
+                        "classes than occur in these data, set classes=."
+                    )
             else:
                 classes = max(int(y.max()) for y in in_domain) + 1 if task == "language" else ys[0].shape[1]
         else:

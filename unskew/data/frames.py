@@ -104,7 +104,8 @@ def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tup
     text = [
         y is not None and y.ndim == 1 and y.dtype.kind in "OUS" and all(isinstance(v, str) for v in y) for y in labels
     ]
-    if not any(text) and not all(y is not None and y.ndim == 1 and y.dtype == bool for y in labels):
+    unnamed = isinstance(class_names, list | tuple) and not class_names
+    if not any(text) and not (unnamed and all(y is not None and y.ndim == 1 and y.dtype == bool for y in labels)):
         return list(pairs), class_names
     if any(text) and not all(text):
         raise DataError("Some labels are strings and some are not. Pass all as strings, or all as class indices.")
@@ -128,18 +129,10 @@ def encode_classes(ys: Sequence[Tensor], class_names: tuple[str, ...]) -> tuple[
     Returns:
         The class indices of each part, the names of the classes (empty if the labels are indices without names), and
         the number of classes.
-
-    Raises:
-        DataError: If there is only one class.
     """
     values = np.unique(np.concatenate([np.unique(y.numpy()) for y in ys]))
     if len(class_names) > 1 and values[0] >= 0 and values[-1] < len(class_names):
         return list(ys), class_names, len(class_names)
-    if len(values) < 2:
-        raise DataError(
-            f"All labels are {(class_names or values)[0]}, but a classifier needs two classes. If there are more "
-            "classes than occur in these data, set classes=."
-        )
     if values[0] == 0 and values[-1] == len(values) - 1:
         return list(ys), class_names, len(values)
     indices = [torch.from_numpy(np.searchsorted(values, y.numpy())) for y in ys]

@@ -72,8 +72,8 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
         if image.shape != out.shape[1:]:
             if image.shape[:2] != out.shape[1:3]:
                 raise DataError(
-                    f"Image {name} has {image.shape[0]} x {image.shape[1]} pixels, but the images before it have "
-                    f"{out.shape[1]} x {out.shape[2]} (height x width). Set image_size to resize them."
+                    f"Images differ in size: image {name} has {image.shape[0]} x {image.shape[1]} pixels, those before "
+                    f"it have {out.shape[1]} x {out.shape[2]} (height x width). Set image_size to resize them."
                 )
             out = np.repeat(out, 3, axis=-1)  # the first color image after gray ones
         out[i] = image
