@@ -208,7 +208,7 @@ def test_files_between_images_are_neither_parsed_nor_unpacked(tmp_path, kind, ca
         (folder / "train" / "a" / "more.bin").write_bytes(archive(kind))
     federation = unskew.load_federation(f"folder:{folder}", clients=2, partition="iid")
     assert (federation.classes, federation.sizes.sum() + len(federation.test[1])) == (2, 10)
-    assert "are not images and not read: train/a/m" in capsys.readouterr().err
+    assert "not read, because no image: train/a/m" in capsys.readouterr().err
 
 
 def test_an_npz_file_of_zeros_is_an_error_before_it_is_read(tmp_path, monkeypatch):

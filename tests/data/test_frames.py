@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import unskew
+from unskew.data.sources.registry import source_from_arrays
+from unskew.diagnosis.synthetic import validate_images
 from unskew.errors import DataError
 
 pandas = pytest.importorskip("pandas")
@@ -203,3 +205,16 @@ def test_frames_with_the_index_of_their_labels_or_with_arrays_are_paired_by_posi
         fed = unskew.Federation.from_arrays([(x, other)], test=(x, other))
         assert fed.fingerprint == expected.fingerprint
         assert bool((fed.test[1] == expected.test[1]).all())
+
+
+def test_data_of_packages_and_synthetic_sets_are_paired_by_equal_indices():
+    x, y = rows(20, 0)
+    numbers, codes = x.astype(float), pandas.Series(np.arange(20) % 2 + 3)
+    source = source_from_arrays("own", (numbers, codes), (numbers[:6], codes[:6]))
+    assert (source.class_names, source.train.y.tolist()) == (("3", "4"), (codes - 3).tolist())
+    turned = numbers.sort_values("age")
+    with pytest.raises(DataError, match="labels of the test part of own have different pandas indices"):
+        source_from_arrays("own", (numbers, codes), (turned, codes))
+    fed = unskew.Federation.from_arrays([(numbers, y)], test=(numbers, y))
+    with pytest.raises(DataError, match="labels of the set have different pandas indices"):
+        validate_images((turned, codes - 3), fed, "the set")

@@ -106,11 +106,11 @@ def test_hidden_files_are_skipped_by_training_inference_and_init(tmp_path, capsy
     assert written[0] == written[1]
 
 
-def test_init_keeps_the_folders_of_patients_together(tmp_path, capsys, monkeypatch):
+def test_init_describes_the_folders_of_patients(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     patients(tmp_path / "scans", 10)
     assert call(capsys, "init", "scans").code == 0
-    assert "split_by: folder" in (tmp_path / "experiment.yaml").read_text()
+    assert "if these are patients, set split_by: folder" in (tmp_path / "experiment.yaml").read_text()
 
 
 def test_hidden_files_are_skipped_between_tables_and_arrays(tmp_path):
@@ -130,7 +130,7 @@ def test_other_folders_next_to_train_are_reported(tmp_path, capsys):
         classes(tmp_path / name)
     source = load_source(f"folder:{tmp_path}")
     assert len(source.train) + len(source.test) == 12
-    assert "these 1 are neither train nor test and not read: val" in capsys.readouterr().err
+    assert "not read, because neither train nor test: val" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("names", [("training", "validation"), ("Train", "Test"), ("test", "val"), ("TRAIN",)])
@@ -155,8 +155,8 @@ def test_files_without_a_class_and_classes_without_files_are_reported(tmp_path, 
     (tmp_path / "c" / "x.heic").write_bytes(b"photo")
     assert load_source(f"folder:{tmp_path}").class_names == ("a", "b")
     reported = capsys.readouterr().err
-    assert "these 1 are not images and not read: c/x.heic" in reported
-    assert "these 1 are without images and not read: c" in reported
+    assert "not read, because no image: c/x.heic" in reported
+    assert "not read, because without images: c" in reported
     write(tmp_path / "loose.png")
     with pytest.raises(DataError, match=r"loose\.png is in no folder of a class"):
         load_source(f"folder:{tmp_path}")

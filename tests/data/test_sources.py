@@ -212,7 +212,7 @@ def test_image_errors(tmp_path):
         assert sentence in str(caught.value)
 
     fails(
-        "Image 2 of cifar10, the training rows has 4 x 6 pixels, but the images before it have 8 x 8",
+        "image 2 of cifar10, the training rows has 4 x 6 pixels, those before it have 8 x 8",
         [good, good, encode(pixels(1, (4, 6, 3))[0])],
     )
     fails("Image 1 of cifar10, the training rows cannot be decoded (its format is not known)", [good, b"rubbish"])

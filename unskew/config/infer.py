@@ -157,12 +157,12 @@ def _look(made: InferredConfig, path: Path, data: str, label: str | None) -> Non
     elif path.is_dir() and _is_table_folder(path):
         _table(made, path, f"table:{data}", label)
     elif path.is_dir():
-        folders = class_folders(path)[0]  # raises an error that describes the required layout
+        folders, *test = class_folders(path)  # raises an error that describes the required layout
         images = {file: folder for folder in folders for file in visible_files(folder) if is_image_file(file)}
         made.set("data", f"folder:{data}", "one folder of images per class")
         _image_size(made, [file for file in images if file.is_file()])
-        if len({file.parent.relative_to(folder) for file, folder in images.items()}) > 1:
-            made.set("split_by", SUBFOLDER, "images in the same folder below a class, such as a patient, stay together")
+        if not test and len({file.parent.relative_to(folder) for file, folder in images.items()}) > 1:
+            made.seen.append(f"classes contain folders; if these are patients, set split_by: {SUBFOLDER}")
         _images(made, len(images))
     else:
         raise DataError(
@@ -357,15 +357,11 @@ def _words(table: Any, column: str) -> float:
 
 def _image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
     """Set the image size, unless all images have the same small size."""
-    from PIL import UnidentifiedImageError
-
     sizes = set()
     for image in images:
         try:
             with open_image(image) as opened:
                 sizes.add(upright_size(opened))
-        except UnidentifiedImageError:  # other files next to the images
-            continue
         except (OSError, ValueError, SyntaxError) as error:
             name = f"The image {image}" if isinstance(image, Path) else "An image of the table"
             raise DataError(f"{name} cannot be read ({error}). Repair or remove it.") from error

@@ -114,9 +114,9 @@ def folder_tables(path: Path) -> tuple[Any, Any | None]:
     classes = {label for table in tables for label in table.column("label").to_pylist()}
     empty = {own.name for folders in splits for own in folders} - classes
     unread = [own.name for own in _folders(path) if own not in splits[0] and own.name not in ("train", "test")]
-    for names, reason in ((skipped, "not images"), (empty, "without images"), (unread, "neither train nor test")):
+    for names, reason in ((skipped, "no image"), (empty, "without images"), (unread, "neither train nor test")):
         if names:
-            LOG.warning("of %s, these %d are %s and not read: %s", path, len(names), reason, abbreviate(sorted(names)))
+            LOG.warning("%s: not read, because %s: %s", path, reason, abbreviate(sorted(names)))
     if len({below for table in tables for below in table.column(SUBFOLDER).to_pylist()}) == 1:
         tables = [table.drop_columns(SUBFOLDER) for table in tables]
     return tables[0], tables[1] if len(tables) > 1 else None

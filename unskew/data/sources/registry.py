@@ -307,7 +307,7 @@ def load_uncached(request: SourceRequest) -> Source:
     if kind == "folder":
         train, test = folder_tables(path)
         selection = request.choice if request.choice.split else None
-        if selection is None and SUBFOLDER in train.column_names:
+        if selection is None and test is None and SUBFOLDER in train.column_names:
             LOG.warning("classes of %s contain folders; split_by: %s keeps their images together", path, SUBFOLDER)
         return source_from_tables(path.name, train, test, label="label", image="image", choice=selection, **how)
     train, test = file_tables(path, request.csv)
