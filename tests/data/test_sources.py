@@ -242,7 +242,10 @@ def test_image_errors(tmp_path):
             load_source("cifar10", path=tmp_path)
         assert sentence in str(caught.value)
 
-    fails("image 0 is 8 x 8 pixels, image 2 is 4 x 6", [good, good, encode(pixels(1, (4, 6, 3))[0])])
+    fails(
+        "image 2 of cifar10, the training rows has 4 x 6 pixels, those before it have 8 x 8",
+        [good, good, encode(pixels(1, (4, 6, 3))[0])],
+    )
     fails("Image 1 of cifar10, the training rows cannot be decoded (its format is not known)", [good, b"rubbish"])
     fails("cannot be decoded", [good, encode(pixels(1)[0], "JPEG")[:150]])
     fails("more than 8 bits per channel", [encode(pixels(1, (8, 8))[0].astype(np.uint16) * 256)])

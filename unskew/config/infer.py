@@ -18,8 +18,9 @@ from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import is_category_text, is_date, is_identifier, is_numeric, is_string
-from unskew.data.readers.files import class_folders, file_tables, table_files
-from unskew.data.readers.images import image_bytes, is_image, open_image
+from unskew.data.readers.files import file_tables, table_files
+from unskew.data.readers.image_folders import SUBFOLDER, class_folders, is_image_file, visible_files
+from unskew.data.readers.images import image_bytes, is_image, open_image, upright_size
 from unskew.data.readers.labels import is_list_type, metadata_class_names
 from unskew.data.sources.registry import SOURCES
 from unskew.data.spec import TABLES
@@ -156,11 +157,13 @@ def _look(made: InferredConfig, path: Path, data: str, label: str | None) -> Non
     elif path.is_dir() and _is_table_folder(path):
         _table(made, path, f"table:{data}", label)
     elif path.is_dir():
-        parts = class_folders(path)  # raises an error that describes the required layout
-        files = [file for file in parts["train"].rglob("*") if file.is_file()]
+        folders, *test = class_folders(path)  # raises an error that describes the required layout
+        images = {file: folder for folder in folders for file in visible_files(folder) if is_image_file(file)}
         made.set("data", f"folder:{data}", "one folder of images per class")
-        _image_size(made, files)
-        _images(made, len(files))
+        _image_size(made, [file for file in images if file.is_file()])
+        if not test and len({file.parent.relative_to(folder) for file, folder in images.items()}) > 1:
+            made.seen.append(f"classes contain folders; if these are patients, set split_by: {SUBFOLDER}")
+        _images(made, len(images))
     else:
         raise DataError(
             f"{data} is neither a table (.csv, .jsonl, .parquet), nor arrays (.npz), nor a folder of images."
@@ -261,7 +264,9 @@ def _table(made: InferredConfig, path: Path, data: str, label: str | None) -> No
         made.set("task", "regression", "predict a number, not a class")
     if images:
         made.set("image", images[0], "the inputs are the images in this column")
-        _image_size(made, [io.BytesIO(blob) for blob in image_bytes(table.column(images[0]), str(path), path.parent)])
+        _image_size(
+            made, [io.BytesIO(blob) for _, blob in image_bytes(table.column(images[0]), str(path), path.parent)]
+        )
         _owner(made, owner, distinct, table, label)
         made.set("model", "cnn", "unskew models lists all models")
         return
@@ -354,15 +359,11 @@ def _words(table: Any, column: str) -> float:
 
 def _image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
     """Set the image size, unless all images have the same small size."""
-    from PIL import UnidentifiedImageError
-
     sizes = set()
     for image in images:
         try:
             with open_image(image) as opened:
-                sizes.add(opened.size)
-        except UnidentifiedImageError:  # other files next to the images
-            continue
+                sizes.add(upright_size(opened))
         except (OSError, ValueError, SyntaxError) as error:
             name = f"The image {image}" if isinstance(image, Path) else "An image of the table"
             raise DataError(f"{name} cannot be read ({error}). Repair or remove it.") from error

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unskew.data.client_arrays import check_client_targets, check_shapes, read_clients
 from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs, joined_clients, take_rows
-from unskew.data.frames import encode_text_labels, frames_to_arrays
+from unskew.data.frames import encode_classes, encode_text_labels, frames_to_arrays
 from unskew.data.from_arrays import (
     check_client_list,
     check_integer,
@@ -31,7 +31,7 @@ from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
 from unskew.data.target_scaling import fit_target_scaling
-from unskew.data.validation import check_differ, check_targets, validate_client_names
+from unskew.data.validation import check_targets, validate_client_names
 from unskew.errors import DataError, short_repr, unknown_name
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
@@ -210,7 +210,8 @@ class Federation:
                 values 0 and 1. ``"regression"``: ``y`` is one number per sample or ``[n, T]``, in original units; the
                 federation stores it standardized. ``"language"``: ``x`` and ``y`` are token ids ``[n, L]`` with -1 for
                 padding, and ``y`` has the tokens that follow those of ``x``.
-            classes: Number of classes; inferred from the labels if None.
+            classes: Number of classes, with labels from 0 to ``classes - 1``. If None, labels are indices of
+                ``class_names``, or else the classes are the values that occur, in order.
             holdout: Share of each client's samples held out for evaluation, for clients without a test set.
             seed: Random seed that determines which samples are held out.
             normalize: True or None: standardize uint8 images per channel and leave floats unchanged. False: do not
@@ -243,7 +244,8 @@ class Federation:
         everyone: list[Any] = [*clients, test, *([] if server is None else [server])]
         columns: tuple[str, ...] = ()
         if all(isinstance(pair, tuple | list) and len(pair) in (2, 4) for pair in everyone):
-            everyone, columns = frames_to_arrays(everyone)
+            whose = [*(f"client {k}" for k in range(len(clients))), "the test set", "the server"]
+            everyone, columns = frames_to_arrays(dict(zip(whose, everyone, strict=False)))
             if task == "classification":
                 own = len(clients) + 1 + int(server is not None and bool(server_in_domain))
                 everyone[:own], class_names = encode_text_labels(everyone[:own], class_names)
@@ -260,10 +262,17 @@ class Federation:
         if classes is None:
             own = server_in_domain or server is None
             in_domain = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
-            classes = (
-                ys[0].shape[1] if task in ("multilabel", "regression") else max(int(y.max()) for y in in_domain) + 1
-            )
-            check_differ(in_domain, task)
+            if task == "classification":
+                indices, class_names, classes = encode_classes(in_domain, validate_class_names(class_names, 0))
+                ys, others = indices[: len(ys)], indices[len(ys) :]
+                pairs |= {who: (pairs[who][0], y) for who, y in zip(pairs, others, strict=False)}
+                if classes < 2:
+                    raise DataError(
+                        f"All labels are {(class_names or '0')[0]}, but a classifier needs two classes. If there are more "
+                        "classes than occur in these data, set classes=."
+                    )
+            else:
+                classes = max(int(y.max()) for y in in_domain) + 1 if task == "language" else ys[0].shape[1]
         else:
             check_integer(classes, "classes", least=2 if task == "classification" else 1)
         check_client_targets(readers, ys, classes, task)

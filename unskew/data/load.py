@@ -35,6 +35,7 @@ from unskew.data.spec import (
 )
 from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
+from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.tasks.registry import TASKS
 
@@ -209,6 +210,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     """
     named, spec = spec, with_local_files(spec)
     source = load_source_for(spec)
+    check_classes(source.class_names or ("",) * source.classes, source.name, source.task)
     at_server, test = server_data(spec, source, source.test, seed)
     if at_server is not None and not at_server.in_domain:
         source, test = repeat_channels(source, test, at_server.x.shape[1])

@@ -312,23 +312,6 @@ def check_classes(names: Sequence[str], who: str, task: str) -> None:
         )
 
 
-def check_differ(labels: Sequence[Tensor], task: str) -> None:
-    """Validate that not all labels are the same if the number of classes is inferred from them.
-
-    Args:
-        labels: Labels of each client.
-        task: Name of the task.
-
-    Raises:
-        DataError: If all labels are the same.
-    """
-    if task == "classification" and all(bool((y == labels[0][0]).all()) for y in labels):
-        raise DataError(
-            f"All labels are {int(labels[0][0])}, but a classifier needs two classes. If there are more classes than "
-            "occur in these data, set classes=."
-        )
-
-
 def check_tokens(x: Tensor, tokens: int, who: str) -> None:
     """Validate that token ids are in ``0 .. tokens - 1``, and padding (-1) is at the end.
 

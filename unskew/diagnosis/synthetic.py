@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from unskew.data.federation import Federation, concatenate_inputs, take_rows
+from unskew.data.frames import check_same_index
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.files import concatenate_tables
 from unskew.data.readers.images import decode_column
@@ -117,6 +118,7 @@ def validate_images(pair: object, federation: Federation, who: str) -> Pair:
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
+    check_same_index(pair[0], pair[1], who)
     x, y = (
         to_model_layout(mask_padding(normalize_inputs_layout(pair[0], who), "classification")),
         as_targets(pair[1], who, federation.task),

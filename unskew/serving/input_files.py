@@ -13,7 +13,7 @@ from torch import Tensor
 from unskew.data.readers.arrow_io import read_cells, read_typed
 from unskew.data.readers.cell_types import ColumnUses, Kind, kind_of_names, type_columns
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
-from unskew.data.readers.files import IMAGES
+from unskew.data.readers.image_folders import IMAGES, is_image_file, path_column, visible_files
 from unskew.data.readers.images import decode_column
 from unskew.data.readers.text import encode_for_classification, pad_rows, row_texts
 from unskew.data.readers.tokenization import make_tokenizer
@@ -105,15 +105,12 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
         return InputRows(x, range(table.num_rows), unknown_categories(table, inputs), table, cells)
     if inputs.kind != "uint8":
         raise DataError(f"The model needs rows of a table (.csv, .jsonl or .parquet), but {path} is not one.")
-    files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
-    if not files or (not path.is_dir() and path.suffix.lower() not in IMAGES):
+    files = [file for file in (visible_files(path) if path.is_dir() else [path]) if is_image_file(file)]
+    if not files:
         raise DataError(f"{path} is neither an image nor a folder of images ({', '.join(IMAGES)}).")
-    import pyarrow as pa
-
-    column = pa.chunked_array([pa.array([file.read_bytes() for file in files])])
     size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
     names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files]
-    return InputRows(decode_column(column, str(path), None, size), names)
+    return InputRows(decode_column(path_column(files), str(path), None, size), names)
 
 
 def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -17,18 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unskew import plugins
+from unskew.data.frames import check_same_index, read_classes
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.files import (
     HubDataset,
     absolute_path,
-    class_folders,
     file_tables,
     files_stamp,
-    folder_tables,
     hub_tables,
     local_tables,
     table_files,
 )
+from unskew.data.readers.image_folders import SUBFOLDER, class_folders, folder_tables
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians, scikit_learn_table
 from unskew.data.sources.dsprites import dsprites
@@ -37,7 +38,7 @@ from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import is_array_folder, npz_source
 from unskew.data.sources.shapes import shapes
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
-from unskew.data.validation import as_inputs, as_targets
+from unskew.data.validation import as_inputs
 from unskew.errors import ConfigError, DataError, UnskewError
 
 __all__ = ["SOURCES", "SampleTable", "Source", "load_source"]
@@ -68,7 +69,8 @@ SOURCES: dict[str, str] = {
     "npz": "npz:PATH, arrays x and y with one class per sample, optionally x_test and y_test, and columns such as "
     "client",
     "npy": "npy:PATH, a folder with the arrays of npz as one file each (x.npy, y.npy, ...), which are memory-mapped",
-    "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
+    "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*; column folder if classes "
+    "contain folders",
     "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
     "sentences": "generated sentence pairs in five genres, 4,000 training and 1,000 test pairs, three classes; no "
     "download",
@@ -83,6 +85,7 @@ DRAWN: dict[str, Callable[[], Source]] = {
     **{name: partial(scikit_learn_table, name) for name in ("iris", "wine", "breast_cancer", "diabetes")},
 }
 """Sources that are built in or generated."""
+LOG = logging.getLogger("unskew")
 PATHS = ("folder", "table", "leaf", "npz", "npy")
 """Sources that are written with a path."""
 
@@ -183,14 +186,14 @@ def load_source(
     if kind != "table":
         if choice.features or choice.exclude:
             raise ConfigError(f"features and exclude require a table, but {name!r} is not a table.")
-        if choice.split:
-            raise ConfigError(f"split_by requires a table or texts, but {name!r} is neither.")
+        if choice.split and kind != "folder":
+            raise ConfigError(f"split_by requires a table, texts or a folder of images, but {name!r} is none of them.")
         if choice.mixed:
             raise ConfigError(
                 f"task=regression, categories, dates and missing require a table, but {name!r} is not a table. Save the "
                 "data as .csv or .parquet, or in Python use Federation.from_arrays."
             )
-        choice = ALL
+        choice = ColumnSelection(split=choice.split)
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
@@ -255,9 +258,11 @@ def source_from_arrays(name: str, train: tuple[object, object], test: tuple[obje
         train: Training inputs and labels.
         test: Test inputs and labels.
     """
-    first, last = (SampleTable(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
-    classes = 1 + int(max(first.y.max(), last.y.max()))
-    return Source(name, first, last, tuple(str(c) for c in range(classes)), classes)
+    for who, (x, y) in (("the training part", train), ("the test part", test)):
+        check_same_index(x, y, f"{who} of {name}")
+    labels, class_names = read_classes([train[1], test[1]], name)
+    first, last = (SampleTable(as_inputs(x, name), y, {}) for x, y in zip((train[0], test[0]), labels, strict=True))
+    return Source(name, first, last, class_names, len(class_names))
 
 
 class SourceRequest(NamedTuple):
@@ -327,7 +332,11 @@ def load_uncached(request: SourceRequest) -> Source:
     if kind in ("npz", "npy"):
         return npz_source(path, request.test_share)
     if kind == "folder":
-        return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)
+        train, test = folder_tables(path)
+        selection = request.choice if request.choice.split else None
+        if selection is None and test is None and SUBFOLDER in train.column_names:
+            LOG.warning("classes of %s contain folders; split_by: %s keeps their images together", path, SUBFOLDER)
+        return source_from_tables(path.name, train, test, label="label", image="image", choice=selection, **how)
     train, test = file_tables(path, request.csv, request.choice.uses(label, request.label_separator is None))
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
