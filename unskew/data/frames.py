@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from unskew.data.readers.column_roles import trim_names
 from unskew.errors import DataError
 
 Pair = tuple[Any, ...]
@@ -33,12 +34,12 @@ def frames_to_arrays(pairs: Sequence[Pair]) -> tuple[list[Pair], tuple[str, ...]
     frames: list[Any] = [x for pair in pairs for x in pair[::2] if is_frame(x)]
     if not frames:
         return list(pairs), ()
-    names = [str(name) for name in frames[0].columns]
+    names = trim_names([str(name) for name in frames[0].columns])
 
     def array_of(x: Any) -> object:
         if not is_frame(x):
             return x
-        columns = {str(name): name for name in x.columns}
+        columns = {str(name).strip(): name for name in x.columns}
         if sorted(columns) != sorted(names):
             raise DataError(f"The data frames have different columns: {', '.join(names)}, and {', '.join(columns)}.")
         for name in names:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.readers.arrow_io import read_file
+from unskew.data.readers.column_roles import with_trimmed_names
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
 from unskew.data.readers.files import IMAGES
 from unskew.data.readers.images import decode_column
@@ -77,7 +78,7 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
     if not path.exists():
         raise DataError(f"There is no file or folder at {path}.")
     if path.suffix.lower() in TABLES:
-        table = read_file(path, inputs.csv.spec)
+        table = with_trimmed_names(read_file(path, inputs.csv.spec))
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
         x = rows_of_table(table, path, inputs)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from unskew.data.spec import parse_names
 from unskew.errors import ConfigError, DataError, unknown_name
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
@@ -57,7 +58,7 @@ class ColumnSelection(NamedTuple):
             columns: Columns of the table.
         """
         several = self.regression and label not in columns
-        return tuple(part.strip() for part in label.split(",")) if several else (label,)
+        return parse_names(label) if several else (label,)
 
 
 def select_inputs(
@@ -314,6 +315,29 @@ def is_identifier(column: Any, name: str) -> bool:
         return False
     called = re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name)
     return len(column.unique()) >= (len(column) / 2 if called else len(column))
+
+
+def trim_names(names: Sequence[str]) -> list[str]:
+    """Return the names of columns without blanks at their ends, so that a user need not type them.
+
+    Raises:
+        DataError: If two names differ only by such blanks.
+    """
+    originals: dict[str, str] = {}
+    for name in names:
+        other = originals.setdefault(name.strip(), name)
+        if other != name:
+            raise DataError(
+                f"The columns {other!r} and {name!r} differ only by blanks at their ends. Rename one of them."
+            )
+    return [name.strip() for name in names]
+
+
+def with_trimmed_names(table: Any) -> Any:
+    """Return a pyarrow table whose column names have no blanks at their ends; None stays None."""
+    if table is None or table.column_names == (names := trim_names(table.column_names)):
+        return table
+    return table.rename_columns(names)
 
 
 def has_decimal_commas(column: Any) -> bool:

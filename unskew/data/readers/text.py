@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.readers.column_roles import with_trimmed_names
 from unskew.data.readers.files import (
     HubDataset,
     absolute_path,
@@ -203,7 +204,7 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, A
             train, test = (concatenate_tables(files) for files in local_files(kind, MULTI_NLI, path).values())
         return {"the training rows": train, "the test rows": test}, kind
     assert path is not None
-    train, test = file_tables(path, csv)
+    train, test = map(with_trimmed_names, file_tables(path, csv))
     name = path.stem if path.stem != "train" else path.parent.name
     return {"the training rows": train} | ({} if test is None else {"the test rows": test}), name
 

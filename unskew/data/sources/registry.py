@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew import plugins
-from unskew.data.readers.column_roles import ColumnSelection
+from unskew.data.readers.column_roles import ColumnSelection, with_trimmed_names
 from unskew.data.readers.files import (
     HubDataset,
     absolute_path,
@@ -301,7 +301,7 @@ def load_uncached(request: SourceRequest) -> Source:
         return npz_source(path, request.test_share)
     if kind == "folder":
         return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)
-    train, test = file_tables(path, request.csv)
+    train, test = map(with_trimmed_names, file_tables(path, request.csv))
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
     how |= {"label_separator": request.label_separator, "choice": request.choice, "folder": folder}
