@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unskew.data.spec import parse_names
 from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.expressions import quote
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"
@@ -94,8 +96,8 @@ def select_inputs(
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
         problems.append(
-            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: integers that are "
-            f"distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {','.join(suspects)}), or "
+            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers that "
+            f"are distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {','.join(map(quote, suspects))}), or "
             "if it is a measurement, list it and the other inputs in features (--features)."
         )
     if gaps and (problems or len(gaps) > 1):
@@ -301,20 +303,38 @@ def is_string(kind: Any) -> bool:
 
 
 def is_identifier(column: Any, name: str) -> bool:
-    """Return whether a column looks like an identifier: integers that are all distinct.
+    """Return whether a column looks like an identifier: strings or whole numbers that are (nearly) all distinct.
 
-    If its name looks like that of an identifier, half as many distinct values suffice.
+    Of numbers, at most a tenth may repeat, and fewer than if they were drawn from their range. If the name looks like that
+    of an identifier, half as many distinct values suffice. Numbers with fractions are measurements.
 
     Args:
-        column: Values of the column.
+        column: Values of the column; missing ones do not count.
         name: Name of the column.
     """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    if not pa.types.is_integer(column.type) or column.null_count or len(column) < FEWEST:
+    kind = column.type
+    known = column.drop_null()
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        known = known.cast(pa.float64(), safe=False)
+        known = known.filter(pc.invert(pc.is_nan(known)))
+        if not pc.all(pc.equal(known, pc.floor(known))).as_py() or pc.any(pc.is_inf(known)).as_py():
+            return False
+    elif not is_string(kind) and not pa.types.is_integer(kind):
         return False
-    called = re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name)
-    return len(column.unique()) >= (len(column) / 2 if called else len(column))
+    n = len(known)
+    repeated = n - len(known.unique())
+    if n < FEWEST or repeated == 0:
+        return n >= FEWEST
+    if re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name):
+        return 2 * repeated <= n
+    if is_string(kind) or 10 * repeated > n:
+        return 10 * repeated <= n
+    ends = pc.min_max(known).as_py()
+    size = 1.0 + float(ends["max"]) - float(ends["min"])
+    return repeated < (n + size * math.expm1(-n / size)) / 2  # n - size (1 - exp(-n / size)) repetitions by chance
 
 
 def trim_names(names: Sequence[str]) -> list[str]:
