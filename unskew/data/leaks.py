@@ -15,7 +15,7 @@ from unskew.data.load import load_source_for
 from unskew.data.partition.parsing import partition_column
 from unskew.data.readers.column_roles import INPUT, LABEL
 from unskew.data.remote import with_local_files
-from unskew.data.spec import DataSpec
+from unskew.data.spec import DataSpec, is_table
 
 LEAST = {"classification": 0.97, "regression": 0.9}
 """AUROC and R² from which a column is reported.
@@ -42,9 +42,11 @@ def find_leaks(spec: DataSpec) -> list[str]:
     Args:
         spec: Data specification.
     """
+    if not is_table(spec.data) or spec.image is not None:
+        return []
     source = load_source_for(with_local_files(spec))
     least = LEAST.get(source.task)
-    if least is None or not source.columns or source.train.x.dim() != 2:
+    if least is None:
         return []
     inputs = [column for column, role in source.columns.items() if role.startswith(INPUT)]
     names = [encoder.name for encoder in source.encoders] or list(spec.features) or inputs
@@ -147,19 +149,21 @@ def r2_of(cells: np.ndarray, parts: Sequence[np.ndarray], y: np.ndarray, halves:
         y: Targets, ``[n]``.
         halves: Masks of the two halves.
     """
-    filled = [np.where(np.isnan(part), np.nanmean(part), part) for part in parts]
+    filled = [np.nan_to_num(part, nan=np.nansum(part) / max(1, np.isfinite(part).sum())) for part in parts]
     scaled = [(part - part.mean()) / (part.std() + 1e-300) for part in filled]
     terms = np.column_stack([np.ones(len(y)), *scaled, *([np.prod(scaled, 0)] if len(parts) > 1 else [])])
-    errors = np.zeros((2 if parts else 1, len(y))) if len(parts) != 1 else np.zeros((3, len(y)))
+    squares = np.zeros(3)  # means of cells, linear regression, interpolation
     for known, new in (halves, halves[::-1]):
         rows = np.bincount(cells[known], minlength=cells.max() + 1)
-        sums = np.bincount(cells[known], y[known] - y[known].mean(), minlength=len(rows))
-        errors[0, new] = y[new] - y[known].mean() - (sums / (rows + 1))[cells[new]]
+        mean = y[known].mean()
+        sums = np.bincount(cells[known], y[known] - mean, minlength=len(rows))
+        predicted = [mean + (sums / (rows + 1))[cells[new]]]
         if parts:
             products = terms[known].T @ np.column_stack([terms[known], y[known]])
-            errors[1, new] = y[new] - terms[new] @ np.linalg.lstsq(products[:, :-1], products[:, -1], rcond=None)[0]
+            predicted.append(terms[new] @ np.linalg.lstsq(products[:, :-1], products[:, -1], rcond=None)[0])
         if len(parts) == 1:
             order = np.argsort(scaled[0][known])
-            errors[2, new] = y[new] - np.interp(scaled[0][new], scaled[0][known][order], y[known][order])
+            predicted.append(np.interp(scaled[0][new], scaled[0][known][order], y[known][order]))
+        squares[: len(predicted)] += [((y[new] - values) ** 2).sum() for values in predicted]
     spread = ((y - y.mean()) ** 2).sum()
-    return float(1 - (errors**2).sum(1).min() / spread) if spread else 0.0
+    return float(1 - squares[: len(predicted)].min() / spread) if spread else 0.0

@@ -95,9 +95,10 @@ def select_inputs(
     numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
+        listed = ",".join(map(quote, suspects))
         problems.append(
             f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers that "
-            f"are distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {','.join(map(quote, suspects))}), or "
+            f"are distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {listed}), or "
             "if it is a measurement, list it and the other inputs in features (--features)."
         )
     if gaps and (problems or len(gaps) > 1):
@@ -312,29 +313,36 @@ def is_identifier(column: Any, name: str) -> bool:
         column: Values of the column; missing ones do not count.
         name: Name of the column.
     """
+    known = names_or_whole_numbers(column)
+    n = 0 if known is None else len(known)
+    if known is None or n < FEWEST:
+        return False
+    repeated = n - len(known.unique())
+    if re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name):
+        return 2 * repeated <= n
+    if is_string(known.type) or repeated == 0 or 10 * repeated > n:
+        return 10 * repeated <= n
+    import pyarrow.compute as pc
+
+    ends = pc.min_max(known).as_py()
+    size = 1.0 + float(ends["max"]) - float(ends["min"])
+    return repeated < (n + size * math.expm1(-n / size)) / 2  # n - size (1 - exp(-n / size)) repetitions by chance
+
+
+def names_or_whole_numbers(column: Any) -> Any:
+    """Return the values of a column without missing ones if they are strings or whole numbers; otherwise None."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     kind = column.type
-    known = column.drop_null()
-    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        known = known.cast(pa.float64(), safe=False)
-        known = known.filter(pc.invert(pc.is_nan(known)))
-        if not pc.all(pc.equal(known, pc.floor(known))).as_py() or pc.any(pc.is_inf(known)).as_py():
-            return False
-    elif not is_string(kind) and not pa.types.is_integer(kind):
-        return False
-    n = len(known)
-    repeated = n - len(known.unique())
-    if n < FEWEST or repeated == 0:
-        return n >= FEWEST
-    if re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name):
-        return 2 * repeated <= n
-    if is_string(kind) or 10 * repeated > n:
-        return 10 * repeated <= n
-    ends = pc.min_max(known).as_py()
-    size = 1.0 + float(ends["max"]) - float(ends["min"])
-    return repeated < (n + size * math.expm1(-n / size)) / 2  # n - size (1 - exp(-n / size)) repetitions by chance
+    if is_string(kind) or pa.types.is_integer(kind):
+        return column.drop_null()
+    if not pa.types.is_floating(kind) and not pa.types.is_decimal(kind):
+        return None
+    known = column.cast(pa.float64(), safe=False).drop_null()
+    known = known.filter(pc.invert(pc.is_nan(known)))
+    whole = pc.and_(pc.is_finite(known), pc.equal(known, pc.floor(known)))
+    return known if pc.all(whole).as_py() else None
 
 
 def trim_names(names: Sequence[str]) -> list[str]:
