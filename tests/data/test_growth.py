@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unskew
-from unskew.config.infer import infer_config
+from unskew.config.inference.infer import infer_config
 from unskew.config.loader import experiment, read_yaml
 from unskew.data import client_arrays, clients, load
 from unskew.data.federation import Federation

@@ -163,7 +163,8 @@ def diagnose(
         markup=False,
         highlight=False,
     )
-    console.print(report.summary(), markup=False, highlight=False)
+    for line in (report.summary(), *facts["leaks"]):
+        console.print(line, markup=False, highlight=False, soft_wrap=line in facts["leaks"])
     if details:
         for table in heterogeneity_tables(report.as_json()):
             console.print(table)

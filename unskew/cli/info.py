@@ -167,11 +167,13 @@ def partition(
     checked = experiment(values)
     from unskew.cli.progress import progress_while_waiting
     from unskew.cli.tables import columns_table, partition_table, targets_table
+    from unskew.data.leaks import find_leaks
     from unskew.data.load import federation_of
     from unskew.plots.curves import plot_clients_by_class
 
     with progress_while_waiting("partition"):
         fed = federation_of(checked.data_spec, checked.seed)
+        leaks = find_leaks(checked.data_spec)
     counts, names = fed.label_distribution()
     # If each client has one text group, the table of clients by groups is diagonal, so sizes are sufficient.
     diagonal = fed.task == "language" and names == fed.client_names
@@ -195,6 +197,7 @@ def partition(
                 "class_names": list(names),
                 "client_names": list(fed.client_names),
                 "counts": counts.tolist(),
+                "leaks": leaks,
                 **({"variance_between_clients": between} if between else {}),
             }
         )
@@ -206,7 +209,8 @@ def partition(
     shares = [f"{share:.0%} of the variance of {name} is between clients, " for name, share in between.items()]
     plot = f"plot in {out}" if out is not None else "--out clients.png plots it"
     line = f"{''.join(shares)}partition hash {fed.fingerprint}, {plot}"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for text in (line, *leaks):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 START = """unskew: federated learning on data that differ between clients

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.readers.names import clean_name, clean_names
 from unskew.data.validation import as_targets
 from unskew.errors import DataError
 
@@ -58,12 +59,13 @@ def frames_to_arrays(pairs: Mapping[str, Pair]) -> tuple[list[Pair], tuple[str, 
     for who, pair in pairs.items():
         for x, y in zip(pair[::2], pair[1::2], strict=True):
             check_same_index(x, y, who)
-    names = [str(name) for name in frames[0].columns]
+    clean_of = clean_names((str(name) for name in frames[0].columns), "The data frame")
+    names = [clean_of[str(name)] for name in frames[0].columns]
 
     def array_of(x: Any) -> object:
         if not is_frame(x):
             return x
-        columns = {str(name): name for name in x.columns}
+        columns = {clean_name(str(name)): name for name in x.columns}
         if sorted(columns) != sorted(names):
             raise DataError(f"The data frames have different columns: {', '.join(names)}, and {', '.join(columns)}.")
         for name in names:

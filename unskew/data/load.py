@@ -37,6 +37,7 @@ from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
 from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, short_repr, unknown_name
+from unskew.expressions import unquote
 from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
@@ -157,9 +158,9 @@ def load_federation(
     spec = DataSpec(
         data=as_text_source(name, parse_names(text)),
         data_path=data_path,
-        label=label,
+        label=label and unquote(label),
         label_separator=label_separator,
-        image=image,
+        image=image and unquote(image),
         image_size=image_size,
         max_classes=max_classes,
         max_train_samples=max_train_samples,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew.errors import ConfigError, short_repr, unknown_name
+from unskew.expressions import split_list, unquote
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,10 @@ def parse_split(text: str) -> Split:
     Split(group='patient_id', time='visit', given=None)
     """
     values: dict[str, str] = {}
-    for part in text.split(","):
-        prefix, colon, name = part.strip().partition(":")
+    for part in split_list(text):
+        prefix, colon, name = (part, "", "") if part.startswith('"') else part.partition(":")
         kind = {"time": "time", "column": "given"}.get(prefix) if colon else "group"
-        value = name.strip() if colon else prefix
+        value = unquote(name if colon else prefix)
         if kind is None or kind in values or not value:
             raise ConfigError(
                 f"split_by={text!r} is not valid. Write a column such as patient_id, time:visit_date, both joined by a "
@@ -223,21 +224,21 @@ def is_table(data: str) -> bool:
 
 
 def parse_names(value: object) -> tuple[str, ...]:
-    """Return the names in a list or in a comma-separated string.
+    """Return the names in a list or in a comma-separated string, without blanks at their ends.
 
     Args:
-        value: List of names, or names separated by commas.
+        value: List of names, or names separated by commas; a name with commas is in double quotes.
 
     Raises:
         ConfigError: If the value is neither a string nor a list of strings.
 
-    >>> parse_names("age, income"), parse_names(["a,b"])
-    (('age', 'income'), ('a,b',))
+    >>> parse_names('age, "weight, kg"'), parse_names(["a,b"])
+    (('age', 'weight, kg'), ('a,b',))
     """
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
+        return tuple(unquote(part) for part in split_list(value) if part)
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
         raise ConfigError(
             f"{short_repr(value)} is not a list of names. Write a string such as 'age,income', or a list of strings."
         )
-    return tuple(value)
+    return tuple(name.strip() for name in value)

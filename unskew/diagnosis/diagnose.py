@@ -16,6 +16,7 @@ from torch import Tensor
 from unskew.checked_tensors import load_checked
 from unskew.config.loader import experiment, load_yaml
 from unskew.data.federation import Federation
+from unskew.data.leaks import find_leaks
 from unskew.data.load import federation_of
 from unskew.data.task_options import apply_task_options
 from unskew.diagnosis.features import AdviceContext
@@ -151,6 +152,7 @@ def diagnose(
         "model": config.model if model is None or isinstance(model, str) else getattr(model, "__name__", "given"),
         "parameters": spec.size,
         "synthetic": source,
+        "leaks": find_leaks(config.data_spec) if federation is None else [],
         **{name: value for name, value in asdict(scope).items() if name not in ("clients", "shares", "tolerance")},
     }
     labels = label_skew_metrics(fed, ids)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from unskew.data.readers.cell_types import ColumnUses, why_text
+from unskew.data.spec import parse_names
 from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.expressions import quote
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"
@@ -59,7 +62,7 @@ class ColumnSelection(NamedTuple):
             columns: Columns of the table.
         """
         several = self.regression and label not in columns
-        return tuple(part.strip() for part in label.split(",")) if several else (label,)
+        return parse_names(label) if several else (label,)
 
     def uses(self, label: str | None, one_class: bool) -> ColumnUses:
         """Return the uses of columns that decide how a CSV file is read.
@@ -70,7 +73,7 @@ class ColumnSelection(NamedTuple):
         """
         names = {*self.categories, *self.dates, self.divides, *self.split}
         numbers = [column for column in self.features if column not in names]
-        labels = () if label is None else (label, *(part.strip() for part in label.split(",")))
+        labels = () if label is None else (label, *parse_names(label))
         if self.regression:
             return ColumnUses(numbers=(*numbers, *labels))
         return ColumnUses(tuple(numbers), labels[:1] if one_class else ())
@@ -108,9 +111,10 @@ def select_inputs(
     numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
+        listed = ",".join(map(quote, suspects))
         problems.append(
-            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: integers that are "
-            f"distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {','.join(suspects)}), or "
+            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers that "
+            f"are distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {listed}), or "
             "if it is a measurement, list it and the other inputs in features (--features)."
         )
     if gaps and (problems or len(gaps) > 1):
@@ -333,20 +337,45 @@ def is_string(kind: Any) -> bool:
 
 
 def is_identifier(column: Any, name: str) -> bool:
-    """Return whether a column looks like an identifier: integers that are all distinct.
+    """Return whether a column looks like an identifier: strings or whole numbers that are (nearly) all distinct.
 
-    If its name looks like that of an identifier, half as many distinct values suffice.
+    Of numbers, at most a tenth may repeat, and fewer than if they were drawn from their range. If the name looks like that
+    of an identifier, half as many distinct values suffice. Numbers with fractions are measurements.
 
     Args:
-        column: Values of the column.
+        column: Values of the column; missing ones do not count.
         name: Name of the column.
     """
-    import pyarrow as pa
-
-    if not pa.types.is_integer(column.type) or column.null_count or len(column) < FEWEST:
+    known = names_or_whole_numbers(column)
+    n = 0 if known is None else len(known)
+    if known is None or n < FEWEST:
         return False
-    called = re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name)
-    return len(column.unique()) >= (len(column) / 2 if called else len(column))
+    repeated = n - len(known.unique())
+    if re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name):
+        return 2 * repeated <= n
+    if is_string(known.type) or repeated == 0 or 10 * repeated > n:
+        return 10 * repeated <= n
+    import pyarrow.compute as pc
+
+    ends = pc.min_max(known).as_py()
+    size = 1.0 + float(ends["max"]) - float(ends["min"])
+    return repeated < (n + size * math.expm1(-n / size)) / 2  # n - size (1 - exp(-n / size)) repetitions by chance
+
+
+def names_or_whole_numbers(column: Any) -> Any:
+    """Return the values of a column without missing ones if they are strings or whole numbers; otherwise None."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    if is_string(kind) or pa.types.is_integer(kind):
+        return column.drop_null()
+    if not pa.types.is_floating(kind) and not pa.types.is_decimal(kind):
+        return None
+    known = column.cast(pa.float64(), safe=False).drop_null()
+    known = known.filter(pc.invert(pc.is_nan(known)))
+    whole = pc.and_(pc.is_finite(known), pc.equal(known, pc.floor(known)))
+    return known if pc.all(whole).as_py() else None
 
 
 def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
