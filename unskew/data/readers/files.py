@@ -170,7 +170,7 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     if path.is_dir():
         for suffix in TABLES:
             train, test = (split_files(path, split, suffix) for split in ("train", "test"))
-            others = [file for file in files_with_suffix(path.iterdir(), suffix)]
+            others = files_with_suffix(path.iterdir(), suffix)
             if train or set(others) - set(test):
                 return train or [file for file in others if file not in test], test
         raise DataError(f"{path} contains no .parquet, .csv or .jsonl file with training rows.")
