@@ -76,6 +76,7 @@ def split_federation(federation: Federation, share: float, seed: int) -> Federat
     unseen = draw_unseen(share, len(clients), seed)
     sides = [np.flatnonzero(~unseen), np.flatnonzero(unseen)]
     traffic, groups = federation.stats_traffic, federation.text_groups
+    missing = federation.missing
     return replace(
         federation,
         clients=select_clients(clients, sides[0]),
@@ -83,6 +84,7 @@ def split_federation(federation: Federation, share: float, seed: int) -> Federat
         client_names=tuple(names[k] for k in sides[0]) if names else (),
         unseen_names=tuple(names[k] for k in sides[1]) if names else (),
         stats_traffic=None if traffic is None else traffic[sides[0]],
+        missing=None if missing is None else missing[sides[0]],
         text_groups=None if groups is None else (groups[0][sides[0]], groups[1]),
     )
 

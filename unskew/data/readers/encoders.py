@@ -196,6 +196,11 @@ def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
     return np.column_stack([completed, *marks]).astype(np.float32)
 
 
+def missing_values(values: np.ndarray, known: Sequence[Encoder]) -> np.ndarray:
+    """Return where columns ``[n, f]``, read with the initial encoders, have no value."""
+    return np.where([encoder.kind == "category" for encoder in known], values == 0, np.isnan(values))
+
+
 def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
     """Return the normalization of encoded columns.
 
