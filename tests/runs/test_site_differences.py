@@ -122,7 +122,7 @@ def stores(effect, seed=0):
     return Federation.from_arrays(clients, test=clients[0], task="regression")
 
 
-@pytest.mark.parametrize(("effect", "personal"), [(4.0, True), (0.0, False)])
+@pytest.mark.parametrize(("effect", "personal"), [(8.0, True), (0.0, False)])
 def test_labels_that_differ_between_sites_lead_to_personal_models(effect, personal):
     report = unskew.diagnose(stores(effect), model="logistic", rounds=5, curvature=False, synthetic_fractions=[0])
     advice = report.advice()
