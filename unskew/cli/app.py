@@ -164,7 +164,13 @@ def compare(
     methods = list(each) or methods
     for name in methods:  # report mistakes before PyTorch is loaded
         check_expression(name)
-    from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table, reaching_table
+    from unskew.cli.comparison_tables import (
+        clients_table,
+        comparison_table,
+        metrics_table,
+        print_benefit,
+        reaching_table,
+    )
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import compare as compare_methods
     from unskew.comparison.cost_to_target import target_costs
@@ -212,13 +218,15 @@ def compare(
     if as_json:
         target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(cost) for cost in target_rows]
-        print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
+        benefit = {} if result.benefit is None else {"benefit": result.benefit.as_json()}
+        print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of, **benefit})
         report_after_runs(console, [folder])
         return
     costs = None
     if target is not None:
         judge = result.objective
         costs = reaching_table(target_costs(of_methods, target, judge), target, judge)
+    print_benefit(console, result.benefit)
     for note in result.notes():
         console.print(f"{note}\n", markup=False)
     tables = [comparison_table(ranked), comparison_table(others) if others else None]

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from unskew.cli.fit_table import as_text, stacked_below
+from unskew.comparison.benefit import Benefit
+from unskew.comparison.benefit_text import benefit_title, client_rows, overview_rows
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.summary_statistics import UNSEEN
 from unskew.tasks.formatting import (
@@ -33,11 +35,16 @@ from unskew.tasks.primary_metric import (
     primary_metric_name,
 )
 
-REFERENCES = "References, not ranked: all data in one place (pooled), each client alone (local)"
+REFERENCES = (
+    "References, not ranked: all data in one place (pooled), each client alone (local). Unless tuned themselves\n(unskew "
+    "tune), they use another method's settings, so pooled is no upper bound"
+)
 WORDS = ("model", "over")
 """Columns of words, which are left-aligned."""
 NO_GUARANTEE = "epsilon if secret"
 """Title of the column of runs with ``reproducible=true``."""
+MOST_CLIENTS = 10
+"""Number of clients that the terminal lists."""
 COST = ("MB up", "MB down", "seconds")
 
 
@@ -68,14 +75,14 @@ class MethodExpressionCell:
 class MethodRows(Table):
     """Table with one row per method; metric columns get their full width, and method expressions wrap in the rest."""
 
-    def __init__(self, title: str, methods: Iterable[str], *columns: str):
+    def __init__(self, title: str, methods: Iterable[str], *columns: str, first: str = "method"):
         super().__init__(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        names = ["method", *methods]
+        names = [first, *methods]
         self.most, self.least = (
             max(map(len, names)),
             max(len(part) for name in names for part in split_expression(name)),
         )
-        self.add_column("method")
+        self.add_column(first)
         for name in columns:
             self.add_column(name, justify="left" if name in WORDS else "right")
 
@@ -251,6 +258,31 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
             MethodExpressionCell(method_title(row)), *(value_cell(row, metric, metric.name) for metric in metrics)
         )
     return table
+
+
+def print_benefit(console: Console, benefit: Benefit | None) -> None:
+    """Print whether it helps, in sentences and tables: the compared models, and the clients that gain least.
+
+    If the seeds have different clients, single clients have no meaning and are listed only in the report.
+
+    Args:
+        console: Console to print to.
+        benefit: Comparison with training alone; None prints nothing.
+    """
+    if benefit is None:
+        return
+    for line in benefit.sentences():
+        console.print(f"{line}\n", markup=False, highlight=False)
+    title, rows = benefit_title(benefit), client_rows(benefit) if benefit.same_clients else []
+    rest = len(rows) - MOST_CLIENTS
+    listed = f"the {MOST_CLIENTS} that gain least; {rest} more in the report" if rest > 0 else "client by client"
+    for entries, heading in ((overview_rows(benefit), title), (rows[:MOST_CLIENTS], f"Does it help? {listed}")):
+        if entries:
+            first, *columns = entries[0]
+            table = MethodRows(heading, (row[first][0] for row in entries), *columns, first=first)
+            for name, *cells in (row.values() for row in entries):
+                table.add_row(MethodExpressionCell(name[0]), *(text for text, _ in cells))
+            console.print(table)
 
 
 def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:

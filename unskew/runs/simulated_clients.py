@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -152,7 +153,10 @@ class SimulatedClients:
         more, unseen_rows = self._score_unseen() if federation.unseen else ({}, [])
         honest = scores.without(attackers), None if own is None else own.without(attackers)
         figures = client_metrics(*honest, parts.metrics, federation.client_names)
-        return figures | more, [*client_rows(federation, scores, own, server.last, attackers), *unseen_rows]
+        constants, on_test = parts.evaluator.client_constants(scores), parts.evaluator.test_constant()
+        judged = [metric.name for metric in parts.metrics.judging if math.isfinite(on_test.get(metric.name, math.nan))]
+        figures |= {f"constant_{name}": on_test[name] for name in judged}
+        return figures | more, [*client_rows(federation, scores, own, server.last, attackers, constants), *unseen_rows]
 
     def _score_unseen(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Evaluate the final model on the unseen clients, and the personal models that they get after the last round.

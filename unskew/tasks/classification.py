@@ -56,6 +56,10 @@ class Classification(Task):
         """Count the samples per class."""
         return torch.bincount(y, minlength=classes)
 
+    def constant(self, y: Tensor, classes: int) -> Tensor:
+        """Return the log-shares of the classes; an absent class counts as half a sample, so that the loss is finite."""
+        return self.counts(y, classes).clamp_min(0.5).to(torch.float32).log()
+
     def pairs(self, y: Tensor, classes: int) -> Tensor:
         """Return a diagonal matrix, because no sample has two classes."""
         return torch.diag(self.counts(y, classes))
@@ -102,6 +106,11 @@ class MultiLabel(Task):
     def counts(self, y: Tensor, classes: int) -> Tensor:
         """Count the samples that have each label."""
         return y.sum(0, dtype=torch.int64)
+
+    def constant(self, y: Tensor, classes: int) -> Tensor:
+        """Return the log-odds of each label; no share is nearer to 0 or 1 than half a sample."""
+        n = max(1, len(y))
+        return torch.logit(self.counts(y, classes).to(torch.float32).clamp(0.5, n - 0.5) / n)
 
     def pairs(self, y: Tensor, classes: int) -> Tensor:
         """Count the samples that have both of two labels."""

@@ -161,11 +161,13 @@ class MetricSet:
         known: Names of ``METRICS``.
         own: Custom metrics by name.
         class_names: Names of the classes.
+        judged: Metric of single clients that gets an interval; empty means none.
     """
 
     known: tuple[str, ...] = ()
     own: Mapping[str, OwnMetric] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
+    judged: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.known or self.own)
