@@ -1,4 +1,4 @@
-"""The table of the sites against pandas, the label's variance between them against NumPy, and the methods that it leads to."""
+"""The table of the sites against pandas, the variance between them against NumPy, and the methods that it leads to."""
 
 import numpy as np
 import pandas as pd
@@ -138,7 +138,16 @@ def test_diagnose_and_partition_begin_with_a_table_of_the_sites(capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     frame = pd.concat([hospital_rows(700).assign(site=lambda f: f["site"] + (f.index % 9).astype(str))])
     frame.to_csv("h.csv", index=False)
-    table = ("--data", "table:h.csv", "--label", "ill", "--partition", "natural:site", "--features", "age,pressure,ward")
+    table = (
+        "--data",
+        "table:h.csv",
+        "--label",
+        "ill",
+        "--partition",
+        "natural:site",
+        "--features",
+        "age,pressure,ward",
+    )
     table += ("--categories", "ward", "--missing", "mean", "--model", "table-mlp")
     shown = call(capsys, "diagnose", *table, "--rounds", 2, "--no-curvature", "--no-cost").out
     assert "6 others" in shown

@@ -11,10 +11,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.fit_table import as_text, stacked_below
+from unskew.cli.fit_table import ReflowTable, as_text, stacked_below
 from unskew.comparison.benefit import Benefit
-from unskew.comparison.benefit_text import benefit_title, client_rows, overview_rows
+from unskew.comparison.benefit_text import benefit_title, client_rows, interval_text, overview_rows
 from unskew.comparison.cost_to_target import TargetCost
+from unskew.comparison.leave_one_out import LeaveOneOut
 from unskew.comparison.summary_statistics import UNSEEN
 from unskew.tasks.formatting import (
     F1,
@@ -43,6 +44,8 @@ WORDS = ("model", "over")
 """Columns of words, which are left-aligned."""
 NO_GUARANTEE = "epsilon if secret"
 """Title of the column of runs with ``reproducible=true``."""
+LEFT_OUT = ("without", "with", "difference")
+"""Metrics of a client that was left out, on its held-out samples."""
 MOST_CLIENTS = 10
 """Number of clients that the terminal lists."""
 COST = ("MB up", "MB down", "seconds")
@@ -283,6 +286,33 @@ def print_benefit(console: Console, benefit: Benefit | None) -> None:
             for name, *cells in (row.values() for row in entries):
                 table.add_row(MethodExpressionCell(name[0]), *(text for text, _ in cells))
             console.print(table)
+
+
+def leave_one_out_table(result: LeaveOneOut) -> Table:
+    """Build the table of models on clients that took no part in their training, next to those with them in training."""
+    metric, means = result.metric, result.means()
+    title = (
+        f"Without and with each client in training: {metric.title} on all, and on the held-out, samples of this client"
+    )
+    table = ReflowTable(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    columns = ("samples", "without", "95 % interval", "held out", "without", "with", "difference")
+    for column in (*(["method"] if len(means) > 1 else []), "client", *columns):
+        table.add_column(column, justify="left" if column in ("method", "client") else "right")
+    for mean in means:
+        own = [row for row in result.rows if row["method"] == mean["method"]]
+        for row in (*own, {**mean, "client": "mean"}):
+            last = "all_clients" in row
+            counts = [f"{mean[key]} clients" for key in ("all_clients", "difference_clients")]
+            counts = counts if last else [f"{row[key]:,}" for key in ("samples", "num_held_out")]
+            whole, without, along, change = (value_text(metric, row[key]) for key in ("all", *LEFT_OUT))
+            if row.get("difference_interval"):
+                change += f" ({interval_text(metric, row['difference_interval'])})"
+            ends = interval_text(metric, row["all_interval"], "")
+            first = [row["method"]] if len(means) > 1 else []
+            table.add_row(
+                *first, row["client"], counts[0], whole, ends, counts[1], without, along, change, end_section=last
+            )
+    return table
 
 
 def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:

@@ -190,7 +190,9 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
         missing = " to ".join(f"{of(row['missing'] for row in rest):.1%}" for of in (min, max))
         table.add_row(f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", " to ".join(ends), missing, "")
     add("all", pooled, "")
-    table.caption = "Shift: standardized mean difference of a number, total variation distance of categories and classes."
+    table.caption = (
+        "Shift: standardized mean difference of a number, total variation distance of categories and classes."
+    )
     return table
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison.client_records import read_clients
+from unskew.comparison.leave_one_out import FOLDER as LEAVE_ONE_OUT
 from unskew.comparison.references import is_local, without_global_model
 from unskew.comparison.summary_statistics import check_summary, is_usable_number
 from unskew.config.loader import load_yaml
@@ -100,6 +101,7 @@ def run_folders(folder: Path) -> list[Path]:
     folders = []
     for directory, inner, files in os.walk(folder):
         inner.sort()
+        inner[:] = [name for name in inner if name != LEAVE_ONE_OUT]  # each has another federation
         if "config.yaml" in files:
             folders.append(Path(directory))
         if "config.yaml" in files or len(Path(directory).relative_to(folder).parts) >= DEEPEST:

@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from unskew.data.unseen import AllClients
+from unskew.data.federation import Federation
+from unskew.data.unseen import AllClients, AllSamples
 from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
 from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.registry import make_engine
@@ -172,13 +173,14 @@ class SimulatedClients:
         names = known.unseen_names
         unseen = replace(known, clients=known.unseen, client_names=names, unseen=(), stats_traffic=None)
         unseen = replace(unseen, text_groups=None)
-        evaluator = Evaluator(parts.spec, unseen, parts.task, parts.setup.device, parts.metrics.computed)
 
-        def evaluate(own: Models | None) -> ClientScores:
+        def evaluate(own: Models | None, federation: Federation = unseen) -> ClientScores:
             v, b = server.evaluated, server.evaluated_b
+            evaluator = Evaluator(parts.spec, federation, parts.task, parts.setup.device, parts.metrics.computed)
             return evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         scores, own = evaluate(None), None
+        complete = evaluate(None, replace(unseen, clients=AllSamples(unseen.clients)))
         if personal_models.has_fine_tuning(parts.method) and not parts.method.data:
             name = "vectorized" if self.engine_name == "vectorized" else "inline"
             every = replace(known, clients=AllClients(known), client_names=(*known.client_names, *names))
@@ -193,6 +195,6 @@ class SimulatedClients:
                 own = evaluate(tuned)
             finally:
                 engine.close()
-        rows = client_rows(unseen, scores, own)
+        rows = client_rows(unseen, scores, own, complete=complete)
         rows = [{**row, "client": len(known.clients) + row["client"], "unseen": True} for row in rows]
         return unseen_metrics(scores, own, parts.metrics, names), rows

@@ -31,6 +31,8 @@ MEASURED = (
 """Names, or prefixes of names, of the last round's metrics that are copied to the summary."""
 
 
+ALL_SAMPLES = "all_"
+"""Prefix of the metrics of the final model on all samples of an unseen client, not only the held-out ones."""
 MOST_CLIENTS, MOST_CLASSES = 10_000, 1000
 """Limits above which class counts per client are not stored; with more clients, only some are listed."""
 
@@ -225,6 +227,7 @@ def client_rows(
     took_part: Iterable[int] = (),
     attackers: Collection[int] = (),
     constants: ClientScores | None = None,
+    complete: ClientScores | None = None,
 ) -> list[dict[str, Any]]:
     """Build the rows of ``clients.jsonl``, one per client.
 
@@ -238,15 +241,16 @@ def client_rows(
         took_part: Clients whose updates were aggregated.
         attackers: Clients that attack; their rows are marked.
         constants: Scores of constant predictions, or None.
+        complete: Scores of the final model on all samples of clients that train on none, or None.
     """
     scored = federation.objective.scored
     known = {scored: scores.accuracies, "loss": scores.losses, **scores.others}
     figures = {int(k): {name: float(of[i]) for name, of in known.items()} for i, k in enumerate(scores.ids)}
-    for prefix, other in (("personal_", personal), ("constant_", constants)):
+    for prefix, other in (("personal_", personal), ("constant_", constants), (ALL_SAMPLES, complete)):
         if other is not None:
             known = {scored: other.accuracies, **other.others}
             for i, k in enumerate(other.ids):
-                figures[int(k)] |= {f"{prefix}{name}": float(of[i]) for name, of in known.items()}
+                figures.setdefault(int(k), {}).update({f"{prefix}{name}": float(of[i]) for name, of in known.items()})
     clients, names = federation.clients, federation.client_names
     holds: dict[int, dict[str, int]] = {}
     tested: dict[int, dict[str, int]] = {}
