@@ -180,7 +180,9 @@ def partition(
     shown_names = ("samples",) if diagonal else names
     if out is not None:
         title = f"{fed.name}, {fed.partition}, seed {checked.seed}"
-        plot_clients_by_class(shown_counts, shown_names, out, title, client_names=fed.client_names)
+        plot_clients_by_class(
+            shown_counts, shown_names, out, title, client_names=fed.client_names, exclusive=fed.task != "multilabel"
+        )
     sites = site_differences(fed, features=checked.features) if fed.columns or fed.task == "regression" else None
     between = sites.between if sites is not None and fed.task == "regression" else {}
     if as_json:

@@ -333,7 +333,14 @@ def compare(
             configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
             (counts, classes), title = data.label_distribution(), f"{data.name}, {data.partition}, seed {which[0]}"
-            plot_clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
+            plot_clients_by_class(
+                counts,
+                classes,
+                folder / "clients.png",
+                title,
+                client_names=data.client_names,
+                exclusive=data.task != "multilabel",
+            )
         at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
             finished_ones = {config for config in configs if is_finished(arguments(*config)[2], configs[config])}
