@@ -185,10 +185,12 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
     for row in rows[:most]:
         add(row["client"], row, ", ".join(f"{name} {value:+.2f}" for name, value in row["shifts"][:SHIFTS_SHOWN]))
     if rest := rows[most:]:
-        values = [row.get("share", row.get("mean")) for row in rest]
-        ends = [f"{value:.1%}" if "share" in pooled else f"{value:.4g}" for value in (min(values), max(values))]
-        missing = " to ".join(f"{of(row['missing'] for row in rest):.1%}" for of in (min, max))
-        table.add_row(f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", " to ".join(ends), missing, "")
+        ends = {}
+        for key in {"share", "mean", "missing"} & pooled.keys():
+            values = [row[key] for row in rest]
+            ends[key] = " to ".join(f"{v:.4g}" if key == "mean" else f"{v:.1%}" for v in (min(values), max(values)))
+        outcomes = ends.get("mean", ends.get("share", "") if same else "")
+        table.add_row(f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", outcomes, ends["missing"], "")
     add("all", pooled, "")
     table.caption = (
         "Shift: standardized mean difference of a number, total variation distance of categories and classes."

@@ -17,10 +17,10 @@ from unskew.comparison.summary_statistics import is_usable_number
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
-from unskew.data.spec import parse_unseen
-from unskew.errors import ConfigError, unknown_name
+from unskew.data.spec import Unseen, parse_unseen
+from unskew.data.unseen import unseen_mask
+from unskew.errors import ConfigError
 from unskew.filesystem import parse_path, write_atomic
-from unskew.methods.registry import MethodLike
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import method_expression
 from unskew.runs.summary import ALL_SAMPLES
@@ -74,84 +74,63 @@ class LeaveOneOut:
 def leave_one_out(
     federation: Federation | None = None,
     *,
-    methods: Sequence[MethodLike],
     unseen: float | str | Sequence[str] = 0.0,
     out: str | Path | None = None,
     resume: bool = False,
     callback_factory: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
-    references: bool | None = None,
-    budget_minutes: float | None = None,
-    on_estimate: Callable[[str], None] | None = None,
     **options: Any,
 ) -> LeaveOneOut:
     """Compare methods, and train each one again without each client, which is then evaluated as an unseen client.
 
     Args:
         federation: Data of all clients; if None, they are loaded.
-        methods: Methods as ``unskew.method`` accepts them.
         unseen: Names of the clients to leave out, each in turn; all of them by default.
         out: Folder of the comparison; the runs without a client are in ``leave-one-out/CLIENT``.
         resume: Continue in an existing ``out``.
         callback_factory: Returns the callbacks of a run, see ``unskew.compare``.
-        references: Whether the comparison with all clients has references, see ``unskew.compare``.
-        budget_minutes: Maximum estimated time of all runs.
-        on_estimate: Called with the estimated time as text.
-        **options: Further arguments of ``unskew.compare``.
+        **options: Further arguments of ``unskew.compare``. Estimates of time are those of the comparison with all clients.
 
     Raises:
         ConfigError: If there are fewer than three clients, more than 50 without a choice of names, or clients that
             differ between the seeds.
     """
     fields = {**next(iter((options.get("overrides") or {}).values()), {}), **options}
+    fields = {name: value for name, value in fields.items() if name in Experiment.model_fields and name != "model"}
     seeds = seed_list(options.get("seeds", 3))
-    for name in ("seeds", "model", "target", "parallel", "overrides"):
-        fields.pop(name, None)
     data = federation or last.of(experiment({**fields, "seed": seeds[0]}))
     sites = left_out_clients(data, parse_unseen(unseen), federation is None and len(seeds) > 1)
     folder = None if out is None else parse_path(out).absolute()
-    complete = compare(
-        federation,
-        methods=methods,
-        out=folder,
-        resume=resume,
-        callback_factory=callback_factory,
-        references=references,
-        budget_minutes=None if budget_minutes is None else budget_minutes / (1 + len(sites)),
-        on_estimate=on_estimate
-        and (
-            lambda text: on_estimate(f"{text} The runs without each of {len(sites)} clients take as long, each time.")
-        ),
-        **options,
-    )
+    complete = compare(federation, out=folder, resume=resume, callback_factory=callback_factory, **options)
     first = complete.ranked[next(iter(complete.ranked))][0]
     name = client_metric_name(complete.objective.name, primary_metric_name(first))
-    metric = metric_info(name, first.get("own_metrics"))
     by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in complete.ranked}
+    methods = [entry for entry in options.pop("methods") if not is_reference(method_expression(entry))]
+    for once in ("references", "budget_minutes", "on_estimate"):
+        options.pop(once, None)
     for site in sites:
         own = None if folder is None else folder / FOLDER / folder_name(site)
 
         def followers(method: str, seed: int, config: Experiment, site: str = site) -> Sequence[Callback]:
             return [] if callback_factory is None else callback_factory(f"{method} without {site}", seed, config)
 
-        left_out = compare(
-            federation,
-            methods=[entry for entry in methods if not is_reference(method_expression(entry))],
-            out=own,
-            resume=resume and own is not None and own.exists(),
-            callback_factory=followers,
-            references=False,
-            unseen=[site],
-            **options,
-        )
+        again = resume and own is not None and own.exists()
+        without: dict[str, Any] = {
+            "unseen": [site],
+            "references": False,
+            "resume": again,
+            "callback_factory": followers,
+        }
+        left_out = compare(federation, methods=methods, out=own, **without, **options)
         for method, rows in by_method.items():
-            rows.append(site_row(method, site, complete.clients[method], left_out.clients[method], metric.name))
-    result = LeaveOneOut(complete, metric, [row for rows in by_method.values() for row in rows])
+            rows.append(site_row(method, site, complete.clients[method], left_out.clients[method], name))
+    rows = [row for rows in by_method.values() for row in rows]
+    result = LeaveOneOut(complete, metric_info(name, first.get("own_metrics")), rows)
     if folder is not None:
         write_atomic(folder / f"{FOLDER}.json", (json.dumps(result.as_json(), indent=2) + "\n").encode())
     return result
 
 
-def left_out_clients(federation: Federation, chosen: float | tuple[str, ...], redrawn: bool) -> list[str]:
+def left_out_clients(federation: Federation, chosen: Unseen, redrawn: bool) -> list[str]:
     """Return the names of the clients to leave out; numbers if they have no names.
 
     Args:
@@ -162,27 +141,25 @@ def left_out_clients(federation: Federation, chosen: float | tuple[str, ...], re
     Raises:
         ConfigError: If the clients cannot be left out one by one.
     """
-    names = list(federation.client_names or map(str, range(len(federation.clients))))
+    known = federation.client_names or tuple(map(str, range(len(federation.clients))))
     if isinstance(chosen, float) and chosen:
         raise ConfigError(
             f"unseen={chosen:g} is a share, but clients are left out one by one. Name some of them, or remove it."
         )
-    for name in chosen or ():
-        if name not in names:
-            raise ConfigError(f"unseen: {unknown_name('client', name, names)}")
-    if len(names) < 3:
-        raise ConfigError(f"Leaving out each client needs at least three clients, but there are {len(names)}.")
-    if not chosen and len(names) > MOST:
+    sites = chosen if isinstance(chosen, tuple) else known
+    for name in sites:
+        unseen_mask((name,), known, len(known), 0)
+    if sites is known and len(known) > MOST:
         raise ConfigError(
-            f"Leaving out each of {len(names)} clients repeats every run {len(names)} times. Name at most a few of them "
-            f"(--unseen {names[0]},{names[1]}; unseen)."
+            f"Leaving out each of {len(known)} clients repeats every run {len(known)} times. Name a few of them "
+            f"(--unseen {known[0]},{known[1]}; unseen)."
         )
     if redrawn and not federation.client_names:
         raise ConfigError(
             f"The clients of the partition {federation.partition} have no names and differ between the seeds. Use one seed "
             "(--seeds 0), or a natural partition."
         )
-    return list(chosen) if chosen else names
+    return list(sites)
 
 
 def site_row(
@@ -201,20 +178,20 @@ def site_row(
     along = [next((row for row in rows if str(row.get("name", row["client"])) == site), {}) for rows in seen]
 
     def mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-        values = [row.get(key) for row in rows]
-        return float(np.mean(values)) if values and all(map(is_usable_number, values)) else None
+        values = [float(row[key]) for row in rows if is_usable_number(row.get(key))]
+        return float(np.mean(values)) if len(values) == len(rows) else None
 
-    all_samples, held_out = f"{ALL_SAMPLES}{metric}", without[0].get("num_held_out", 0)
-    ends = [mean(without, f"{all_samples}_{end}") for end in ("low", "high")]
     personal = f"personal_{metric}"
     served = personal if all(personal in row for row in (*without, *along)) else metric
     left_out, included = mean(without, served), mean(along, served)
+    ends = [mean(without, f"{ALL_SAMPLES}{metric}_{end}") for end in ("low", "high")]
+    held_out = without[0].get("num_held_out", 0)
     return {
         "method": method,
         "client": site,
         "samples": without[0].get("samples", 0) + held_out,
         "num_held_out": held_out,
-        "all": mean(without, all_samples),
+        "all": mean(without, f"{ALL_SAMPLES}{metric}"),
         "all_interval": None if None in ends else ends,
         "without": left_out,
         "with": included,

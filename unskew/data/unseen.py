@@ -42,7 +42,9 @@ def unseen_mask(unseen: Unseen, names: Sequence[str], clients: int, seed: int) -
                 raise ConfigError(f"unseen: {unknown_name('client', name, known)}")
             mask[known.index(name)] = True
         if clients - mask.sum() < 2:
-            raise ConfigError(f"unseen names {mask.sum()} of {clients} clients, but at least two must train.")
+            raise ConfigError(
+                f"Without {', '.join(unseen)}, {clients - mask.sum()} clients train, but at least two must."
+            )
         return mask
     count = round(unseen * clients)
     if not 1 <= count <= clients - 2:

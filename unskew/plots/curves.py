@@ -145,7 +145,7 @@ def plot_clients_by_class(
         axis.errorbar(range(len(shown)), 100 * share, yerr=bars, fmt="o", markersize=4, linewidth=1)
         axis.axhline(100 * pooled, color="gray", linestyle="--", linewidth=1)
         what = "95 % interval; dashed: all clients shown"
-        axis.set_ylabel(f"% {literal_text(list(class_names)[rare], NAME)}")
+        axis.set_ylabel(f"share of class {literal_text(list(class_names)[rare], NAME)}, %")
     else:
         client, label = np.nonzero(counts)
         sizes = counts[client, label]

@@ -198,7 +198,8 @@ def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
 
 def missing_values(values: np.ndarray, known: Sequence[Encoder]) -> np.ndarray:
     """Return where columns ``[n, f]``, read with the initial encoders, have no value."""
-    return np.where([encoder.kind == "category" for encoder in known], values == 0, np.isnan(values))
+    coded = np.array([encoder.kind == "category" for encoder in known])
+    return np.asarray(np.isnan(values) | (coded & (values == 0)))
 
 
 def column_scaling(encoders: Sequence[Encoder]) -> Normalization:

@@ -167,7 +167,7 @@
               + `95 &#37; interval ${(100 * two.low[k]).toFixed(1)} to ${(100 * two.high[k]).toFixed(1)}`),
             hovertemplate: "%{customdata}<extra></extra>",
           }], {
-            xaxis: { title: { text: `% ${plain(short(two.title, 48))}` }, rangemode: "tozero" },
+            xaxis: { title: { text: `share of class ${plain(short(two.title, 48))}, %` }, rangemode: "tozero" },
             yaxis: { autorange: "reversed", ...ticks(two.rows, 25) },
             shapes: [{ type: "line", x0: 100 * two.all, x1: 100 * two.all, yref: "paper", y0: 0, y1: 1, line: { dash: "dash", width: 1 } }],
           }, `Share of ${two.title} at ${two.rows.length} clients, with 95 % intervals.`);
