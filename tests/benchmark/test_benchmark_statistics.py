@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from unskew.benchmark.statistics import bootstrap_interval, holm, paired_differences, rank_methods
+from unskew.benchmark.statistics import bootstrap_interval, paired_differences, rank_methods
+from unskew.comparison.significance import holm
 
 
 def test_differences_are_those_of_the_paired_t_test():

@@ -144,10 +144,11 @@ def tune(
             }
         )
     else:
-        from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table
+        from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table, print_benefit
 
         compared = (comparison_table(rows), metrics_table(rows), clients_table(rows))
         tables = (tuned_table(result), importance_table(result), *compared)
+        print_benefit(console, result.comparison.benefit)
         for note in result.notes():
             console.print(f"{note}\n", markup=False)
         for table in filter(None, tables):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from html import escape
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
+from unskew.comparison.benefit import Benefit, assess_benefit
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -44,7 +46,7 @@ from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
-from unskew.tasks.primary_metric import MetricInfo, objective_metric
+from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -75,6 +77,7 @@ class Comparison:
         folder: Folder of the runs, the plots and ``comparison.json``, or None.
         unequal: Whether clients train on different numbers of samples.
         left_out: A note for each reference that does not fit.
+        clients: Rows of the evaluated clients of each seed, as in ``clients.jsonl``, by method.
 
     Reference rows (``pooled``, ``local``) come after the methods.
     """
@@ -85,6 +88,7 @@ class Comparison:
     folder: Path | None
     unequal: bool = False
     left_out: tuple[str, ...] = ()
+    clients: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
     @property
     def ranked(self) -> dict[str, list[dict[str, Any]]]:
@@ -95,6 +99,11 @@ class Comparison:
     def objective(self) -> MetricInfo:
         """Metric by which the runs are compared."""
         return objective_metric(next(iter(self.summaries.values()))[0])
+
+    @cached_property
+    def benefit(self) -> Benefit | None:
+        """Comparison with training alone and with a constant, client by client; None if no client was evaluated."""
+        return assess_benefit(self.summaries, self.clients)
 
     def notes(self) -> list[str]:
         """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
@@ -170,7 +179,8 @@ class Comparison:
         table = []
         for row in self.rows():
             judged = objective_metric(row).name
-            shown = dict.fromkeys([judged, f"best_{judged}", "loss"])
+            own = client_metric_name(judged, primary_metric_name(row))
+            shown = dict.fromkeys([judged, f"best_{judged}", "loss", f"client_{own}_mean"])
             means = {name: format_mean_std(row[name], row[f"{name}_std"]) for name in shown}
             sent = {f"MB {way}": format_mean_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
             reached = {f"rounds to {self.target:g}": format_mean_std(row["rounds_to_target"])}
@@ -178,14 +188,19 @@ class Comparison:
         return table
 
     def __repr__(self) -> str:
-        lines = [f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})"]
+        answers = [] if self.benefit is None else self.benefit.sentences()
+        lines = [
+            f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})",
+            *answers,
+        ]
         for row in self._shown():
             lines.append("  " + ", ".join(f"{name} {text}" for name, text in list(row.items())[:3]))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: means ± standard deviations over seeds."""
-        return html_table(self._shown())
+        """Return whether it helps, and a table for notebooks: means ± standard deviations over seeds."""
+        answers = [] if self.benefit is None else self.benefit.sentences()
+        return "".join(f"<p>{escape(line)}</p>" for line in answers) + html_table(self._shown())
 
     def plot(self, path: str | Path) -> Path:
         """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""
@@ -318,7 +333,14 @@ def compare(
             configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
             (counts, classes), title = data.label_distribution(), f"{data.name}, {data.partition}, seed {which[0]}"
-            plot_clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
+            plot_clients_by_class(
+                counts,
+                classes,
+                folder / "clients.png",
+                title,
+                client_names=data.client_names,
+                exclusive=data.task != "multilabel",
+            )
         at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
             finished_ones = {config for config in configs if is_finished(arguments(*config)[2], configs[config])}
@@ -338,15 +360,16 @@ def compare(
                 run = finished.get((name, seed))
                 if run is None:
                     run = run_or_resume(shared_inputs, *arguments(name, seed), followers(name, seed))
-                history, summary = run
+                history, summary, rows = run
                 if is_local(name):
                     own_metrics = summary.get("own_metrics", ())
-                    history, summary = (
-                        [without_global_model(row, own_metrics) for row in history],
-                        without_global_model(summary, own_metrics),
+                    history, rows = (
+                        [without_global_model(row, own_metrics) for row in part] for part in (history, rows)
                     )
+                    summary = without_global_model(summary, own_metrics)
                 result.histories.setdefault(name, []).append(history)
                 result.summaries.setdefault(name, []).append(summary)
+                result.clients.setdefault(name, []).append(rows)
             if len({group[0]["client_weighting"] for group in result.ranked.values()}) > 1:
                 unequal = unequal or len(set(data_of(seed).sizes.tolist())) > 1
         if target is None:

@@ -20,7 +20,7 @@ from unskew.attacks.registry import AnyAttack, attack_values, check_attack_optio
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
 from unskew.config.sections import ColumnName, ColumnNames, CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.shift import parse_shift
-from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split
+from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split, parse_unseen
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
 from unskew.methods.registry import method, own_diagnostics
@@ -91,8 +91,8 @@ class Experiment(Section):
     """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each client's samples that is held out to evaluate on that client."""
-    unseen: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the clients that take no part in training, drawn by the seed; they are evaluated after it."""
+    unseen: float | tuple[str, ...] = 0.0
+    """Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or their names."""
     shift: str | None = None
     """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""
     server_data: Annotated[int, Field(ge=0)] | str | None = None
@@ -214,6 +214,11 @@ class Experiment(Section):
         if isinstance(value, str):
             return [with_provenance(name, value) for name in parse_names(value)]
         return (value,) if callable(value) else value
+
+    @pydantic.field_validator("unseen", mode="before")
+    @classmethod
+    def _unseen(cls, value: Any) -> Any:
+        return parse_unseen(value)
 
     @pydantic.field_validator("engine")
     @classmethod

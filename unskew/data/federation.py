@@ -85,6 +85,8 @@ class Federation:
         encoders: Fitted encoder of each input of a table with mixed column types.
         stats_traffic: Bytes that each client sent and received for global statistics, ``[K, 2]``; None if there was no
             traffic.
+        missing: Number of missing values of each client in each column of ``encoders``, before they are replaced,
+            ``[K, f]``; None if there are no encoders.
         unseen: Clients that take no part in training and are evaluated after it, numbered from 0.
         unseen_names: Names of the unseen clients; empty if they have no names.
     """
@@ -105,6 +107,7 @@ class Federation:
     trained_for: Task | None = None
     encoders: tuple[Encoder, ...] = field(default=(), compare=False)
     stats_traffic: np.ndarray | None = field(default=None, compare=False)
+    missing: np.ndarray | None = field(default=None, compare=False)
     unseen: Sequence[ClientData] = ()
     unseen_names: tuple[str, ...] = ()
 

@@ -32,6 +32,7 @@ from unskew.data.spec import (
     csv_spec,
     parse_names,
     parse_split,
+    parse_unseen,
 )
 from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
@@ -73,7 +74,7 @@ def load_federation(
     missing: str = "error",
     csv: Mapping[str, str] | CsvSpec = DETECTED,
     split_by: str | None = None,
-    unseen: float = 0.0,
+    unseen: float | str | Sequence[str] = 0.0,
     shift: str | None = None,
 ) -> Federation:
     """Load a data set and partition it among clients.
@@ -113,7 +114,8 @@ def load_federation(
         split_by: Column whose values are never split between training and held-out rows, such as ``patient_id``.
             ``time:COLUMN`` holds out the newest rows, ``patient_id,time:COLUMN`` the patients with the newest rows, and
             ``column:COLUMN`` the rows with the value ``test``.
-        unseen: Share of the clients that take no part in training, drawn by the seed; they are evaluated after it.
+        unseen: Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or
+            their names.
         shift: Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``.
 
     Raises:
@@ -151,8 +153,6 @@ def load_federation(
     for field, text_or_path in (text_options | paths).items():
         if not isinstance(text_or_path, str | None) and not (field in paths and isinstance(text_or_path, Path)):
             raise ConfigError(f"{field} must be a string, not {short_repr(text_or_path)}.")
-    if isinstance(unseen, bool) or not isinstance(unseen, int | float):
-        raise ConfigError(f"unseen must be a number, not {short_repr(unseen)}.")
     if label_separator == "":
         raise ConfigError("label_separator must not be empty. Use for example '|'.")
     spec = DataSpec(
@@ -179,7 +179,7 @@ def load_federation(
         missing=missing,
         csv=csv_spec(csv),
         split_by=split_by,
-        unseen=unseen,
+        unseen=parse_unseen(unseen),
         shift=shift,
     )
     return federation_of(spec, seed)

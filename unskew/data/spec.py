@@ -148,6 +148,10 @@ def parse_split(text: str) -> Split:
     return Split(**values)
 
 
+Unseen = float | tuple[str, ...]
+"""Share of unseen clients, or their names."""
+
+
 @dataclass(frozen=True)
 class DataSpec:
     """Data specification of a run; ``unskew.load_federation`` and ``unskew.Experiment`` describe the fields.
@@ -178,7 +182,7 @@ class DataSpec:
     missing: str = "error"
     csv: CsvSpec = DETECTED
     split_by: str | None = None
-    unseen: float = 0.0
+    unseen: Unseen = 0.0
     shift: str | None = None
 
 
@@ -242,3 +246,28 @@ def parse_names(value: object) -> tuple[str, ...]:
             f"{short_repr(value)} is not a list of names. Write a string such as 'age,income', or a list of strings."
         )
     return tuple(name.strip() for name in value)
+
+
+def parse_unseen(value: object) -> Unseen:
+    """Return the share of unseen clients, or their names: a number from 0 and below 1 is a share, anything else names.
+
+    Args:
+        value: Number, list of names, or names separated by commas.
+
+    Raises:
+        ConfigError: If the value is neither, or the share is out of range.
+
+    >>> parse_unseen("0.2"), parse_unseen("Oslo,Bergen"), parse_unseen(7), parse_unseen([0, 7])
+    (0.2, ('Oslo', 'Bergen'), ('7',), ('0', '7'))
+    """
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            share = float(value)
+        except ValueError:
+            share = 1.0
+        if 0 <= share < 1:
+            return share
+        if isinstance(value, float):
+            raise ConfigError(f"unseen must be at least 0 and below 1, or names of clients, not {value}.")
+        value = str(value)
+    return parse_names([str(name) for name in value] if isinstance(value, list | tuple) else value)

@@ -31,6 +31,7 @@ from unskew.measurements.feature_skew import feature_skew
 from unskew.measurements.gradient_probe import GradientProbe
 from unskew.measurements.heterogeneity import Follow, MeasurementScope, measure, selected_clients, selected_samples
 from unskew.measurements.label_skew import label_skew_metrics
+from unskew.measurements.site_differences import site_differences
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
 from unskew.runs.api_arguments import check_federation, config_from_arguments, model_object
@@ -157,8 +158,10 @@ def diagnose(
     }
     labels = label_skew_metrics(fed, ids)
     labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids)
+    sites = site_differences(fed, ids, config.features)
+    labels |= {"label_between": sites.label_between, "label_unexplained": sites.label_unexplained}
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
-    return DiagnosisReport(facts, labels, measured, setting)
+    return DiagnosisReport(facts, labels, measured, sites, setting)
 
 
 def validate_scope(scope: MeasurementScope) -> MeasurementScope:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from unskew.data.federation import take_rows
+from unskew.data.clients import ArrayClients
+from unskew.data.federation import Federation, take_rows
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import BatchPlan
@@ -25,13 +27,17 @@ from unskew.engines.client_inputs import (
 from unskew.engines.survey import CHUNK, forward, take_surveys
 from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.execution import Batch, BoundModel, LossFn, Model
+from unskew.models.spec import ModelSpec
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update
 from unskew.protocol.rules import ClientRule, SurveyTime
+from unskew.protocol.training_config import Training
 from unskew.seeding import fold
 from unskew.tasks.base import Task
 
 Function = TypeVar("Function")
+SINGLE = "more than 1 value per channel"
+"""Part of PyTorch's message about a batch that BatchNorm cannot normalize."""
 
 
 def base_loss(model: Model, task: Task) -> LossFn:
@@ -64,12 +70,43 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
     return made
 
 
-def single_sample_error(client: int) -> DataError:
+def single_sample_error(federation: Federation, client: int) -> DataError:
     """Return the error for a batch of one sample in a model with BatchNorm."""
+    label = f"The client {federation.client_names[client]}" if federation.client_names else f"Client {client}"
     return DataError(
-        f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalize. Give it more samples, "
+        f"{label} trains on a batch of one sample, which BatchNorm cannot normalize. Give it more samples, "
         "set drop_last if it is the last batch of an epoch, or use a model with GroupNorm."
     )
+
+
+def check_single_samples(spec: ModelSpec, federation: Federation, training: Training) -> None:
+    """Validate that no client has a batch of one sample if the model cannot train on it.
+
+    Args:
+        spec: Layout of the model.
+        federation: Data of all clients.
+        training: Budget of the clients.
+
+    Raises:
+        DataError: If a client has such a batch.
+    """
+    layers = spec.module.modules()
+    if not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers) or not isinstance(
+        federation.clients, ArrayClients
+    ):
+        return
+    for client, samples in enumerate(federation.sizes.tolist()):
+        cuts = training.cuts(samples)
+        if cuts and len(range(samples)[cuts[-1]]) == 1 and training.steps(samples, client) >= len(cuts):
+            try:
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    copy.deepcopy(spec.module).train()(
+                        torch.zeros(1, *spec.shape, dtype=torch.int64 if spec.integers else spec.dtype)
+                    )
+            except ValueError as error:
+                if SINGLE in str(error):
+                    raise single_sample_error(federation, client) from error
+            return  # the layers normalize over the pixels of a single image
 
 
 def combined_trainable_mask(
@@ -237,8 +274,8 @@ class LocalTrainer:
             try:
                 g = grad_fn(v, batch)
             except ValueError as error:
-                if "more than 1 value per channel" in str(error):
-                    raise single_sample_error(broadcast.client) from error
+                if SINGLE in str(error):
+                    raise single_sample_error(setup.federation, broadcast.client) from error
                 raise
             v, moments = optimizers.optimizer_step(now, v, g, moments, step, moves)
             total += self.model.loss

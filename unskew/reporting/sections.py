@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from unskew.comparison.benefit_text import benefit_notes
 from unskew.reporting import chart_data, run_description, tables
 from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
@@ -69,6 +70,7 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
     """
     sections: list[tuple[str, Callable[[], str]]] = [
         ("Result", partial(_result, part)),
+        ("Does it help?", partial(_benefit, part)),
         ("Warnings", partial(_warnings, part)),
         ("Comparison", partial(_comparison, part, shown["methods"])),
         ("Curves", partial(_curves, part, shown["curves"], group)),
@@ -90,6 +92,14 @@ def _runs(part: RunGroup) -> list[RunFiles]:
 def _result(part: RunGroup) -> str:
     lines = verdict(part)
     return render_section("result", lines=lines) if lines else ""
+
+
+def _benefit(part: RunGroup) -> str:
+    benefit = part.comparison().benefit
+    if benefit is None:
+        return ""
+    overview, clients = tables.benefit_tables(benefit)
+    return render_section("benefit", overview=overview, clients=clients, notes=benefit_notes(benefit))
 
 
 def _warnings(part: RunGroup) -> str:

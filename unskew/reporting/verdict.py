@@ -1,20 +1,23 @@
-"""Verdict of a group in three sentences: the best method, its lead and its significance, and its cost."""
+"""Verdict of a group in sentences: whether it helps, the best method, its lead and its significance, and its cost."""
 
 from __future__ import annotations
 
-from unskew.comparison.intervals import interval95
+from unskew.comparison.benefit_text import test_set_text
 from unskew.comparison.summary_statistics import is_usable_number, mean_std
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.tables import can_be_paired
 from unskew.tasks.formatting import format_megabytes, value_text
+from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 
 def verdict(part: RunGroup) -> list[str]:
-    """Return the best method by the objective after the last round, whether its lead is conclusive, and its cost.
+    """Return whether it helps, the best method by the objective, whether its lead is conclusive, and its cost.
 
     Reference rows are ignored. The lead is over the second best method, paired by seed.
     """
+    benefit = part.comparison().benefit
+    answers = [] if benefit is None else benefit.sentences()
     judge = metric_info("loss") if part.language else part.objective
     name, low = judge.name, judge.lower_is_better
     means = {
@@ -28,14 +31,20 @@ def verdict(part: RunGroup) -> list[str]:
         reverse=not low,
     )
     if not ranked:
-        return []
+        return answers
     best, others = ranked[0], ranked[1:]
     what, value = f"test {judge.title}", value_text(judge, means[best.label], sign=" %")
+    sure = test_set_text([run.summary for run in best.runs], judge)
     over = f", mean over {len(best.runs)} seeds" if len(best.runs) > 1 else ""
     if not others:
-        return [f"{best.label} reaches a {what} of {value} after the last round{over}.", f"{_cost(best)}."]
+        return [
+            *answers,
+            f"{best.label} reaches a {what} of {value} after the last round{over}{sure}.",
+            f"{_cost(best)}.",
+        ]
     return [
-        f"{best.label} is the best of {len(ranked)} methods: {what} {value} after the last round{over}.",
+        *answers,
+        f"{best.label} is the best of {len(ranked)} methods: {what} {value} after the last round{over}{sure}.",
         _lead(best, others[0], judge),
         f"{_cost(best)}; {_cost(others[0])}.",
     ]

@@ -85,10 +85,10 @@ def check_method(
         notes = rule.check(run) or ()
         warnings += [notes] if isinstance(notes, str) else notes
         warnings += misspelled_hooks(rule)
-    if coded and model is None and config.model in MODELS and config.model != "table-mlp":
+    if coded and model is None and config.model in MODELS and config.model not in ("table-mlp", "logistic"):
         warnings.append(
             f"{config.model} treats the category codes of {', '.join(coded)} as numbers, which are rarely meaningful. Use "
-            "table-mlp, which learns an embedding for each category."
+            "logistic or table-mlp, which learn weights for each category."
         )
     spec = run.spec
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.clients import iterate_batches
+from unskew.data.clients import ArrayClients, iterate_batches
 from unskew.data.federation import ClientData, Federation
 from unskew.engines.batches import InputNormalizer
 from unskew.engines.cpu import num_threads
@@ -17,14 +17,18 @@ from unskew.models.execution import BoundModel
 from unskew.models.spec import ModelSpec
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
+from unskew.tasks.intervals import interval95, metric_interval
 from unskew.tasks.metrics import MetricSet
-from unskew.tasks.primary_metric import MetricInfo
+from unskew.tasks.primary_metric import RECALL, MetricInfo
+from unskew.tasks.regression import Regression
 
 BATCH = 500
 CELLS = 1 << 26  # values of the widest layer in memory at once: 256 MB in float32
 HELD_OUT = "the clients' held-out data"
 BY_CLASS = "the test set, weighted by the clients' classes"
 NOTHING = "nothing"
+MOST_BOOTSTRAPS = 100
+"""Maximum number of clients whose metrics get intervals of the bootstrap."""
 Models = Callable[[Sequence[int]], Iterable[tuple[Tensor, Tensor]]]
 """Maps client ids to the model ``v [d]`` and the buffers ``b [m]`` that serve each of them, in the same order."""
 
@@ -234,6 +238,8 @@ class Evaluator:
         y = y.to(logits.device)
         metrics = self.task.measure(self.task.tally(logits, y), loss)
         metrics.pop(self.task.scored, None)
+        if self.metrics.judged and self.task.name != "language":
+            metrics |= self._client_interval(logits, y)
         where = f"held-out samples of {self.federation.client_label(client)}"
         return metrics | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
 
@@ -320,6 +326,81 @@ class Evaluator:
             return Score(accuracy, loss, others)
         accuracies, losses = self._by_class(v, b, [client.y])
         return Score(float(accuracies[0]), float(losses[0]))
+
+    def client_constants(self, like: ClientScores) -> ClientScores | None:
+        """Evaluate a constant prediction for each client: the class shares, or the mean, of its training samples.
+
+        Args:
+            like: Scores of a model; constants are evaluated for the same clients on the same samples.
+
+        Returns:
+            Scores of the constants; None if the task has none, or no client was evaluated.
+        """
+        rows: list[Score] = []
+        for client in (self.federation.clients[k] for k in like.ids.tolist()):
+            y, weights = client.y_test, None
+            if like.measured_on == BY_CLASS:
+                y = self.test[1]
+                weights = self.task.counts(client.y, self.federation.classes).to(y.device, torch.float64)[y]
+            score = self._constant_score(client.y, y, weights, interval=True)
+            if score is None:
+                return None
+            rows.append(score)
+        if not rows:
+            return None
+        accuracies, losses = np.array([(score.accuracy, score.loss) for score in rows]).T
+        others = metrics_by_name([score.figures for score in rows])
+        return ClientScores(accuracies, like.measured_on, losses, like.ids, like.scored, others)
+
+    def test_constant(self) -> dict[str, float]:
+        """Return the metrics of a constant prediction on the test set, from all training samples; empty without one.
+
+        If clients are loaded one by one, reading the targets of all would take too long, and there is none either.
+        """
+        clients, y = self.federation.clients, self.test[1]
+        known = torch.cat([client.y for client in clients]) if isinstance(clients, ArrayClients) else None
+        score = None if known is None else self._constant_score(known, y)
+        return {} if score is None else {self.task.scored: score.accuracy, "loss": score.loss, **score.figures}
+
+    def _constant_score(
+        self, known: Tensor, y: Tensor, weights: Tensor | None = None, interval: bool = False
+    ) -> Score | None:
+        """Evaluate the constant prediction for the targets ``known`` on the targets ``y``; None if the task has none.
+
+        Custom metrics are left out, because their functions need not accept constants.
+        """
+        device = self.model.device
+        constant = self.task.constant(known.to(device), self.federation.classes)
+        if constant is None:
+            return None
+        y = y.to(device)
+        logits = constant.expand(len(y), *constant.shape)
+        right, losses = self.task.correct(logits, y), self.task.losses(logits, y).to(torch.float64)
+        if weights is not None:
+            return Score(float(right @ weights / weights.sum()), float(losses @ weights / weights.sum()))
+        accuracy, loss = float(right.mean()), float(losses.mean())
+        metrics = self.task.measure(self.task.tally(logits, y), loss)
+        metrics |= replace(self.metrics, own={}).of(*self._arrays([logits], y), "a constant") if self.metrics else {}
+        if not interval:  # on the test set, R² is not a mean over samples
+            return Score(metrics.pop(self.task.scored, accuracy), loss, metrics)
+        metrics.pop(self.task.scored, None)
+        return Score(accuracy, loss, metrics | self._client_interval(logits, y))
+
+    def _client_interval(self, logits: Tensor, y: Tensor) -> dict[str, float]:
+        """Return the ends of the 95 % interval of a client's judged metric; empty if there is none.
+
+        A client's R² is a mean over samples, so its interval is Student's t. Intervals of many clients are computed only
+        if they need no bootstrap.
+        """
+        name, task = self.metrics.judged, self.task
+        closed = name == "accuracy" or name.startswith(RECALL) or (name == "auroc" and self.federation.classes == 2)
+        if name == Regression.scored:
+            interval = interval95(task.correct(logits, y).tolist())
+        elif len(self.federation.clients) > MOST_BOOTSTRAPS and not (closed and task.name == "classification"):
+            interval = None
+        else:
+            interval = metric_interval(name, task, *self._arrays([logits], y), self.metrics)
+        return {} if interval is None else dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return accuracy and loss on the test set reweighted to the classes in each client's labels, ``[K]`` each."""

@@ -239,6 +239,12 @@ def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
     return np.column_stack([completed, *marks]).astype(np.float32)
 
 
+def missing_values(values: np.ndarray, known: Sequence[Encoder]) -> np.ndarray:
+    """Return where columns ``[n, f]``, read with the initial encoders, have no value."""
+    coded = np.array([encoder.kind == "category" for encoder in known])
+    return np.asarray(np.isnan(values) | (coded & (values == 0)))
+
+
 def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
     """Return the normalization of encoded columns.
 
