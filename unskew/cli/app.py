@@ -58,7 +58,7 @@ from unskew.cli.privacy import privacy
 from unskew.cli.report import report, report_after_runs
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
-from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, print_notices
+from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, prepare_streams, print_notices
 from unskew.errors import ConfigError, UnskewError, short_repr
 from unskew.filesystem import check_run, parse_path
 
@@ -338,6 +338,7 @@ def commands() -> Any:
 
 def main() -> None:
     """Run the command line; user errors give a message and exit code 2 instead of a traceback."""
+    prepare_streams()
     print_notices()
     try:
         commands()(prog_name="unskew", args=normalize_global_flags(sys.argv[1:]))

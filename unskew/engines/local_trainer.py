@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from functools import partial, reduce
 from typing import Any, TypeVar
@@ -10,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unskew.data.clients import ArrayClients
-from unskew.data.federation import Federation, take_rows
+from unskew.data.federation import take_rows
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import BatchPlan
@@ -27,17 +25,15 @@ from unskew.engines.client_inputs import (
 from unskew.engines.survey import CHUNK, forward, take_surveys
 from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.execution import Batch, BoundModel, LossFn, Model
-from unskew.models.spec import ModelSpec
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update
 from unskew.protocol.rules import ClientRule, SurveyTime
-from unskew.protocol.training_config import Training
-from unskew.seeding import fold
+from unskew.seeding import derive, fold, seeded_globals
 from unskew.tasks.base import Task
 
 Function = TypeVar("Function")
-SINGLE = "more than 1 value per channel"
-"""Part of PyTorch's message about a batch that BatchNorm cannot normalize."""
+SINGLE_SAMPLE = "more than 1 value per channel"
+"""Part of PyTorch's message for a batch of one sample."""
 
 
 def base_loss(model: Model, task: Task) -> LossFn:
@@ -70,43 +66,45 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
     return made
 
 
-def single_sample_error(federation: Federation, client: int) -> DataError:
-    """Return the error for a batch of one sample in a model with BatchNorm."""
-    label = f"The client {federation.client_names[client]}" if federation.client_names else f"Client {client}"
+def single_sample_error(client: str, why: str = "") -> DataError:
+    """Return the error for a batch of one sample in a model with BatchNorm.
+
+    Args:
+        client: Name of the client.
+        why: Text that follows "a batch of one sample".
+    """
     return DataError(
-        f"{label} trains on a batch of one sample, which BatchNorm cannot normalize. Give it more samples, "
-        "set drop_last if it is the last batch of an epoch, or use a model with GroupNorm."
+        f"{client[:1].upper()}{client[1:]} trains on a batch of one sample{why}, which BatchNorm cannot normalize. Give it "
+        "more samples, set drop_last or another batch_size if this is the last batch of an epoch, or use GroupNorm."
     )
 
 
-def check_single_samples(spec: ModelSpec, federation: Federation, training: Training) -> None:
-    """Validate that no client has a batch of one sample if the model cannot train on it.
+def check_batch_sizes(setup: EngineConfig) -> None:
+    """Validate that no client trains on a batch of one sample if BatchNorm cannot normalize it.
 
     Args:
-        spec: Layout of the model.
-        federation: Data of all clients.
-        training: Budget of the clients.
+        setup: Configuration of an engine.
 
     Raises:
-        DataError: If a client has such a batch.
+        DataError: If a client does.
     """
-    layers = spec.module.modules()
-    if not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers) or not isinstance(
-        federation.clients, ArrayClients
-    ):
+    spec, training, federation = setup.spec, setup.training, setup.federation
+    normalizes = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in spec.module.modules())
+    if not normalizes or any(rule.poisson_batches for rule in setup.rules):
         return
-    for client, samples in enumerate(federation.sizes.tolist()):
-        cuts = training.cuts(samples)
-        if cuts and len(range(samples)[cuts[-1]]) == 1 and training.steps(samples, client) >= len(cuts):
-            try:
-                with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    copy.deepcopy(spec.module).train()(
-                        torch.zeros(1, *spec.shape, dtype=torch.int64 if spec.integers else spec.dtype)
-                    )
-            except ValueError as error:
-                if SINGLE in str(error):
-                    raise single_sample_error(federation, client) from error
-            return  # the layers normalize over the pixels of a single image
+    try:
+        x = torch.zeros(1, *spec.shape, dtype=spec.input_dtype, device=setup.device)
+        with torch.no_grad(), seeded_globals(spec.draws_globally, 0, setup.device):
+            spec.forward(spec.flatten(), spec.flatten_buffers(), x, train=True)
+        return  # for example, each channel of an image has several values
+    except ValueError as error:
+        if SINGLE_SAMPLE not in str(error):
+            return
+    for client, size in enumerate(federation.sizes.tolist()):
+        lengths = [cut.stop - cut.start for cut in training.cuts(size)]
+        if 1 in lengths and training.steps(size, client) > lengths.index(1):
+            why = f" ({size} sample{'s' if size > 1 else ''} in batches of {training.batch_size})"
+            raise single_sample_error(federation.client_label(client), why)
 
 
 def combined_trainable_mask(
@@ -237,6 +235,16 @@ class LocalTrainer:
 
     def train(self, broadcast: Broadcast) -> Update:
         """Run the local training of one client from its broadcast."""
+        number = derive(self.setup.seed, "model draws", broadcast.round, broadcast.client)
+        try:
+            with seeded_globals(self.setup.spec.draws_globally, number, self.setup.device):
+                return self._train(broadcast)
+        except ValueError as error:
+            if SINGLE_SAMPLE in str(error):
+                raise single_sample_error(self.setup.federation.client_label(broadcast.client)) from error
+            raise
+
+    def _train(self, broadcast: Broadcast) -> Update:
         if broadcast.closing:
             return self.answer(broadcast)
         if broadcast.asks_loss:
@@ -271,13 +279,7 @@ class LocalTrainer:
             weight = None if plan.weights is None else plan.weights[step].to(device)
             batch = Batch(x, y, own_key, at, lr=now.lr, weight=weight)
             moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
-            try:
-                g = grad_fn(v, batch)
-            except ValueError as error:
-                if SINGLE in str(error):
-                    raise single_sample_error(setup.federation, broadcast.client) from error
-                raise
-            v, moments = optimizers.optimizer_step(now, v, g, moments, step, moves)
+            v, moments = optimizers.optimizer_step(now, v, grad_fn(v, batch), moments, step, moves)
             total += self.model.loss
 
         inputs["survey"] |= self.surveys("trained", broadcast, inputs, v, self.model.b)

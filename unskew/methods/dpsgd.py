@@ -170,6 +170,11 @@ class DPSGD(ClientRule):
                 "dpsgd needs a model that treats each sample separately, but this one has BatchNorm or other buffers. Use a "
                 "model with GroupNorm or without normalization."
             )
+        if run.spec.draws_globally:
+            raise ConfigError(
+                "dpsgd draws the random numbers of each sample from a secret key. This model draws others than those of "
+                "nn.Dropout. Replace such layers by nn.Dropout, or remove them."
+            )
         run.need_no_statistics(self.name)
         if run.diagnose and not self.reveal:
             raise ConfigError(

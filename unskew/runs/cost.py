@@ -168,7 +168,12 @@ def estimate(
         The estimate; None if the runs are too short to measure, or a Ray cluster trains the clients.
     """
     seconds: dict[str, float] = {}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     notes: list[str] = []
+    if load > (os.cpu_count() or 1):
+        notes.append(
+            f"Other programs keep this machine busy (load {load:.0f}): the runs may take several times as long."
+        )
     for name, (config, method, _) in runs.items():
         if config.engine == "ray" or config.ray.address is not None:
             return None

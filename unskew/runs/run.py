@@ -18,7 +18,6 @@ from unskew.data.task_options import apply_task_options
 from unskew.data.unseen import split_federation
 from unskew.engines.cpu import default_torch_modes
 from unskew.engines.device import device_modes
-from unskew.engines.local_trainer import check_single_samples
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import DEPLOYMENT, check_run, folder_lock, output_folder, parse_path
@@ -183,8 +182,6 @@ def _execute(
     original = match_model_input_range(original, spec)
     with device_modes(device, config.precision):
         prepared = prepare(method, original, config, device, folder, shared, callbacks, resume)
-        if config.rounds * config.participation >= 1:  # otherwise few clients train at all
-            check_single_samples(spec, prepared.federation, prepared.training)
         everyone = [*callbacks, *trackers]
         parts = assemble(config, prepared, original, spec, method, device, folder, everyone)
         return Session(parts, warnings=warnings).run(resume)

@@ -91,6 +91,12 @@ def check_method(
             "logistic or table-mlp, which learn weights for each category."
         )
     spec = run.spec
+    if spec.unseeded_layer is not None:
+        warnings.append(
+            f"Another engine, or a resumed run, gives other numbers: the outputs of the model, from {spec.unseeded_layer} "
+            "on, differ between two passes with the same inputs and seed. The model has a random generator or a counter of "
+            "its own. Draw from the global generators instead, as torch.rand does."
+        )
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
     if of_one_round and (run.delayed or (config.network.deadline is not None and accepts_late_updates(run, method))):
         which = "network.delay" if run.delayed else "network.deadline"
