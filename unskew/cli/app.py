@@ -26,6 +26,7 @@ from unskew.cli.common import (
     EngineName,
     LocalSites,
     Parallel,
+    References,
     Rounds,
     Sets,
     SuperLinkAddress,
@@ -133,13 +134,7 @@ def compare(
         bool, typer.Option("--resume", help="Resume the comparison in --out, reusing finished runs.")
     ] = False,
     parallel: Parallel = "1",
-    references: Annotated[
-        bool | None,
-        typer.Option(
-            "--references/--no-references",
-            help="Also train on pooled data (pooled) and each client alone (local). [default: on]",
-        ),
-    ] = None,
+    references: References = None,
     budget: Annotated[
         float | None,
         typer.Option("--budget", metavar="MINUTES", help="Do not start if the estimated time is longer."),
@@ -166,7 +161,7 @@ def compare(
         check_expression(name)
     from unskew.cli.comparison_tables import (
         clients_table,
-        comparison_table,
+        comparison_tables,
         metrics_table,
         print_benefit,
         reaching_table,
@@ -213,13 +208,13 @@ def compare(
         )
     rows = result.rows()
     ranked = [row for row in rows if not row["reference"]]
-    others = [row for row in rows if row["reference"]]
     of_methods = {name: result.histories[name] for name in result.ranked}
     if as_json:
         target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(cost) for cost in target_rows]
-        benefit = {} if result.benefit is None else {"benefit": result.benefit.as_json()}
-        print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of, **benefit})
+        answers, clients = result.answers(), result.client_rows()
+        compared = {"answers": answers, "rows": rows, "clients": clients}
+        print_json({"folder": str(folder), **compared, "notes": result.notes(), "reaching": costs_of})
         report_after_runs(console, [folder])
         return
     costs = None
@@ -229,8 +224,7 @@ def compare(
     print_benefit(console, result.benefit)
     for note in result.notes():
         console.print(f"{note}\n", markup=False)
-    tables = [comparison_table(ranked), comparison_table(others) if others else None]
-    for table in filter(None, (*tables, metrics_table(rows), clients_table(ranked), costs)):
+    for table in filter(None, (*comparison_tables(rows), metrics_table(rows), clients_table(ranked), costs)):
         console.print(table)
     if not LOUDNESS.quiet:
         text = f"{folder}/convergence.png shows the learning curves, clients.png the label distribution across clients."

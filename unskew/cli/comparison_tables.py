@@ -13,7 +13,7 @@ from rich.text import Text
 
 from unskew.cli.fit_table import as_text, stacked_below
 from unskew.comparison.benefit import Benefit
-from unskew.comparison.benefit_text import benefit_title, client_rows, overview_rows
+from unskew.comparison.benefit_text import benefit_sentences, benefit_title, client_rows, overview_rows
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.summary_statistics import UNSEEN
 from unskew.tasks.formatting import (
@@ -181,6 +181,12 @@ def rounds_cell(row: dict[str, Any]) -> str:
     return f"{reached:.1f}" if reached is not None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds"
 
 
+def comparison_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """Build the table of the methods, and the table of the references if there are any."""
+    parts = ([row for row in rows if row["reference"] is reference] for reference in (False, True))
+    return [comparison_table(part) for part in parts if part]
+
+
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Build the table that ``unskew compare`` prints: one row per method, means over seeds."""
     judge = objective_metric(rows[0])
@@ -271,12 +277,12 @@ def print_benefit(console: Console, benefit: Benefit | None) -> None:
     """
     if benefit is None:
         return
-    for line in benefit.sentences():
+    for line in benefit_sentences(benefit):
         console.print(f"{line}\n", markup=False, highlight=False)
-    title, rows = benefit_title(benefit), client_rows(benefit) if benefit.same_clients else []
-    rest = len(rows) - MOST_CLIENTS
-    listed = f"the {MOST_CLIENTS} that gain least; {rest} more in the report" if rest > 0 else "client by client"
-    for entries, heading in ((overview_rows(benefit), title), (rows[:MOST_CLIENTS], f"Does it help? {listed}")):
+    rows = client_rows(benefit, brief=True) if benefit.same_clients else []
+    few = f"The {MOST_CLIENTS} clients that gain least; the report lists all"
+    few = few if len(rows) > MOST_CLIENTS else "Client by client"
+    for entries, heading in ((overview_rows(benefit), benefit_title(benefit)), (rows[:MOST_CLIENTS], few)):
         if entries:
             first, *columns = entries[0]
             table = MethodRows(heading, (row[first][0] for row in entries), *columns, first=first)

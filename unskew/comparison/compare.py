@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
 from unskew.comparison.benefit import Benefit, assess_benefit
+from unskew.comparison.benefit_text import benefit_sentences, client_rows, plain_rows
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -105,6 +106,14 @@ class Comparison:
         """Comparison with training alone and with a constant, client by client; None if no client was evaluated."""
         return assess_benefit(self.summaries, self.clients)
 
+    def answers(self) -> list[str]:
+        """Return sentences that answer whether federated training and personal models help the clients."""
+        return benefit_sentences(self.benefit)
+
+    def client_rows(self) -> list[dict[str, Any]]:
+        """Return a row for each client: the best methods, references and a constant, and their tested differences."""
+        return [] if self.benefit is None else plain_rows(client_rows(self.benefit))
+
     def notes(self) -> list[str]:
         """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
         rounds = {name: summaries[0]["rounds"] for name, summaries in self.ranked.items()}
@@ -188,10 +197,9 @@ class Comparison:
         return table
 
     def __repr__(self) -> str:
-        answers = [] if self.benefit is None else self.benefit.sentences()
         lines = [
             f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})",
-            *answers,
+            *self.answers(),
         ]
         for row in self._shown():
             lines.append("  " + ", ".join(f"{name} {text}" for name, text in list(row.items())[:3]))
@@ -199,8 +207,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Return whether it helps, and a table for notebooks: means ± standard deviations over seeds."""
-        answers = [] if self.benefit is None else self.benefit.sentences()
-        return "".join(f"<p>{escape(line)}</p>" for line in answers) + html_table(self._shown())
+        return "".join(f"<p>{escape(line)}</p>" for line in self.answers()) + html_table(self._shown())
 
     def plot(self, path: str | Path) -> Path:
         """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""
