@@ -149,7 +149,8 @@ def tune(
     else:
         from unskew.cli.comparison_tables import clients_table, comparison_tables, metrics_table, print_benefit
 
-        compared = (*comparison_tables(rows), metrics_table(rows), clients_table(rows))
+        ranked = [row for row in rows if not row["reference"]]
+        compared = (*comparison_tables(rows), metrics_table(rows), clients_table(ranked))
         tables = (tuned_table(result), importance_table(result), *compared)
         print_benefit(console, result.comparison.benefit)
         for note in result.notes():

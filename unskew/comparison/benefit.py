@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import Estimate, difference, holm, mean_over_clients
@@ -62,9 +62,9 @@ class ClientValues:
 
 
 def _mean(estimates: Sequence[Estimate]) -> Estimate:
-    value = float(np.mean([entry.value for entry in estimates]))
+    value = fmean(entry.value for entry in estimates)
     ends = [(entry.low, entry.high) for entry in estimates if entry.low is not None and entry.high is not None]
-    return Estimate(value, *np.mean(ends, axis=0).tolist()) if len(ends) == len(estimates) else Estimate(value)
+    return Estimate(value, *map(fmean, zip(*ends, strict=True))) if len(ends) == len(estimates) else Estimate(value)
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,32 @@ class Benefit:
         corrected = iter(holm([pair.p for pair in pairs if pair and pair.p is not None]))
         return [replace(pair, p=next(corrected)) if pair and pair.p is not None else pair for pair in pairs]
 
+    def decisions(self, model: str, base: str) -> Counter[str]:
+        """Count the clients at which a model is a gain, a loss or a tie, and those without a test.
+
+        Args:
+            model: Compared model.
+            base: Model that it is compared with.
+        """
+        return Counter(pair.decision(self.metric.lower_is_better) for pair in self.at_clients(model, base) if pair)
+
+    def improves(self, model: str, base: str) -> bool | None:
+        """Return whether a model is better than another one; None if that is undecided.
+
+        It is decided if the interval of the mean over clients excludes zero, or if more than half of the clients gain and
+        none loses, or the other way round.
+
+        Args:
+            model: Compared model.
+            base: Model that it is compared with.
+        """
+        count, half, mean = self.decisions(model, base), len(self.clients) / 2, self.over_clients(model, base)
+        if mean is not None and mean.low is not None and mean.high is not None and not mean.low <= 0 <= mean.high:
+            return (mean.low > 0) != self.metric.lower_is_better
+        if not min(count["gain"], count["loss"]) and max(count["gain"], count["loss"]) > half:
+            return count["gain"] > 0
+        return None
+
     def over_clients(self, model: str, base: str | None = None) -> Estimate | None:
         """Return the mean over clients; None if no client has a value.
 
@@ -160,7 +186,7 @@ def assess_benefit(
         ("personal", f"personal_{metric.name}_mean", metric),
     ):
         values = {name: [s[key] for s in summaries[name] if is_usable_number(s.get(key))] for name in ranked}
-        ranks = {name: info.rank(float(np.mean(own))) for name, own in values.items() if own}
+        ranks = {name: info.rank(fmean(own)) for name, own in values.items() if own}
         if ranks:
             labels[model], candidates[model] = max(ranks, key=lambda name: ranks[name]), len(ranks)
     labels |= {("local" if is_local(name) else "pooled"): name for name in summaries if is_reference(name)}
@@ -185,8 +211,8 @@ def assess_benefit(
                 own = {
                     model: of_seed[seed][client] for model, of_seed in rows.items() if client in of_seed.get(seed, ())
                 }
-                key = (0 if same else position, row["name"] if named else client)
-                collected.setdefault(key, {})[position] = own
+                unit = (0 if same else position, row["name"] if named else client)
+                collected.setdefault(unit, {})[position] = own
     units = []
     for (group, client), runs in collected.items():
         label = str(client) if named else f"client {client}" if same else f"client {client} of seed {seeds[group][0]}"
@@ -220,14 +246,14 @@ def _client_values(
     for position, rows in runs.items():
         for model, row in rows.items():
             key = PREFIXES.get(model, "") + name
-            numbers = [row.get(entry) for entry in (key, f"{key}_low", f"{key}_high")]
-            if is_usable_number(numbers[0]):
-                usable = [number for number in numbers if is_usable_number(number)]
-                values.setdefault(model, {})[position] = Estimate(*(usable if len(usable) == 3 else usable[:1]))
+            value, low, high = (row.get(entry) for entry in (key, f"{key}_low", f"{key}_high"))
+            if is_usable_number(value):
+                ends = (low, high) if is_usable_number(low) and is_usable_number(high) else (None, None)
+                values.setdefault(model, {})[position] = Estimate(row[key], *ends)
     own = [rows["federated"] for rows in runs.values()]
     events = [row["held_out_class_counts"].get(rarest, 0) for row in own if rarest and "held_out_class_counts" in row]
-    samples = float(np.mean([row.get("num_held_out", 0) for row in own]))
-    return ClientValues(label, group, samples, float(np.mean(events)) if events else None, values)
+    samples = fmean(row.get("num_held_out", 0) for row in own)
+    return ClientValues(label, group, samples, fmean(events) if events else None, values)
 
 
 def _rarest_class(rows: Iterable[Row]) -> str | None:

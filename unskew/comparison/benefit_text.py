@@ -36,9 +36,9 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
             "Whether federated training helps is not known, because training alone (local) was not compared. unskew compare "
             "adds it, unless --no-references is set."
         )
-    constant, minus = benefit.over_clients("constant"), benefit.over_clients("federated", "constant")
-    if constant is not None and minus is not None:
-        better = "better" if _sign(benefit, minus) else "no better"
+    constant = benefit.over_clients("constant")
+    if constant is not None:
+        better = "better" if benefit.improves("federated", "constant") else "no better"
         value = value_text(benefit.metric, constant.value, sign=" %")
         lines.append(
             f"{labels['federated']} is {better} than a constant ({constant_title(benefit)}, {value}): "
@@ -54,8 +54,8 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
     if benefit.small:
         what = "held-out samples" if benefit.metric.name == benefit.scored else "held-out samples or events"
         lines.append(
-            f"{len(benefit.small)} of {total} clients have fewer than {FEWEST} {what}, so they are mostly chance and not tested: "
-            f"{_named(benefit.small)}."
+            f"{len(benefit.small)} of {total} clients have fewer than {FEWEST} {what}, so their metric is mostly chance and "
+            f"not tested: {_named(benefit.small)}."
         )
     return lines
 
@@ -66,28 +66,23 @@ def _against_local(benefit: Benefit, model: str) -> str:
         "federated": ("federated training", "helps", "does", "is"),
         "personal": ("personal models", "help", "do", "are"),
     }[model]
+    if not benefit.clients:
+        return f"It is not known whether {title} {helps}."
     answer = {
         True: f"{title.capitalize()} {helps}",
         False: f"{title.capitalize()} {does} not help",
         None: f"It is undecided whether {title} {helps}",
-    }[_sign(benefit, benefit.over_clients(model, "local"))]
+    }[benefit.improves(model, "local")]
     count = benefit.candidates[model]
     best = f", the best of {count} methods," if count > 1 else ""
     whose = "" if model == "federated" else "those of "
     return f"{answer}: {whose}{benefit.labels[model]}{best} {are} {_counts(benefit, model, 'local', 'training alone')}."
 
 
-def _sign(benefit: Benefit, minus: Estimate | None) -> bool | None:
-    """Return whether a difference is an improvement; None if its interval includes zero or is missing."""
-    if minus is None or minus.low is None or minus.high is None or minus.low <= 0 <= minus.high:
-        return None
-    return (minus.low > 0) != benefit.metric.lower_is_better
-
-
 def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
     """Return at how many clients a model is ahead and behind, and the mean difference."""
     metric, pairs = benefit.metric, [pair for pair in benefit.at_clients(model, base) if pair is not None]
-    decided = Counter(pair.decision(metric.lower_is_better) for pair in pairs)
+    decided = benefit.decisions(model, base)
     signs = Counter(np.sign(metric.rank(pair.value)) for pair in pairs)
     text = f"ahead of {title} at {signs[1]} of {len(pairs)} clients, significantly at {decided['gain']}, and behind at "
     text += f"{signs[-1]}, significantly at {decided['loss']}"
@@ -164,23 +159,6 @@ def benefit_title(benefit: Benefit) -> str:
     return f"{_title(benefit.metric)}{unit} on {benefit.measured_on}, {count}, with 95 % intervals"
 
 
-def benefit_notes(benefit: Benefit) -> list[str]:
-    """Return notes on the tables: what the intervals cover, and what a client's R² is relative to."""
-    notes = [
-        "Means weigh every client equally, and their intervals are Student's t over clients"
-        + ("." if benefit.same_clients else ", as many as a seed has, because the seeds share their samples."),
-        "The interval of one client covers the sampling of its held-out samples, not the randomness of training. The test "
-        "of one client treats its two models as if they were tested on different samples, which is cautious. p-values are "
-        "corrected for the number of clients by Holm's method. Events are samples of the rarest class.",
-    ]
-    if benefit.metric.name == Regression.scored:
-        notes.append(
-            "R² of a client divides its squared error by the variance of all clients' targets, so that a constant can be "
-            "far above 0. R² within clients divides by the squared error of that constant."
-        )
-    return notes
-
-
 def overview_rows(benefit: Benefit) -> list[dict[str, Entry]]:
     """Return a row for each compared model: its mean over clients, and its difference to training alone."""
     metric, rows = benefit.metric, []
@@ -196,11 +174,10 @@ def overview_rows(benefit: Benefit) -> list[dict[str, Entry]]:
             share = _within_clients(benefit, model)
             row["R² within clients"] = (format_percent(share), share)
         if "local" in benefit.labels:
-            others = benefit.at_clients(model, "local") if model != "local" else []
-            count = Counter(pair.decision(metric.lower_is_better) for pair in others if pair)
-            row["minus local"] = _entry(metric, benefit.over_clients(model, "local") if others else None, "+")
+            minus = None if model == "local" else benefit.over_clients(model, "local")
+            row["minus local"], count = _entry(metric, minus, "+"), benefit.decisions(model, "local")
             for decision in ("gain", "tie", "loss"):
-                row[decision] = (str(count[decision]), count[decision]) if others else ("-", None)
+                row[decision] = (str(count[decision]), count[decision]) if minus else ("-", None)
         rows.append(row)
     return rows
 
@@ -237,9 +214,9 @@ def client_rows(benefit: Benefit, brief: bool = False) -> list[dict[str, Entry]]
         for model, own in pairs.items():
             pair = own[position]
             row[f"{model} minus local"] = _entry(metric, pair, "+")
-            tested = pair is not None and pair.p is not None
-            text = f"{pair.decision(metric.lower_is_better)}, p {pair.p:.3f}" if tested else "-"
-            row[f"test of {model}"] = (text, pair.p if tested else None)
+            row[f"test of {model}"] = ("-", None)
+            if pair is not None and pair.p is not None:
+                row[f"test of {model}"] = (f"{pair.decision(metric.lower_is_better)}, p {pair.p:.3f}", pair.p)
         judged = next((own[position] for own in pairs.values()), client.estimate("federated"))
         ranked.append((metric.rank(judged.value) if judged else 0.0, row))
     return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
