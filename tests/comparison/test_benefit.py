@@ -11,7 +11,7 @@ from support.running import TINY, call
 
 import unskew
 from unskew.comparison.benefit import assess_benefit
-from unskew.comparison.benefit_text import benefit_sentences, client_rows, overview_rows, plain_rows
+from unskew.comparison.benefit_text import benefit_sentences
 from unskew.comparison.significance import difference, holm
 from unskew.tasks.intervals import wilson_interval
 
@@ -64,8 +64,9 @@ def test_the_differences_to_training_alone_are_those_of_a_plain_loop(benefit):
     gain = sum(q <= 0.05 and d > 0 for q, d in zip(holm(p), minus, strict=True))
     loss = sum(q <= 0.05 and d < 0 for q, d in zip(holm(p), minus, strict=True))
     assert (gain, loss) == (2, 1)
-    first = overview_rows(benefit)[0]
-    assert [first[name][0] for name in ("gain", "tie", "loss")] == ["2", "3", "1"]
+    first = benefit.overview()[0]
+    assert [first[name] for name in ("gain", "tie", "loss")] == [2, 3, 1]
+    assert (first["minus_local"], first["minus_local_low"]) == (mean.value, mean.low)
     sentence = benefit_sentences(benefit)[0]
     assert sentence.startswith(
         "It is undecided whether federated training helps: fedavg, the best of 2 methods, is ahead"
@@ -74,7 +75,11 @@ def test_the_differences_to_training_alone_are_those_of_a_plain_loop(benefit):
         "at 3 of 6 clients, significantly at 2, and behind at 2, significantly at 1; on average +9.4 points" in sentence
     )
     assert sentence.endswith("paired over 6 clients).")
-    assert [entry["client"] for entry in plain_rows(client_rows(benefit))] == [f"site {k}" for k in np.argsort(minus)]
+    rows = benefit.rows()
+    assert [entry["client"] for entry in rows] == [f"site {k}" for k in np.argsort(minus)]
+    assert [entry["federated_minus_local_p"] for entry in rows] == pytest.approx(
+        [holm(p)[k] for k in np.argsort(minus)]
+    )
 
 
 def test_a_method_compared_with_itself_ties_at_all_clients():
@@ -177,11 +182,11 @@ def test_the_constant_of_a_regression_is_the_mean_of_each_client_and_the_verdict
         fed, methods=["fedavg", "ditto"], seeds=2, out=tmp_path / "c", references=True, model="logistic", **QUICK
     )
     std, mean = fed.objective.std[0], fed.objective.mean[0]
-    rows = {entry["client"]: entry for entry in result.client_rows()}
+    rows = {entry["client"]: entry for entry in result.benefit.rows()}
     for client in fed.clients:
         y, held_out = (part.numpy()[:, 0] * std + mean for part in (client.y, client.y_test))
         wanted = 1 - np.mean((held_out - y.mean()) ** 2) / std**2
-        assert rows["ABCD"[client.id]]["constant"] == pytest.approx(100 * wanted, rel=1e-6)
+        assert rows["ABCD"[client.id]]["constant"] == pytest.approx(wanted, rel=1e-6)
         assert rows["ABCD"[client.id]]["n"] == len(held_out)
     answers = result.answers()
     assert any(text.startswith("fedavg is no better than a constant (each client's own mean, ") for text in answers)
@@ -193,12 +198,17 @@ def test_the_constant_of_a_regression_is_the_mean_of_each_client_and_the_verdict
     headings = ("Result", "Does it help?", "Comparison")
     assert [text for text in page.texts if text in headings] == list(headings)
     first = page.texts[page.texts.index("Result") + 1 :]
-    assert [text for text in first if text.strip()][: len(answers)] == answers
+    assert [text for text in first if text.strip()][: len(answers) - 1] == answers[:-1]
+    assert answers[-1].startswith("Test set: fedavg scores ")
+    assert "sampling error of 80 test samples); no better than a constant, which scores" in answers[-1]
     best = next(text for text in page.texts if " is the best of 2 methods" in text)
     assert "no better than a constant, which scores" in best
     assert "sampling error of 80 test samples" in best
-    assert page.column("benefit of clients", "constant") == [entry["constant"] for entry in result.client_rows()]
-    assert page.column("benefit", "R² within clients")[-1] == 0
+    assert page.column("benefit of clients", "constant") == [100 * entry["constant"] for entry in result.benefit.rows()]
+    assert page.column("benefit", "r2 within clients")[-1] == 0
+    errors = [(1 - rows[name]["federated"], 1 - rows[name]["constant"]) for name in rows]
+    within = 1 - sum(own for own, _ in errors) / sum(constant for _, constant in errors)
+    assert page.column("benefit", "r2 within clients")[0] == pytest.approx(100 * within)
     html = result._repr_html_()
     assert answers[0].split(":")[0] in html
     assert "client_r2_mean" in html
@@ -265,7 +275,7 @@ def test_the_terminal_answers_first_and_json_has_the_clients(capsys, monkeypatch
     found = call(capsys, *args, "--resume", "--json").json()
     stored = [json.loads(line) for line in (tmp_path / "c/fedavg/seed-0/clients.jsonl").read_text().splitlines()]
     assert {entry["client"]: entry["federated"] for entry in found["clients"]} == {
-        f"client {entry['client']}": pytest.approx(100 * entry["accuracy"]) for entry in stored
+        f"client {entry['client']}": pytest.approx(entry["accuracy"]) for entry in stored
     }
     assert found["answers"][0].startswith(lines[0][:40])
 

@@ -212,8 +212,8 @@ def compare(
     if as_json:
         target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(cost) for cost in target_rows]
-        answers, clients = result.answers(), result.client_rows()
-        compared = {"answers": answers, "rows": rows, "clients": clients}
+        benefit = result.benefit
+        compared = {"answers": result.answers(), "rows": rows, "clients": benefit.rows() if benefit else []}
         print_json({"folder": str(folder), **compared, "notes": result.notes(), "reaching": costs_of})
         report_after_runs(console, [folder])
         return
@@ -221,7 +221,7 @@ def compare(
     if target is not None:
         judge = result.objective
         costs = reaching_table(target_costs(of_methods, target, judge), target, judge)
-    print_benefit(console, result.benefit)
+    print_benefit(console, result)
     for note in result.notes():
         console.print(f"{note}\n", markup=False)
     for table in filter(None, (*comparison_tables(rows), metrics_table(rows), clients_table(ranked), costs)):

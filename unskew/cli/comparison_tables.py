@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from unskew.cli.fit_table import as_text, stacked_below
-from unskew.comparison.benefit import Benefit
-from unskew.comparison.benefit_text import benefit_sentences, benefit_title, client_rows, overview_rows
+from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.summary_statistics import UNSEEN
 from unskew.tasks.formatting import (
@@ -34,6 +33,9 @@ from unskew.tasks.primary_metric import (
     objective_metric,
     primary_metric_name,
 )
+
+if TYPE_CHECKING:
+    from unskew.comparison.compare import Comparison
 
 REFERENCES = (
     "References, not ranked: all data in one place (pooled), each client alone (local). Unless tuned themselves\n(unskew "
@@ -266,23 +268,30 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     return table
 
 
-def print_benefit(console: Console, benefit: Benefit | None) -> None:
+def print_benefit(console: Console, comparison: Comparison) -> None:
     """Print whether it helps, in sentences and tables: the compared models, and the clients that gain least.
 
     If the seeds have different clients, single clients have no meaning and are listed only in the report.
 
     Args:
         console: Console to print to.
-        benefit: Comparison with training alone; None prints nothing.
+        comparison: Comparison of methods.
     """
+    benefit = comparison.benefit
     if benefit is None:
         return
-    for line in benefit_sentences(benefit):
+    for line in comparison.answers():
         console.print(f"{line}\n", markup=False, highlight=False)
-    rows = client_rows(benefit, brief=True) if benefit.same_clients else []
-    few = f"The {MOST_CLIENTS} clients that gain least; the report lists all"
-    few = few if len(rows) > MOST_CLIENTS else "Client by client"
-    for entries, heading in ((overview_rows(benefit), benefit_title(benefit)), (rows[:MOST_CLIENTS], few)):
+    overview, rows = benefit.overview(), benefit.rows() if benefit.same_clients else []
+    improved = {row["model"]: benefit.metric.rank(row.get("minus_local") or 0.0) for row in overview}
+    worse = "personal" if improved.get("personal", 0.0) < improved["federated"] else "federated"
+    without = ["pooled", "interval", *([f"{worse}_minus_local"] if "personal" in improved else [])]
+    few = "Client by client" + (f": the {MOST_CLIENTS} that gain least" if len(rows) > MOST_CLIENTS else "")
+    tables = {
+        benefit_title(benefit): displayed(benefit, overview),
+        few: displayed(benefit, rows[:MOST_CLIENTS], without),
+    }
+    for heading, entries in tables.items():
         if entries:
             first, *columns = entries[0]
             table = MethodRows(heading, (row[first][0] for row in entries), *columns, first=first)

@@ -152,7 +152,7 @@ def tune(
         ranked = [row for row in rows if not row["reference"]]
         compared = (*comparison_tables(rows), metrics_table(rows), clients_table(ranked))
         tables = (tuned_table(result), importance_table(result), *compared)
-        print_benefit(console, result.comparison.benefit)
+        print_benefit(console, result.comparison)
         for note in result.notes():
             console.print(f"{note}\n", markup=False)
         for table in filter(None, tables):

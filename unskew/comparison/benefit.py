@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -63,8 +64,10 @@ class ClientValues:
 
 def _mean(estimates: Sequence[Estimate]) -> Estimate:
     value = fmean(entry.value for entry in estimates)
-    ends = [(entry.low, entry.high) for entry in estimates if entry.low is not None and entry.high is not None]
-    return Estimate(value, *map(fmean, zip(*ends, strict=True))) if len(ends) == len(estimates) else Estimate(value)
+    lows = [entry.low for entry in estimates if entry.low is not None]
+    highs = [entry.high for entry in estimates if entry.high is not None]
+    known = len(lows) == len(highs) == len(estimates)
+    return Estimate(value, fmean(lows), fmean(highs)) if known else Estimate(value)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Benefit:
         metric: Compared metric.
         scored: Name of the task's primary metric.
         labels: Method of each compared model: ``federated`` (best global model), ``personal`` (best personal models),
-            ``pooled``, ``local`` and ``constant``; without those that were not run.
+            ``pooled``, ``local`` and ``constant`` (its description); without those that were not run.
         candidates: Number of methods from which ``federated`` and ``personal`` were chosen.
         clients: Clients at which the metric is defined, for the federated model and for ``local``.
         undefined: Labels of the other clients.
@@ -161,6 +164,58 @@ class Benefit:
             return mean
         return replace(mean, low=mean.low if self.scored == "r2" else max(0.0, mean.low), high=min(1.0, mean.high))
 
+    def overview(self) -> list[dict[str, Any]]:
+        """Return a row for each compared model: its mean over clients, and its difference to training alone.
+
+        The ends of the 95 % intervals have the suffixes ``_low`` and ``_high``.
+        """
+        rows = []
+        for model, label in self.labels.items():
+            mean, minus = self.over_clients(model), None if model == "local" else self.over_clients(model, "local")
+            row = {"model": model, "method": label, "clients": mean.clients if mean else 0, **_fields("mean", mean)}
+            if self.metric.name == "r2":
+                row["r2_within_clients"] = self._within_clients(model)
+            if "local" in self.labels:
+                count = self.decisions(model, "local")
+                row |= _fields("minus_local", minus)
+                row |= {decision: count[decision] if minus else None for decision in ("gain", "tie", "loss")}
+            rows.append(row)
+        return rows
+
+    def _within_clients(self, model: str) -> float | None:
+        """Return R² relative to the clients' own means: 1 minus the ratio of the mean squared errors."""
+        pairs = [(client.estimate(model), client.estimate("constant")) for client in self.clients]
+        known = [(1 - own.value, 1 - constant.value) for own, constant in pairs if own and constant]
+        against = sum(constant for _, constant in known)
+        return 1 - sum(own for own, _ in known) / against if against > 0 else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each client, those with the largest loss against training alone first.
+
+        ``n`` and ``events`` are numbers of held-out samples. The ends of the 95 % intervals have the suffixes ``_low`` and
+        ``_high``, and p-values, corrected by Holm's method over the clients, the suffix ``_p``.
+        """
+        compared = [model for model in ("federated", "personal") if {model, "local"} <= {*self.labels}]
+        pairs = {model: self.at_clients(model, "local") for model in compared}
+        rows: list[dict[str, Any]] = []
+        counted = any(client.events is not None for client in self.clients)
+        for position, client in enumerate(self.clients):
+            row = {"client": client.label, "n": client.samples, **({"events": client.events} if counted else {})}
+            for model in self.labels:
+                row |= _fields(model, client.estimate(model))
+            for model, own in pairs.items():
+                pair = own[position]
+                row |= {**_fields(f"{model}_minus_local", pair), f"{model}_minus_local_p": pair.p if pair else None}
+            rows.append(row)
+        first = "federated_minus_local" if pairs else "federated"
+        return sorted(rows, key=lambda row: self.metric.rank(row[first] or 0.0))
+
+
+def _fields(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    """Return the fields of an estimate in a row."""
+    value = Estimate(math.nan) if estimate is None else estimate
+    return {name: None if estimate is None else value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+
 
 def assess_benefit(
     summaries: Mapping[str, Sequence[Row]], clients: Mapping[str, Sequence[Sequence[Row]]]
@@ -190,19 +245,22 @@ def assess_benefit(
         if ranks:
             labels[model], candidates[model] = max(ranks, key=lambda name: ranks[name]), len(ranks)
     labels |= {("local" if is_local(name) else "pooled"): name for name in summaries if is_reference(name)}
-    labels["constant"] = labels["federated"]
+    own_constant = (
+        "own mean" if scored == "r2" else "most frequent class" if metric.name == "accuracy" else "class shares"
+    )
+    labels["constant"] = f"each client's {own_constant}"
     rows = {
         model: {
             (summary["seed"], summary["partition_hash"]): {row["client"]: row for row in own if "unseen" not in row}
             for summary, own in zip(summaries[name], clients.get(name, ()), strict=False)
         }
-        for model, name in labels.items()
+        for model, name in {**labels, "constant": labels["federated"]}.items()
     }
     federated = {
         seed: {k: row for k, row in own.items() if "attacker" not in row} for seed, own in rows["federated"].items()
     }
     seeds, everyone = list(federated), [row for own in federated.values() for row in own.values()]
-    named, rarest = all("name" in row for row in everyone), _rarest_class(everyone)
+    named, rarest = all(isinstance(row.get("name"), str) for row in everyone), _rarest_class(everyone)
     same = named or len({partition for _, partition in seeds}) == 1
     collected: dict[tuple[int, Any], dict[int, dict[str, Row]]] = {}
     for position, seed in enumerate(seeds):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,16 +11,15 @@ import numpy as np
 from unskew.comparison.benefit import FEWEST, Benefit
 from unskew.comparison.significance import Estimate
 from unskew.comparison.summary_statistics import is_usable_number
-from unskew.tasks.formatting import format_percent, value_text
+from unskew.tasks.formatting import value_text
 from unskew.tasks.primary_metric import MetricInfo
-from unskew.tasks.regression import Regression
 
 Entry = tuple[str, float | None]
 """Text of a table cell and the number that it is sorted by."""
 NAMED = 5
 """Number of clients that a sentence names."""
-COMPARED = {"federated": " (global)", "personal": " (personal)"}
-"""Models that are compared with training alone, and the suffixes of their methods."""
+COUNTS = ("n", "events", "clients", "gain", "tie", "loss")
+"""Columns of numbers that are not metrics."""
 
 
 def benefit_sentences(benefit: Benefit | None) -> list[str]:
@@ -30,7 +28,7 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
         return []
     labels, lines = benefit.labels, []
     if "local" in labels:
-        lines += [_against_local(benefit, model) for model in COMPARED if model in labels]
+        lines += [_against_local(benefit, model) for model in ("federated", "personal") if model in labels]
     else:
         lines.append(
             "Whether federated training helps is not known, because training alone (local) was not compared. unskew compare "
@@ -41,7 +39,7 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
         better = "better" if benefit.improves("federated", "constant") else "no better"
         value = value_text(benefit.metric, constant.value, sign=" %")
         lines.append(
-            f"{labels['federated']} is {better} than a constant ({constant_title(benefit)}, {value}): "
+            f"{labels['federated']} is {better} than a constant ({labels['constant']}, {value}): "
             f"{_counts(benefit, 'federated', 'constant', 'it')}."
         )
     total = len(benefit.clients) + len(benefit.undefined)
@@ -96,13 +94,6 @@ def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
     return f"{text} (95 % interval {ends}, paired over {clients})" if ends else text
 
 
-def constant_title(benefit: Benefit) -> str:
-    """Return the description of the constant that a client's models are compared with."""
-    if benefit.scored == Regression.scored:
-        return "each client's own mean"
-    return f"each client's {'most frequent class' if benefit.metric.name == 'accuracy' else 'class shares'}"
-
-
 def _title(metric: MetricInfo) -> str:
     return f"{metric.title[0].upper()}{metric.title[1:]}"
 
@@ -139,15 +130,15 @@ def test_set_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) ->
     keys = (metric.name, f"{metric.name}_low", f"{metric.name}_high", f"constant_{metric.name}")
     columns = [[s[key] for s in summaries if is_usable_number(s.get(key))] for key in keys]
     value, low, high, constant = (sum(column) / len(column) if column else None for column in columns)
-    text, clear = "", True
-    # With keep=best, the interval is that of another round.
-    if value is not None and low is not None and high is not None and f"kept_{metric.name}" not in summaries[0]:
-        samples = f"{summaries[0].get('test_samples', 0):,} test samples"
-        text = f" (95 % interval {_ends(metric, Estimate(value, low, high))}, sampling error of {samples})"
-        clear = constant is None or not low <= constant <= high
+    samples = summaries[0].get("test_samples")
+    if f"kept_{metric.name}" in summaries[0] or not is_usable_number(samples):
+        low = high = None  # with keep=best, the interval is that of another round
+    ends = _ends(metric, Estimate(0.0, low, high))
+    text = f" (95 % interval {ends}, sampling error of {samples:,} test samples)" if ends else ""
     if value is None or constant is None:
         return text
-    clear = clear and metric.rank(value) > metric.rank(constant)
+    inside = low is not None and high is not None and low <= constant <= high
+    clear = metric.rank(value) > metric.rank(constant) and not inside
     than = "a constant scores" if clear else "no better than a constant, which scores"
     return f"{text}; {than} {value_text(metric, constant, sign=' %')}"
 
@@ -159,69 +150,40 @@ def benefit_title(benefit: Benefit) -> str:
     return f"{_title(benefit.metric)}{unit} on {benefit.measured_on}, {count}, with 95 % intervals"
 
 
-def overview_rows(benefit: Benefit) -> list[dict[str, Entry]]:
-    """Return a row for each compared model: its mean over clients, and its difference to training alone."""
-    metric, rows = benefit.metric, []
-    for model, label in benefit.labels.items():
-        mean = benefit.over_clients(model)
-        title = f"constant: {constant_title(benefit)}" if model == "constant" else f"{label}{COMPARED.get(model, '')}"
-        row: dict[str, Entry] = {
-            "model": (title, None),
-            "clients": (str(mean.clients), mean.clients) if mean else ("0", 0),
-        }
-        row["mean"] = _entry(metric, mean)
-        if metric.name == Regression.scored:
-            share = _within_clients(benefit, model)
-            row["R² within clients"] = (format_percent(share), share)
-        if "local" in benefit.labels:
-            minus = None if model == "local" else benefit.over_clients(model, "local")
-            row["minus local"], count = _entry(metric, minus, "+"), benefit.decisions(model, "local")
-            for decision in ("gain", "tie", "loss"):
-                row[decision] = (str(count[decision]), count[decision]) if minus else ("-", None)
-        rows.append(row)
-    return rows
-
-
-def _within_clients(benefit: Benefit, model: str) -> float | None:
-    """Return R² relative to the clients' own means: 1 minus the ratio of the mean squared errors."""
-    pairs = [(client.estimate(model), client.estimate("constant")) for client in benefit.clients]
-    known = [(1 - own.value, 1 - constant.value) for own, constant in pairs if own and constant]
-    against = sum(constant for _, constant in known)
-    return 1 - sum(own for own, _ in known) / against if against > 0 else None
-
-
-def client_rows(benefit: Benefit, brief: bool = False) -> list[dict[str, Entry]]:
-    """Return a row for each client, those with the largest loss against training alone first.
+def displayed(
+    benefit: Benefit, rows: Sequence[Mapping[str, Any]], without: Sequence[str] = ()
+) -> list[dict[str, Entry]]:
+    """Format the rows of ``Benefit.overview`` or ``Benefit.rows``, with intervals and tests next to their values.
 
     Args:
         benefit: Comparison client by client.
-        brief: Whether to leave out intervals of single models, ``pooled``, and the worse of global and personal models.
+        rows: Rows to format.
+        without: Names of columns to leave out; for ``interval``, the intervals of single models.
     """
-    metric, labels, ranked = benefit.metric, benefit.labels, []
-    pairs = {model: benefit.at_clients(model, "local") for model in COMPARED if {model, "local"} <= {*labels}}
-    if brief and pairs:
-        means = {model: benefit.over_clients(model, "local") for model in pairs}
-        best = max(pairs, key=lambda model: metric.rank(mean.value) if (mean := means[model]) else -math.inf)
-        pairs = {best: pairs[best]}
-    events = len({client.events for client in benefit.clients}) > 1
-    for position, client in enumerate(benefit.clients):
-        row: dict[str, Entry] = {"client": (client.label, None), "n": (f"{client.samples:.4g}", client.samples)}
-        if events:
-            row["events"] = ("-" if client.events is None else f"{client.events:.4g}", client.events)
-        for model in labels:
-            if not (brief and model == "pooled"):
-                row[model] = _entry(metric, client.estimate(model), ends=not brief)
-        for model, own in pairs.items():
-            pair = own[position]
-            row[f"{model} minus local"] = _entry(metric, pair, "+")
-            row[f"test of {model}"] = ("-", None)
-            if pair is not None and pair.p is not None:
-                row[f"test of {model}"] = (f"{pair.decision(metric.lower_is_better)}, p {pair.p:.3f}", pair.p)
-        judged = next((own[position] for own in pairs.values()), client.estimate("federated"))
-        ranked.append((metric.rank(judged.value) if judged else 0.0, row))
-    return [row for _, row in sorted(ranked, key=lambda pair: pair[0])]
-
-
-def plain_rows(rows: Sequence[Mapping[str, Entry]]) -> list[dict[str, Any]]:
-    """Return the numbers of a table, and the texts of cells without a number."""
-    return [{name: text if number is None else number for name, (text, number) in row.items()} for row in rows]
+    shown = []
+    for row in rows:
+        cells: dict[str, Entry] = {}
+        for name, value in row.items():
+            if name in without or name.endswith(("_low", "_high", "_p", "method")):
+                continue
+            difference, estimate = (
+                name.endswith("minus_local"),
+                Estimate(value, row.get(f"{name}_low"), row.get(f"{name}_high")),
+            )
+            if name == "model":
+                label = row["method"]
+                entry: Entry = (label if label.startswith(value) else f"{label} ({value})", None)
+            elif name == "client" or value is None:
+                entry = ("-" if value is None else value, None)
+            elif name in COUNTS:
+                entry = f"{value:.4g}", value
+            else:
+                ends = difference or "interval" not in without
+                entry = _entry(benefit.metric, estimate, "+" if difference else "", ends)
+            cells[name.replace("_", " ")] = entry
+            if (p := f"{name}_p") in row:
+                decision = Estimate(value or 0.0, p=row[p]).decision(benefit.metric.lower_is_better)
+                text = decision if row[p] is None else f"{decision}, p {row[p]:.3f}"
+                cells[f"test of {name.removesuffix('_minus_local')}"] = text, row[p]
+        shown.append(cells)
+    return shown

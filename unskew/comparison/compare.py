@@ -10,12 +10,13 @@ from html import escape
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
 from unskew.comparison.benefit import Benefit, assess_benefit
-from unskew.comparison.benefit_text import benefit_sentences, client_rows, plain_rows
+from unskew.comparison.benefit_text import benefit_sentences, test_set_text
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -47,6 +48,7 @@ from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
+from unskew.tasks.formatting import value_text
 from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
@@ -107,12 +109,18 @@ class Comparison:
         return assess_benefit(self.summaries, self.clients)
 
     def answers(self) -> list[str]:
-        """Return sentences that answer whether federated training and personal models help the clients."""
-        return benefit_sentences(self.benefit)
+        """Return sentences that answer whether federated training and personal models help the clients.
 
-    def client_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each client: the best methods, references and a constant, and their tested differences."""
-        return [] if self.benefit is None else plain_rows(client_rows(self.benefit))
+        The last one compares the best method with a constant on the test set, and states the sampling error of that set.
+        """
+        if self.benefit is None:
+            return []
+        best, name = self.benefit.labels["federated"], self.objective.name
+        values = [summary[name] for summary in self.summaries[best] if summary.get(name) is not None]
+        lines, sampling = benefit_sentences(self.benefit), test_set_text(self.summaries[best], self.objective)
+        if values and sampling:
+            lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
+        return lines
 
     def notes(self) -> list[str]:
         """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""

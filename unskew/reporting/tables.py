@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unskew.comparison.benefit import Benefit
-from unskew.comparison.benefit_text import benefit_title, client_rows, overview_rows
+from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import LEVEL, holm, paired_p
 from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std
@@ -222,7 +222,8 @@ MOST_ROWS = 30
 
 def benefit_tables(benefit: Benefit) -> tuple[Table, Table]:
     """Build the tables of the compared models and of the clients; the clients with the largest losses are shown first."""
-    title, overview, clients = benefit_title(benefit), overview_rows(benefit), client_rows(benefit)
+    title = benefit_title(benefit)
+    overview, clients = (displayed(benefit, rows) for rows in (benefit.overview(), benefit.rows()))
     rest = len(clients) - MOST_ROWS
     groups = [f"the {MOST_ROWS} that gain least"] * MOST_ROWS + [f"{rest} others"] * rest if rest > 0 else []
     cells = [[[Cell(*entry) for entry in row.values()] for row in rows] for rows in (overview, clients)]
