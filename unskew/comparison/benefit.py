@@ -280,7 +280,7 @@ def assess_benefit(
     if not needed <= present:
         return None
     defined = [unit for unit in units if needed <= {*unit.values}]
-    undefined = [unit.label for unit in units if unit not in defined]
+    undefined = [unit.label for unit in units if not needed <= {*unit.values}]
     order = [model for model in ("federated", "personal", "pooled", "local", "constant") if model in present]
     where = str(first.get("clients_evaluated_on"))
     return Benefit(
@@ -321,4 +321,4 @@ def _rarest_class(rows: Iterable[Row]) -> str | None:
         held_out = row.get("held_out_class_counts", {})
         for name in {*row.get("class_counts", ()), *held_out} if "held_out_class_counts" in row else ():
             totals[name] = totals.get(name, 0) + held_out.get(name, 0)
-    return min(totals, key=lambda name: totals[name], default=None)
+    return min(totals, key=lambda name: (totals[name], int(name)), default=None)

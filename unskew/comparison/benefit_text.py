@@ -82,8 +82,8 @@ def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
     metric, pairs = benefit.metric, [pair for pair in benefit.at_clients(model, base) if pair is not None]
     decided = benefit.decisions(model, base)
     signs = Counter(np.sign(metric.rank(pair.value)) for pair in pairs)
-    text = f"ahead of {title} at {signs[1]} of {len(pairs)} clients, significantly at {decided['gain']}, and behind at "
-    text += f"{signs[-1]}, significantly at {decided['loss']}"
+    text = f"ahead of {title} at {signs[1]} of {len(pairs)} clients ({decided['gain']} significantly) and behind at "
+    text += f"{signs[-1]} ({decided['loss']} significantly)"
     mean = benefit.over_clients(model, base)
     if mean is None:
         return text
