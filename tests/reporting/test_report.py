@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from scipy import stats
 from support.html_page import Page
 from support.named import CLASSES, CLIENTS, federation
 from support.running import TINY, call
 
 import unskew
+from unskew.comparison.significance import holm
 from unskew.errors import CheckpointError, ConfigError
 from unskew.measurements.label_skew import label_skew_metrics
 from unskew.plots.curves import prevalence
@@ -84,6 +86,9 @@ def test_differences_are_paired_by_seed(compared, page):
     at = pairs.index(("fedavg", "fedprox:mu=0.5"))
     assert page.column("differences", "last: accuracy, points")[at] == pytest.approx(np.mean(values))
     assert page.column("differences", "last: 95 % interval")[at] == pytest.approx(interval95(values)[0])
+    other = [s["accuracy"] - b["accuracy"] for s, b in zip(summaries(compared[0], "fedexp+ft"), base, strict=True)]
+    p = holm([stats.ttest_1samp(differences, 0).pvalue for differences in (values, other)])
+    assert page.column("differences", "last: significant?")[at] == pytest.approx(p[0])
 
 
 def test_curves_are_means_over_seeds(compared, page):

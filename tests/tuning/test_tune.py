@@ -228,6 +228,22 @@ def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
     assert [summary["seed"] for summary in found.comparison.summaries[one.config.method]] == [1]
 
 
+def test_references_are_tuned_with_as_many_trials_and_compared_with_their_own_options():
+    space = {"lr": [0.05, 0.5], "local_steps": 1, "batch_size": 16}
+    tuning = unskew.tune(
+        methods=["fedavg"], trials=3, seeds=2, search_space=space, references=True, clients=4, participation=0.5, **TINY
+    )
+    assert list(tuning.tuned) == ["fedavg", "pooled:participation=0.5", "local"]
+    assert [sum(row["method"] == name for row in tuning.trials) for name in tuning.tuned] == [3, 3, 3]
+    judged = [tuned.judged_by for tuned in tuning.tuned.values()]
+    assert judged == ["validation accuracy", "validation accuracy", "validation accuracy of personal models"]
+    for tuned in tuning.tuned.values():
+        values = [row["value"] for row in tuning.trials if row["method"] == tuned.config.method]
+        assert tuned.value == max(values)
+    assert [row["reference"] for row in tuning.comparison.rows()] == [False, True, True]
+    assert set(tuning.comparison.benefit.labels) == {"federated", "pooled", "local", "constant"}
+
+
 def test_where_no_trial_is_better_that_is_said():
     spaces = {"lr": 1e-9, "local_steps": 1, "batch_size": 8, "fedprox.mu": one_of(0.1, 0.2)}
     one = unskew.tune(digits(False), methods=["fedprox"], trials=2, seeds=1, search_space=spaces, **TINY).tuned[

@@ -26,6 +26,7 @@ from unskew.cli.common import (
     EngineName,
     LocalSites,
     Parallel,
+    References,
     Rounds,
     Sets,
     SuperLinkAddress,
@@ -133,13 +134,7 @@ def compare(
         bool, typer.Option("--resume", help="Resume the comparison in --out, reusing finished runs.")
     ] = False,
     parallel: Parallel = "1",
-    references: Annotated[
-        bool | None,
-        typer.Option(
-            "--references/--no-references",
-            help="Also train on pooled data (pooled) and each client alone (local). [default: on]",
-        ),
-    ] = None,
+    references: References = None,
     budget: Annotated[
         float | None,
         typer.Option("--budget", metavar="MINUTES", help="Do not start if the estimated time is longer."),
@@ -173,7 +168,7 @@ def compare(
         check_expression(name)
     from unskew.cli.comparison_tables import (
         clients_table,
-        comparison_table,
+        comparison_tables,
         leave_one_out_table,
         metrics_table,
         print_benefit,
@@ -223,27 +218,24 @@ def compare(
     result = outcome.comparison if isinstance(outcome, LeaveOneOut) else outcome
     rows = result.rows()
     ranked = [row for row in rows if not row["reference"]]
-    others = [row for row in rows if row["reference"]]
     of_methods = {name: result.histories[name] for name in result.ranked}
     if as_json:
         target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(cost) for cost in target_rows]
         left_out = {"leave_one_out": outcome.as_json()} if isinstance(outcome, LeaveOneOut) else {}
-        benefit = {} if result.benefit is None else {"benefit": result.benefit.as_json()}
-        print_json(
-            {"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of, **benefit, **left_out}
-        )
+        benefit = result.benefit
+        compared = {"answers": result.answers(), "rows": rows, "clients": benefit.rows() if benefit else []}
+        print_json({"folder": str(folder), **compared, "notes": result.notes(), "reaching": costs_of, **left_out})
         report_after_runs(console, [folder])
         return
     costs = None
     if target is not None:
         judge = result.objective
         costs = reaching_table(target_costs(of_methods, target, judge), target, judge)
-    print_benefit(console, result.benefit)
+    print_benefit(console, result)
     for note in result.notes():
         console.print(f"{note}\n", markup=False)
-    tables = [comparison_table(ranked), comparison_table(others) if others else None]
-    for table in filter(None, (*tables, metrics_table(rows), clients_table(ranked), costs)):
+    for table in filter(None, (*comparison_tables(rows), metrics_table(rows), clients_table(ranked), costs)):
         console.print(table)
     if isinstance(outcome, LeaveOneOut):
         console.print(leave_one_out_table(outcome))

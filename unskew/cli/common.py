@@ -55,6 +55,13 @@ Client = Annotated[
     str | None,
     typer.Option("--client", help="Use the personal model of this client, by number or name, not the global model."),
 ]
+References = Annotated[
+    bool | None,
+    typer.Option(
+        "--references/--no-references",
+        help="Also train on pooled data (pooled) and each client alone (local). [default: on]",
+    ),
+]
 Parallel = Annotated[
     str,
     typer.Option(

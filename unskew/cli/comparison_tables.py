@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.fit_table import ReflowTable, as_text, stacked_below
-from unskew.comparison.benefit import Benefit
-from unskew.comparison.benefit_text import benefit_title, client_rows, interval_text, overview_rows
+from unskew.cli.fit_table import as_text, stacked_below
+from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.leave_one_out import LeaveOneOut
 from unskew.comparison.summary_statistics import UNSEEN
@@ -35,6 +34,9 @@ from unskew.tasks.primary_metric import (
     objective_metric,
     primary_metric_name,
 )
+
+if TYPE_CHECKING:
+    from unskew.comparison.compare import Comparison
 
 REFERENCES = (
     "References, not ranked: all data in one place (pooled), each client alone (local). Unless tuned themselves\n(unskew "
@@ -184,6 +186,12 @@ def rounds_cell(row: dict[str, Any]) -> str:
     return f"{reached:.1f}" if reached is not None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds"
 
 
+def comparison_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """Build the table of the methods, and the table of the references if there are any."""
+    parts = ([row for row in rows if row["reference"] is reference] for reference in (False, True))
+    return [comparison_table(part) for part in parts if part]
+
+
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Build the table that ``unskew compare`` prints: one row per method, means over seeds."""
     judge = objective_metric(rows[0])
@@ -263,23 +271,30 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     return table
 
 
-def print_benefit(console: Console, benefit: Benefit | None) -> None:
+def print_benefit(console: Console, comparison: Comparison) -> None:
     """Print whether it helps, in sentences and tables: the compared models, and the clients that gain least.
 
     If the seeds have different clients, single clients have no meaning and are listed only in the report.
 
     Args:
         console: Console to print to.
-        benefit: Comparison with training alone; None prints nothing.
+        comparison: Comparison of methods.
     """
+    benefit = comparison.benefit
     if benefit is None:
         return
-    for line in benefit.sentences():
+    for line in comparison.answers():
         console.print(f"{line}\n", markup=False, highlight=False)
-    title, rows = benefit_title(benefit), client_rows(benefit) if benefit.same_clients else []
-    rest = len(rows) - MOST_CLIENTS
-    listed = f"the {MOST_CLIENTS} that gain least; {rest} more in the report" if rest > 0 else "client by client"
-    for entries, heading in ((overview_rows(benefit), title), (rows[:MOST_CLIENTS], f"Does it help? {listed}")):
+    overview, rows = benefit.overview(), benefit.rows() if benefit.same_clients else []
+    improved = {row["model"]: benefit.metric.rank(row.get("minus_local") or 0.0) for row in overview}
+    worse = "personal" if improved.get("personal", 0.0) < improved["federated"] else "federated"
+    without = ["pooled", "interval", *([f"{worse}_minus_local"] if "personal" in improved else [])]
+    few = "Client by client" + (f": the {MOST_CLIENTS} that gain least" if len(rows) > MOST_CLIENTS else "")
+    tables = {
+        benefit_title(benefit): displayed(benefit, overview),
+        few: displayed(benefit, rows[:MOST_CLIENTS], without),
+    }
+    for heading, entries in tables.items():
         if entries:
             first, *columns = entries[0]
             table = MethodRows(heading, (row[first][0] for row in entries), *columns, first=first)

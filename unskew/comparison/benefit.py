@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from unskew.comparison.benefit_text import FEWEST, Entry, benefit_sentences, client_rows, overview_rows
 from unskew.comparison.references import is_local, is_reference
-from unskew.comparison.significance import Difference, Estimate, difference, holm, interval_over_clients
-from unskew.comparison.summary_statistics import is_usable_number, mean_std
-from unskew.tasks.intervals import Interval
+from unskew.comparison.significance import Estimate, difference, holm, mean_over_clients
+from unskew.comparison.summary_statistics import is_usable_number
 from unskew.tasks.primary_metric import (
     MetricInfo,
     client_metric_name,
@@ -21,8 +20,10 @@ from unskew.tasks.primary_metric import (
     primary_metric_name,
 )
 
-PREFIXES = {"federated": "", "personal": "personal_", "local": "", "pooled": "", "constant": "constant_"}
-"""Compared models, and the prefix of their metrics in the rows of ``clients.jsonl``."""
+PREFIXES = {"personal": "personal_", "constant": "constant_"}
+"""Compared models whose metrics have a prefix in the rows of ``clients.jsonl``."""
+FEWEST = 10
+"""Number of held-out samples, or of events, below which a client's metric is mostly chance."""
 Row = Mapping[str, Any]
 
 
@@ -44,32 +45,29 @@ class ClientValues:
     events: float | None
     values: Mapping[str, Mapping[int, Estimate]]
 
-    def estimate(self, model: str, seeds: Iterable[int] | None = None) -> Estimate | None:
+    def estimate(self, model: str, base: str | None = None) -> Estimate | None:
         """Return the mean over seeds; None if the metric is undefined in all of them.
 
         The ends of the intervals are averaged as well, because the seeds share their samples.
 
         Args:
             model: Compared model.
-            seeds: Positions of the seeds; None means all in which the metric is defined.
+            base: Model whose values in the same seeds are subtracted, or None.
         """
-        own = self.values.get(model, {})
-        chosen = [own[seed] for seed in (own if seeds is None else seeds)]
-        if not chosen:
+        models = [self.values.get(name, {}) for name in (model, base) if name is not None]
+        seeds = [seed for seed in models[0] if all(seed in values for values in models)]
+        if not seeds:
             return None
-        value = float(np.mean([entry.value for entry in chosen]))
-        ends = [
-            [end for end in ends if end is not None] for ends in zip(*((e.low, e.high) for e in chosen), strict=True)
-        ]
-        if min(map(len, ends)) < len(chosen):
-            return Estimate(value)
-        return Estimate(value, *(float(np.mean(end)) for end in ends))
+        means = [_mean([values[seed] for seed in seeds]) for values in models]
+        return means[0] if base is None else difference(*means)
 
-    def minus(self, model: str, base: str) -> Difference | None:
-        """Return the difference between two models over the seeds in which both are defined; None if there are none."""
-        shared = [seed for seed in self.values.get(model, {}) if seed in self.values.get(base, {})]
-        a, b = self.estimate(model, shared), self.estimate(base, shared)
-        return None if a is None or b is None else difference(a, b)
+
+def _mean(estimates: Sequence[Estimate]) -> Estimate:
+    value = fmean(entry.value for entry in estimates)
+    lows = [entry.low for entry in estimates if entry.low is not None]
+    highs = [entry.high for entry in estimates if entry.high is not None]
+    known = len(lows) == len(highs) == len(estimates)
+    return Estimate(value, fmean(lows), fmean(highs)) if known else Estimate(value)
 
 
 @dataclass(frozen=True)
@@ -78,43 +76,80 @@ class Benefit:
 
     Attributes:
         metric: Compared metric.
+        scored: Name of the task's primary metric.
         labels: Method of each compared model: ``federated`` (best global model), ``personal`` (best personal models),
-            ``local``, ``pooled`` and ``constant``; without those that were not run.
+            ``pooled``, ``local`` and ``constant`` (its description); without those that were not run.
         candidates: Number of methods from which ``federated`` and ``personal`` were chosen.
         clients: Clients at which the metric is defined, for the federated model and for ``local``.
         undefined: Labels of the other clients.
         seeds: Number of seeds.
         measured_on: Description of the evaluated samples.
-        scored: Name of the task's primary metric.
     """
 
     metric: MetricInfo
+    scored: str
     labels: Mapping[str, str]
     candidates: Mapping[str, int]
     clients: Sequence[ClientValues]
     undefined: Sequence[str]
     seeds: int
     measured_on: str
-    scored: str
 
     @property
     def same_clients(self) -> bool:
         """Return whether the clients are the same in all seeds."""
         return all(client.group == 0 for client in self.clients)
 
-    def differences(self, model: str, base: str) -> list[Difference | None]:
-        """Return the difference of each client, in order, with p-values corrected by Holm's method over all clients.
+    @property
+    def small(self) -> list[str]:
+        """Labels of the clients with too few held-out samples, or with too few events for a metric of a class."""
+        of_classes = self.metric.name not in (self.scored, "loss")
+        sizes = {client.label: (client.samples, client.events if of_classes else None) for client in self.clients}
+        return [label for label, counts in sizes.items() if any(n is not None and n < FEWEST for n in counts)]
+
+    def at_clients(self, model: str, base: str) -> list[Estimate | None]:
+        """Return the difference of each client, in order, with p-values corrected by Holm's method over the clients.
+
+        Small clients are not tested: there, intervals rest on approximations that do not hold.
+
+        Args:
+            model: Compared model.
+            base: Model whose values are subtracted.
+        """
+        pairs, small = [client.estimate(model, base) for client in self.clients], {*self.small}
+        untested = [client.label in small for client in self.clients]
+        pairs = [replace(pair, p=None) if pair and skip else pair for pair, skip in zip(pairs, untested, strict=True)]
+        corrected = iter(holm([pair.p for pair in pairs if pair and pair.p is not None]))
+        return [replace(pair, p=next(corrected)) if pair and pair.p is not None else pair for pair in pairs]
+
+    def decisions(self, model: str, base: str) -> Counter[str]:
+        """Count the clients at which a model is a gain, a loss or a tie, and those without a test.
 
         Args:
             model: Compared model.
             base: Model that it is compared with.
         """
-        pairs = [client.minus(model, base) for client in self.clients]
-        corrected = iter(holm([pair.p for pair in pairs if pair is not None and pair.p is not None]))
-        return [pair if pair is None or pair.p is None else replace(pair, p=next(corrected)) for pair in pairs]
+        return Counter(pair.decision(self.metric.lower_is_better) for pair in self.at_clients(model, base) if pair)
 
-    def over_clients(self, model: str, base: str | None = None) -> tuple[float, Interval, int] | None:
-        """Return the mean over clients, its 95 % interval and the number of clients; None if no client has a value.
+    def improves(self, model: str, base: str) -> bool | None:
+        """Return whether a model is better than another one; None if that is undecided.
+
+        It is decided if the interval of the mean over clients excludes zero, or if more than half of the clients gain and
+        none loses, or the other way round.
+
+        Args:
+            model: Compared model.
+            base: Model that it is compared with.
+        """
+        count, half, mean = self.decisions(model, base), len(self.clients) / 2, self.over_clients(model, base)
+        if mean is not None and mean.low is not None and mean.high is not None and not mean.low <= 0 <= mean.high:
+            return (mean.low > 0) != self.metric.lower_is_better
+        if not min(count["gain"], count["loss"]) and max(count["gain"], count["loss"]) > half:
+            return count["gain"] > 0
+        return None
+
+    def over_clients(self, model: str, base: str | None = None) -> Estimate | None:
+        """Return the mean over clients; None if no client has a value.
 
         Args:
             model: Compared model.
@@ -122,34 +157,64 @@ class Benefit:
         """
         groups: dict[int, list[float]] = {}
         for client in self.clients:
-            entry = client.estimate(model) if base is None else client.minus(model, base)
-            if entry is not None:
+            if (entry := client.estimate(model, base)) is not None:
                 groups.setdefault(client.group, []).append(entry.value)
-        if not groups:
-            return None
-        mean = float(np.mean([np.mean(values) for values in groups.values()]))
-        return mean, interval_over_clients(list(groups.values())), sum(map(len, groups.values()))
-
-    def sentences(self) -> list[str]:
-        """Return the answers in words."""
-        return benefit_sentences(self)
+        mean = mean_over_clients(list(groups.values())) if groups else None
+        if mean is None or mean.low is None or mean.high is None or base is not None or not self.metric.percent:
+            return mean
+        return replace(mean, low=mean.low if self.scored == "r2" else max(0.0, mean.low), high=min(1.0, mean.high))
 
     def overview(self) -> list[dict[str, Any]]:
-        """Return a row for each compared model: its mean over clients, and its difference to training alone."""
-        return [_plain(row) for row in overview_rows(self)]
+        """Return a row for each compared model: its mean over clients, and its difference to training alone.
+
+        The ends of the 95 % intervals have the suffixes ``_low`` and ``_high``.
+        """
+        rows = []
+        for model, label in self.labels.items():
+            mean, minus = self.over_clients(model), None if model == "local" else self.over_clients(model, "local")
+            row = {"model": model, "method": label, "clients": mean.clients if mean else 0, **_fields("mean", mean)}
+            if self.metric.name == "r2":
+                row["r2_within_clients"] = self._within_clients(model)
+            if "local" in self.labels:
+                count = self.decisions(model, "local")
+                row |= _fields("minus_local", minus)
+                row |= {decision: count[decision] if minus else None for decision in ("gain", "tie", "loss")}
+            rows.append(row)
+        return rows
+
+    def _within_clients(self, model: str) -> float | None:
+        """Return R² relative to the clients' own means: 1 minus the ratio of the mean squared errors."""
+        pairs = [(client.estimate(model), client.estimate("constant")) for client in self.clients]
+        known = [(1 - own.value, 1 - constant.value) for own, constant in pairs if own and constant]
+        against = sum(constant for _, constant in known)
+        return 1 - sum(own for own, _ in known) / against if against > 0 else None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each client, those with the largest loss against training alone first."""
-        return [_plain(row) for row in client_rows(self)]
+        """Return a row for each client, those with the largest loss against training alone first.
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the sentences and both tables."""
-        return {"answers": self.sentences(), "models": self.overview(), "clients": self.rows()}
+        ``n`` and ``events`` are numbers of held-out samples. The ends of the 95 % intervals have the suffixes ``_low`` and
+        ``_high``, and p-values, corrected by Holm's method over the clients, the suffix ``_p``.
+        """
+        compared = [model for model in ("federated", "personal") if {model, "local"} <= {*self.labels}]
+        pairs = {model: self.at_clients(model, "local") for model in compared}
+        rows: list[dict[str, Any]] = []
+        counted = any(client.events is not None for client in self.clients)
+        for position, client in enumerate(self.clients):
+            row = {"client": client.label, "n": client.samples, **({"events": client.events} if counted else {})}
+            for model in self.labels:
+                row |= _fields(model, client.estimate(model))
+            for model, own in pairs.items():
+                pair = own[position]
+                row |= {**_fields(f"{model}_minus_local", pair), f"{model}_minus_local_p": pair.p if pair else None}
+            rows.append(row)
+        first = "federated_minus_local" if pairs else "federated"
+        return sorted(rows, key=lambda row: self.metric.rank(row[first] or 0.0))
 
-    def is_small(self, client: ClientValues) -> bool:
-        """Return whether a client has too few held-out samples, or too few events for a metric of a class."""
-        rare = client.events is not None and self.metric.name not in (self.scored, "loss")
-        return client.samples < FEWEST or (rare and client.events is not None and client.events < FEWEST)
+
+def _fields(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    """Return the fields of an estimate in a row."""
+    value = Estimate(math.nan) if estimate is None else estimate
+    return {name: None if estimate is None else value.value, f"{name}_low": value.low, f"{name}_high": value.high}
 
 
 def assess_benefit(
@@ -170,91 +235,83 @@ def assess_benefit(
     first = summaries[ranked[0]][0]
     objective, scored = objective_metric(first), primary_metric_name(first)
     metric = metric_info(client_metric_name(objective.name, scored), first.get("own_metrics"))
-    labels, candidates = {}, {}
+    labels, candidates = {"federated": ranked[0]}, {"federated": 1}
     for model, key, info in (
         ("federated", objective.name, objective),
         ("personal", f"personal_{metric.name}_mean", metric),
     ):
-        means = {name: _mean(summaries[name], key) for name in ranked}
-        ranks = {name: info.rank(mean) for name, mean in means.items() if mean is not None}
+        values = {name: [s[key] for s in summaries[name] if is_usable_number(s.get(key))] for name in ranked}
+        ranks = {name: info.rank(fmean(own)) for name, own in values.items() if own}
         if ranks:
             labels[model], candidates[model] = max(ranks, key=lambda name: ranks[name]), len(ranks)
-    labels.setdefault("federated", ranked[0])
     labels |= {("local" if is_local(name) else "pooled"): name for name in summaries if is_reference(name)}
-    labels["constant"] = labels["federated"]
+    own_constant = (
+        "own mean" if scored == "r2" else "most frequent class" if metric.name == "accuracy" else "class shares"
+    )
+    labels["constant"] = f"each client's {own_constant}"
     rows = {
         model: {
             (summary["seed"], summary["partition_hash"]): {row["client"]: row for row in own if "unseen" not in row}
             for summary, own in zip(summaries[name], clients.get(name, ()), strict=False)
         }
-        for model, name in labels.items()
+        for model, name in {**labels, "constant": labels["federated"]}.items()
     }
-    seeds = list(rows["federated"])
-    named = all("name" in row for of_seed in rows["federated"].values() for row in of_seed.values())
+    federated = {
+        seed: {k: row for k, row in own.items() if "attacker" not in row} for seed, own in rows["federated"].items()
+    }
+    seeds, everyone = list(federated), [row for own in federated.values() for row in own.values()]
+    named, rarest = all(isinstance(row.get("name"), str) for row in everyone), _rarest_class(everyone)
     same = named or len({partition for _, partition in seeds}) == 1
-    collected: dict[tuple[int, Any], list[tuple[int, dict[str, Row]]]] = {}
+    collected: dict[tuple[int, Any], dict[int, dict[str, Row]]] = {}
     for position, seed in enumerate(seeds):
-        for client, row in rows["federated"][seed].items():
-            own = {model: found for model in labels if (found := rows[model].get(seed, {}).get(client)) is not None}
-            if "attacker" not in row and metric.name in row:
-                key = (0 if same else position, row["name"] if named else client)
-                collected.setdefault(key, []).append((position, own))
-    rarest = _rarest_class([row for of_seed in rows["federated"].values() for row in of_seed.values()])
+        for client, row in federated[seed].items():
+            if metric.name in row:
+                own = {
+                    model: of_seed[seed][client] for model, of_seed in rows.items() if client in of_seed.get(seed, ())
+                }
+                unit = (0 if same else position, row["name"] if named else client)
+                collected.setdefault(unit, {})[position] = own
     units = []
     for (group, client), runs in collected.items():
-        label = str(client) if named else f"client {client}" if same else f"client {client}, seed {seeds[group][0]}"
+        label = str(client) if named else f"client {client}" if same else f"client {client} of seed {seeds[group][0]}"
         units.append(_client_values(label, group, runs, metric.name, rarest))
-    needed = [model for model in ("federated", "local") if model in labels]
-    defined = [unit for unit in units if all(unit.values.get(model) for model in needed)]
-    present = {model for unit in units for model, values in unit.values.items() if values}
-    if not units or "federated" not in present:
+    present = {model for unit in units for model in unit.values}
+    needed = {"federated", "local"} & {*labels}
+    if not needed <= present:
         return None
+    defined = [unit for unit in units if needed <= {*unit.values}]
+    undefined = [unit.label for unit in units if not needed <= {*unit.values}]
+    order = [model for model in ("federated", "personal", "pooled", "local", "constant") if model in present]
+    where = str(first.get("clients_evaluated_on"))
     return Benefit(
-        metric,
-        {model: name for model, name in labels.items() if model in present},
-        candidates,
-        defined,
-        [unit.label for unit in units if unit not in defined],
-        len(seeds),
-        str(first.get("clients_evaluated_on")),
-        scored,
+        metric, scored, {name: labels[name] for name in order}, candidates, defined, undefined, len(seeds), where
     )
 
 
-def _plain(row: Mapping[str, Entry]) -> dict[str, Any]:
-    return {name: text if number is None else number for name, (text, number) in row.items()}
-
-
-def _mean(summaries: Iterable[Row], key: str) -> float | None:
-    values = [summary[key] for summary in summaries if is_usable_number(summary.get(key))]
-    return mean_std(values)[0] if values else None
-
-
 def _client_values(
-    label: str, group: int, runs: Sequence[tuple[int, Mapping[str, Row]]], name: str, rarest: str | None
+    label: str, group: int, runs: Mapping[int, Mapping[str, Row]], name: str, rarest: str | None
 ) -> ClientValues:
-    """Return the values of a client from its rows in all seeds.
+    """Return the values of a client.
 
     Args:
         label: Label of the client.
         group: Group of the client.
-        runs: Position of the seed and the client's row of each compared model.
+        runs: The client's row of each compared model, by position of the seed.
         name: Name of the metric.
         rarest: Number of the class whose held-out samples are counted as events; None without classes.
     """
     values: dict[str, dict[int, Estimate]] = {}
-    for position, rows in runs:
+    for position, rows in runs.items():
         for model, row in rows.items():
-            key = f"{PREFIXES[model]}{name}"
-            numbers = [row.get(entry) for entry in (key, f"{key}_low", f"{key}_high")]
-            if is_usable_number(numbers[0]):
-                ends = [end if is_usable_number(end) else None for end in numbers[1:]]
-                values.setdefault(model, {})[position] = Estimate(float(row[key]), *ends)
-    counted = [rows["federated"].get("held_out_class_counts") for _, rows in runs]
-    events = [counts.get(rarest, 0) for counts in counted if counts is not None]
-    samples = [rows["federated"].get("num_held_out", 0) for _, rows in runs]
-    mean_events = float(np.mean(events)) if events and rarest is not None else None
-    return ClientValues(label, group, float(np.mean(samples)), mean_events, values)
+            key = PREFIXES.get(model, "") + name
+            value, low, high = (row.get(entry) for entry in (key, f"{key}_low", f"{key}_high"))
+            if is_usable_number(value):
+                ends = (low, high) if is_usable_number(low) and is_usable_number(high) else (None, None)
+                values.setdefault(model, {})[position] = Estimate(row[key], *ends)
+    own = [rows["federated"] for rows in runs.values()]
+    events = [row["held_out_class_counts"].get(rarest, 0) for row in own if rarest and "held_out_class_counts" in row]
+    samples = fmean(row.get("num_held_out", 0) for row in own)
+    return ClientValues(label, group, samples, fmean(events) if events else None, values)
 
 
 def _rarest_class(rows: Iterable[Row]) -> str | None:
@@ -262,8 +319,6 @@ def _rarest_class(rows: Iterable[Row]) -> str | None:
     totals: dict[str, int] = {}
     for row in rows:
         held_out = row.get("held_out_class_counts", {})
-        for name in (*row.get("class_counts", ()), *held_out) if "held_out_class_counts" in row else ():
-            totals.setdefault(name, 0)
-        for name, count in held_out.items():
-            totals[name] += count
-    return min(totals, key=lambda name: totals[name], default=None)
+        for name in {*row.get("class_counts", ()), *held_out} if "held_out_class_counts" in row else ():
+            totals[name] = totals.get(name, 0) + held_out.get(name, 0)
+    return min(totals, key=lambda name: (totals[name], int(name)), default=None)

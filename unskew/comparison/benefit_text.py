@@ -2,126 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from unskew.comparison.significance import Difference, Estimate
+import numpy as np
+
+from unskew.comparison.benefit import FEWEST, Benefit
+from unskew.comparison.significance import Estimate
 from unskew.comparison.summary_statistics import is_usable_number
-from unskew.tasks.formatting import format_percent, value_text
-from unskew.tasks.intervals import Interval
+from unskew.tasks.formatting import value_text
 from unskew.tasks.primary_metric import MetricInfo
-from unskew.tasks.regression import Regression
-
-if TYPE_CHECKING:
-    from unskew.comparison.benefit import Benefit, ClientValues
 
 Entry = tuple[str, float | None]
 """Text of a table cell and the number that it is sorted by."""
-FEWEST = 10
-"""Number of held-out samples, or of events, below which a client's metric is mostly chance."""
 NAMED = 5
 """Number of clients that a sentence names."""
-ADD_LOCAL = (
-    "Whether federated training helps is not known, because training alone (local) was not compared. Leave out "
-    "--no-references to add it."
-)
-NO_TESTS = "single clients are not tested, because their metric has no interval"
+COUNTS = ("n", "events", "clients", "gain", "tie", "loss")
+"""Columns of numbers that are not metrics."""
 
 
-def benefit_sentences(benefit: Benefit) -> list[str]:
+def benefit_sentences(benefit: Benefit | None) -> list[str]:
     """Return the answers: federated training and personal models against training alone, and against a constant."""
-    lines = []
-    if "local" in benefit.labels:
-        lines.append(_against_local(benefit, "federated", "Federated training", "helps"))
-        if "personal" in benefit.labels:
-            lines.append(_against_local(benefit, "personal", "Personal models", "help"))
+    if benefit is None:
+        return []
+    labels, lines = benefit.labels, []
+    if "local" in labels:
+        lines += [_against_local(benefit, model) for model in ("federated", "personal") if model in labels]
     else:
-        lines.append(ADD_LOCAL)
-    if "constant" in benefit.labels:
-        lines.append(_against_constant(benefit))
-    if benefit.undefined:
-        total = len(benefit.clients) + len(benefit.undefined)
         lines.append(
-            f"{_title(benefit.metric)} is undefined at {len(benefit.undefined)} of {total} clients, which are left out: "
+            "Whether federated training helps is not known, because training alone (local) was not compared. unskew compare "
+            "adds it, unless --no-references is set."
+        )
+    constant = benefit.over_clients("constant")
+    if constant is not None:
+        better = "better" if benefit.improves("federated", "constant") else "no better"
+        value = value_text(benefit.metric, constant.value, sign=" %")
+        lines.append(
+            f"{labels['federated']} is {better} than a constant ({labels['constant']}, {value}): "
+            f"{_counts(benefit, 'federated', 'constant', 'it')}."
+        )
+    total = len(benefit.clients) + len(benefit.undefined)
+    if benefit.undefined:
+        title = _title(benefit.metric)
+        lines.append(
+            f"{title} is undefined at {len(benefit.undefined)} of {total} clients, which are left out: "
             f"{_named(benefit.undefined)}."
         )
-    small = [client.label for client in benefit.clients if benefit.is_small(client)]
-    if small:
-        what = f"{FEWEST} held-out samples" if benefit.metric.name == benefit.scored else f"{FEWEST} samples or events"
+    if benefit.small:
+        what = "held-out samples" if benefit.metric.name == benefit.scored else "held-out samples or events"
         lines.append(
-            f"{len(small)} of {len(benefit.clients)} clients have fewer than {what}, so their metric is mostly chance: "
-            f"{_named(small)}."
+            f"{len(benefit.small)} of {total} clients have fewer than {FEWEST} {what}, so their metric is mostly chance and "
+            f"not tested: {_named(benefit.small)}."
         )
-    return [line for line in lines if line]
+    return lines
 
 
-def _against_local(benefit: Benefit, model: str, title: str, helps: str) -> str:
-    mean = benefit.over_clients(model, "local")
-    if mean is None:
-        return ""
-    count = benefit.candidates[model]
-    label = f"{benefit.labels[model]}, the best of {count} methods," if count > 1 else benefit.labels[model]
-    verb = "is" if helps == "helps" else "are"
+def _against_local(benefit: Benefit, model: str) -> str:
+    """Return whether a model helps, and the numbers behind it."""
+    title, helps, does, are = {
+        "federated": ("federated training", "helps", "does", "is"),
+        "personal": ("personal models", "help", "do", "are"),
+    }[model]
+    if not benefit.clients:
+        return f"It is not known whether {title} {helps}."
     answer = {
-        None: f"It is undecided whether {title[0].lower()}{title[1:]} {helps}",
-        True: f"{title} {helps}",
-        False: f"{title} {'does' if verb == 'is' else 'do'} not help",
-    }[_sign(mean[1], benefit.metric.lower_is_better)]
-    return f"{answer}: {label} {verb} {_counts(benefit, model, 'local', 'training alone')}."
-
-
-def _against_constant(benefit: Benefit) -> str:
-    mean, value = benefit.over_clients("federated", "constant"), benefit.over_clients("constant")
-    if mean is None or value is None:
-        return ""
-    better = "better" if _sign(mean[1], benefit.metric.lower_is_better) else "no better"
-    constant = f"a constant ({constant_title(benefit)}, {value_text(benefit.metric, value[0], sign=' %')})"
-    label = benefit.labels["federated"]
-    return f"{label} is {better} than {constant}: {_counts(benefit, 'federated', 'constant', 'it')}."
-
-
-def constant_title(benefit: Benefit) -> str:
-    """Return the description of the constant that a client's models are compared with."""
-    if benefit.scored == Regression.scored:
-        return "each client's own mean"
-    return "each client's most frequent class" if benefit.metric.name == "accuracy" else "each client's class shares"
-
-
-def _sign(interval: Interval, lower_is_better: bool) -> bool | None:
-    """Return whether a difference is an improvement; None if its interval includes zero or is missing."""
-    if interval is None or interval[0] <= 0 <= interval[1]:
-        return None
-    return (interval[0] > 0) != lower_is_better
+        True: f"{title.capitalize()} {helps}",
+        False: f"{title.capitalize()} {does} not help",
+        None: f"It is undecided whether {title} {helps}",
+    }[benefit.improves(model, "local")]
+    count = benefit.candidates[model]
+    best = f", the best of {count} methods," if count > 1 else ""
+    whose = "" if model == "federated" else "those of "
+    return f"{answer}: {whose}{benefit.labels[model]}{best} {are} {_counts(benefit, model, 'local', 'training alone')}."
 
 
 def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
-    """Return at how many clients a model is better, worse and not significantly different, and the mean difference."""
+    """Return at how many clients a model is ahead and behind, and the mean difference."""
+    metric, pairs = benefit.metric, [pair for pair in benefit.at_clients(model, base) if pair is not None]
+    decided = benefit.decisions(model, base)
+    signs = Counter(np.sign(metric.rank(pair.value)) for pair in pairs)
+    text = f"ahead of {title} at {signs[1]} of {len(pairs)} clients ({decided['gain']} significantly) and behind at "
+    text += f"{signs[-1]} ({decided['loss']} significantly)"
     mean = benefit.over_clients(model, base)
-    assert mean is not None
-    decided = [pair.decision(benefit.metric.lower_is_better) for pair in benefit.differences(model, base) if pair]
-    gain, lose, tie = (decided.count(decision) for decision in ("gain", "lose", "tie"))  # type: ignore[arg-type]
-    text = (
-        f"better than {title} at {gain} of {len(decided)} clients, worse at {lose}, no significant difference at {tie}"
-    )
-    if None in decided:
-        signs = [pair.value for pair in benefit.differences(model, base) if pair]
-        better = sum(benefit.metric.rank(value) > 0 for value in signs)
-        text = (
-            f"higher than {title} at {better} of {len(signs)} clients"
-            if not benefit.metric.lower_is_better
-            else (f"lower than {title} at {better} of {len(signs)} clients")
-        )
-        text += f" ({NO_TESTS})"
-    interval = (
-        "" if mean[1] is None else f" (95 % interval {interval_text(benefit.metric, mean[1])}, {_paired(benefit)})"
-    )
-    return f"{text}; on average {difference_text(benefit.metric, mean[0])}{interval}"
-
-
-def _paired(benefit: Benefit) -> str:
-    if benefit.same_clients:
-        return f"paired over {len(benefit.clients)} clients"
-    return f"paired over the clients of each of {benefit.seeds} seeds"
+    if mean is None:
+        return text
+    unit = " points" if metric.percent else ""
+    clients = f"{mean.clients} clients" if benefit.same_clients else f"the clients of each of {benefit.seeds} seeds"
+    text += f"; on average {_entry(metric, mean, '+', False)[0]}{unit}"
+    ends = _ends(metric, mean, "+")
+    return f"{text} (95 % interval {ends}, paired over {clients})" if ends else text
 
 
 def _title(metric: MetricInfo) -> str:
@@ -129,32 +99,25 @@ def _title(metric: MetricInfo) -> str:
 
 
 def _named(labels: Sequence[str]) -> str:
-    rest = len(labels) - NAMED
-    return ", ".join(labels[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(labels[:NAMED]) + (f" and {len(labels) - NAMED} more" if len(labels) > NAMED else "")
 
 
-def difference_text(metric: MetricInfo, value: float) -> str:
-    """Format a difference with its sign: in points for percentages, otherwise as a number.
-
-    Args:
-        metric: Metric of the difference.
-        value: Difference.
-    """
-    return f"{100 * value:+.1f} points" if metric.percent else f"{value:+.4f}"
-
-
-def interval_text(metric: MetricInfo, interval: Interval, sign: str = "+") -> str:
-    """Format an interval; ``-`` without one.
-
-    Args:
-        metric: Metric of the interval.
-        interval: Ends of the interval, or None.
-        sign: ``+`` writes signs, for differences.
-    """
-    if interval is None:
-        return "-"
+def _ends(metric: MetricInfo, estimate: Estimate, sign: str = "") -> str:
+    """Format the interval of an estimate, with signs for differences; empty without one."""
+    if estimate.low is None or estimate.high is None:
+        return ""
     digits, factor = (1, 100) if metric.percent else (4, 1)
-    return " to ".join(f"{factor * end:{sign}.{digits}f}" for end in interval)
+    return f"{factor * estimate.low:{sign}.{digits}f} to {factor * estimate.high:{sign}.{digits}f}"
+
+
+def _entry(metric: MetricInfo, estimate: Estimate | None, sign: str = "", ends: bool = True) -> Entry:
+    """Format an estimate, with a sign if it is a difference and with its interval if it has one."""
+    if estimate is None:
+        return "-", None
+    text = value_text(metric, estimate.value, sign="")
+    text = f"+{text}" if sign and estimate.value >= 0 else text
+    interval = _ends(metric, estimate, sign) if ends else ""
+    return f"{text} ({interval})" if interval else text, 100 * estimate.value if metric.percent else estimate.value
 
 
 def test_set_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) -> str:
@@ -167,15 +130,15 @@ def test_set_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) ->
     keys = (metric.name, f"{metric.name}_low", f"{metric.name}_high", f"constant_{metric.name}")
     columns = [[s[key] for s in summaries if is_usable_number(s.get(key))] for key in keys]
     value, low, high, constant = (sum(column) / len(column) if column else None for column in columns)
-    text = ""
-    known = None not in (low, high) and not any(f"kept_{metric.name}" in s for s in summaries)
-    if known:  # with keep=best it is the interval of another round
-        samples = f"{summaries[0]['test_samples']:,} test samples"
-        text = f" (95 % interval {interval_text(metric, (low, high), '')}, sampling error of {samples})"
+    samples = summaries[0].get("test_samples")
+    if f"kept_{metric.name}" in summaries[0] or not is_usable_number(samples):
+        low = high = None  # with keep=best, the interval is that of another round
+    ends = _ends(metric, Estimate(0.0, low, high))
+    text = f" (95 % interval {ends}, sampling error of {samples:,} test samples)" if ends else ""
     if value is None or constant is None:
         return text
-    above = metric.rank(value) > metric.rank(constant)
-    clear = above and not (known and low <= constant <= high)
+    inside = low is not None and high is not None and low <= constant <= high
+    clear = metric.rank(value) > metric.rank(constant) and not inside
     than = "a constant scores" if clear else "no better than a constant, which scores"
     return f"{text}; {than} {value_text(metric, constant, sign=' %')}"
 
@@ -184,111 +147,43 @@ def benefit_title(benefit: Benefit) -> str:
     """Return the title of the tables: the metric, the evaluated samples and the number of clients."""
     count = f"{len(benefit.clients)} clients" if benefit.same_clients else f"the clients of {benefit.seeds} seeds"
     unit = " in %" if benefit.metric.percent else ""
-    return f"Does it help? {_title(benefit.metric)}{unit} on {benefit.measured_on}, {count}"
+    return f"{_title(benefit.metric)}{unit} on {benefit.measured_on}, {count}, with 95 % intervals"
 
 
-def benefit_notes(benefit: Benefit) -> list[str]:
-    """Return notes on the tables: what the intervals cover, and what a client's R² is relative to."""
-    notes = [
-        "Means weigh every client equally; their intervals are Student's t over clients"
-        + ("." if benefit.same_clients else ", with as many clients as a seed has, because seeds share their samples."),
-        "The interval of one client covers the sampling of its held-out samples, not the randomness of training. "
-        "Differences at one client are tested as if both models were tested on different samples, which is cautious, and "
-        "p-values are corrected for the number of clients by Holm's method.",
-    ]
-    if benefit.metric.name == Regression.scored:
-        notes.append(
-            "A client's R² divides its squared error by the variance of all clients' targets, so a constant can be far "
-            "above 0. Relative to the clients' own means, the constant is 0."
-        )
-    return notes
+def displayed(
+    benefit: Benefit, rows: Sequence[Mapping[str, Any]], without: Sequence[str] = ()
+) -> list[dict[str, Entry]]:
+    """Format the rows of ``Benefit.overview`` or ``Benefit.rows``, with intervals and tests next to their values.
 
-
-def overview_rows(benefit: Benefit) -> list[dict[str, Entry]]:
-    """Return a row for each compared model: its mean over clients, and its difference to training alone."""
-    metric, rows = benefit.metric, []
-    names = {"federated": "global", "personal": "personal"}
-    for model, label in benefit.labels.items():
-        mean = benefit.over_clients(model)
-        if mean is None:
-            continue
-        title = f"constant: {constant_title(benefit)}" if model == "constant" else label
-        row: dict[str, Entry] = {"model": (f"{title} ({names[model]})" if model in names else title, None)}
-        row["clients"] = (str(mean[2]), mean[2])
-        row["mean"] = _number(metric, mean[0])
-        row["95 % interval"] = (interval_text(metric, mean[1], ""), None if mean[1] is None else mean[1][0])
-        if metric.name == Regression.scored:
-            share = _relative([client for client in benefit.clients if client.estimate("constant")], model)
-            row["relative to own means"] = ("-" if share is None else format_percent(share), share)
-        minus = benefit.over_clients(model, "local") if model != "local" and "local" in benefit.labels else None
-        if "local" in benefit.labels:
-            decided = [pair.decision(metric.lower_is_better) for pair in benefit.differences(model, "local") if pair]
-            ends = ("-", None) if minus is None else (interval_text(metric, minus[1]), minus[0])
-            row["minus local"] = ("-", None) if minus is None else _signed(metric, minus[0])
-            row["its 95 % interval"] = ends
-            for title, decision in (("gain", "gain"), ("tie", "tie"), ("lose", "lose")):
-                untested = minus is None or None in decided
-                count = decided.count(decision)  # type: ignore[arg-type]
-                row[title] = ("-", None) if untested else (str(count), count)
-        rows.append(row)
-    return rows
-
-
-def client_rows(benefit: Benefit) -> list[dict[str, Entry]]:
-    """Return a row for each client, those with the largest loss against training alone first."""
-    metric = benefit.metric
-    compared = [model for model in ("federated", "personal") if model in benefit.labels and "local" in benefit.labels]
-    pairs = {model: benefit.differences(model, "local") for model in compared}
-    events = len({client.events for client in benefit.clients}) > 1
-    ranked = []
-    for position, client in enumerate(benefit.clients):
-        row: dict[str, Entry] = {"client": (client.label, None), "n": (f"{client.samples:.4g}", client.samples)}
-        if events:
-            row["events"] = ("-" if client.events is None else f"{client.events:.4g}", client.events)
-        for model in benefit.labels:
-            row[model] = _estimate(metric, client.estimate(model))
-        for model in compared:
-            row |= _difference(metric, f"{model} minus local", pairs[model][position])
-        first = pairs["federated"][position] if compared else None
-        own = client.estimate("federated")
-        ranked.append((metric.rank(first.value if first else own.value if own else 0.0), row))
-    ranked.sort(key=lambda pair: pair[0])
-    return [row for _, row in ranked]
-
-
-def _number(metric: MetricInfo, value: float) -> Entry:
-    return value_text(metric, value, sign=""), 100 * value if metric.percent else value
-
-
-def _signed(metric: MetricInfo, value: float) -> Entry:
-    return difference_text(metric, value).removesuffix(" points"), 100 * value if metric.percent else value
-
-
-def _estimate(metric: MetricInfo, estimate: Estimate | None) -> Entry:
-    if estimate is None:
-        return "-", None
-    text, number = _number(metric, estimate.value)
-    if estimate.low is None or estimate.high is None:
-        return text, number
-    return f"{text} ({interval_text(metric, (estimate.low, estimate.high), '')})", number
-
-
-def _difference(metric: MetricInfo, title: str, pair: Difference | None) -> dict[str, Entry]:
-    if pair is None:
-        return {title: ("-", None), f"{title}: p": ("-", None)}
-    text, number = _signed(metric, pair.value)
-    if pair.low is not None and pair.high is not None:
-        text += f" ({interval_text(metric, (pair.low, pair.high))})"
-    decision = "-" if pair.p is None else f"{pair.p:.3f}, {pair.decision(metric.lower_is_better)}"
-    return {title: (text, number), f"{title}: p": (decision, pair.p)}
-
-
-def _relative(clients: Iterable[ClientValues], model: str) -> float | None:
-    """Return R² relative to the clients' own means: 1 minus the ratio of the mean squared errors."""
-    errors = [
-        (1 - own.value, 1 - constant.value)
-        for client in clients
-        if (own := client.estimate(model)) and (constant := client.estimate("constant"))
-    ]
-    against = sum(constant for _, constant in errors)
-    return 1 - sum(own for own, _ in errors) / against if against > 0 else None
+    Args:
+        benefit: Comparison client by client.
+        rows: Rows to format.
+        without: Names of columns to leave out; for ``interval``, the intervals of single models.
+    """
+    shown = []
+    for row in rows:
+        cells: dict[str, Entry] = {}
+        for name, value in row.items():
+            if name in without or name.endswith(("_low", "_high", "_p", "method")):
+                continue
+            difference, estimate = (
+                name.endswith("minus_local"),
+                Estimate(value, row.get(f"{name}_low"), row.get(f"{name}_high")),
+            )
+            if name == "model":
+                label = row["method"]
+                entry: Entry = (label if label.startswith(value) else f"{label} ({value})", None)
+            elif name == "client" or value is None:
+                entry = ("-" if value is None else value, None)
+            elif name in COUNTS:
+                entry = f"{value:.4g}", value
+            else:
+                ends = difference or "interval" not in without
+                entry = _entry(benefit.metric, estimate, "+" if difference else "", ends)
+            cells[name.replace("_", " ")] = entry
+            if (p := f"{name}_p") in row:
+                decision = Estimate(value or 0.0, p=row[p]).decision(benefit.metric.lower_is_better)
+                text = decision if row[p] is None else f"{decision}, p {row[p]:.3f}"
+                cells[f"test of {name.removesuffix('_minus_local')}"] = text, row[p]
+        shown.append(cells)
+    return shown

@@ -22,7 +22,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    damaged = CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
+    damaged = CheckpointError(f"{path} is corrupted. Remove it to continue without it.")
     try:
         rows = [parse_json(line) for line in read_file(path).splitlines()]
     except (OSError, ValueError, RecursionError) as error:

@@ -10,11 +10,13 @@ from html import escape
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
 from unskew.comparison.benefit import Benefit, assess_benefit
+from unskew.comparison.benefit_text import benefit_sentences, test_set_text
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -46,6 +48,7 @@ from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
+from unskew.tasks.formatting import value_text
 from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
@@ -104,6 +107,20 @@ class Comparison:
     def benefit(self) -> Benefit | None:
         """Comparison with training alone and with a constant, client by client; None if no client was evaluated."""
         return assess_benefit(self.summaries, self.clients)
+
+    def answers(self) -> list[str]:
+        """Return sentences that answer whether federated training and personal models help the clients.
+
+        The last one compares the best method with a constant on the test set, and states the sampling error of that set.
+        """
+        if self.benefit is None:
+            return []
+        best, name = self.benefit.labels["federated"], self.objective.name
+        values = [summary[name] for summary in self.summaries[best] if summary.get(name) is not None]
+        lines, sampling = benefit_sentences(self.benefit), test_set_text(self.summaries[best], self.objective)
+        if values and sampling:
+            lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
+        return lines
 
     def notes(self) -> list[str]:
         """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
@@ -188,10 +205,9 @@ class Comparison:
         return table
 
     def __repr__(self) -> str:
-        answers = [] if self.benefit is None else self.benefit.sentences()
         lines = [
             f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})",
-            *answers,
+            *self.answers(),
         ]
         for row in self._shown():
             lines.append("  " + ", ".join(f"{name} {text}" for name, text in list(row.items())[:3]))
@@ -199,8 +215,7 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         """Return whether it helps, and a table for notebooks: means ± standard deviations over seeds."""
-        answers = [] if self.benefit is None else self.benefit.sentences()
-        return "".join(f"<p>{escape(line)}</p>" for line in answers) + html_table(self._shown())
+        return "".join(f"<p>{escape(line)}</p>" for line in self.answers()) + html_table(self._shown())
 
     def plot(self, path: str | Path) -> Path:
         """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from unskew.tasks.intervals import NORMAL_95, TWO_SIDED_95, Interval
+from unskew.tasks.intervals import NORMAL_95, TWO_SIDED_95
 
 LEVEL = 0.05
 """Significance level of all decisions."""
@@ -21,37 +20,30 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Estimate:
-    """Value of a metric and the ends of its 95 % interval, which are None if there is no interval."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference between two models at one client.
+    """Value of a metric, or difference of two values.
 
     Attributes:
-        value: Difference of the metric.
-        low: Lower end of the 95 % interval, not corrected; None without an interval.
-        high: Upper end of that interval.
-        p: p-value, corrected by Holm's method if several clients are tested; None without an interval.
+        value: Value or difference.
+        low: Lower end of the 95 % interval; None without an interval.
+        high: Upper end of the 95 % interval; None without an interval.
+        p: p-value of a difference; None without a test.
+        clients: Number of clients.
     """
 
     value: float
     low: float | None = None
     high: float | None = None
     p: float | None = None
+    clients: int = 1
 
-    def decision(self, lower_is_better: bool) -> Literal["gain", "lose", "tie"] | None:
-        """Return whether the first model is better, worse, or neither at the level of 5 %; None without a test."""
+    def decision(self, lower_is_better: bool) -> str:
+        """Return whether a difference is a ``gain``, a ``loss`` or a ``tie`` at the level of 5 %, or ``untested``."""
         if self.p is None:
-            return None
-        return "tie" if self.p > LEVEL else "gain" if (self.value > 0) != lower_is_better else "lose"
+            return "untested"
+        return "tie" if self.p > LEVEL else "gain" if (self.value > 0) != lower_is_better else "loss"
 
 
-def difference(a: Estimate, b: Estimate) -> Difference:
+def difference(a: Estimate, b: Estimate) -> Estimate:
     """Return the difference ``a - b`` of two estimates on the same samples, with an interval by MOVER.
 
     The two estimates are treated as independent. On the same samples they are correlated, nearly always positively, so the
@@ -64,46 +56,47 @@ def difference(a: Estimate, b: Estimate) -> Difference:
     """
     value = a.value - b.value
     if a.low is None or a.high is None or b.low is None or b.high is None:
-        return Difference(value)
-    below = math.hypot(a.value - a.low, b.high - b.value)
-    above = math.hypot(a.high - a.value, b.value - b.low)
+        return Estimate(value)
+    below, above = math.hypot(a.value - a.low, b.high - b.value), math.hypot(a.high - a.value, b.value - b.low)
     spread = below if value > 0 else above
     z = 0.0 if value == 0 else math.inf if spread == 0 else NORMAL_95 * abs(value) / spread
-    return Difference(value, value - below, value + above, math.erfc(z / math.sqrt(2)))
+    return Estimate(value, value - below, value + above, math.erfc(z / math.sqrt(2)))
 
 
-def interval_over_clients(groups: Sequence[Sequence[float]]) -> Interval:
-    """Return the 95 % interval of the mean over clients by Student's t; None for fewer than two clients in a group.
+def mean_over_clients(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Return the mean over clients with its interval by Student's t; no interval for a group of one client.
 
-    Several groups are the clients of several seeds, which divide the same samples anew. The groups are treated as if they
-    were repetitions of one measurement, so that more seeds do not narrow the interval.
+    Several groups are the clients of several seeds, which divide the same samples anew. The groups are treated as
+    repetitions of one measurement, so that more seeds do not narrow the interval.
 
     Args:
         groups: Values of the clients of each group.
 
-    >>> interval_over_clients([[1.0, 2.0, 3.0]]), interval_over_clients([[1.0, 2.0, 3.0]] * 4)
-    ((-0.484..., 4.484...), (-0.484..., 4.484...))
+    >>> mean_over_clients([[1.0, 2.0, 3.0]]) == mean_over_clients([[1.0, 2.0, 3.0]])
+    True
     """
-    smallest = min(map(len, groups), default=0)
+    mean, count, smallest = (
+        float(np.mean([np.mean(group) for group in groups])),
+        sum(map(len, groups)),
+        min(map(len, groups)),
+    )
     if smallest < 2:
-        return None
-    mean = float(np.mean([np.mean(group) for group in groups]))
+        return Estimate(mean, clients=count)
     variance = float(np.mean([np.var(group, ddof=1) / len(group) for group in groups]))
     half = TWO_SIDED_95[min(smallest - 2, len(TWO_SIDED_95) - 1)] * math.sqrt(variance)
-    return mean - half, mean + half
+    return Estimate(mean, mean - half, mean + half, clients=count)
 
 
 def paired_p(differences: Sequence[float]) -> float:
     """Return the p-value of the paired t-test (Student 1908); 1 for fewer than two differences, which show nothing."""
     from scipy.special import stdtr
 
-    count = len(differences)
-    if count < 2:
+    if len(differences) < 2:
         return 1.0
-    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(count)
+    mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
     if error == 0:
         return 1.0 if mean == 0 else 0.0
-    return 2 * float(stdtr(count - 1, -abs(mean) / error))
+    return 2 * float(stdtr(len(differences) - 1, -abs(mean) / error))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

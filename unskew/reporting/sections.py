@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from unskew.comparison.benefit_text import benefit_notes
 from unskew.reporting import chart_data, run_description, tables
 from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
@@ -96,10 +95,12 @@ def _result(part: RunGroup) -> str:
 
 def _benefit(part: RunGroup) -> str:
     benefit = part.comparison().benefit
-    if benefit is None:
+    if benefit is None or not benefit.clients:
         return ""
     overview, clients = tables.benefit_tables(benefit)
-    return render_section("benefit", overview=overview, clients=clients, notes=benefit_notes(benefit))
+    return render_section(
+        "benefit", overview=overview, clients=clients, same=benefit.same_clients, scored=part.at_clients.name
+    )
 
 
 def _warnings(part: RunGroup) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unskew.comparison.benefit import Benefit
-from unskew.comparison.benefit_text import benefit_title, client_rows, overview_rows
+from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import LEVEL, holm, paired_p
 from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std
@@ -223,14 +223,14 @@ MOST_ROWS = 30
 def benefit_tables(benefit: Benefit) -> tuple[Table, Table]:
     """Build the tables of the compared models and of the clients; the clients with the largest losses are shown first."""
     title = benefit_title(benefit)
-    overview, clients = overview_rows(benefit), client_rows(benefit)
-    cells = [[[Cell(*entry) for entry in row.values()] for row in rows] for rows in (overview, clients)]
+    overview, clients = (displayed(benefit, rows) for rows in (benefit.overview(), benefit.rows()))
     rest = len(clients) - MOST_ROWS
     groups = [f"the {MOST_ROWS} that gain least"] * MOST_ROWS + [f"{rest} others"] * rest if rest > 0 else []
-    return (
-        Table("benefit", title, list(overview[0]), cells[0]),
-        Table("benefit of clients", f"{title}, client by client", list(clients[0]), cells[1], 1, groups, "clients"),
+    cells = [[[Cell(*entry) for entry in row.values()] for row in rows] for rows in (overview, clients)]
+    one_by_one = Table(
+        "benefit of clients", f"{title}, client by client", [*clients[0]], cells[1], 1, groups, "clients"
     )
+    return Table("benefit", title, [*overview[0]], cells[0]), one_by_one
 
 
 def can_be_paired(a: RunFiles, b: RunFiles) -> bool:

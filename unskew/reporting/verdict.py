@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from unskew.comparison.benefit_text import test_set_text
+from unskew.comparison.benefit_text import benefit_sentences, test_set_text
+from unskew.comparison.significance import LEVEL, paired_p
 from unskew.comparison.summary_statistics import is_usable_number, mean_std
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.tables import can_be_paired
@@ -16,8 +17,7 @@ def verdict(part: RunGroup) -> list[str]:
 
     Reference rows are ignored. The lead is over the second best method, paired by seed.
     """
-    benefit = part.comparison().benefit
-    answers = [] if benefit is None else benefit.sentences()
+    answers = benefit_sentences(part.comparison().benefit)
     judge = metric_info("loss") if part.language else part.objective
     name, low = judge.name, judge.lower_is_better
     means = {
@@ -45,7 +45,7 @@ def verdict(part: RunGroup) -> list[str]:
     return [
         *answers,
         f"{best.label} is the best of {len(ranked)} methods: {what} {value} after the last round{over}{sure}.",
-        _lead(best, others[0], judge),
+        _lead(best, others[0], judge, len(others)),
         f"{_cost(best)}; {_cost(others[0])}.",
     ]
 
@@ -54,8 +54,17 @@ def _values(one: MethodRuns, name: str) -> list[float]:
     return [run.summary[name] for run in one.runs if is_usable_number(run.summary.get(name))]
 
 
-def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
-    """Return the lead of the best method over the second, and whether it is conclusive."""
+def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo, others: int) -> str:
+    """Return the lead of the best method over the second, and whether it is conclusive.
+
+    The best was chosen among all methods, so its p-value is multiplied by the number of others (Bonferroni).
+
+    Args:
+        best: Best method.
+        second: Second best method.
+        judge: Metric of the comparison.
+        others: Number of methods except the best.
+    """
     name, factor = judge.name, judge.rank(100.0 if judge.percent else 1.0)
     pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if can_be_paired(a, b)]
     leads = [
@@ -70,10 +79,12 @@ def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
     interval = interval95(leads)
     if interval is None:
         return f"{text}; one seed cannot show whether that is more than chance."
-    lead_text = f"{text} (95 % interval {interval[0]:+.{digits}f} to {interval[1]:+.{digits}f}, paired by seed)"
-    if interval[0] > 0:
-        return f"{lead_text}: conclusive."
-    return f"{lead_text}: inconclusive, because the interval includes zero. More seeds narrow it."
+    lead_text = f"{text} (95 % interval {interval[0]:+.{digits}f} to {interval[1]:+.{digits}f}, paired by seed"
+    p = min(1.0, others * paired_p(leads))
+    lead_text += f"; p {p:.3f}, corrected for {others} comparisons)" if others > 1 else f"; p {p:.3f})"
+    if interval[0] > 0 and p <= LEVEL:
+        return f"{lead_text}: conclusive for these samples, which all seeds share."
+    return f"{lead_text}: inconclusive. More seeds narrow the interval."
 
 
 def _cost(one: MethodRuns) -> str:

@@ -226,7 +226,7 @@ def client_rows(
     personal: ClientScores | None,
     took_part: Iterable[int] = (),
     attackers: Collection[int] = (),
-    constants: ClientScores | None = None,
+    constants: Mapping[int, Mapping[str, float]] | None = None,
     complete: ClientScores | None = None,
 ) -> list[dict[str, Any]]:
     """Build the rows of ``clients.jsonl``, one per client.
@@ -240,17 +240,19 @@ def client_rows(
         personal: Scores of personal models, or None.
         took_part: Clients whose updates were aggregated.
         attackers: Clients that attack; their rows are marked.
-        constants: Scores of constant predictions, or None.
+        constants: Metrics of a constant prediction by client, or None.
         complete: Scores of the final model on all samples of clients that train on none, or None.
     """
     scored = federation.objective.scored
     known = {scored: scores.accuracies, "loss": scores.losses, **scores.others}
     figures = {int(k): {name: float(of[i]) for name, of in known.items()} for i, k in enumerate(scores.ids)}
-    for prefix, other in (("personal_", personal), ("constant_", constants), (ALL_SAMPLES, complete)):
+    for prefix, other in (("personal_", personal), (ALL_SAMPLES, complete)):
         if other is not None:
             known = {scored: other.accuracies, **other.others}
             for i, k in enumerate(other.ids):
                 figures.setdefault(int(k), {}).update({f"{prefix}{name}": float(of[i]) for name, of in known.items()})
+    for k, values in (constants or {}).items():
+        figures[k] |= {f"constant_{name}": value for name, value in values.items()}
     clients, names = federation.clients, federation.client_names
     holds: dict[int, dict[str, int]] = {}
     tested: dict[int, dict[str, int]] = {}

@@ -124,7 +124,7 @@ class Evaluator:
     ):
         self.federation = federation
         self.task = task
-        self.metrics = metrics or MetricSet()
+        self.metrics = MetricSet() if metrics is None else metrics
         self.model = BoundModel(spec, device)
         self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
         x, y = federation.test
@@ -245,8 +245,7 @@ class Evaluator:
         y = y.to(logits.device)
         metrics = self.task.measure(self.task.tally(logits, y), loss)
         metrics.pop(self.task.scored, None)
-        if self.metrics.judged and self.task.name != "language":
-            metrics |= self._client_interval(logits, y)
+        metrics |= self._client_interval(logits, y)
         where = f"held-out samples of {self.federation.client_label(client)}"
         return metrics | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
 
@@ -334,64 +333,64 @@ class Evaluator:
         accuracies, losses = self._by_class(v, b, [client.y])
         return Score(float(accuracies[0]), float(losses[0]))
 
-    def client_constants(self, like: ClientScores) -> ClientScores | None:
-        """Evaluate a constant prediction for each client: the class shares, or the mean, of its training samples.
+    def client_constants(self, like: ClientScores) -> dict[int, dict[str, float]]:
+        """Return each client's metrics of a constant: the class shares, or the mean, of its own training samples.
 
         Args:
             like: Scores of a model; constants are evaluated for the same clients on the same samples.
-
-        Returns:
-            Scores of the constants; None if the task has none, or no client was evaluated.
         """
-        rows: list[Score] = []
+        metrics = {}
         for client in (self.federation.clients[k] for k in like.ids.tolist()):
-            y, weights = client.y_test, None
             if like.measured_on == BY_CLASS:
                 y = self.test[1]
                 weights = self.task.counts(client.y, self.federation.classes).to(y.device, torch.float64)[y]
-            score = self._constant_score(client.y, y, weights, interval=True)
-            if score is None:
-                return None
-            rows.append(score)
-        if not rows:
-            return None
-        accuracies, losses = np.array([(score.accuracy, score.loss) for score in rows]).T
-        others = metrics_by_name([score.figures for score in rows])
-        return ClientScores(accuracies, like.measured_on, losses, like.ids, like.scored, others)
+                metrics[client.id] = self._constant_metrics(client.y, y, weights)
+            else:
+                metrics[client.id] = self._constant_metrics(client.y, client.y_test, each=True)
+        return metrics
 
     def test_constant(self) -> dict[str, float]:
-        """Return the metrics of a constant prediction on the test set, from all training samples; empty without one.
+        """Return the metrics of a constant on the test set, from all training samples.
 
-        If clients are loaded one by one, reading the targets of all would take too long, and there is none either.
+        There are none if clients are loaded one by one, because reading the targets of all would take too long.
         """
-        clients, y = self.federation.clients, self.test[1]
-        known = torch.cat([client.y for client in clients]) if isinstance(clients, ArrayClients) else None
-        score = None if known is None else self._constant_score(known, y)
-        return {} if score is None else {self.task.scored: score.accuracy, "loss": score.loss, **score.figures}
+        clients = self.federation.clients
+        if not isinstance(clients, ArrayClients):
+            return {}
+        return self._constant_metrics(torch.cat([client.y for client in clients]), self.test[1])
 
-    def _constant_score(
-        self, known: Tensor, y: Tensor, weights: Tensor | None = None, interval: bool = False
-    ) -> Score | None:
-        """Evaluate the constant prediction for the targets ``known`` on the targets ``y``; None if the task has none.
+    def _constant_metrics(
+        self, known: Tensor, y: Tensor, weights: Tensor | None = None, each: bool = False
+    ) -> dict[str, float]:
+        """Evaluate the constant for the targets ``known`` on the targets ``y``; empty for a task without constants.
 
         Custom metrics are left out, because their functions need not accept constants.
+
+        Args:
+            known: Targets that the constant describes.
+            y: Targets of the evaluated samples.
+            weights: Weights of these samples; only the primary metric is then computed.
+            each: Whether the samples are those of one client, for which R² is a mean over samples.
         """
-        device = self.model.device
-        constant = self.task.constant(known.to(device), self.federation.classes)
+        y = y.to(self.model.device)
+        constant = self.task.constant(known.to(y.device), self.federation.classes)
         if constant is None:
-            return None
-        y = y.to(device)
+            return {}
         logits = constant.expand(len(y), *constant.shape)
-        right, losses = self.task.correct(logits, y), self.task.losses(logits, y).to(torch.float64)
+        right = self.task.correct(logits, y)
         if weights is not None:
-            return Score(float(right @ weights / weights.sum()), float(losses @ weights / weights.sum()))
-        accuracy, loss = float(right.mean()), float(losses.mean())
-        metrics = self.task.measure(self.task.tally(logits, y), loss)
-        metrics |= replace(self.metrics, own={}).of(*self._arrays([logits], y), "a constant") if self.metrics else {}
-        if not interval:  # on the test set, R² is not a mean over samples
-            return Score(metrics.pop(self.task.scored, accuracy), loss, metrics)
-        metrics.pop(self.task.scored, None)
-        return Score(accuracy, loss, metrics | self._client_interval(logits, y))
+            return {self.task.scored: float(right @ weights / weights.sum())}
+        loss = float(self.task.losses(logits, y).to(torch.float64).mean())
+        metrics = {
+            self.task.scored: float(right.mean()),
+            "loss": loss,
+            **self.task.measure(self.task.tally(logits, y), loss),
+        }
+        if self.metrics:
+            metrics |= replace(self.metrics, own={}).of(*self._arrays([logits], y), "a constant")
+        return (
+            metrics | {self.task.scored: float(right.mean()), **self._client_interval(logits, y)} if each else metrics
+        )
 
     def _client_interval(self, logits: Tensor, y: Tensor) -> dict[str, float]:
         """Return the ends of the 95 % interval of a client's judged metric; empty if there is none.
@@ -400,6 +399,8 @@ class Evaluator:
         if they need no bootstrap.
         """
         name, task = self.metrics.judged, self.task
+        if not name or task.name == "language":
+            return {}
         closed = name == "accuracy" or name.startswith(RECALL) or (name == "auroc" and self.federation.classes == 2)
         if name == Regression.scored:
             interval = interval95(task.correct(logits, y).tolist())
