@@ -11,8 +11,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.fit_table import as_text, stacked_below
-from unskew.comparison.benefit_text import benefit_title, displayed
+from unskew.cli.fit_table import ReflowTable, as_text, stacked_below
+from unskew.comparison.benefit_text import benefit_title, displayed, interval_text
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.leave_one_out import LeaveOneOut
 from unskew.comparison.summary_statistics import UNSEEN
@@ -321,8 +321,8 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
             counts = counts if last else [f"{row[key]:,}" for key in ("samples", "num_held_out")]
             whole, without, along, change = (value_text(metric, row[key]) for key in ("all", *LEFT_OUT))
             if row.get("difference_interval"):
-                change += f" ({interval_text(metric, row['difference_interval'])})"
-            ends = interval_text(metric, row["all_interval"], "")
+                change += f" ({interval_text(metric, *row['difference_interval'], '+')})"
+            ends = interval_text(metric, *(row["all_interval"] or (None, None))) or "-"
             first = [row["method"]] if len(means) > 1 else []
             table.add_row(
                 *first, row["client"], counts[0], whole, ends, counts[1], without, along, change, end_section=last

@@ -102,12 +102,19 @@ def _named(labels: Sequence[str]) -> str:
     return ", ".join(labels[:NAMED]) + (f" and {len(labels) - NAMED} more" if len(labels) > NAMED else "")
 
 
-def _ends(metric: MetricInfo, estimate: Estimate, sign: str = "") -> str:
-    """Format the interval of an estimate, with signs for differences; empty without one."""
-    if estimate.low is None or estimate.high is None:
+def interval_text(metric: MetricInfo, low: float | None, high: float | None, sign: str = "") -> str:
+    """Format an interval; empty without one.
+
+    Args:
+        metric: Metric of the interval.
+        low: Lower end, or None.
+        high: Upper end, or None.
+        sign: ``+`` writes signs, for differences.
+    """
+    if low is None or high is None:
         return ""
     digits, factor = (1, 100) if metric.percent else (4, 1)
-    return f"{factor * estimate.low:{sign}.{digits}f} to {factor * estimate.high:{sign}.{digits}f}"
+    return f"{factor * low:{sign}.{digits}f} to {factor * high:{sign}.{digits}f}"
 
 
 def _entry(metric: MetricInfo, estimate: Estimate | None, sign: str = "", ends: bool = True) -> Entry:
@@ -116,7 +123,7 @@ def _entry(metric: MetricInfo, estimate: Estimate | None, sign: str = "", ends: 
         return "-", None
     text = value_text(metric, estimate.value, sign="")
     text = f"+{text}" if sign and estimate.value >= 0 else text
-    interval = _ends(metric, estimate, sign) if ends else ""
+    interval = interval_text(metric, estimate.low, estimate.high, sign) if ends else ""
     return f"{text} ({interval})" if interval else text, 100 * estimate.value if metric.percent else estimate.value
 
 
@@ -133,7 +140,7 @@ def test_set_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) ->
     samples = summaries[0].get("test_samples")
     if f"kept_{metric.name}" in summaries[0] or not is_usable_number(samples):
         low = high = None  # with keep=best, the interval is that of another round
-    ends = _ends(metric, Estimate(0.0, low, high))
+    ends = interval_text(metric, low, high)
     text = f" (95 % interval {ends}, sampling error of {samples:,} test samples)" if ends else ""
     if value is None or constant is None:
         return text
