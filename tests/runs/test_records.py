@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from support.slow import slow_but
 from support.tolerance import FEW, assert_close, near
 
 import unskew
-from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.comparison_tables import comparison_table, metrics_table
 from unskew.cli.tables import partition_table, summary_table
 from unskew.comparison.compare import Comparison, folder_name
 from unskew.comparison.summary_statistics import mean_std
@@ -403,6 +404,28 @@ def test_numbers_as_text():
     assert format_percent(None) == "-"
     assert folder_name("fedprox:mu=0.1+scaffold") == "fedprox-mu=0.1+scaffold"
     assert "/" not in folder_name("../a/b")
+
+
+def test_folder_names_are_short_and_distinct():
+    long = [folder_name(f"fedprox:mu=0.{'ä' * 400}{digit}{'1' * 400}+scaffold") for digit in "12"]
+    assert all(len(f"{name}.yaml".encode()) < 255 for name in long)
+    assert len(set(long)) == 2
+    assert all(name.startswith("fedprox-mu=0.ä") and name.endswith("1+scaffold") for name in long)
+
+
+def test_a_class_may_be_called_like_the_spread_of_another():
+    """``a_std`` next to ``a``, in rows, table and page."""
+    fed = blobs([9, 14, 11], classes=2)
+    fed = replace(fed, class_names=("a", "a_std"))
+    options = {"model": "logistic", "rounds": 1, "local_steps": 2, "engine": "inline", "metrics": ["recall"]}
+    comparison = unskew.compare(fed, methods=["fedavg"], seeds=2, references=False, **options)
+    (line,) = comparison.rows()
+    for name in ("a", "a_std"):
+        values = [summary[f"recall/{name}"] for summary in comparison.summaries["fedavg"]]
+        assert line[f"recall/{name}"] == pytest.approx(np.mean(values))
+        assert line[f"recall_std/{name}"] == pytest.approx(np.std(values, ddof=1))
+    text = " ".join(shown(metrics_table(comparison.rows()), width=200).split())
+    assert "recall of a recall of a_std" in text
 
 
 def test_tables_of_many_clients_and_classes():

@@ -327,6 +327,13 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
     assert (failed.code, "no column 'ward'" in failed.err) == (2, True)
 
 
+def test_a_site_may_be_called_like_the_group_of_all_rows(patients, tmp_path, capsys):
+    rows = "".join(f"{('all', 'b')[k % 3 > 1]},{k % 5},{k % 4 - 2},{('yes', 'no')[k % 2]}\n" for k in range(30))
+    (tmp_path / "new.csv").write_text("site,age,bmi,sick\n" + rows)
+    found = call(capsys, "evaluate", patients / "run", tmp_path / "new.csv", "--by", "site", "--json").json()
+    assert [(row["group"], row["rows"]) for row in found] == [("all", 30), ("all", 20), ("b", 10)]
+
+
 def test_a_run_without_a_recorded_label_column_cannot_be_evaluated_on_files(patients, tmp_path, capsys):
     run = tmp_path / "older"
     shutil.copytree(patients / "run", run)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from unskew.cli.fit_table import as_text, stacked_below
 from unskew.comparison.cost_to_target import TargetCost
-from unskew.comparison.summary_statistics import UNSEEN
+from unskew.comparison.summary_statistics import UNSEEN, std_key
 from unskew.tasks.formatting import (
     F1,
     format_megabytes,
@@ -118,7 +118,7 @@ def std_text(row: dict[str, Any], name: str) -> float | None:
         row: Row of the comparison.
         name: Name of the metric.
     """
-    return row.get(f"{name}_std") if row["seeds"] > 1 else None
+    return row.get(std_key(name)) if row["seeds"] > 1 else None
 
 
 def epsilon_cell(value: float | None) -> str:

@@ -20,7 +20,7 @@ from unskew.cli.common import (
     print_json,
     printed_warnings,
 )
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 
 if TYPE_CHECKING:
@@ -164,13 +164,8 @@ def free_names(own: Iterable[str], kept: Collection[str]) -> dict[str, str]:
     {'row': 'row', 'predicted_cost': 'predicted_cost_2'}
     """
     names: dict[str, str] = {}
-    taken = {*own, *kept}
     for name in own:
-        names[name], number = name, 1
-        while names[name] in (kept if number == 1 else taken):
-            number += 1
-            names[name] = f"{name}_{number}"
-        taken.add(names[name])
+        names[name] = name if name not in kept else free_name(name, {*kept, *own, *names.values()})
     return names
 
 

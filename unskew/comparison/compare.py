@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from unskew.comparison.references import (
 )
 from unskew.comparison.same_settings import check_same_settings
 from unskew.comparison.single_run import Given, last, run_or_resume
-from unskew.comparison.summary_statistics import averaged_keys, is_metric, mean_std
+from unskew.comparison.summary_statistics import averaged_keys, is_metric, mean_std, std_key
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
@@ -143,7 +144,7 @@ class Comparison:
             figures = [key for key in summaries[0] if is_metric(key)]
             for key in (*averaged_keys(summaries[0]), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
-                row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
+                row[key], row[std_key(key)] = mean_std(values) if values else (None, None)
             for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
                 if key in summaries[0]:
                     spent = [summary[key] for summary in summaries]
@@ -171,7 +172,7 @@ class Comparison:
         for row in self.rows():
             judged = objective_metric(row).name
             shown = dict.fromkeys([judged, f"best_{judged}", "loss"])
-            means = {name: format_mean_std(row[name], row[f"{name}_std"]) for name in shown}
+            means = {name: format_mean_std(row[name], row[std_key(name)]) for name in shown}
             sent = {f"MB {way}": format_mean_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
             reached = {f"rounds to {self.target:g}": format_mean_std(row["rounds_to_target"])}
             table.append({"method": row["method"], "seeds": str(row["seeds"]), **means, **reached, **sent})
@@ -193,13 +194,23 @@ class Comparison:
         return plot_convergence(curves, Path(path), self.objective, list(filter(is_reference, curves)))
 
 
-def folder_name(spelling: str) -> str:
-    """Convert a method expression to a folder name.
+LONGEST_NAME = 200
+"""Longest name of a folder in bytes; file systems allow 255, and files get a suffix."""
 
-    >>> folder_name("fedprox:mu=0.1+scaffold")
-    'fedprox-mu=0.1+scaffold'
+
+def folder_name(spelling: str) -> str:
+    """Convert a method expression to a folder name, which is short enough for file systems.
+
+    >>> folder_name("fedprox:mu=0.1+scaffold"), folder_name(f"digits-fedprox:mu=0.{'1' * 300}-seed0")
+    ('fedprox-mu=0.1+scaffold', 'digits-fedprox-mu=0.111...111-seed0')
     """
-    return "".join(c if c.isalnum() or c in "+=.,_-" else "-" for c in spelling)
+    name = "".join(c if c.isalnum() or c in "+=.,_-" else "-" for c in spelling)
+    data = name.encode()
+    if len(data) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(spelling.encode()).hexdigest()[:8]
+    start, end = (part.decode(errors="ignore") for part in (data[: LONGEST_NAME // 2], data[-LONGEST_NAME // 2 :]))
+    return f"{start}-{digest}-{end}"
 
 
 def compare(
@@ -259,7 +270,8 @@ def compare(
     names = [method_expression(m) for m in methods]
     if all(map(is_reference, names)):
         raise ConfigError("Name at least one method. pooled and local are only references to compare it with.")
-    twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
+    folders = [folder_name(name).casefold() for name in names]  # some file systems do not distinguish case
+    twice = ", ".join(sorted({name for name, own in zip(names, folders, strict=True) if folders.count(own) > 1}))
     if twice:
         raise ConfigError(f"Name each method only once: {twice} is listed twice.")
     by_name = dict(zip(names, map(method, methods), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -190,7 +191,7 @@ def is_table(data: str) -> bool:
 
 
 def parse_names(value: object) -> tuple[str, ...]:
-    """Return the names in a list or in a comma-separated string.
+    """Return the names in a list or in a comma-separated string, in which quotes enclose a name with a comma.
 
     Args:
         value: List of names, or names separated by commas.
@@ -198,11 +199,13 @@ def parse_names(value: object) -> tuple[str, ...]:
     Raises:
         ConfigError: If the value is neither a string nor a list of strings.
 
-    >>> parse_names("age, income"), parse_names(["a,b"])
-    (('age', 'income'), ('a,b',))
+    >>> parse_names("age, income"), parse_names(["a,b"]), parse_names('"weight, kg",age')
+    (('age', 'income'), ('a,b',), ('weight, kg', 'age'))
     """
     if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
+        return tuple(
+            part.strip() for line in csv.reader([value], skipinitialspace=True) for part in line if part.strip()
+        )
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
         raise ConfigError(
             f"{short_repr(value)} is not a list of names. Write a string such as 'age,income', or a list of strings."

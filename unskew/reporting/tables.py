@@ -8,7 +8,7 @@ from typing import Any
 
 from unskew.comparison.intervals import interval95
 from unskew.comparison.references import is_local, is_reference
-from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std
+from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std, std_key
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
@@ -154,7 +154,7 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     lines = []
     for row in rows:
         spread = row["seeds"] > 1
-        cells = [write(row.get(name), row.get(f"{name}_std") if spread else None) for write, name in columns.values()]
+        cells = [write(row.get(name), row.get(std_key(name)) if spread else None) for write, name in columns.values()]
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
         reached = (
             [] if not part.counts else [number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed]

@@ -18,9 +18,7 @@ ASKED = ("auroc", "auprc", "f1", "balanced_accuracy", "ece", WORST)
 def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
     """Return the metrics in a row or a summary besides the objective: the primary metric, then requested ones."""
     own, objective = row.get("own_metrics") or {}, row.get("objective")
-    names = [
-        name for name in row if name in ASKED or name in own or (name.startswith(RECALL) and not name.endswith("_std"))
-    ]
+    names = [name for name in row if name in ASKED or name in own or name.startswith(RECALL)]
     judged = [name for name in SCORES if name in row and objective not in (None, name)]
     return [metric_info(name, own) for name in (*judged, *names) if name != objective]
 
