@@ -62,6 +62,10 @@ def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "",
 def free_name(name: str, taken: Container[str]) -> str:
     """Return a name, with a number from 2 if it is taken.
 
+    Args:
+        name: Preferred name.
+        taken: Names that others have.
+
     >>> free_name("row", ["row", "row_2"])
     'row_3'
     """

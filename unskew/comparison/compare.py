@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
+from unskew.comparison.differences import paired_differences
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -35,7 +36,7 @@ from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
 from unskew.privacy.composition import composition_note
-from unskew.records.notebook import format_mean_std, html_table, to_data_frame
+from unskew.records.notebook import format_mean_std, html_table, notebook_progress, to_data_frame
 from unskew.records.recorder import Callback, first_reaching, with_closing
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
@@ -45,10 +46,11 @@ from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
-from unskew.tasks.primary_metric import MetricInfo, objective_metric
+from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
@@ -171,7 +173,8 @@ class Comparison:
         table = []
         for row in self.rows():
             judged = objective_metric(row).name
-            shown = dict.fromkeys([judged, f"best_{judged}", "loss"])
+            own = client_metric_name(judged, primary_metric_name(row))
+            shown = dict.fromkeys([judged, f"best_{judged}", "loss", f"client_{own}_mean"])
             means = {name: format_mean_std(row[name], row[std_key(name)]) for name in shown}
             sent = {f"MB {way}": format_mean_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
             reached = {f"rounds to {self.target:g}": format_mean_std(row["rounds_to_target"])}
@@ -181,17 +184,33 @@ class Comparison:
     def __repr__(self) -> str:
         lines = [f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})"]
         for row in self._shown():
-            lines.append("  " + ", ".join(f"{name} {text}" for name, text in list(row.items())[:3]))
+            known = [f"{name} {text}" for name, text in row.items() if text != "–"]  # local has no global model
+            lines.append("  " + ", ".join(known[:3]))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks: means ± standard deviations over seeds."""
         return html_table(self._shown())
 
-    def plot(self, path: str | Path) -> Path:
-        """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""
+    def differences(self, metric: str | None = None) -> list[dict[str, Any]]:
+        """Return the differences of a metric between all pairs of methods and references, paired by seed.
+
+        Args:
+            metric: Key of ``summaries``, such as ``client_accuracy_mean``; None means the objective.
+
+        Returns:
+            Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval.
+        """
+        return paired_differences(self.summaries, self.objective.name if metric is None else metric)
+
+    def plot(self, path: str | Path | None = None) -> Path | Figure:
+        """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic.
+
+        Args:
+            path: Image file to write. None returns the figure, which notebooks display.
+        """
         curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
-        return plot_convergence(curves, Path(path), self.objective, list(filter(is_reference, curves)))
+        return plot_convergence(curves, path, self.objective, list(filter(is_reference, curves)))
 
 
 LONGEST_NAME = 200
@@ -312,6 +331,9 @@ def compare(
     def followers(name: str, seed: int) -> Sequence[Callback]:
         return list(callback_factory(name, seed, configs[name, seed])) if callback_factory else []
 
+    def pool_followers(name: str, seed: int) -> Sequence[Callback]:
+        return [*followers(name, seed), *notebook_progress()]
+
     with output_folder(folder, resume, begun):
         if folder is not None:
             check_same_settings(folder, configs, by_name)
@@ -343,7 +365,7 @@ def compare(
                 check_within(known, budget_minutes)
             if on_estimate is not None and known is not None:
                 on_estimate(str(known))
-        works = [Job(config, run_or_resume, arguments(*config), partial(followers, *config)) for config in configs]
+        works = [Job(config, run_or_resume, arguments(*config), partial(pool_followers, *config)) for config in configs]
         finished = dict(run_jobs(works, at_once, shared_inputs)) if run_in_pool(at_once) else {}
         for seed in which:
             for name in names:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unskew.comparison.intervals import interval95
+from unskew.comparison.differences import paired_differences
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std, std_key
 from unskew.records.recorder import first_reaching
@@ -176,23 +176,14 @@ def difference_table(part: RunGroup) -> Table | None:
     """Build a table of differences between methods, paired by seed on the same partition; None for a single method."""
     judge = metric_info("loss") if part.language else part.objective
     names = (judge.name, f"best_{judge.name}")
-    factor = 100 if judge.percent else 1
+    summaries = {method_runs.label: [run.summary for run in method_runs.runs] for method_runs in part.ranked}
+    both = zip(*(paired_differences(summaries, name) for name in names), strict=True)
     rows, groups = [], []
-    for base in part.ranked:
-        for method_runs in part.ranked:
-            pairs = [(a, b) for a in method_runs.runs for b in base.runs if can_be_paired(a, b)]
-            if method_runs is base or not pairs:
-                continue
-            cells = []
-            for name in names:
-                values = [
-                    factor * (a.summary[name] - b.summary[name])
-                    for a, b in pairs
-                    if is_usable_number(a.summary.get(name)) and is_usable_number(b.summary.get(name))
-                ]
-                cells += _difference(values, 1 if judge.percent else 4)
-            rows.append([Cell(method_runs.label), Cell(base.label), number_cell(len(pairs), 0), *cells])
-            groups.append(base.label)
+    for last, best in both:
+        cells = [cell for row in (last, best) for cell in _difference(row, judge)]
+        seeds = max(last["seeds"], best["seeds"])
+        rows.append([Cell(last["method"]), Cell(last["minus"]), number_cell(seeds, 0), *cells])
+        groups.append(last["minus"])
     if not rows:
         return None
     unit = f"{judge.title}, points" if judge.percent else judge.title
@@ -201,24 +192,14 @@ def difference_table(part: RunGroup) -> Table | None:
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
 
 
-def can_be_paired(a: RunFiles, b: RunFiles) -> bool:
-    """Return whether two runs have the same seed and partition, so that they can be paired.
-
-    Args:
-        a: A run.
-        b: Another run.
-    """
-    return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
-
-
-def _difference(values: Sequence[float], digits: int) -> list[Cell]:
-    if not values:
+def _difference(row: dict[str, Any], judge: MetricInfo) -> list[Cell]:
+    if row["difference"] is None:
         return [Cell("-")] * 3
-    mean, interval = mean_std(values)[0], interval95(values)
-    cell = Cell(f"{mean:+.{digits}f}", mean)
-    if interval is None:
+    factor, digits = (100, 1) if judge.percent else (1, 4)
+    cell = Cell(f"{factor * row['difference']:+.{digits}f}", factor * row["difference"])
+    if row["low"] is None:
         return [cell, Cell("needs 2 seeds"), Cell("-")]
-    low, high = interval
+    low, high = factor * row["low"], factor * row["high"]
     return [
         cell,
         Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
