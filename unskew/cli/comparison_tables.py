@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.fit_table import as_text, stacked_below
+from unskew.cli.fit_table import as_text, omit_empty_columns, stacked_below
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.summary_statistics import UNSEEN, std_key
 from unskew.tasks.formatting import (
@@ -80,12 +80,18 @@ class MethodRows(Table):
             self.add_column(name, justify="left" if name in WORDS else "right")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        omit_empty_columns(self, console)
         self.columns[0].width, self.padding = 0, (0, 1)
         figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
-        if figures + self.least > options.max_width:
-            for column in self.columns[1:]:  # headers may break between words, values may not
-                cells = [as_text(cell, console).plain for cell in column.cells]
-                column.width = max(map(len, [*cells, *str(column.header).split()]))
+        for spread in (" ± ", "\n± "):  # headers may break between words, then values before their spread
+            if figures + self.least <= options.max_width:
+                break
+            for column in self.columns[1:]:
+                column._cells = [
+                    cell.replace(" ± ", spread) if isinstance(cell, str) else cell for cell in column.cells
+                ]
+                lines = [line for cell in column.cells for line in as_text(cell, console).plain.split("\n")]
+                column.width = max(map(len, [*lines, *str(column.header).split()]))
             self.padding = (0, 1, 0, 0)
             figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
         self.columns[0].width = min(self.most, max(self.least, options.max_width - figures))

@@ -7,14 +7,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, permutations, product
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
-from unskew.comparison.differences import paired_differences
+from unskew.comparison.intervals import interval95
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -199,9 +199,22 @@ class Comparison:
             metric: Key of ``summaries``, such as ``client_accuracy_mean``; None means the objective.
 
         Returns:
-            Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval.
+            Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval by
+            Student's t, which needs two seeds.
         """
-        return paired_differences(self.summaries, self.objective.name if metric is None else metric)
+        key, rows = metric or self.objective.name, []
+        for base, name in permutations(self.summaries, 2):
+            values = [
+                run[key] - other[key]
+                for run, other in product(self.summaries[name], self.summaries[base])
+                if all(run[same] == other[same] for same in ("seed", "partition_hash"))
+                and None not in (run.get(key), other.get(key))
+            ]
+            if values:
+                low, high = interval95(values) or (None, None)
+                row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}
+                rows.append({**row, "low": low, "high": high})
+        return rows
 
     def plot(self, path: str | Path | None = None) -> Path | Figure:
         """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic.

@@ -6,14 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unskew.comparison.differences import paired_differences
+from unskew.comparison.intervals import interval95
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std, std_key
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
-from unskew.tasks.formatting import F1, format_megabytes, format_percent, method_title, secondary_metrics, value_text
+from unskew.tasks.formatting import (
+    EMPTY,
+    F1,
+    format_megabytes,
+    format_percent,
+    method_title,
+    secondary_metrics,
+    value_text,
+)
 from unskew.tasks.formatting import format_number as loss_text
 from unskew.tasks.primary_metric import MetricInfo, metric_info
 
@@ -46,6 +54,12 @@ class Table:
     rows: list[list[Cell]]
     words: int = 1
     groups: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Omit columns without any value."""
+        keep = [k for k, _ in enumerate(self.columns) if not all(row[k].text in EMPTY for row in self.rows)]
+        self.columns = [self.columns[k] for k in keep]
+        self.rows = [[row[k] for k in keep] for row in self.rows]
 
 
 def percent_cell(value: float | None, spread: float | None = None) -> Cell:
@@ -176,14 +190,23 @@ def difference_table(part: RunGroup) -> Table | None:
     """Build a table of differences between methods, paired by seed on the same partition; None for a single method."""
     judge = metric_info("loss") if part.language else part.objective
     names = (judge.name, f"best_{judge.name}")
-    summaries = {method_runs.label: [run.summary for run in method_runs.runs] for method_runs in part.ranked}
-    both = zip(*(paired_differences(summaries, name) for name in names), strict=True)
+    factor = 100 if judge.percent else 1
     rows, groups = [], []
-    for last, best in both:
-        cells = [cell for row in (last, best) for cell in _difference(row, judge)]
-        seeds = max(last["seeds"], best["seeds"])
-        rows.append([Cell(last["method"]), Cell(last["minus"]), number_cell(seeds, 0), *cells])
-        groups.append(last["minus"])
+    for base in part.ranked:
+        for method_runs in part.ranked:
+            pairs = [(a, b) for a in method_runs.runs for b in base.runs if can_be_paired(a, b)]
+            if method_runs is base or not pairs:
+                continue
+            cells = []
+            for name in names:
+                values = [
+                    factor * (a.summary[name] - b.summary[name])
+                    for a, b in pairs
+                    if is_usable_number(a.summary.get(name)) and is_usable_number(b.summary.get(name))
+                ]
+                cells += _difference(values, 1 if judge.percent else 4)
+            rows.append([Cell(method_runs.label), Cell(base.label), number_cell(len(pairs), 0), *cells])
+            groups.append(base.label)
     if not rows:
         return None
     unit = f"{judge.title}, points" if judge.percent else judge.title
@@ -192,14 +215,24 @@ def difference_table(part: RunGroup) -> Table | None:
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
 
 
-def _difference(row: dict[str, Any], judge: MetricInfo) -> list[Cell]:
-    if row["difference"] is None:
+def can_be_paired(a: RunFiles, b: RunFiles) -> bool:
+    """Return whether two runs have the same seed and partition, so that they can be paired.
+
+    Args:
+        a: A run.
+        b: Another run.
+    """
+    return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
+
+
+def _difference(values: Sequence[float], digits: int) -> list[Cell]:
+    if not values:
         return [Cell("-")] * 3
-    factor, digits = (100, 1) if judge.percent else (1, 4)
-    cell = Cell(f"{factor * row['difference']:+.{digits}f}", factor * row["difference"])
-    if row["low"] is None:
+    mean, interval = mean_std(values)[0], interval95(values)
+    cell = Cell(f"{mean:+.{digits}f}", mean)
+    if interval is None:
         return [cell, Cell("needs 2 seeds"), Cell("-")]
-    low, high = factor * row["low"], factor * row["high"]
+    low, high = interval
     return [
         cell,
         Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
@@ -271,8 +304,6 @@ def fairness_table(part: RunGroup) -> Table | None:
         "Gini",
         "clients it serves better, %",
     ]
-    if not any(row[-1].value is not None for row in rows):
-        rows, columns = [row[:-1] for row in rows], columns[:-1]
     caption = f"{judge.title[0].upper()}{judge.title[1:]} over clients after the last round, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 

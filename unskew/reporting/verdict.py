@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unskew.comparison.differences import can_be_paired
 from unskew.comparison.intervals import interval95
 from unskew.comparison.summary_statistics import is_usable_number, mean_std
 from unskew.reporting.run_groups import MethodRuns, RunGroup
+from unskew.reporting.tables import can_be_paired
 from unskew.tasks.formatting import format_megabytes, value_text
 from unskew.tasks.primary_metric import MetricInfo, metric_info
 
@@ -48,7 +48,7 @@ def _values(one: MethodRuns, name: str) -> list[float]:
 def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
     """Return the lead of the best method over the second, and whether it is conclusive."""
     name, factor = judge.name, judge.rank(100.0 if judge.percent else 1.0)
-    pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if can_be_paired(a.summary, b.summary)]
+    pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if can_be_paired(a, b)]
     leads = [
         factor * (a[name] - b[name])
         for a, b in pairs
