@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 
@@ -57,6 +57,23 @@ def unknown_name(kind: str, name: str, existing: Iterable[str], owner: str = "",
         return f"{owner} has no {kind} {name!r}; it has {', '.join(names)}.{hint}"
     listed = f" Known: {', '.join(names)}." if len(names) <= LONGEST_LIST else ""
     return f"There is no {kind} {name!r}.{hint}{listed}"
+
+
+def free_name(name: str, taken: Container[str]) -> str:
+    """Return a name, with a number from 2 if it is taken.
+
+    Args:
+        name: Preferred name.
+        taken: Names that others have.
+
+    >>> free_name("row", ["row", "row_2"])
+    'row_3'
+    """
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}_{number}"
+    return free
 
 
 def short_repr(value: object, write: Callable[[object], str] = repr) -> str:

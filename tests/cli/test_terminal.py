@@ -12,10 +12,11 @@ from rich.console import Console
 from support.running import TINY, call
 
 from unskew.cli.common import exit_on_signal
-from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.comparison_tables import comparison_table, reaching_table
 from unskew.cli.progress import progress_while_waiting
 from unskew.cli.tables import partition_table
 from unskew.cli.verbosity import LOUDNESS
+from unskew.comparison.cost_to_target import TargetCost
 from unskew.progress import report_progress
 from unskew.simulation.round_loop import RunInterrupted
 
@@ -88,6 +89,34 @@ def test_tables_of_a_comparison_are_whole_in_a_narrow_terminal():
     wide = Console(width=200, record=True, file=console.file)
     wide.print(comparison_table([{"method": name, **row} for name in names]))
     assert "────" in wide.export_text()  # where there is room it is a table
+
+
+def test_large_errors_fit_a_terminal_of_120_columns():
+    figures = {f"{name}r2": 0.607 for name in ("", "best_")} | {
+        f"client_r2_{name}": -0.126 for name in ("mean", "worst")
+    }
+    figures |= {"mae": 2.7412e6, "rmse": 846552.9}
+    row = {**figures, **{f"{name}_std": 0.033 for name in figures}, "mae_std": 130_000, "rmse_std": 18582.67}
+    row |= {"seeds": 3, "target": 0.796, "rounds_to_target": None, "seeds_reaching_target": 0}
+    row |= {"bytes_up": 3.3e5, "bytes_down": 3.3e5, "seconds": 0.1, "reference": False}
+    names = ("fedavg", "fedprox:mu=0.1+scaffold")
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(comparison_table([{"method": name, **row} for name in names]))
+    shown = console.export_text()
+    assert "────" in shown
+    whole(shown, *names, "2.74e+06", "± 1.3e+05", "846553", "± 18583", "-12.6", "0 of 3 seeds")
+    assert all(len(line) <= 120 for line in shown.splitlines())
+
+
+def test_columns_without_any_value_are_not_printed():
+    costs = [TargetCost("fedavg", 3.0, 1e6, 10), TargetCost("scaffold", None, None, 10, saving=None)]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(reaching_table(costs, 0.9))
+    shown = console.export_text()
+    whole(shown, "rounds", "MB, all clients", ">10", "3.0")
+    assert not {"speed-up", "over", "saving"} & set(shown.split())
+    console.print(reaching_table([*costs, TargetCost("fedssyn+fedavg", 1.0, 2e6, 10, "fedavg", 3.0)], 0.9))
+    assert {"speed-up", "over"} <= set(console.export_text().split())
 
 
 def test_quiet_says_the_result_and_verbose_every_round(capsys):

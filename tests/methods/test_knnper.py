@@ -43,7 +43,7 @@ def test_a_personal_model_mixes_with_scikit_learns_neighbors(k, lam, scale, tmp_
     a, p = papers_model(v, inputs)
     for client in range(4):
         with torch.no_grad():
-            module = open_run(tmp_path / "run", client, two_layers()).module
+            module = open_run(tmp_path / "run", client_number=client, model=two_layers()).module
             mixed = torch.softmax(module(torch.tensor(inputs)), 1).numpy()
         x, y = fed.clients[client].x.double().numpy(), fed.clients[client].y.numpy()
         neighbors = KNeighborsClassifier(min(k, len(y)), weights=lambda d: np.exp(-(d**2) / (HIDDEN * scale)))
@@ -57,11 +57,13 @@ def test_a_client_with_more_samples_than_the_capacity_stores_some_of_its_own(tmp
     fed = skewed(sizes=(12, 6, 9, 13))
     train("knnper:capacity=8", fed, out=tmp_path / "run")
     for client, data in enumerate(fed.clients):
-        head = open_run(tmp_path / "run", client, two_layers()).module.get_submodule("2")
+        head = open_run(tmp_path / "run", client_number=client, model=two_layers()).module.get_submodule("2")
         count = min(8, data.examples)
         assert int((head.labels > 0).sum()) == count
         with torch.no_grad():
-            a = torch.tanh(open_run(tmp_path / "run", client, two_layers()).module[0](data.x.double()))
+            a = torch.tanh(
+                open_run(tmp_path / "run", client_number=client, model=two_layers()).module[0](data.x.double())
+            )
         known = {(tuple(row.tolist()), int(c)) for row, c in zip(a.round(decimals=9), data.y, strict=True)}
         rows = zip(head.keys[:count].round(decimals=9), head.labels[:count].long() - 1, strict=True)
         stored = {(tuple(row.tolist()), int(c)) for row, c in rows}

@@ -30,6 +30,7 @@ from unskew.reporting.page import csp_hash, escape_script
 from unskew.reporting.run_description import method_facts
 from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
+from unskew.reporting.tables import Cell, Table
 from unskew.tasks.intervals import interval95
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -76,6 +77,13 @@ def test_the_comparison_is_that_of_comparison_json(compared, page):
     ]
     personal = [100 * row["personal_accuracy_mean"] if row["personal_accuracy_mean"] else "-" for row in rows]
     assert page.column("comparison", "personal, mean %") == personal
+
+
+def test_columns_without_any_value_are_not_on_the_page():
+    rows = [[Cell("fedavg"), Cell("-"), Cell("1.0", 1.0)], [Cell("local"), Cell(""), Cell("-")]]
+    table = Table("t", "caption", ["method", "Gini", "mean"], rows)
+    assert table.columns == ["method", "mean"]
+    assert [[cell.text for cell in row] for row in table.rows] == [["fedavg", "1.0"], ["local", "-"]]
 
 
 def test_differences_are_paired_by_seed(compared, page):

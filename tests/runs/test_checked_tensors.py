@@ -53,7 +53,7 @@ def test_a_damaged_personal_model_is_an_error(tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="does not match its checksum"):
-        unskew.load_predictor(run, client=client)
+        unskew.load_predictor(run, client_number=client)
 
 
 def test_a_damaged_generator_is_an_error(tmp_path):

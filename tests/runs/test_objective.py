@@ -64,6 +64,14 @@ def client(y_true, scores):
     return 0.5
 
 
+def epsilon(y_true, scores):
+    return 0.5
+
+
+def cost_std(y_true, scores):
+    return 0.5
+
+
 def failing(y_true, scores):
     raise KeyError("x")
 
@@ -167,6 +175,8 @@ def test_regression_takes_functions_of_predictions_in_their_units():
         ({"metrics": [as_text]}, "metric as_text must return a number, but returned '0.5'"),
         ({"metrics": [enormous]}, "metric enormous must return a number"),
         ({"metrics": [client]}, "metric client has the name of an existing metric"),
+        ({"metrics": [epsilon]}, "metric epsilon has the name of an existing metric"),
+        ({"metrics": [cost_std]}, "metric cost_std has the name of an existing metric"),
         ({"metrics": [undefined]}, "metric undefined must return a finite number"),
         ({"objective": failing}, r"metric failing failed on the test set .*shapes \(120,\) and \(120, 2\)"),
         ({"metrics": [lambda y, s: 0.0]}, "is not a valid name"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from support.slow import slow_but
 from support.tolerance import FEW, assert_close, near
 
 import unskew
-from unskew.cli.comparison_tables import comparison_table
+from unskew.cli.comparison_tables import comparison_table, metrics_table
 from unskew.cli.tables import partition_table, summary_table
 from unskew.comparison.compare import Comparison, folder_name
 from unskew.comparison.summary_statistics import mean_std
@@ -25,7 +26,7 @@ from unskew.plots.curves import plot_clients_by_class, plot_convergence, plot_si
 from unskew.plots.figure import new_figure, set_round_axis
 from unskew.plots.method_plots import METHOD_PLOTS
 from unskew.records.recorder import MEASURED, Recorder, best_value_of, first_reaching
-from unskew.records.result import Result, read_history
+from unskew.records.result import read_history
 from unskew.simulation.evaluate import ClientScores
 from unskew.tasks.formatting import format_megabytes, format_percent
 from unskew.tasks.primary_metric import metric_info
@@ -405,6 +406,28 @@ def test_numbers_as_text():
     assert "/" not in folder_name("../a/b")
 
 
+def test_folder_names_are_short_and_distinct():
+    long = [folder_name(f"fedprox:mu=0.{'ä' * 400}{digit}{'1' * 400}+scaffold") for digit in "12"]
+    assert all(len(f"{name}.yaml".encode()) < 255 for name in long)
+    assert len(set(long)) == 2
+    assert all(name.startswith("fedprox-mu=0.ä") and name.endswith("1+scaffold") for name in long)
+
+
+def test_a_class_may_be_called_like_the_spread_of_another():
+    """``a_std`` next to ``a``, in rows, table and page."""
+    fed = blobs([9, 14, 11], classes=2)
+    fed = replace(fed, class_names=("a", "a_std"))
+    options = {"model": "logistic", "rounds": 1, "local_steps": 2, "engine": "inline", "metrics": ["recall"]}
+    comparison = unskew.compare(fed, methods=["fedavg"], seeds=2, references=False, **options)
+    (line,) = comparison.rows()
+    for name in ("a", "a_std"):
+        values = [summary[f"recall/{name}"] for summary in comparison.summaries["fedavg"]]
+        assert line[f"recall/{name}"] == pytest.approx(np.mean(values))
+        assert line[f"recall_std/{name}"] == pytest.approx(np.std(values, ddof=1))
+    text = " ".join(shown(metrics_table(comparison.rows()), width=200).split())
+    assert "recall of a recall of a_std" in text
+
+
 def test_tables_of_many_clients_and_classes():
     counts = np.arange(50 * 100).reshape(50, 100)
     text = shown(partition_table(counts, [str(c) for c in range(100)]), width=300)
@@ -436,7 +459,7 @@ def test_rounds_are_whole_numbers_also_on_an_axis():
 
 def test_convergence_is_drawn_over_whole_rounds(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(curves, "save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(curves, "save_or_return", lambda figure, path: drawn.append(figure))
     plot_convergence({"a": [[row(t, bytes_up=t, bytes_down=t) for t in (1, 2, 3)]]}, tmp_path / "a.png")
     left, _ = drawn[0].axes
     assert left.get_xlabel() == "communication round"
@@ -456,31 +479,6 @@ def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
     METHOD_PLOTS["feddle"]([{"round": 1}], tmp_path / "b")
     assert not list((tmp_path / "b").iterdir())
     assert not (tmp_path / "b.png").exists()
-
-
-def test_notebooks_show_tables_with_text_escaped_and_print_no_histories():
-    def summary(accuracy, sent):
-        figures = {"accuracy": accuracy, "best_accuracy": accuracy, "loss": 1.0, "bytes_up": sent, "bytes_down": sent}
-        return {"method": "<b>fedavg", "rounds": 2, "client_weighting": "samples", "seconds": 1.0, **figures}
-
-    history = [{"round": t, "accuracy": 0.1 * t, "bytes_up": 1, "bytes_down": 1} for t in range(1, 500)]
-    runs = {"<b>fedavg": [summary(0.5, 2_000_000), summary(0.7, 2_000_000)]}
-    comparison = Comparison({"<b>fedavg": [history, history]}, runs, 0.4, None)
-    shown = comparison._repr_html_()
-    assert "<td>&lt;b&gt;fedavg</td><td>2</td><td>0.6 ± 0.14</td>" in shown
-    assert "<b>" not in shown
-    assert "<th>MB up</th>" in shown
-    assert "<td>2</td>" in shown
-    assert repr(comparison).splitlines() == [
-        "Comparison(target=0.4, folder=None)",
-        "  method <b>fedavg, seeds 2, accuracy 0.6 ± 0.14",
-    ]
-    frame = comparison.to_pandas()
-    assert frame["accuracy"].tolist() == pytest.approx([0.6])
-    assert frame["method"].tolist() == ["<b>fedavg"]
-    result = Result(history, summary(0.5, 2_000_000), torch.nn.Linear(1, 1), torch.zeros(2), None)
-    assert "<td>&lt;b&gt;fedavg</td><td>2</td><td>0.5</td>" in result._repr_html_()
-    assert len(repr(result)) < 200
 
 
 class Hooks(unskew.Callback):

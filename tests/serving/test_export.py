@@ -18,6 +18,7 @@ from support.slow import slow_but
 import unskew
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.registry import MODELS
+from unskew.serving.client_model import ServedClient
 from unskew.serving.load import open_run
 from unskew.serving.model_card import model_card_text
 from unskew.serving.portable_model import TOLERANCE, example_inputs
@@ -123,7 +124,7 @@ def test_the_card_of_a_private_run_has_no_metrics_on_the_data_of_clients(tmp_pat
     options = {"method": "dp:noise=1,adaptive=false", "model": "logistic", "out": tmp_path / "run"}
     result = unskew.run(**{**TINY, **options})
     assert result.summary["client_accuracy_mean"] is not None
-    text = model_card_text(open_run(tmp_path / "run"), "onnx", None)
+    text = model_card_text(open_run(tmp_path / "run"), "onnx")
     assert "Privacy: " in text
     assert "Test accuracy" in text
     for words in ("at clients", "worst client", "client_accuracy"):
@@ -134,7 +135,7 @@ def test_the_card_of_a_private_run_has_no_metrics_on_the_data_of_clients(tmp_pat
 def test_the_card_says_what_the_runs_say(tmp_path):
     both = unskew.compare(methods=["fedprox:mu=0.1"], seeds=2, model="logistic", out=tmp_path / "both", **TINY)
     folder = tmp_path / "both" / "fedprox-mu=0.1" / "seed-0"
-    text = model_card_text(open_run(folder), "onnx", None)
+    text = model_card_text(open_run(folder), "onnx")
     front = yaml.safe_load(text.split("---")[1])
     row = both.rows()[0]
     (result,) = front["model-index"][0]["results"]
@@ -193,7 +194,7 @@ def rendered(text):
 def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
     folder = tmp_path / "run"
     shutil.copytree(ditto, folder)
-    tags = [Markup(page).tags for page in rendered(model_card_text(open_run(folder), "onnx", None))]
+    tags = [Markup(page).tags for page in rendered(model_card_text(open_run(folder), "onnx"))]
     summary = json.loads((folder / "summary.json").read_text())
     for key in summary:
         if isinstance(summary[key], str) or key in ("clients", "parameters"):
@@ -207,9 +208,9 @@ def test_no_value_of_a_file_becomes_markup_in_the_card(ditto, tmp_path, value):
     inputs |= {"class_names": [f"{value}{k}" for k in range(10)], "features": [value]}
     (folder / "inputs.json").write_text(json.dumps(inputs))
     bind_inputs(folder)
-    found = replace(open_run(folder), note=value)
+    found = replace(open_run(folder), note=value, client=ServedClient(0, value, False))
     for kind in ("onnx", "torchscript"):
-        card = model_card_text(found, kind, value)
+        card = model_card_text(found, kind)
         assert "\x1b" not in card
         assert "\u202e" not in card
         for page, expected in zip(rendered(card), tags, strict=True):
@@ -229,8 +230,8 @@ def test_the_card_of_a_personal_model_promises_no_privacy(tmp_path):
         data="digits", clients=3, method="dp:noise=1,adaptive=false+ditto", model="logistic", rounds=1, local_steps=1,
         engine="inline", client_weighting="uniform", out=tmp_path / "run",
     )  # fmt: skip
-    assert "no privacy guarantee" not in model_card_text(open_run(private.folder), "onnx", None)
-    card = model_card_text(open_run(private.folder, 1), "onnx", 1)
+    assert "no privacy guarantee" not in model_card_text(open_run(private.folder), "onnx")
+    card = model_card_text(open_run(private.folder, client_number=1), "onnx")
     assert "no privacy guarantee" in card
     assert "Privacy:" not in card
 
@@ -240,7 +241,7 @@ def test_the_card_states_the_privacy_of_the_run(tmp_path):
         model="logistic", method="dp:noise=2", out=tmp_path / "run", data="digits", clients=30, rounds=1, lr=0.1,
         client_weighting="uniform", engine="inline", local_steps=1,
     )  # fmt: skip
-    card = model_card_text(open_run(private.folder), "onnx", None)
+    card = model_card_text(open_run(private.folder), "onnx")
     sentence = private.summary["privacy"]
     assert "no privacy guarantee" not in card
     for page in rendered(card):
@@ -253,28 +254,71 @@ def test_a_summary_with_other_types_is_an_error_and_no_traceback(ditto, tmp_path
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps({**summary, "bytes_up": "many"}))
     with pytest.raises(CheckpointError, match=r"summary\.json is corrupted"):
-        model_card_text(open_run(folder), "onnx", None)
+        model_card_text(open_run(folder), "onnx")
 
 
 def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, capsys):
     x, _ = unskew.load_federation("digits", clients=3).test
-    each = [unskew.load_predictor(ditto, client=k).predict_proba(x) for k in range(3)]
+    each = [unskew.load_predictor(ditto, client_number=k).predict_proba(x) for k in range(3)]
     assert not np.allclose(each[0], each[1])
     assert not np.allclose(each[0], unskew.load_predictor(ditto).predict_proba(x))
     clients = unskew.load_federation("digits", clients=3).clients
     for k, line in enumerate(map(json.loads, (ditto / "clients.jsonl").read_text().splitlines())):
-        labels = unskew.load_predictor(ditto, client=k).predict(clients[k].x_test)
+        labels = unskew.load_predictor(ditto, client_number=k).predict(clients[k].x_test)
         right = [label == str(int(true)) for label, true in zip(labels, clients[k].y_test, strict=True)]
         assert np.mean(right) == pytest.approx(line["personal_accuracy"])
     Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
-    (line,) = call(capsys, "predict", ditto, tmp_path / "0.png", "--client", "1", "--json").json()
+    (line,) = call(capsys, "predict", ditto, tmp_path / "0.png", "--client-number", "1", "--json").json()
     assert line["p(3)"] == pytest.approx(float(each[1][0, 3]), abs=1e-6)
-    found = call(capsys, "export", ditto, "--format", "torchscript", "--client", "1", "--json").json()
+    found = call(capsys, "export", ditto, "--format", "torchscript", "--client-number", "1", "--json").json()
     assert found["folder"].endswith("export-torchscript-client-1")
     assert np.allclose(ask("torchscript", found["file"], x), each[1], atol=TOLERANCE, rtol=0)
     assert "client 1" in (ditto / "export-torchscript-client-1" / "README.md").read_text()
-    with pytest.raises(ConfigError, match="no client 3"):
-        unskew.load_predictor(ditto, client=3)
+    with pytest.raises(ConfigError, match=r"no client number 3.*numbers from 0 to 2"):
+        unskew.load_predictor(ditto, client_number=3)
+
+
+def write_wards(folder):
+    """A table of the clients 2, 3 and 1, in this order, and a personal model for each."""
+    rows = [f"{(2, 3, 1)[k % 3]},{k % 7},{(3 * k) % 5},{int(k % 4 == k % 3)}" for k in range(90)]
+    (folder / "w.csv").write_text("ward,a,b,y\n" + "\n".join(rows) + "\n")
+    unskew.run(
+        data=f"table:{folder / 'w.csv'}", label="y", partition="natural:ward", method="fedavg+ft", lr=0.5,
+        model="logistic", rounds=1, local_steps=3, engine="inline", out=folder / "run",
+    )  # fmt: skip
+    return folder / "run", folder / "w.csv"
+
+
+def test_a_client_is_chosen_by_its_name_or_by_its_number_but_never_by_either(tmp_path, capsys):
+    run, rows = write_wards(tmp_path)
+    names = [json.loads(line)["name"] for line in (run / "clients.jsonl").read_text().splitlines()]
+    assert sorted(names) == ["1", "2", "3"]
+    for command in ("predict", "evaluate"):
+        answers = [call(capsys, command, run, rows, "--json", "--client", name).out for name in names]
+        assert len(set(answers)) == 3
+        numbered = [call(capsys, command, run, rows, "--json", "--client-number", k).out for k in range(3)]
+        assert numbered == answers
+    done = call(capsys, "export", run, "--format", "torchscript", "--client", names[2], "--json").json()
+    assert done["folder"].endswith("-client-2")
+    assert f"client {names[2]} of" in (run / "export-torchscript-client-2" / "README.md").read_text()
+    for options, words in (
+        (["--client", "0"], "no client '0'. Known: 1, 2, 3."),
+        (["--client-number", "3"], "no client number 3. Its clients have the numbers from 0 to 2"),
+        (["--client", "1", "--client-number", "1"], "are two choices"),
+        (["--client-number", "one"], "--client-number"),
+    ):
+        failed = call(capsys, "predict", run, rows, *options)
+        assert (failed.code, words in " ".join(failed.err.split())) == (2, True), failed.err
+    for wrong in ({"client": 1}, {"client_number": "1"}, {"client_number": True}, {"client": 1.0}):
+        with pytest.raises(ConfigError, match="client takes a name in quotes, and client_number an integer"):
+            unskew.load_predictor(run, **wrong)
+
+
+def test_clients_without_names_are_chosen_by_their_numbers_only(ditto):
+    with pytest.raises(
+        ConfigError, match=r"have no names, so there is no client '1'.*from 0 to 2, with --client-number"
+    ):
+        unskew.load_predictor(ditto, client="1")
 
 
 def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch):
@@ -282,22 +326,22 @@ def test_what_clients_train_at_the_end_serves_them(tmp_path, capsys, monkeypatch
     folder = unskew.run(out=tmp_path / "run", **same).folder
     clients = unskew.load_federation("digits", clients=3).clients
     for k, line in enumerate(map(json.loads, (folder / "clients.jsonl").read_text().splitlines())):
-        labels = unskew.load_predictor(folder, client=k).predict(clients[k].x_test)
+        labels = unskew.load_predictor(folder, client_number=k).predict(clients[k].x_test)
         right = [label == str(int(true)) for label, true in zip(labels, clients[k].y_test, strict=True)]
         assert np.mean(right) == pytest.approx(line["personal_accuracy"])
-    found = call(capsys, "export", folder, "--format", "torchscript", "--client", "2", "--json").json()
+    found = call(capsys, "export", folder, "--format", "torchscript", "--client-number", "2", "--json").json()
     x = clients[0].x[:5]
-    own = unskew.load_predictor(folder, client=2).predict_proba(x)
+    own = unskew.load_predictor(folder, client_number=2).predict_proba(x)
     assert np.allclose(ask("torchscript", found["file"], x), own, atol=TOLERANCE, rtol=0)
     assert not np.allclose(own, unskew.load_predictor(folder).predict_proba(x))
     (folder / "personal" / "1.safetensors").write_bytes(b"{")
     with pytest.raises(CheckpointError, match="corrupted"):
-        unskew.load_predictor(folder, client=1)
+        unskew.load_predictor(folder, client_number=1)
     monkeypatch.setattr("unskew.runs.personal_model_files.MOST", 10)
     with pytest.warns(UserWarning, match="are not stored"):
         unskew.run(out=tmp_path / "large", **same)
     with pytest.raises(ConfigError, match="has none of client 0"):
-        unskew.load_predictor(tmp_path / "large", client=0)
+        unskew.load_predictor(tmp_path / "large", client_number=0)
 
 
 def test_unseen_clients_get_the_global_model_with_a_note_or_an_error(tmp_path, capsys):
@@ -312,39 +356,39 @@ def test_unseen_clients_get_the_global_model_with_a_note_or_an_error(tmp_path, c
     share = sum(p.numel() for p in last) / sum(p.numel() for p in done.model.parameters())
     assert f"{100 * share:.3g}" == "3.64"
     with pytest.warns(RuntimeWarning, match=words):
-        unseen = unskew.load_predictor(done.folder, client=4).predict_proba(x)
+        unseen = unskew.load_predictor(done.folder, client_number=4).predict_proba(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         assert np.array_equal(unseen, unskew.load_predictor(done.folder).predict_proba(x))
-        assert not np.allclose(unseen, unskew.load_predictor(done.folder, client=0).predict_proba(x))
+        assert not np.allclose(unseen, unskew.load_predictor(done.folder, client_number=0).predict_proba(x))
     Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
-    assert call(capsys, "predict", done.folder, tmp_path / "0.png", "--client", "4").err == f"unskew: {words}\n"
-    assert not call(capsys, "predict", done.folder, tmp_path / "0.png", "--client", "0").err
-    found = call(capsys, "export", done.folder, "--format", "torchscript", "--client", "4", "--json")
+    assert call(capsys, "predict", done.folder, tmp_path / "0.png", "--client-number", "4").err == f"unskew: {words}\n"
+    assert not call(capsys, "predict", done.folder, tmp_path / "0.png", "--client-number", "0").err
+    found = call(capsys, "export", done.folder, "--format", "torchscript", "--client-number", "4", "--json")
     assert words in found.err
     card = (done.folder / "export-torchscript-client-4" / "README.md").read_text()
     assert words in card
     assert "This is the global model" in card
     tuned = unskew.run(method="ft", out=tmp_path / "ft", **same).folder
-    with pytest.raises(ConfigError, match=r"Client 3 is unseen.*Omit --client to use the global model"):
-        unskew.load_predictor(tuned, client=3)
+    with pytest.raises(ConfigError, match=r"Client 3 is unseen.*Omit the client to use the global model"):
+        unskew.load_predictor(tuned, client_number=3)
 
 
 def test_the_card_of_a_global_model_names_its_initial_parameters(tmp_path):
     run = {**TINY, "rounds": 1, "model": "logistic", "method": "fedproto"}
     folder = unskew.run(out=tmp_path / "run", **run).folder
     words = "With fedproto, 100 % of the parameters stay at the clients; in the global model they have their initial values."
-    assert words in model_card_text(open_run(folder), "onnx", None)
-    assert words not in model_card_text(open_run(folder, 1), "onnx", 1)
+    assert words in model_card_text(open_run(folder), "onnx")
+    assert words not in model_card_text(open_run(folder, client_number=1), "onnx")
 
 
 def test_models_that_nobody_keeps_are_refused(ditto, tmp_path):
     unskew.run(model="logistic", method="fedavg", out=tmp_path / "fedavg", **{**TINY, "rounds": 1})
     with pytest.raises(ConfigError, match="no personal models"):
-        unskew.load_predictor(tmp_path / "fedavg", client=0)
+        unskew.load_predictor(tmp_path / "fedavg", client_number=0)
     shutil.copytree(ditto, tmp_path / "bare", ignore=shutil.ignore_patterns("checkpoints", "export*"))
     with pytest.raises(CheckpointError, match="last checkpoint"):
-        unskew.load_predictor(tmp_path / "bare", client=0)
+        unskew.load_predictor(tmp_path / "bare", client_number=0)
     with pytest.raises(ConfigError, match="no format 'pickle'"):
         unskew.export(ditto, "pickle")
     with pytest.raises(ConfigError, match="supports only text models"):

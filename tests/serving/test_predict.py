@@ -73,7 +73,7 @@ def test_images_of_any_size_and_order_of_channels_are_brought_to_the_models(digi
     assert said == [("images read", 0, 3), ("predicted", 0, 3)]
     found = call(capsys, "predict", str(digits.folder), str(tmp_path), "--json").json()
     assert [line["row"] for line in found] == ["0.png", "1.png", "2.png"]
-    assert [line["label"] for line in found] == loaded.predict(x)
+    assert [line["predicted_label"] for line in found] == loaded.predict(x)
     assert [line["p(3)"] for line in found] == pytest.approx(first[:, 3].tolist(), rel=1e-5)
     Image.fromarray(x[0, 0].numpy()).resize((21, 13)).save(tmp_path / "other.png")
     assert len(call(capsys, "predict", str(digits.folder), str(tmp_path / "other.png"), "--json").json()) == 1
@@ -95,7 +95,7 @@ def test_rows_of_a_table_are_read_by_the_names_of_their_columns(patients, capsys
         written = list(csv.DictReader(out.open()))
     else:
         written = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["label"] for line in written] == ["yes", "no"]
+    assert [line["predicted_sick"] for line in written] == ["yes", "no"]
     expected = unskew.load_predictor(patients / "run").predict_proba([[2.0, 1.5], [-2.0, -1.0]])
     assert [float(line["p(sick=yes)"]) for line in written] == pytest.approx(expected[:, 1].tolist(), abs=1e-6)
     assert [line["row"] for line in written] == (["0", "1"] if kind == "csv" else [0, 1])
@@ -227,18 +227,62 @@ def test_patients_are_ranked_kept_and_called_by_a_threshold(patients, tmp_path, 
     assert "P4" in shown
     with out.open() as file:
         written = list(csv.DictReader(file))
-    assert list(written[0]) == ["row", "patient_id", "label", "p(sick=no)", "p(sick=yes)"]
+    assert list(written[0]) == ["row", "patient_id", "predicted_sick", "p(sick=no)", "p(sick=yes)"]
     assert [line["patient_id"] for line in written] == [f"P{k}" for k in range(5)]
-    assert [line["label"] for line in written] == ["yes" if p >= cut else "no" for p in chance]
-    assert {line["label"] for line in written} == {"yes", "no"}
+    assert [line["predicted_sick"] for line in written] == ["yes" if p >= cut else "no" for p in chance]
+    assert {line["predicted_sick"] for line in written} == {"yes", "no"}
     assert all(len(line["p(sick=yes)"]) <= len("0.123456e-05") for line in written)
     for options, words in (
         (["--keep", "ward"], "no column 'ward'"),
-        (["--keep", "row"], "have a column of this name"),
         (["--threshold", "2"], "--threshold"),
     ):
         failed = call(capsys, "predict", str(patients / "run"), str(table), *options)
         assert (failed.code, words in " ".join(failed.err.split())) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_columns_of_the_table_stay_next_to_predictions_of_any_name(tmp_path, capsys, kind):
+    """Of two numbers, in a table with columns that are named like those of the predictions."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    draws = np.random.default_rng(0)
+    table = {name: draws.normal(size=30).round(3) for name in ("a", "b", "row", "unknown", "predicted_cost")}
+    table |= {"cost": table["a"] + 2 * table["b"], "days": table["a"] - table["b"], "predicted_cost_2": table["a"]}
+    path, lines = tmp_path / f"t.{kind}", [{name: float(table[name][k]) for name in table} for k in range(30)]
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(lines), path)
+    else:
+        path.write_text(format_value(lines, f".{kind}"))
+    options = {"label": "cost,days", "task": "regression", "features": ["a", "b"], "partition": "iid", "clients": 2}
+    unskew.run(data=f"table:{path}", out=tmp_path / "run", model="logistic", lr=0.2, **options, **TINY)
+    kept = ["row", "cost", "predicted_cost", "predicted_cost_2", "days", "unknown"]
+    expected = unskew.load_predictor(tmp_path / "run").predict(np.stack([table["a"], table["b"]], 1).astype("float32"))
+    found = call(capsys, "predict", tmp_path / "run", path, "--keep", ",".join(kept), "--json").json()
+    assert list(found[0]) == ["row_2", *kept, "predicted_cost_3", "predicted_days"]
+    assert [[line[name] for name in kept] for line in found] == [[line[name] for name in kept] for line in lines]
+    given = [[line["predicted_cost_3"], line["predicted_days"]] for line in found]
+    assert np.allclose(given, expected, rtol=1e-5, atol=1e-5)
+    for out in (tmp_path / "p.csv", tmp_path / "p.jsonl"):
+        shown = call(capsys, "predict", tmp_path / "run", path, "--keep", "cost,predicted_cost", "--out", out).out
+        assert "predicted_cost_2" in shown
+        text = out.read_text()
+        written = (
+            list(csv.DictReader(text.splitlines())) if out.suffix == ".csv" else map(json.loads, text.splitlines())
+        )
+        assert [float(line["cost"]) for line in written] == table["cost"].tolist()
+
+
+def test_the_observed_class_stays_next_to_the_predicted_one(tmp_path, capsys):
+    """Also if the outcome is called like a column of the predictions."""
+    rows = "".join(f"{k % 2},{k % 2},{k % 3}\n" for k in range(30))
+    (tmp_path / "t.csv").write_text("label,p(label=1),a\n" + rows)
+    shared = {"data": f"table:{tmp_path / 't.csv'}", "label": "label", "features": ["a"], "model": "logistic"}
+    unskew.run(partition="iid", clients=2, out=tmp_path / "run", **shared, **TINY)
+    found = call(capsys, "predict", tmp_path / "run", tmp_path / "t.csv", "--keep", "label,p(label=1)", "--json").json()
+    assert list(found[0]) == ["row", "label", "p(label=1)", "predicted_label", "p(label=0)", "p(label=1)_2"]
+    assert [int(line["label"]) for line in found] == [int(line["p(label=1)"]) for line in found] == [0, 1] * 15
+    assert {line["predicted_label"] for line in found} <= {"0", "1"}
 
 
 def test_a_threshold_needs_two_classes(digits, tmp_path, capsys):
@@ -281,6 +325,13 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
         assert (failed.code, words in " ".join(failed.err.split())) == (2, True)
     failed = call(capsys, "evaluate", str(patients / "run"), str(tmp_path / "new.csv"), "--by", "ward")
     assert (failed.code, "no column 'ward'" in failed.err) == (2, True)
+
+
+def test_a_site_may_be_called_like_the_group_of_all_rows(patients, tmp_path, capsys):
+    rows = "".join(f"{('all', 'b')[k % 3 > 1]},{k % 5},{k % 4 - 2},{('yes', 'no')[k % 2]}\n" for k in range(30))
+    (tmp_path / "new.csv").write_text("site,age,bmi,sick\n" + rows)
+    found = call(capsys, "evaluate", patients / "run", tmp_path / "new.csv", "--by", "site", "--json").json()
+    assert [(row["group"], row["rows"]) for row in found] == [("all", 30), ("all", 20), ("b", 10)]
 
 
 def test_a_run_without_a_recorded_label_column_cannot_be_evaluated_on_files(patients, tmp_path, capsys):

@@ -11,11 +11,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.fit_table import ReflowTable, as_text, stacked_below
+from unskew.cli.fit_table import ReflowTable, as_text, omit_empty_columns, stacked_below
 from unskew.comparison.benefit_text import benefit_title, displayed, interval_text
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.leave_one_out import LeaveOneOut
-from unskew.comparison.summary_statistics import UNSEEN
+from unskew.comparison.summary_statistics import UNSEEN, std_key
 from unskew.tasks.formatting import (
     F1,
     format_megabytes,
@@ -92,12 +92,18 @@ class MethodRows(Table):
             self.add_column(name, justify="left" if name in WORDS else "right")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        omit_empty_columns(self, console)
         self.columns[0].width, self.padding = 0, (0, 1)
         figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
-        if figures + self.least > options.max_width:
-            for column in self.columns[1:]:  # headers may break between words, values may not
-                cells = [as_text(cell, console).plain for cell in column.cells]
-                column.width = max(map(len, [*cells, *str(column.header).split()]))
+        for spread in (" ± ", "\n± "):  # headers may break between words, then values before their spread
+            if figures + self.least <= options.max_width:
+                break
+            for column in self.columns[1:]:
+                column._cells = [
+                    cell.replace(" ± ", spread) if isinstance(cell, str) else cell for cell in column.cells
+                ]
+                lines = [line for cell in column.cells for line in as_text(cell, console).plain.split("\n")]
+                column.width = max(map(len, [*lines, *str(column.header).split()]))
             self.padding = (0, 1, 0, 0)
             figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
         self.columns[0].width = min(self.most, max(self.least, options.max_width - figures))
@@ -130,7 +136,7 @@ def std_text(row: dict[str, Any], name: str) -> float | None:
         row: Row of the comparison.
         name: Name of the metric.
     """
-    return row.get(f"{name}_std") if row["seeds"] > 1 else None
+    return row.get(std_key(name)) if row["seeds"] > 1 else None
 
 
 def epsilon_cell(value: float | None) -> str:

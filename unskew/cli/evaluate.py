@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, escape_controls, print_json, printed_warnings
+from unskew.cli.common import (
+    AsJson,
+    ClientName,
+    ClientNumber,
+    TrustCode,
+    console_for,
+    escape_controls,
+    print_json,
+    printed_warnings,
+)
 from unskew.cli.predict import check_output, write_rows
 from unskew.filesystem import check_run, parse_path
 
@@ -30,7 +39,8 @@ def evaluate(
         Path | None,
         typer.Option("--out", parser=parse_path, metavar="PATH", help="Write the metrics to this .csv or .jsonl file."),
     ] = None,
-    client: Client = None,
+    client: ClientName = None,
+    client_number: ClientNumber = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,7 +55,7 @@ def evaluate(
     from unskew.serving.load import load_predictor
 
     with printed_warnings(), progress_while_waiting("evaluate"):
-        predictor = load_predictor(run, client=client, trust_code=trust_code)
+        predictor = load_predictor(run, client=client, client_number=client_number, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
         scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)
     for unknown in read.unknown:

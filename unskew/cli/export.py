@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, print_json, printed_warnings
+from unskew.cli.common import AsJson, ClientName, ClientNumber, TrustCode, console_for, print_json, printed_warnings
 from unskew.filesystem import check_run, parse_path
 
 
@@ -18,7 +18,8 @@ def export(
         Path | None,
         typer.Option("--out", parser=parse_path, metavar="PATH", help="Folder to write; RUN/export-FORMAT by default."),
     ] = None,
-    client: Client = None,
+    client: ClientName = None,
+    client_number: ClientNumber = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -27,7 +28,7 @@ def export(
     from unskew.serving.export import export as write
 
     with printed_warnings():
-        done = write(run, kind, out=out, client=client, trust_code=trust_code)
+        done = write(run, kind, out=out, client=client, client_number=client_number, trust_code=trust_code)
     if as_json:
         print_json({"folder": str(done.folder), "file": str(done.file), "apart": done.apart})
         return

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from unskew.tasks.formatting import EMPTY
+
 
 class ReflowTable(Table):
     """Table that prints its rows stacked if the terminal is too narrow for its longest words."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        omit_empty_columns(self, console)
         needed = self.__rich_measure__(console, options.update(max_width=10_000)).minimum
         if needed <= options.max_width:
             for column in self.columns:  # otherwise rich may shrink a column below its longest word
@@ -22,6 +26,18 @@ class ReflowTable(Table):
             yield from super().__rich_console__(console, options)
         else:
             yield from stacked_below(self, console)
+
+
+def omit_empty_columns(table: Table, console: Console) -> None:
+    """Remove the columns without any value.
+
+    Args:
+        table: Table to change.
+        console: Console to print to.
+    """
+    if table.row_count:
+        columns = [c for c in table.columns if not all(as_text(cell, console).plain in EMPTY for cell in c.cells)]
+        table.columns = [replace(column, _index=index) for index, column in enumerate(columns)]
 
 
 def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
@@ -48,7 +64,8 @@ def stacked_below(table: Table, console: Console) -> Iterator[RenderableType]:
             line.append("; " if line else "")
             line.append(f"{name}: " if name else "")
             # Keep a value and its standard deviation on one line.
-            line.append(cell.plain.replace(" ", "\N{NO-BREAK SPACE}") if len(cell.plain) < 20 else cell.plain)
+            text = " ".join(cell.plain.split("\n"))
+            line.append(text.replace(" ", "\N{NO-BREAK SPACE}") if len(text) < 20 else text)
         if line:
             yield Padding(line, (0, 0, 0, 2))
     if table.caption:

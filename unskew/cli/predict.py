@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, Client, TrustCode, console_for, escape_controls, print_json, printed_warnings
-from unskew.errors import ConfigError
+from unskew.cli.common import (
+    AsJson,
+    ClientName,
+    ClientNumber,
+    TrustCode,
+    console_for,
+    escape_controls,
+    print_json,
+    printed_warnings,
+)
+from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
+
+if TYPE_CHECKING:
+    from unskew.runs.input_spec import InputSpec
 
 FORMATS = (".csv", ".jsonl")
 SHOWN = 20
@@ -38,7 +51,8 @@ def predict(
         float | None,
         typer.Option("--threshold", min=0, max=1, help="Minimum probability to predict the second of two classes."),
     ] = None,
-    client: Client = None,
+    client: ClientName = None,
+    client_number: ClientNumber = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -51,28 +65,29 @@ def predict(
     from unskew.serving.load import load_predictor
 
     with printed_warnings(), progress_while_waiting("predict"):
-        predictor = load_predictor(run, client=client, trust_code=trust_code)
+        predictor = load_predictor(run, client=client, client_number=client_number, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
         kept_columns = file_columns(read, parse_names(keep or ""), rows)
         outputs = predictor.outputs(read.x)
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)
-    numbers = predictor.numbers
-    titles = predictor.class_names if numbers else probability_names(predictor.inputs.label, predictor.class_names)
+    inputs, titles = predictor.inputs, output_titles(predictor.inputs)
     labels = predictor.labels(outputs, threshold)
     strange: dict[int | str, list[str]] = {}
     for unknown in read.unknown:
         for row in unknown.rows:
             strange.setdefault(row, []).append(unknown.column)
+    chosen = {} if predictor.numbers else {f"predicted_{inputs.label or 'label'}": labels}
+    own: dict[str, Sequence[Any]] = {
+        "row": read.names,
+        **chosen,
+        **{title: [float(f"{value:.6g}") for value in outputs[:, k]] for k, title in enumerate(titles)},
+        **({"unknown": [strange.get(name, []) for name in read.names]} if strange else {}),
+    }
+    names = free_names(own, kept_columns)
+    columns = {names["row"]: own["row"], **kept_columns, **{names[name]: values for name, values in own.items()}}
     lines: list[dict[str, Any]] = [
-        {
-            "row": name,
-            **{column: values[index] for column, values in kept_columns.items()},
-            **({} if numbers else {"label": labels[index]}),
-            **{title: float(f"{value:.6g}") for title, value in zip(titles, outputs[index], strict=True)},
-            **({"unknown": strange.get(name, [])} if strange else {}),
-        }
-        for index, name in enumerate(read.names)
+        dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)
     ]
     write_rows(lines, out)
     if as_json:
@@ -82,18 +97,17 @@ def predict(
     from rich.table import Table
     from rich.text import Text
 
-    several = predictor.inputs.task == "multilabel"
-    binary = not numbers and not several and len(titles) == 2
-    last = titles if numbers else titles[1:] if binary else [] if several else ["probability"]
+    several = inputs.task == "multilabel"
+    binary = not predictor.numbers and len(titles) == 2
+    last = titles if predictor.numbers else [] if several else titles[1:] if binary else ["probability"]
+    shown = [names["row"], *kept_columns, *(names[name] for name in chosen)]
     table = Table(header_style="bold")
-    for title in ("row", *kept_columns, *([] if numbers else ["label"]), *last):
+    for title in (*shown, *(names.get(title, title) for title in last)):
         table.add_column(Text(escape_controls(title)))
     for line, values in list(zip(lines, outputs, strict=True))[:SHOWN]:
-        cells = [str(line[name]) for name in ("row", *kept_columns)]
-        if not numbers:
-            cells.append((", ".join(line["label"]) if several else str(line["label"])) or "-")
-        shown = [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[title]:.4g}" for title in last]
-        table.add_row(*(Text(escape_controls(cell)) for cell in [*cells, *shown]))
+        cells = [(", ".join(line[name]) or "-") if isinstance(line[name], list) else str(line[name]) for name in shown]
+        cells += [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[names[title]]:.4g}" for title in last]
+        table.add_row(*(Text(escape_controls(cell)) for cell in cells))
     console.print(table)
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
@@ -132,17 +146,27 @@ def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
         write_atomic(out, format_value(lines, out.suffix.lower()).encode())
 
 
-def probability_names(label: str | None, names: list[str]) -> list[str]:
-    """Return a column name for the probability of each class.
+def output_titles(inputs: InputSpec) -> list[str]:
+    """Return a column name for each output of a model: ``p(sepsis=1)`` or ``p(cat)``, for numbers ``predicted_cost``."""
+    if inputs.task == "regression":
+        return [f"predicted_{name}" for name in inputs.names]
+    return [f"p({name})" if inputs.label is None else f"p({inputs.label}={name})" for name in inputs.names]
+
+
+def free_names(own: Iterable[str], kept: Collection[str]) -> dict[str, str]:
+    """Return the names of the columns that a command adds; names of the user's columns get a number.
 
     Args:
-        label: Name of the label column, or None.
-        names: Names of the classes.
+        own: Columns that the command adds.
+        kept: Columns of the user, which keep their names.
 
-    >>> probability_names("sepsis", ["0", "1"]), probability_names(None, ["cat", "dog"])
-    (['p(sepsis=0)', 'p(sepsis=1)'], ['p(cat)', 'p(dog)'])
+    >>> free_names(["row", "predicted_cost"], ["cost", "predicted_cost"])
+    {'row': 'row', 'predicted_cost': 'predicted_cost_2'}
     """
-    return [f"p({name})" if label is None else f"p({label}={name})" for name in names]
+    names: dict[str, str] = {}
+    for name in own:
+        names[name] = name if name not in kept else free_name(name, {*kept, *own, *names.values()})
+    return names
 
 
 def format_value(lines: list[dict[str, Any]], kind: str) -> str:

@@ -90,7 +90,7 @@ def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
     unit = " points" if metric.percent else ""
     clients = f"{mean.clients} clients" if benefit.same_clients else f"the clients of each of {benefit.seeds} seeds"
     text += f"; on average {_entry(metric, mean, '+', False)[0]}{unit}"
-    ends = _ends(metric, mean, "+")
+    ends = interval_text(metric, mean.low, mean.high, "+")
     return f"{text} (95 % interval {ends}, paired over {clients})" if ends else text
 
 

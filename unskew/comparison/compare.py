@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from html import escape
-from itertools import chain
+from itertools import chain, permutations, product
 from numbers import Integral
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +28,7 @@ from unskew.comparison.references import (
 )
 from unskew.comparison.same_settings import check_same_settings
 from unskew.comparison.single_run import Given, last, run_or_resume
-from unskew.comparison.summary_statistics import averaged_keys, is_metric, mean_std
+from unskew.comparison.summary_statistics import averaged_keys, is_metric, mean_std, std_key
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
@@ -38,7 +39,7 @@ from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
 from unskew.privacy.composition import composition_note
-from unskew.records.notebook import format_mean_std, html_table, to_data_frame
+from unskew.records.notebook import format_mean_std, html_table, notebook_progress, to_data_frame
 from unskew.records.recorder import Callback, first_reaching, with_closing
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
@@ -49,10 +50,12 @@ from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
 from unskew.tasks.formatting import value_text
+from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
@@ -169,7 +172,7 @@ class Comparison:
             figures = [key for key in summaries[0] if is_metric(key)]
             for key in (*averaged_keys(summaries[0]), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]
-                row[key], row[f"{key}_std"] = mean_std(values) if values else (None, None)
+                row[key], row[std_key(key)] = mean_std(values) if values else (None, None)
             for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
                 if key in summaries[0]:
                     spent = [summary[key] for summary in summaries]
@@ -198,7 +201,7 @@ class Comparison:
             judged = objective_metric(row).name
             own = client_metric_name(judged, primary_metric_name(row))
             shown = dict.fromkeys([judged, f"best_{judged}", "loss", f"client_{own}_mean"])
-            means = {name: format_mean_std(row[name], row[f"{name}_std"]) for name in shown}
+            means = {name: format_mean_std(row[name], row[std_key(name)]) for name in shown}
             sent = {f"MB {way}": format_mean_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
             reached = {f"rounds to {self.target:g}": format_mean_std(row["rounds_to_target"])}
             table.append({"method": row["method"], "seeds": str(row["seeds"]), **means, **reached, **sent})
@@ -210,26 +213,65 @@ class Comparison:
             *self.answers(),
         ]
         for row in self._shown():
-            lines.append("  " + ", ".join(f"{name} {text}" for name, text in list(row.items())[:3]))
+            known = [f"{name} {text}" for name, text in row.items() if text != "–"]  # local has no global model
+            lines.append("  " + ", ".join(known[:3]))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """Return whether it helps, and a table for notebooks: means ± standard deviations over seeds."""
         return "".join(f"<p>{escape(line)}</p>" for line in self.answers()) + html_table(self._shown())
 
-    def plot(self, path: str | Path) -> Path:
-        """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic."""
+    def differences(self, metric: str | None = None) -> list[dict[str, Any]]:
+        """Return the differences of a metric between all pairs of methods and references, paired by seed.
+
+        Args:
+            metric: Key of ``summaries``, such as ``client_accuracy_mean``; None means the objective.
+
+        Returns:
+            Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval by
+            Student's t, which needs two seeds.
+        """
+        key, rows = metric or self.objective.name, []
+        for base, name in permutations(self.summaries, 2):
+            values = [
+                run[key] - other[key]
+                for run, other in product(self.summaries[name], self.summaries[base])
+                if all(run[same] == other[same] for same in ("seed", "partition_hash"))
+                and None not in (run.get(key), other.get(key))
+            ]
+            if values:
+                low, high = interval95(values) or (None, None)
+                row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}
+                rows.append({**row, "low": low, "high": high})
+        return rows
+
+    def plot(self, path: str | Path | None = None) -> Path | Figure:
+        """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic.
+
+        Args:
+            path: Image file to write. None returns the figure, which notebooks display.
+        """
         curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
-        return plot_convergence(curves, Path(path), self.objective, list(filter(is_reference, curves)))
+        return plot_convergence(curves, path, self.objective, list(filter(is_reference, curves)))
+
+
+LONGEST_NAME = 200
+"""Longest name of a folder in bytes; file systems allow 255, and files get a suffix."""
 
 
 def folder_name(spelling: str) -> str:
-    """Convert a method expression to a folder name.
+    """Convert a method expression to a folder name, which is short enough for file systems.
 
-    >>> folder_name("fedprox:mu=0.1+scaffold")
-    'fedprox-mu=0.1+scaffold'
+    >>> folder_name("fedprox:mu=0.1+scaffold"), folder_name(f"digits-fedprox:mu=0.{'1' * 300}-seed0")
+    ('fedprox-mu=0.1+scaffold', 'digits-fedprox-mu=0.111...111-seed0')
     """
-    return "".join(c if c.isalnum() or c in "+=.,_-" else "-" for c in spelling)
+    name = "".join(c if c.isalnum() or c in "+=.,_-" else "-" for c in spelling)
+    data = name.encode()
+    if len(data) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(spelling.encode()).hexdigest()[:8]
+    start, end = (part.decode(errors="ignore") for part in (data[: LONGEST_NAME // 2], data[-LONGEST_NAME // 2 :]))
+    return f"{start}-{digest}-{end}"
 
 
 def compare(
@@ -289,7 +331,8 @@ def compare(
     names = [method_expression(m) for m in methods]
     if all(map(is_reference, names)):
         raise ConfigError("Name at least one method. pooled and local are only references to compare it with.")
-    twice = ", ".join(sorted({name for name in names if names.count(name) > 1}))
+    folders = [folder_name(name).casefold() for name in names]  # some file systems do not distinguish case
+    twice = ", ".join(sorted({name for name, own in zip(names, folders, strict=True) if folders.count(own) > 1}))
     if twice:
         raise ConfigError(f"Name each method only once: {twice} is listed twice.")
     by_name = dict(zip(names, map(method, methods), strict=True))
@@ -330,6 +373,9 @@ def compare(
     def followers(name: str, seed: int) -> Sequence[Callback]:
         return list(callback_factory(name, seed, configs[name, seed])) if callback_factory else []
 
+    def pool_followers(name: str, seed: int) -> Sequence[Callback]:
+        return [*followers(name, seed), *notebook_progress()]
+
     with output_folder(folder, resume, begun):
         if folder is not None:
             check_same_settings(folder, configs, by_name)
@@ -368,7 +414,7 @@ def compare(
                 check_within(known, budget_minutes)
             if on_estimate is not None and known is not None:
                 on_estimate(str(known))
-        works = [Job(config, run_or_resume, arguments(*config), partial(followers, *config)) for config in configs]
+        works = [Job(config, run_or_resume, arguments(*config), partial(pool_followers, *config)) for config in configs]
         finished = dict(run_jobs(works, at_once, shared_inputs)) if run_in_pool(at_once) else {}
         for seed in which:
             for name in names:

@@ -27,13 +27,22 @@ def is_metric(name: str) -> bool:
     return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS, WORST})
 
 
+def std_key(name: str) -> str:
+    """Return the key of a metric's standard deviation over seeds in rows of a comparison; no class name can equal it.
+
+    >>> std_key("auroc"), std_key("recall/a")
+    ('auroc_std', 'recall_std/a')
+    """
+    return f"recall_std/{name.removeprefix(RECALL)}" if name.startswith(RECALL) else f"{name}_std"
+
+
 UNSEEN = ("unseen", "unseen_personal")
 """Prefixes of the metrics over unseen clients, of the global model and of personal models."""
 OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
 
 
 def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the summary keys whose mean and standard deviation (suffix ``_std``) over seeds are in table rows."""
+    """Return the summary keys whose mean and standard deviation (``std_key``) over seeds are in table rows."""
     scored, objective = primary_metric_name(summary), objective_metric(summary).name
     judging = dict.fromkeys([scored, client_metric_name(objective, scored)])
     groups = ("client", "personal", *(UNSEEN if "unseen_evaluated" in summary else ()))

@@ -30,6 +30,7 @@ from unskew.diagnosis.traffic_estimate import estimate_traffic
 from unskew.errors import UnskewError
 from unskew.methods.registry import method
 from unskew.protocol.rules import Method
+from unskew.records.notebook import NotebookTable
 from unskew.runs.cost import duration, estimate
 from unskew.runs.validation import check_method
 from unskew.simulation.personal_models import has_personal_models
@@ -85,8 +86,8 @@ class Excluded:
     reason: str
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(NotebookTable):
     """Methods to compare with FedAvg.
 
     Attributes:
@@ -105,8 +106,8 @@ class Advice:
     excluded: list[Excluded]
     notes: list[str]
     rounds: int
-    setting: AdviceContext = field(repr=False, compare=False)
-    situation: SkewFeatures = field(repr=False)
+    setting: AdviceContext = field(compare=False)
+    situation: SkewFeatures
 
     @property
     def methods(self) -> list[str]:
@@ -117,6 +118,18 @@ class Advice:
         spec = self.setting.spec
         personal = [s.method for s in self.personal if has_personal_models(method(s.method), spec)]
         return [*names, *(personal[:PERSONAL] or ["ft"]), "local"]
+
+    def _sentences(self) -> list[str]:
+        return [f"Compare {', '.join(self.methods)}.", *self.notes]
+
+    def _shown(self) -> list[dict[str, object]]:
+        groups = {"one global model": self.suggestions, "the clients' own data": self.personal}
+        rows: list[dict[str, object]] = [
+            {"for": group, "method": suggestion.method, "reason": " ".join([suggestion.reason, *suggestion.cautions])}
+            for group, suggestions in groups.items()
+            for suggestion in suggestions
+        ]
+        return [*rows, *({"for": "not applicable", **vars(excluded)} for excluded in self.excluded)]
 
     def with_costs(self) -> Advice:
         """Return the advice with the estimated time of each method; of close expected gains, the faster comes first.

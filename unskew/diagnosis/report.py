@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 from unskew.measurements.site_differences import SiteDifferences
-from unskew.plots.figure import new_figure, save_figure
+from unskew.plots.figure import new_figure, save_or_return
+from unskew.records.notebook import NotebookTable
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from unskew.diagnosis.advice import Advice
     from unskew.diagnosis.features import AdviceContext
 
@@ -26,8 +29,8 @@ WEAK, STRONG = 0.15, 0.4
 """Label distance minus chance: weak below the first value, strong from the second on."""
 
 
-@dataclass(frozen=True)
-class DiagnosisReport:
+@dataclass(frozen=True, repr=False)
+class DiagnosisReport(NotebookTable):
     """Result of a diagnosis.
 
     Attributes:
@@ -42,7 +45,7 @@ class DiagnosisReport:
     labels: Figures
     places: list[HeterogeneityMeasurement]
     sites: SiteDifferences
-    setting: AdviceContext | None = field(default=None, repr=False, compare=False)
+    setting: AdviceContext | None = field(default=None, compare=False)
 
     def advice(
         self,
@@ -109,11 +112,20 @@ class DiagnosisReport:
             ],
         }
 
-    def plot(self, path: str | Path) -> Path:
+    def _sentences(self) -> list[str]:
+        return [self.summary()]
+
+    def _shown(self) -> list[dict[str, object]]:
+        columns = {location.place: {**self.labels, **_plain(location.metrics)} for location in self.places}
+        names = dict.fromkeys(name for metrics in columns.values() for name in metrics)
+        rows = ({model: metrics.get(name) for model, metrics in columns.items()} for name in names)
+        return [{"metric": name, **row} for name, row in zip(names, rows, strict=True) if {*row.values()} != {None}]
+
+    def plot(self, path: str | Path | None = None) -> Path | Figure:
         """Plot measurements (markers) and Lemma 1's bounds (dashed) against the share ``p``, in one color per model.
 
         Args:
-            path: Image file to write; its suffix determines the format.
+            path: Image file to write; its suffix determines the format. None returns the figure, which notebooks display.
 
         Raises:
             ConfigError: If the file name does not end with the suffix of an image.
@@ -133,7 +145,7 @@ class DiagnosisReport:
         if names:
             axes[0][0].plot([], [], "k--", alpha=0.7, label="Lemma 1")
             axes[0][0].legend(frameon=False, fontsize=8)
-        return save_figure(figure, Path(path))
+        return save_or_return(figure, path)
 
 
 def _number(value: float | None) -> float:

@@ -6,13 +6,16 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unskew.plots.figure import MARKERS, PALETTE, literal_text, new_figure, save_figure, set_round_axis
+from unskew.plots.figure import MARKERS, PALETTE, literal_text, new_figure, save_figure, save_or_return, set_round_axis
 from unskew.tasks.intervals import wilson_interval
 from unskew.tasks.primary_metric import SCORES, MetricInfo, metric_info, primary_metric_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NAME = 24
 """Maximum number of characters of a client's name in a figure."""
@@ -20,20 +23,20 @@ NAME = 24
 
 def plot_convergence(
     runs: Mapping[str, Sequence[list[dict[str, Any]]]],
-    path: Path,
+    path: str | Path | None,
     objective: MetricInfo | None = None,
     without_traffic: Collection[str] = (),
-) -> Path:
+) -> Path | Figure:
     """Plot the objective (for language models, the test loss) against rounds and traffic: mean and std over seeds.
 
     Args:
         runs: History of each seed, by method.
-        path: Image file to write; its suffix determines the format.
+        path: Image file to write; its suffix determines the format. None returns the figure.
         objective: Metric that judges the runs; accuracy or R² if None.
         without_traffic: Names in ``runs`` that are plotted only against rounds.
 
     Returns:
-        The path of the image.
+        The path of the image, or the figure.
     """
     figure, ((left, right),) = new_figure(10, 4, columns=2)
     names = {name for histories in runs.values() for h in histories for row in h[:1] for name in row}
@@ -72,7 +75,7 @@ def plot_convergence(
         axis.set_ylabel(literal_text(title))
         axis.grid(alpha=0.3)
     left.legend(frameon=False)
-    return save_figure(figure, path)
+    return save_or_return(figure, path)
 
 
 def plot_signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: Sequence[float]) -> None:

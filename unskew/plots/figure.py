@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import io
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unskew.errors import ConfigError
 from unskew.filesystem import create_file, disk_errors, make_folder, temporary_path, write_atomic
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 """Colors that color-blind readers can distinguish, on white and on black (Okabe and Ito 2008, and gray).
@@ -96,6 +100,39 @@ def check_place(path: Path) -> None:
             folder.rmdir()
 
 
+def save_or_return(figure: Any, path: str | Path | None) -> Path | Figure:
+    """Write a figure and return the path; without a path, return the figure, which notebooks display as an image.
+
+    Args:
+        figure: The figure.
+        path: Image file to write, or None.
+
+    Raises:
+        ConfigError: If the suffix is not a known image format.
+    """
+    if path is not None:
+        return save_figure(figure, Path(path))
+    figure._repr_png_ = partial(encode_figure, figure, "png")  # notebooks show other figures only if pyplot is set up
+    shown: Figure = figure
+    return shown
+
+
+def encode_figure(figure: Any, form: str) -> bytes:
+    """Return a figure as an image file. The same figure gives the same bytes.
+
+    Args:
+        figure: The figure.
+        form: Format of the image, such as ``png``.
+    """
+    from matplotlib import rc_context
+
+    data = io.BytesIO()
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
+    with rc_context({"svg.hashsalt": "unskew"}):  # constant identifiers instead of random ones
+        figure.savefig(data, dpi=130, format=form, metadata=undated)
+    return data.getvalue()
+
+
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure; the suffix of ``path`` determines the format. The same figure gives the same file.
 
@@ -108,12 +145,5 @@ def save_figure(figure: Any, path: Path) -> Path:
     """
     check_ending(figure, path)
     make_folder(path.parent)
-    from matplotlib import rc_context
-
-    data = io.BytesIO()
-    form = path.suffix.lower()[1:]
-    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form)
-    with rc_context({"svg.hashsalt": "unskew"}):  # constant identifiers instead of random ones
-        figure.savefig(data, dpi=130, format=form, metadata=undated)
-    write_atomic(path, data.getvalue())
+    write_atomic(path, encode_figure(figure, path.suffix.lower()[1:]))
     return path

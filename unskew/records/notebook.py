@@ -1,14 +1,19 @@
-"""Tables for notebooks: as HTML and as data frames."""
+"""Results in notebooks: tables as HTML and as data frames, and progress as lines."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import ConfigError
-from unskew.tasks.formatting import missing_text
+from unskew.progress import PATIENCE
+from unskew.records.recorder import Callback, Row
+from unskew.tasks.formatting import missing_text, value_text
+from unskew.tasks.primary_metric import metric_info, primary_metric_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,10 +38,70 @@ def format_mean_std(value: float | None, std: float | None = None, factor: float
 
 
 def html_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return rows as an HTML table with their keys as header; all text is escaped."""
-    header = "".join(f"<th>{escape(str(name))}</th>" for name in rows[0])
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row.values())}</tr>" for row in rows)
+    """Return rows as an HTML table with their keys as header; all text is escaped, and missing values are empty."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    header = "".join(f"<th>{escape(str(name))}</th>" for name in names)
+    lines = ("".join(f"<td>{escape(cell_text(row.get(name)))}</td>" for name in names) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def cell_text(value: object) -> str:
+    """Return the text of a table cell: numbers with four digits, nothing for None."""
+    return "" if value is None else format_mean_std(value) if isinstance(value, float) else str(value)
+
+
+class NotebookTable:
+    """Base class of results that are displayed as sentences and a table in notebooks, and printed as lines."""
+
+    def _sentences(self) -> Sequence[str]:
+        return ()
+
+    def _shown(self) -> Sequence[Mapping[str, object]]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        lines = []
+        for row in self._shown():
+            (_, title), *rest = row.items()
+            lines.append(
+                f"{title}: {', '.join(f'{name} {cell_text(value)}' for name, value in rest if cell_text(value))}"
+            )
+        return "\n  ".join([f"{type(self).__name__}:", *self._sentences(), *lines])
+
+    def _repr_html_(self) -> str:
+        """Return sentences and a table for notebooks."""
+        return "".join(f"<p>{escape(line)}</p>" for line in self._sentences()) + html_table(self._shown())
+
+
+class NotebookProgress(Callback):
+    """Prints the progress of a run as lines, which executed notebooks store: at most nine, and one in two seconds."""
+
+    printed = 0.0
+    """Time of the last line of any run."""
+
+    def start(self, config: dict[str, Any], rounds_done: int) -> None:
+        """Store the title of the run."""
+        self.title, self.rounds = f"{config['method']}, seed {config['seed']}", config["rounds"]
+        self.tenths = 10 * rounds_done // self.rounds
+        NotebookProgress.printed = NotebookProgress.printed or time.monotonic()
+
+    def round(self, row: Row) -> None:
+        """Print a line after each tenth of the rounds, except at the end, which the result shows."""
+        tenths = 10 * row["round"] // self.rounds
+        if tenths in (self.tenths, 10) or time.monotonic() - NotebookProgress.printed < PATIENCE:
+            return
+        self.tenths, NotebookProgress.printed = tenths, time.monotonic()
+        judge = metric_info(primary_metric_name(row))
+        value = "" if row.get(judge.name) is None else f", test {judge.title} {value_text(judge, row[judge.name])}"
+        print(f"{self.title}: round {row['round']} of {self.rounds}{value}, {row['seconds']:.0f} s", flush=True)
+
+
+def notebook_progress() -> list[Callback]:
+    """Return a callback that prints the progress of a run in a notebook; none in other programs."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return [] if getattr(shell, "kernel", None) is None else [NotebookProgress()]
 
 
 def to_data_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -18,6 +18,7 @@ from unskew.tasks.primary_metric import objective_metric
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 
 class Result:
@@ -75,11 +76,15 @@ class Result:
         """Return the history as a data frame, one row per round (requires pandas)."""
         return to_data_frame(self.history)
 
-    def plot(self, path: str | Path) -> Path:
-        """Plot the objective (for language models, the loss) against rounds and traffic into an image file."""
+    def plot(self, path: str | Path | None = None) -> Path | Figure:
+        """Plot the objective (for language models, the loss) against rounds and traffic.
+
+        Args:
+            path: Image file to write. None returns the figure, which notebooks display.
+        """
         from unskew.plots.curves import plot_convergence
 
-        return plot_convergence({self.summary["method"]: [self.history]}, Path(path), objective_metric(self.summary))
+        return plot_convergence({self.summary["method"]: [self.history]}, path, objective_metric(self.summary))
 
     def _shown(self) -> dict[str, Any]:
         judged = objective_metric(self.summary).name

@@ -5,6 +5,7 @@ Each needs an extra. Other packages may provide trackers by entry points.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew import plugins
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, free_name
 from unskew.filesystem import write_atomic
 from unskew.provenance import UntrustedText
 from unskew.records.mlflow_store import NAME, is_complete_database, open_client
@@ -24,8 +25,20 @@ FOLDER = "unskew.folder"
 QUOTES = "'\"`\\"
 
 
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    return {k: float(v) for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+def numbers_by_name(row: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row under names that every tracker accepts, although classes may have any name.
+
+    >>> numbers_by_name({"round": 1, "recall/a|b": 0.5, "recall/a_b": 0.7, "recall/..": 0.1})
+    {'round': 1.0, 'recall/a_b': 0.5, 'recall/a_b_2': 0.7, 'recall/_': 0.1}
+    """
+    numbers: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            head, slash, tail = name.partition("/")
+            # Like TensorBoard, which would show two names with the same result as one curve.
+            clean = head + slash + re.sub(r"[^-\w.]|^\.+$", "_", tail)
+            numbers[free_name(clean, numbers)] = float(value)
+    return numbers
 
 
 class TensorBoard(Callback):
@@ -46,7 +59,7 @@ class TensorBoard(Callback):
 
     def round(self, row: Row) -> None:
         """Log one point per metric."""
-        for name, value in _numbers(row).items():
+        for name, value in numbers_by_name(row).items():
             self.writer.add_scalar(name, value, row["round"])
         self.writer.flush()  # a killed run must have all points before its checkpoint
 
@@ -114,11 +127,11 @@ class MLflow(Callback):
 
     def round(self, row: Row) -> None:
         """Log one point per metric."""
-        self._log(_numbers(row), row["round"])
+        self._log(numbers_by_name(row), row["round"])
 
     def end(self, summary: dict[str, Any]) -> None:
         """Log the summary and end the MLflow run."""
-        self._log({f"final_{k}": v for k, v in _numbers(summary).items()}, summary["rounds"])
+        self._log({f"final_{k}": v for k, v in numbers_by_name(summary).items()}, summary["rounds"])
         self.client.set_terminated(self.run_id)
 
 
@@ -157,11 +170,11 @@ class WandB(Callback):
 
     def round(self, row: Row) -> None:
         """Log the metrics of a round as one step."""
-        self.run.log(_numbers(row), step=row["round"])
+        self.run.log(numbers_by_name(row), step=row["round"])
 
     def end(self, summary: dict[str, Any]) -> None:
         """Log the summary and finish the run."""
-        self.run.summary.update({f"final_{name}": value for name, value in _numbers(summary).items()})
+        self.run.summary.update({f"final_{name}": value for name, value in numbers_by_name(summary).items()})
         self.run.finish()
 
 

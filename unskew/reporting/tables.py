@@ -10,12 +10,20 @@ from unskew.comparison.benefit import Benefit
 from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import LEVEL, holm, paired_p
-from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std
+from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std, std_key
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
-from unskew.tasks.formatting import F1, format_megabytes, format_percent, method_title, secondary_metrics, value_text
+from unskew.tasks.formatting import (
+    EMPTY,
+    F1,
+    format_megabytes,
+    format_percent,
+    method_title,
+    secondary_metrics,
+    value_text,
+)
 from unskew.tasks.formatting import format_number as loss_text
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
@@ -51,6 +59,12 @@ class Table:
     words: int = 1
     groups: list[str] = field(default_factory=list)
     choice: str = "against"
+
+    def __post_init__(self) -> None:
+        """Omit columns without any value."""
+        keep = [k for k, _ in enumerate(self.columns) if not all(row[k].text in EMPTY for row in self.rows)]
+        self.columns = [self.columns[k] for k in keep]
+        self.rows = [[row[k] for k in keep] for row in self.rows]
 
 
 def percent_cell(value: float | None, spread: float | None = None) -> Cell:
@@ -159,7 +173,7 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     lines = []
     for row in rows:
         spread = row["seeds"] > 1
-        cells = [write(row.get(name), row.get(f"{name}_std") if spread else None) for write, name in columns.values()]
+        cells = [write(row.get(name), row.get(std_key(name)) if spread else None) for write, name in columns.values()]
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
         reached = (
             [] if not part.counts else [number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
@@ -322,8 +336,6 @@ def fairness_table(part: RunGroup) -> Table | None:
         "Gini",
         "clients it serves better, %",
     ]
-    if not any(row[-1].value is not None for row in rows):
-        rows, columns = [row[:-1] for row in rows], columns[:-1]
     caption = f"{judge.title[0].upper()}{judge.title[1:]} over clients after the last round, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 

@@ -31,10 +31,14 @@ SUMMARY = {
     ),
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
     *("kept_round", "client", "name", "samples", "num_held_out", "class_counts"),
-    *("attackers", "attacker", "backdoor_success", "test_samples", "held_out_class_counts"),
+    *("attack", "attackers", "attacker", "backdoor_success", "unseen", "max_rounds", "seeds", "reference"),
+    *("test_samples", "held_out_class_counts"),
+    *("epsilon", "delta", "noise_multiplier", "clip_norm"),
 }
 """Keys of rounds, summaries and client rows, which are not allowed as names of custom metrics."""
-PREFIXES = ("synthetic_", "best_", "constant_", "client_", "clients_", "personal_", "validation_", "local_", "server_")
+PREFIXES = ("synthetic_", "best_", "constant_", "client_", "clients_", "personal_", "validation_", "local_", "server_",
+            "kept_", "unseen_", "epsilon_", "dpsgd_", "seconds_", "rounds_", "bytes_", "seeds_")  # fmt: skip
+SUFFIXES = ("_std", "_before_closing", "_at_validation_round")
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,8 @@ def metric_direction(function: OwnMetric) -> str:
 
 def check_metric_names_free(own: Mapping[str, OwnMetric]) -> None:
     """Validate that no custom metric has the name of an existing metric or key (raises ``ConfigError`` otherwise)."""
-    taken = sorted(name for name in own if name in {*TAKEN, *SUMMARY} or name.startswith(PREFIXES))
+    taken = sorted(
+        name for name in own if name in {*TAKEN, *SUMMARY} or name.startswith(PREFIXES) or name.endswith(SUFFIXES)
+    )
     if taken:
         raise ConfigError(f"The metric {taken[0]} has the name of an existing metric; rename the function.")

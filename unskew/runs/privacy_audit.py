@@ -23,6 +23,7 @@ from unskew.methods.registry import method as method_of
 from unskew.privacy.canaries import empirical_epsilon
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.rules import Method, Tensors, UploadContext
+from unskew.records.notebook import NotebookTable
 from unskew.runs.build_model import initial_spec
 from unskew.runs.run import load_federation_for, run_experiment
 from unskew.seeding import derive, normal
@@ -71,7 +72,7 @@ class AuditedDP(DP):
 
 
 @dataclass(frozen=True)
-class PrivacyAudit:
+class PrivacyAudit(NotebookTable):
     """Result of an audit.
 
     Attributes:
@@ -91,6 +92,9 @@ class PrivacyAudit:
     canaries: int
     mean_cosine: float
     unused_cosine: float
+
+    def _shown(self) -> list[dict[str, object]]:
+        return [self.as_dict()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON values."""

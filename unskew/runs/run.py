@@ -27,6 +27,7 @@ from unskew.methods.registry import method as method_of
 from unskew.progress import report_progress_to
 from unskew.protocol.rules import Method
 from unskew.provenance import TRUST
+from unskew.records.notebook import notebook_progress
 from unskew.records.recorder import Callback, callback_hooks
 from unskew.records.result import Result, read_summary
 from unskew.records.trackers import make_trackers
@@ -166,6 +167,7 @@ def _execute(
             "or with --folder and --superlink."
         )
     check_callbacks(callbacks)
+    callbacks = [*callbacks, *notebook_progress()]
     config = with_absolute_paths(config)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)

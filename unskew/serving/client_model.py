@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors.torch import load
 from torch import Tensor
 
 from unskew.config.experiment import Experiment
-from unskew.errors import CheckpointError, ConfigError
+from unskew.errors import CheckpointError, ConfigError, short_repr, unknown_name
 from unskew.filesystem import parse_json, read_file
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import PERSONAL, ClientState, Tensors
@@ -19,31 +21,65 @@ from unskew.simulation.checkpoint import CLIENTS, checkpoint_errors, newest_chec
 from unskew.simulation.personal_models import has_fine_tuning, has_personal_models, serving_model
 
 
-def find_client(folder: Path, client: int | str) -> tuple[int, bool]:
-    """Return the number of a client, given its number or name, and whether it is unseen.
+class ServedClient(NamedTuple):
+    """A client whose model is used.
+
+    Attributes:
+        number: Number of the client, from 0.
+        name: Its name, or its number if the clients have no names.
+        unseen: Whether it took no part in training.
+    """
+
+    number: int
+    name: str
+    unseen: bool
+
+
+def find_client(folder: Path, name: str | None, number: int | None) -> ServedClient:
+    """Return a client of a run by its name or its number.
 
     Args:
         folder: Run folder.
-        client: Number or name of the client.
+        name: Name of the client, or None to use ``number``.
+        number: Number of the client from 0, as in ``clients.jsonl``, or None.
 
     Raises:
-        ConfigError: If the run has no such client.
+        ConfigError: If the run has no such client, or not exactly one of ``name`` and ``number`` is used.
         CheckpointError: If ``clients.jsonl`` is missing or corrupted.
     """
+    if name is not None and number is not None:
+        raise ConfigError(f"The client {name!r} and the client number {number} are two choices. Use one of them.")
+    if not isinstance(name, str | None) or isinstance(number, bool) or not isinstance(number, Integral | None):
+        raise ConfigError(
+            f"client={short_repr(name)}, client_number={short_repr(number)}: client takes a name in quotes, and "
+            "client_number an integer."
+        )
     path = folder / "clients.jsonl"
     with checkpoint_errors(path):
         rows = [parse_json(line) for line in read_file(path).splitlines()]
-        names = {str(row["name"]): int(row["client"]) for row in rows if "name" in row}
-        unseen = {int(row["client"]): row.get("unseen", False) is True for row in rows}
-    number = names.get(str(client), int(client) if str(client).isdigit() else -1)
-    if number in unseen:
-        return number, unseen[number]
-    known = ", ".join(sorted(names)[:10]) if names else f"0 to {max(unseen, default=0)}"
-    raise ConfigError(f"The run in {folder} has no client {client!r}; its clients are {known}.")
+        names = [str(row["name"]) for row in rows if "name" in row]
+        for row in rows:
+            if row.get("name") == name if name is not None else row["client"] == number:
+                shown = str(row.get("name", row["client"]))
+                return ServedClient(int(row["client"]), shown, row.get("unseen") is True)
+        numbers = f"from 0 to {max((int(row['client']) for row in rows), default=0)}"
+    if name is None:
+        raise ConfigError(f"The run in {folder} has no client number {number}. Its clients have the numbers {numbers}.")
+    if not names:
+        raise ConfigError(
+            f"The clients of the run in {folder} have no names, so there is no client {name!r}. Choose one by its "
+            f"number, {numbers}, with --client-number (in Python client_number)."
+        )
+    raise ConfigError(f"{folder}: {unknown_name('client', name, names)}")
 
 
 def model_of_client(
-    folder: Path, config: Experiment, method: Method, spec: ModelSpec, final: tuple[Tensor, Tensor], client: int | str
+    folder: Path,
+    config: Experiment,
+    method: Method,
+    spec: ModelSpec,
+    final: tuple[Tensor, Tensor],
+    client: ServedClient,
 ) -> tuple[Tensor, Tensor, str]:
     """Load the parameters ``v [d]`` and buffers ``b [m]`` of a client's model; the global ones if it never took part.
 
@@ -55,18 +91,17 @@ def model_of_client(
         method: Method of the run.
         spec: Layout of the model.
         final: Parameters and buffers of the global model.
-        client: Number or name of the client.
+        client: The client.
 
     Raises:
-        ConfigError: If there is no such client, or it has no personal model.
+        ConfigError: If the client has no personal model.
         CheckpointError: If the checkpoint with the personal model is missing or corrupted.
     """
-    number, unseen = find_client(folder, client)
     if has_fine_tuning(method):
-        return *_tuned(folder, config, final, number, unseen), ""
+        return *_tuned(folder, config, final, client), ""
     own = has_personal_models(method, spec)
     if not own and config.buffers != "local":
-        raise ConfigError(f"{config.method} has no personal models; all clients use the global model. Omit --client.")
+        raise ConfigError(f"{config.method} has no personal models; all clients use the global model. Omit the client.")
     newest = newest_checkpoint(folder / "checkpoints")
     if newest is None:
         raise CheckpointError(f"Personal models are stored in the last checkpoint, but {folder} has no checkpoint.")
@@ -76,17 +111,17 @@ def model_of_client(
             f"The last checkpoint of {folder}, which contains the personal models, is missing or corrupted."
         )
     with checkpoint_errors(path):
-        state = ClientState.of(_kept(path, list(manifest["files"]), number))
+        state = ClientState.of(_kept(path, list(manifest["files"]), client.number))
         v, b = serving_model(method, spec, config.buffers, state, *final, own)
         if v.shape != final[0].shape or b.shape != final[1].shape:
-            raise ValueError(f"the model of client {number} has another size")
+            raise ValueError(f"the model of client {client.name} has another size")
     if not own or state.model is not None or any(PERSONAL in rule_state for rule_state in state.rules.values()):
         return v, b, ""
     cause = (
-        f"Client {client} is unseen: it took no part in training, so the global model serves it."
-        if unseen
-        else f"The run has no personal model of client {client}, so the global model serves it: the client took part in no "
-        "round, or its model stays at its site."
+        f"Client {client.name} is unseen: it took no part in training, so the global model serves it."
+        if client.unseen
+        else f"The run has no personal model of client {client.name}, so the global model serves it: the client took part in "
+        "no round, or its model stays at its site."
     )
     return v, b, f"{cause} {initial_values_note(method, spec)}".rstrip()
 
@@ -109,25 +144,25 @@ def initial_values_note(method: Method, spec: ModelSpec) -> str:
 
 
 def _tuned(
-    folder: Path, config: Experiment, final: tuple[Tensor, Tensor], number: int, unseen: bool
+    folder: Path, config: Experiment, final: tuple[Tensor, Tensor], client: ServedClient
 ) -> tuple[Tensor, Tensor]:
     """Load the model that a client fine-tuned at the end of the run."""
-    if unseen:
+    if client.unseen:
         raise ConfigError(
-            f"Client {number} is unseen: it took no part in training, and the run stores no model of it. Omit --client to "
-            "use the global model."
+            f"Client {client.name} is unseen: it took no part in training, and the run stores no model of it. Omit "
+            "the client to use the global model."
         )
     # The summary is missing while a resumed run is training, when personal models of an earlier end may still exist.
     read_summary(folder)
-    with checkpoint_errors(folder / NAME / str(number)):
-        personal = load_personal_model(folder, number)
+    with checkpoint_errors(folder / NAME / str(client.number)):
+        personal = load_personal_model(folder, client.number)
         if personal is not None and (personal[0].shape, personal[1].shape) != (final[0].shape, final[1].shape):
-            raise ValueError(f"the model of client {number} has another size")
+            raise ValueError(f"the model of client {client.name} has another size")
     if personal is None:
         raise ConfigError(
-            f"{config.method} trains personal models at the end of the run, but {folder} has none of client {number}. "
+            f"{config.method} trains personal models at the end of the run, but {folder} has none of client {client.name}. "
             "Personal models exist only for evaluated clients (eval_clients, holdout), are not stored if they are too "
-            "large in total, and stay at the sites of a deployed run. Omit --client, and train the global model on the "
+            "large in total, and stay at the sites of a deployed run. Omit the client, and train the global model on the "
             "client's data."
         )
     return personal

@@ -43,17 +43,17 @@ def evaluate_rows(
         DataError: If labels are missing, or have a class that the model does not know.
     """
     y = encode_row_labels(rows, inputs, path)
-    groups = {ALL: np.arange(len(y))}
+    groups = [(ALL, np.arange(len(y)))]  # pairs: a site may be called like the group of all rows
     if by is not None:
         if rows.table is None:
             raise ConfigError(f"--by {by} names a column of a table, but {path} is not one.")
         if by not in rows.table.column_names:
             raise DataError(f"{path}: {unknown_name('column', by, rows.table.column_names)}")
         values = np.array([clean_name(str(value)) for value in rows.cells.column(by).to_pylist()])
-        groups |= {str(value): np.flatnonzero(values == value) for value in np.unique(values)}
+        groups += [(str(value), np.flatnonzero(values == value)) for value in np.unique(values)]
     return [
         {"group": name, "rows": len(own), **nan_to_none(compute_metrics(outputs[own], y[own], inputs))}
-        for name, own in groups.items()
+        for name, own in groups
     ]
 
 

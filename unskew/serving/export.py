@@ -39,7 +39,8 @@ def export(
     format: str = "onnx",
     *,
     out: str | Path | None = None,
-    client: int | str | None = None,
+    client: str | None = None,
+    client_number: int | None = None,
     model: ModelLike | None = None,
     trust_code: bool = False,
 ) -> ExportedModel:
@@ -49,7 +50,8 @@ def export(
         run: Run folder.
         format: ``torch`` (a program of ``torch.export``), ``onnx``, ``torchscript``, or ``transformers`` for text models.
         out: Folder to write, new or empty; None writes to the run folder.
-        client: Number or name of a client whose personal model to export; None exports the global model.
+        client: Name of a client whose personal model to export.
+        client_number: Number of this client instead of its name, from 0. Without both, the global model is exported.
         model: The model, if it was passed to the run in Python.
         trust_code: Whether custom code that the run's ``config.yaml`` names may be imported and run.
 
@@ -59,8 +61,9 @@ def export(
     """
     if format not in FILES:
         raise ConfigError(unknown_name("format", str(format), FILES))
-    opened = open_run(run, client, model, trust_code)
-    whose = "" if client is None else f"-client-{client}"
+    opened = open_run(run, client, client_number, model, trust_code)
+    # A name may contain characters that file systems reject, or differ from another one only in case.
+    whose = "" if opened.client is None else f"-client-{opened.client.number}"
     folder = parse_path(out) if out is not None else opened.folder / f"export-{format}{whose}"
     if is_occupied(folder) or (out is None and folder.is_symlink()):
         raise ConfigError(f"{folder} already exists; choose another folder with --out.")
@@ -72,7 +75,7 @@ def export(
             save_pretrained(opened, folder)
         else:
             difference = write_model(opened, format, file)
-        write_atomic(folder / "README.md", model_card_text(opened, format, client).encode())
+        write_atomic(folder / "README.md", model_card_text(opened, format).encode())
     except BaseException:
         unmake_folder(folder, added)
         raise

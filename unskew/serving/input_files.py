@@ -122,13 +122,12 @@ def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str,
         path: Path of the file, for error messages.
 
     Raises:
-        ConfigError: If the rows are not from a table, or predictions have a column of this name.
+        ConfigError: If the rows are not from a table.
         DataError: If there is no such column.
     """
     for name in names:
-        if rows.table is None or name in ("row", "label", "unknown"):
-            what = "predictions have a column of this name" if rows.table is not None else f"{path} is not a table"
-            raise ConfigError(f"--keep {name} cannot be used: {what}.")
+        if rows.table is None:
+            raise ConfigError(f"--keep {name} names a column of a table, but {path} is not one.")
         if name not in rows.table.column_names:
             raise DataError(f"{path}: {unknown_name('column', name, rows.table.column_names)}")
     return {

@@ -26,7 +26,7 @@ from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.input_spec import NAME as INPUTS
 from unskew.runs.input_spec import InputSpec, read_inputs
 from unskew.runs.predictor import Predictor
-from unskew.serving.client_model import initial_values_note, model_of_client
+from unskew.serving.client_model import ServedClient, find_client, initial_values_note, model_of_client
 from unskew.serving.evaluation import evaluate_rows
 from unskew.serving.input_files import read_rows
 from unskew.simulation.checkpoint import checkpoint_errors
@@ -77,6 +77,7 @@ class OpenedRun:
         spec: Layout of the model.
         module: The model in eval mode: the global model, or a client's personal model.
         note: Sentences on parameters with initial values, and on a client that the global model serves; empty if none.
+        client: Client whose model was chosen, or None.
     """
 
     folder: Path
@@ -85,10 +86,16 @@ class OpenedRun:
     spec: ModelSpec
     module: nn.Module
     note: str = ""
+    client: ServedClient | None = None
 
 
 def load_predictor(
-    run: str | Path, *, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
+    run: str | Path,
+    *,
+    client: str | None = None,
+    client_number: int | None = None,
+    model: ModelLike | None = None,
+    trust_code: bool = False,
 ) -> ServedModel:
     """Load the trained model of a run folder for predictions on new inputs.
 
@@ -96,16 +103,18 @@ def load_predictor(
 
     Args:
         run: The run folder.
-        client: Number or name of a client whose personal model to load; None loads the global model.
+        client: Name of a client whose personal model to load.
+        client_number: Number of this client instead of its name, from 0 in the order of ``clients.jsonl``. Without both,
+            the global model is loaded.
         model: The model, if it was passed to the run in Python.
         trust_code: Whether custom code that the run's ``config.yaml`` names, such as a model or method, may be imported and
             run.
 
     Raises:
         CheckpointError: If the folder contains no finished run, or its files are corrupted.
-        ConfigError: If the model cannot be built from the folder, or the client has no personal model.
+        ConfigError: If the model cannot be built from the folder, or the client is unknown or has no personal model.
     """
-    opened = open_run(run, client, model, trust_code)
+    opened = open_run(run, client, client_number, model, trust_code)
     if opened.inputs.task == "language":
         raise ConfigError(
             f"{opened.folder} contains a language model, which does not predict classes. Use unskew export --format "
@@ -115,13 +124,19 @@ def load_predictor(
 
 
 def open_run(
-    run: str | Path, client: int | str | None = None, model: ModelLike | None = None, trust_code: bool = False
+    run: str | Path,
+    client: str | None = None,
+    client_number: int | None = None,
+    model: ModelLike | None = None,
+    trust_code: bool = False,
 ) -> OpenedRun:
     """Load a finished run with its model; see ``load_predictor``. Warn about a client that the global model serves.
 
     Args:
         run: Run folder.
-        client: Number or name of a client whose personal model to load; None loads the global model.
+        client: Name of a client whose personal model to load.
+        client_number: Number of this client instead of its name, from 0 in the order of ``clients.jsonl``. Without both,
+            the global model is loaded.
         model: The model, if it was passed to the run in Python.
         trust_code: Whether custom code that the run's ``config.yaml`` names may be imported and run.
     """
@@ -138,14 +153,15 @@ def open_run(
         about = json.loads(file.metadata()["about"])
         if about["inputs"] != hashlib.sha256(read_file(folder / INPUTS)).hexdigest():
             raise ValueError("it is not the file that was written with model.safetensors, or it is damaged")
-    if client is None:
+    served = None if client is None and client_number is None else find_client(folder, client, client_number)
+    if served is None:
         v, b, note = *final, initial_values_note(method, spec)
     else:
-        v, b, note = model_of_client(folder, config, method, spec, final, client)
+        v, b, note = model_of_client(folder, config, method, spec, final, served)
         if note:
             warnings.warn(note, RuntimeWarning, stacklevel=3)
     module = spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b)
-    return OpenedRun(folder, config, inputs, spec, module, note)
+    return OpenedRun(folder, config, inputs, spec, module, note, served)
 
 
 def empty_federation(inputs: InputSpec) -> Federation:

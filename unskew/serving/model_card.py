@@ -37,22 +37,21 @@ CLIENT_METRIC = re.compile(r"(client|personal|unseen)_.*_(mean|std|worst|worst_d
 """Metrics of a summary that are computed from clients' held-out data."""
 
 
-def model_card_text(found: OpenedRun, kind: str, client: int | str | None) -> str:
+def model_card_text(found: OpenedRun, kind: str) -> str:
     """Return the text of the model card.
 
     Args:
         found: Run with its model.
         kind: Format of the export.
-        client: Client of a personal model, or None.
 
     Raises:
         CheckpointError: If the summary of the run is corrupted.
     """
     with checkpoint_errors(found.folder / "summary.json"):
-        return _text(found, kind, client)
+        return _text(found, kind)
 
 
-def _text(found: OpenedRun, kind: str, client: int | str | None) -> str:
+def _text(found: OpenedRun, kind: str) -> str:
     runs = summaries(found.folder)
     own = runs[0]
     rows = [
@@ -85,8 +84,8 @@ def _text(found: OpenedRun, kind: str, client: int | str | None) -> str:
     }
     whose = (
         "the global model of a federation"
-        if client is None or found.note
-        else f"the personal model of client {escape_markdown(client)} of a federation"
+        if found.client is None or found.note
+        else f"the personal model of client {escape_markdown(found.client.name)} of a federation"
     )
     averaged_over = (
         f"mean and standard deviation over {seeds} runs of different seeds"
@@ -107,7 +106,7 @@ def _text(found: OpenedRun, kind: str, client: int | str | None) -> str:
         "## Use",
         use_text(found, kind),
         "## Limitations",
-        "\n".join(f"- {text}" for text in limitations_text(found, own, seeds, client)),
+        "\n".join(f"- {text}" for text in limitations_text(found, own, seeds)),
     ]
     return "\n\n".join(lines) + "\n"
 
@@ -290,14 +289,13 @@ def use_text(found: OpenedRun, kind: str) -> str:
     )
 
 
-def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: int | str | None) -> list[str]:
+def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int) -> list[str]:
     """List limitations to know before using the model.
 
     Args:
         found: Run with its model.
         own: Summary of the run.
         seeds: Number of runs behind the metrics.
-        client: Client of a personal model, or None.
     """
     texts = [
         *([] if own.get("engine") == "flower" else [SIMULATED]),
@@ -315,9 +313,9 @@ def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int, client: 
         texts.append("Only one seed was run, so chance may contribute much to the metrics.")
     if found.note:
         texts.append(escape_markdown(found.note))
-    elif client is not None:
+    elif found.client is not None:
         texts.append("This model was trained for one client, but the metrics above are not of this model alone.")
-    is_global = client is None or found.note  # a personal model has seen its client's samples without noise
+    is_global = found.client is None or found.note  # a personal model has seen its client's samples without noise
     guarantees = [f"Privacy: {escape_markdown(text)}" for text in privacy_sentences(own) if is_global]
     none = "Training gave no privacy guarantee: information on single samples may be recoverable from the model."
     texts += guarantees or [none]

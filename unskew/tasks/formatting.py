@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metric_info
@@ -18,9 +18,7 @@ ASKED = ("auroc", "auprc", "f1", "balanced_accuracy", "ece", WORST)
 def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
     """Return the metrics in a row or a summary besides the objective: the primary metric, then requested ones."""
     own, objective = row.get("own_metrics") or {}, row.get("objective")
-    names = [
-        name for name in row if name in ASKED or name in own or (name.startswith(RECALL) and not name.endswith("_std"))
-    ]
+    names = [name for name in row if name in ASKED or name in own or name.startswith(RECALL)]
     judged = [name for name in SCORES if name in row and objective not in (None, name)]
     return [metric_info(name, own) for name in (*judged, *names) if name != objective]
 
@@ -48,7 +46,9 @@ def unit_text(one: MetricInfo) -> str:
 
 
 LARGEST = 1e6
-"""Values of at least this size, such as those of diverged runs, are formatted with an exponent."""
+"""Values of at least this size are formatted with an exponent."""
+EMPTY = ("", "-")
+"""Texts of table cells without a value; columns that contain nothing else are not shown."""
 
 
 def missing_text(value: float | None) -> str:
@@ -80,13 +80,9 @@ def format_percent(value: float | None, spread: float | None = None) -> str:
         spread: Standard deviation of the share, or None.
 
     >>> format_percent(0.5, 0.012), format_percent(None), format_percent(-1e12), format_percent(float("nan"))
-    ('50.0 ± 1.2', '-', '-1.0e+14', '-')
+    ('50.0 ± 1.2', '-', '-1.00e+14', '-')
     """
-    if value is None or not math.isfinite(value):
-        return missing_text(value)
-    if not abs(value) < LARGEST:
-        return f"{100 * value:.1e}"
-    return f"{100 * value:.1f}" + ("" if spread is None else f" ± {100 * spread:.1f}")
+    return _with_spread(value, spread, 100, lambda size: 1)
 
 
 def format_megabytes(value: float) -> str:
@@ -109,10 +105,20 @@ def format_number(value: float | None, spread: float | None = None) -> str:
 
     >>> format_number(1.25, 0.0125), format_number(None), format_number(31.4), format_number(float("inf"))
     ('1.2500 ± 0.0125', '-', '31.40', 'diverged')
+    >>> format_number(846552.9, 18582.67), format_number(1234567, 89012)
+    ('846553 ± 18583', '1.23e+06 ± 8.9e+04')
     """
+    return _with_spread(value, spread, 1, lambda size: 4 if size < 10 else 2)
+
+
+def _with_spread(value: float | None, spread: float | None, factor: int, digits: Callable[[float], int]) -> str:
+    """Format a number and its spread with the same digits: fewer for large numbers, and from ``LARGEST`` an exponent."""
     if value is None or not math.isfinite(value):
         return missing_text(value)
-    if not abs(value) < LARGEST:
-        return f"{value:.1e}"
-    digits = 4 if abs(value) < 10 else 2
-    return f"{value:.{digits}f}" + ("" if spread is None else f" ± {spread:.{digits}f}")
+    value, spread = factor * value, None if spread is None else factor * spread
+    if max(abs(value), spread or 0) < LARGEST:
+        after = 0 if abs(value) >= 1e4 else digits(abs(value))
+        forms = (f".{after}f", f".{after}f")
+    else:
+        forms = (".2e", ".1e")
+    return f"{value:{forms[0]}}" + ("" if spread is None else f" ± {spread:{forms[1]}}")

@@ -14,6 +14,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.paths import with_absolute_paths
 from unskew.filesystem import make_folder, write_atomic
 from unskew.privacy.composition import composition_note
+from unskew.records.notebook import NotebookTable
 from unskew.tuning.study import Study, as_csv
 from unskew.tuning.trial_runner import TuningPlan
 
@@ -45,8 +46,8 @@ class TunedMethod:
         return {**{k: v for k, v in vars(self).items() if k != "config"}, "method": self.config.method}
 
 
-@dataclass(frozen=True)
-class TuningResult:
+@dataclass(frozen=True, repr=False)
+class TuningResult(NotebookTable):
     """Result of tuning.
 
     Attributes:
@@ -58,10 +59,26 @@ class TuningResult:
     """
 
     tuned: dict[str, TunedMethod]
-    trials: list[dict[str, Any]] = field(repr=False)
-    comparison: Comparison = field(repr=False)
+    trials: list[dict[str, Any]]
+    comparison: Comparison
     folder: Path | None = None
-    spent: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    spent: list[dict[str, Any]] = field(default_factory=list)
+
+    def _shown(self) -> list[dict[str, object]]:
+        return [
+            {
+                "method": name,
+                best.judged_by: best.value,
+                "before tuning": best.configured,
+                "options": ", ".join(f"{option}={value}" for option, value in best.options.items()),
+                "trials": ", ".join(f"{count} {state}" for state, count in best.trials.items() if count),
+            }
+            for name, best in self.tuned.items()
+        ]
+
+    def _repr_html_(self) -> str:
+        """Return the tuned options and the comparison as tables for notebooks."""
+        return super()._repr_html_() + self.comparison._repr_html_()
 
     def notes(self) -> list[str]:
         """Return the notes of the comparison, and the guarantee of all private trials and runs together."""
