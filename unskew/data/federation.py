@@ -205,23 +205,22 @@ class Federation:
         Args:
             clients: One ``(x, y)`` or ``(x, y, x_test, y_test)`` per client (NumPy arrays or tensors). Images are ``[n,
                 H, W, C]``, ``[n, C, H, W]`` or (uint8) ``[n, H, W]``. Tables are ``[n, f]``, or pandas data frames,
-                whose columns are matched by name. Labels may be strings; the classes are then ``class_names``, or else
-                the sorted label values.
+                whose columns are matched by name. Labels may be numbers, strings or booleans.
             test: ``(x, y)`` of the global test set.
             server: ``(x, y)`` of the server data.
-            task: ``"classification"``: ``y`` is one class index per sample. ``"multilabel"``: ``y`` is ``[n, L]`` with
+            task: ``"classification"``: ``y`` is one class per sample. ``"multilabel"``: ``y`` is ``[n, L]`` with
                 values 0 and 1. ``"regression"``: ``y`` is one number per sample or ``[n, T]``, in original units; the
                 federation stores it standardized. ``"language"``: ``x`` and ``y`` are token ids ``[n, L]`` with -1 for
                 padding, and ``y`` has the tokens that follow those of ``x``.
-            classes: Number of classes, with labels from 0 to ``classes - 1``. If None, labels are indices of
-                ``class_names``, or else the classes are the values that occur, in order.
+            classes: Number of classes; numeric labels are then 0 to ``classes - 1``. If None, the classes are the labels
+                that occur at any client or in the test set, in order, unless they are indices of ``class_names``.
             holdout: Share of each client's samples held out for evaluation, for clients without a test set.
             seed: Random seed that determines which samples are held out.
             normalize: True or None: standardize uint8 images per channel and leave floats unchanged. False: do not
                 normalize. Or a ``Normalization`` to apply.
             server_in_domain: Whether the server data have the clients' task and classes; if not, they have separate
                 classes.
-            class_names: Names of the classes.
+            class_names: Names of the classes, in order.
             client_names: Names of the clients.
             name: Name shown in tables.
 

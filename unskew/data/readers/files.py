@@ -50,7 +50,7 @@ def files_stamp(path: Path | None) -> tuple[int, int, int]:
     if path is None:
         return (0, 0, 0)
     # A single file includes its folder, because the test.csv next to a train.csv is read as well.
-    files = visible_files(path) if path.is_dir() else files_with_suffix(path.parent.iterdir(), path.suffix)
+    files = visible_files(path) if path.is_dir() else [path, *files_with_suffix(path.parent.iterdir(), path.suffix)]
     stats = [file.stat() for file in files if file.is_file()]
     return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
 

@@ -69,8 +69,7 @@ SOURCES: dict[str, str] = {
     "npz": "npz:PATH, arrays x and y with one class per sample, optionally x_test and y_test, and columns such as "
     "client",
     "npy": "npy:PATH, a folder with the arrays of npz as one file each (x.npy, y.npy, ...), which are memory-mapped",
-    "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*; column folder if classes "
-    "contain folders",
+    "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
     "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
     "sentences": "generated sentence pairs in five genres, 4,000 training and 1,000 test pairs, three classes; no "
     "download",
