@@ -341,12 +341,15 @@ def names_or_whole_numbers(column: Any) -> Any:
         return None
     known = column.cast(pa.float64(), safe=False).drop_null()
     known = known.filter(pc.invert(pc.is_nan(known)))
-    whole = pc.and_(pc.is_finite(known), pc.equal(known, pc.floor(known)))
-    return known if pc.all(whole).as_py() else None
+    integral = pc.and_(pc.is_finite(known), pc.equal(known, pc.floor(known)))
+    return known if pc.all(integral).as_py() else None
 
 
 def trim_names(names: Sequence[str]) -> list[str]:
     """Return the names of columns without blanks at their ends, so that a user need not type them.
+
+    Args:
+        names: Names of the columns.
 
     Raises:
         DataError: If two names differ only by such blanks.
