@@ -156,8 +156,8 @@ def auroc_of(cells: np.ndarray, y: np.ndarray, classes: int) -> float:
 def r2_of(cells: np.ndarray, parts: Sequence[np.ndarray], y: np.ndarray) -> float:
     """Return the R² of predicting each half from the other, by the means of cells or, if it is better, from numbers.
 
-    The prediction from one column interpolates between the nearest values; that from two is a linear regression on the
-    columns and their product.
+    The prediction from numbers is a linear regression on the columns and the product of two, or for one column the
+    interpolation between the nearest values.
 
     Args:
         cells: Cell of each row, ``[n]``.
@@ -165,18 +165,18 @@ def r2_of(cells: np.ndarray, parts: Sequence[np.ndarray], y: np.ndarray) -> floa
         y: Targets, ``[n]``.
     """
     filled = [np.nan_to_num(part, nan=np.nansum(part) / max(1, np.isfinite(part).sum())) for part in parts]
-    terms = np.column_stack([np.ones(len(y)), *filled, *([filled[0] * filled[-1]] if parts else [])])
+    terms = np.column_stack([np.ones(len(y)), *filled, *([np.prod(filled, 0)] if len(parts) > 1 else [])])
     terms /= np.abs(terms).max(0) + 1e-300
-    squares = np.zeros(1 + bool(parts))
+    squares = np.zeros((1, 3, 2)[len(parts)])
     for known, new in halves(len(y)):
         rows, mean = np.bincount(cells[known], minlength=cells.max() + 1), y[known].mean()
         sums = np.bincount(cells[known], y[known] - mean, minlength=len(rows))
         predicted = [mean + (sums / (rows + 1))[cells[new]]]
+        if parts:
+            predicted.append(terms[new] @ np.linalg.lstsq(terms[known], y[known], rcond=None)[0])
         if len(parts) == 1:
             order = np.argsort(filled[0][known])
             predicted.append(np.interp(filled[0][new], filled[0][known][order], y[known][order]))
-        elif parts:
-            predicted.append(terms[new] @ np.linalg.lstsq(terms[known], y[known], rcond=None)[0])
         squares += [((y[new] - values) ** 2).sum() for values in predicted]
     spread = ((y - y.mean()) ** 2).sum()
     return float(1 - squares.min() / spread) if spread else 0.0
