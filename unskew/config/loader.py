@@ -202,9 +202,9 @@ def read_yaml(text: str, origin: tuple[str, str] | None = None, name: str = "") 
     try:
         loader = Loader(text)
         loader.origin = origin
-        node = loader.get_single_node()  # type: ignore[no-untyped-call]
+        node = loader.get_single_node()
         _read_as_names(node, name)
-        return None if node is None else loader.construct_document(node)  # type: ignore[no-untyped-call]
+        return None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}: " if mark is not None and "\n" in text.strip() else ""

@@ -97,10 +97,10 @@ def client_columns(
         clients: Column that the user chose, or None.
     """
     n = table.num_rows
-    whole = [c for c in columns if distinct[c] > 1 and names_or_whole_numbers(table.column(c)) is not None]
-    strings = [c for c in whole if is_string(table.column(c).type)]
-    kinds = {c: kind for c in whole if (kind := kind_of_client(c, c in strings)) is not None}
-    frequent = [c for c in whole if distinct[c] * FEWEST <= n]
+    usable = [c for c in columns if distinct[c] > 1 and names_or_whole_numbers(table.column(c)) is not None]
+    strings = [c for c in usable if is_string(table.column(c).type)]
+    kinds = {c: kind for c in usable if (kind := kind_of_client(c, c in strings)) is not None}
+    frequent = [c for c in usable if distinct[c] * FEWEST <= n]
     ranked = sorted(
         (c for c in kinds if c in frequent),
         key=lambda c: (n < ENOUGH * distinct[c], kinds[c], distinct[c] < 3, distinct[c]),

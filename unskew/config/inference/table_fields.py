@@ -208,7 +208,12 @@ def _words(table: Any, column: str) -> float:
 
 
 def set_image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
-    """Set the image size, unless all images have the same small size."""
+    """Set the image size, unless all images have the same small size.
+
+    Args:
+        made: Configuration to complete.
+        images: Files, or their contents.
+    """
     sizes = set()
     for image in images:
         try:

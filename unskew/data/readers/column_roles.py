@@ -374,8 +374,8 @@ def names_or_whole_numbers(column: Any) -> Any:
         return None
     known = column.cast(pa.float64(), safe=False).drop_null()
     known = known.filter(pc.invert(pc.is_nan(known)))
-    whole = pc.and_(pc.is_finite(known), pc.equal(known, pc.floor(known)))
-    return known if pc.all(whole).as_py() else None
+    integral = pc.and_(pc.is_finite(known), pc.equal(known, pc.floor(known)))
+    return known if pc.all(integral).as_py() else None
 
 
 def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
