@@ -71,7 +71,12 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
 
 
 def single_sample_error(federation: Federation, client: int) -> DataError:
-    """Return the error for a batch of one sample in a model with BatchNorm."""
+    """Return the error for a batch of one sample in a model with BatchNorm.
+
+    Args:
+        federation: Data of all clients.
+        client: Number of the client.
+    """
     label = f"The client {federation.client_names[client]}" if federation.client_names else f"Client {client}"
     return DataError(
         f"{label} trains on a batch of one sample, which BatchNorm cannot normalize. Give it more samples, "
