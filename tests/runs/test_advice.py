@@ -1,8 +1,10 @@
 """Advice: rules and their page, what methods declare, limits, the printed comparison, and trying it."""
 
+import itertools
 import math
 import operator
 import shlex
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,7 +148,7 @@ def test_suggestions_are_the_expected_gains_that_fit(report):
     assert names(s.method for s in advice.suggestions) == ["scaffold", "fedssyn", "fedavgm", "fedprox"]
     assert [s.gain for s in advice.suggestions] == pytest.approx([3, 2, 1.4, 0.7])
     assert [s.method for s in advice.personal] == ["fedavgm", "ditto"]
-    assert advice.methods == ["fedavg", *(s.method for s in advice.suggestions[:3])]
+    assert advice.methods == ["fedavg", *(s.method for s in advice.suggestions[:3]), "ditto", "local"]
     assert advice.suggestions[0].reason.startswith("Expected gain over tuned FedAvg: +3.0 points.")
     assert "Only (+3.0)" in advice.suggestions[0].reason
     assert {e.method: "needs data at the server" in e.reason for e in advice.excluded} == {
@@ -309,7 +311,8 @@ def test_the_comparison_that_is_printed_can_be_run(capsys, tmp_path, monkeypatch
     assert "--server-data 100" in line
     compared = call(capsys, *shlex.split(line)[1:], "--seeds", "0", "--out", "compared", "--json")
     assert compared.code == 0, compared.err
-    assert [row["method"] for row in compared.json()["rows"]] == shlex.split(line)[2:6]
+    methods = itertools.takewhile(lambda word: not word.startswith("--"), shlex.split(line)[2:])
+    assert [row["method"] for row in compared.json()["rows"]] == list(methods)
 
 
 def test_the_terminal_says_how_often_advice_was_right(capsys):
@@ -321,7 +324,11 @@ def test_the_terminal_says_how_often_advice_was_right(capsys):
 
     left = [Excluded("fedft", "fedft needs data."), Excluded("hfcl", "It would send too much.")]
     some = [Suggestion("scaffold", 1.25, [("Only", 2.0)], [])]
-    print_advice(Console(width=200), Advice(some, [], left, [], 1, None, None), "unskew compare")
+    print_advice(
+        Console(width=200),
+        Advice(some, [], left, [], 1, None, SimpleNamespace(needs_personal_models=False)),
+        "unskew compare",
+    )
     printed = capsys.readouterr().out
     assert reliability("global") in " ".join(printed.split())
     assert "fedft: fedft" not in printed

@@ -325,13 +325,13 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
             last = "all_clients" in row
             counts = [f"{mean[key]} clients" for key in ("all_clients", "difference_clients")]
             counts = counts if last else [f"{row[key]:,}" for key in ("samples", "num_held_out")]
-            whole, without, along, change = (value_text(metric, row[key]) for key in ("all", *LEFT_OUT))
+            all_samples, without, along, change = (value_text(metric, row[key]) for key in ("all", *LEFT_OUT))
             if row.get("difference_interval"):
                 change += f" ({interval_text(metric, *row['difference_interval'], '+')})"
             ends = interval_text(metric, *(row["all_interval"] or (None, None))) or "-"
             first = [row["method"]] if len(means) > 1 else []
             table.add_row(
-                *first, row["client"], counts[0], whole, ends, counts[1], without, along, change, end_section=last
+                *first, row["client"], counts[0], all_samples, ends, counts[1], without, along, change, end_section=last
             )
     return table
 

@@ -17,10 +17,9 @@ from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 from unskew.models.spec import ModelSpec
 from unskew.runs.build_model import ModelLike
 
-UNEXPLAINED, BETWEEN = 0.05, 0.1
-"""Shares of the label's variance between clients from which personal models are compared, with and without a linear model of
-the inputs. In the benchmark, personal models were the best on the clients' data in five of the six federations of digits
-above the first, and in none below it; and in all four federations of CIFAR-10, which are above the second.
+DIFFERENT = 0.05
+"""Share of the label's variance between clients, if possible after a linear model of the inputs, from which personal models
+are compared; docs/advice.md has the measurements.
 """
 UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -175,10 +174,8 @@ class SkewFeatures:
 
     @property
     def needs_personal_models(self) -> bool:
-        """Whether one model for all clients cannot predict a considerable part of the label's differences between them."""
-        if self.unexplained is not None:
-            return self.unexplained >= UNEXPLAINED
-        return (self.between or 0.0) >= BETWEEN
+        """Return whether no model for all clients can predict a considerable part of the label's differences between them."""
+        return (self.unexplained if self.unexplained is not None else self.between or 0.0) >= DIFFERENT
 
     @classmethod
     def of(

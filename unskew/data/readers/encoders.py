@@ -240,7 +240,12 @@ def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
 
 
 def missing_values(values: np.ndarray, known: Sequence[Encoder]) -> np.ndarray:
-    """Return where columns ``[n, f]``, read with the initial encoders, have no value."""
+    """Return where columns have no value, boolean ``[n, f]``.
+
+    Args:
+        values: Columns, read with the initial encoders, ``[n, f]``.
+        known: Initial encoder of each column.
+    """
     coded = np.array([encoder.kind == "category" for encoder in known])
     return np.asarray(np.isnan(values) | (coded & (values == 0)))
 
