@@ -2,20 +2,25 @@
 
 import io
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
+from support.pages import ROOT
 from support.running import TINY, call
 
 from unskew.cli.common import exit_on_signal
 from unskew.cli.comparison_tables import comparison_table, reaching_table
 from unskew.cli.progress import progress_while_waiting
 from unskew.cli.tables import partition_table
-from unskew.cli.verbosity import LOUDNESS
+from unskew.cli.verbosity import LOUDNESS, prepare_streams
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.progress import report_progress
 from unskew.simulation.round_loop import RunInterrupted
@@ -192,3 +197,41 @@ def test_names_from_files_cannot_control_the_terminal(tmp_path, capsys, monkeypa
     assert "\x1b[31mred" not in outcome.err
     assert "\u202e" not in outcome.err
     assert r"a\x1b[31mred\u202e" in outcome.err.replace("\n", "")
+
+
+@pytest.fixture
+def names_of_sites(tmp_path):
+    """Writes a table whose clients have Polish, German and Chinese names."""
+    sites = ("Köln", "上海", "Łódź")
+    rows = [f"{sites[k % 3]},{k * 0.37 % 1:.3f},{k // 3 % 2}" for k in range(60)]
+    (tmp_path / "sites.csv").write_text("\n".join(["site,age,y", *rows]), encoding="utf-8")
+    return ["--data", "table:sites.csv", "--label", "y", "--partition", "natural:site"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"),
+    [("ascii", "K\\xf6ln"), *(pytest.param(e, "Köln", marks=pytest.mark.slow) for e in ("latin-1", "utf-8"))],
+)
+def test_characters_that_a_terminal_cannot_show_are_replaced(encoding, name, names_of_sites):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "unskew", "partition", *names_of_sites]
+    outcome = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    shown = outcome.stdout.decode(encoding)
+    assert name in shown
+    assert ("上海" if encoding == "utf-8" else "\\u4e0a\\u6d77") in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&- <&-"])
+def test_a_closed_stream_does_not_stop_a_command(closed, names_of_sites):
+    command = f"{shlex.quote(sys.executable)} -m unskew partition {shlex.join(names_of_sites)} {closed}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["bash", "-c", command], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("columns", "expected"), [("0", None), ("1", None), ("80", "80"), ("wide", "wide")])
+def test_an_impossible_number_of_columns_is_ignored(columns, expected, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    prepare_streams()
+    assert os.environ.get("COLUMNS") == expected

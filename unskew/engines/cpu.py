@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from unskew.errors import EngineError
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt in glibc's malloc.h
 
 
@@ -99,3 +101,12 @@ def num_threads(number: int) -> Iterator[None]:
     finally:
         if before != number:
             torch.set_num_threads(before)
+
+
+def check_may_start_processes() -> None:
+    """Validate that this process may have children (raises ``EngineError`` otherwise)."""
+    if not may_start_processes():
+        raise EngineError(
+            "A worker of multiprocessing.Pool is a daemon, which may not start processes. Use engine='inline' there, without "
+            "parallel, or run the sweep with concurrent.futures.ProcessPoolExecutor or joblib."
+        )

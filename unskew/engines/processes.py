@@ -28,7 +28,13 @@ import torch
 
 from unskew.engines.base import EngineConfig
 from unskew.engines.client_inputs import update_from_dict, update_to_dict
-from unskew.engines.cpu import exit_with_parent, keep_freed_memory, may_start_processes, num_cores
+from unskew.engines.cpu import (
+    check_may_start_processes,
+    exit_with_parent,
+    keep_freed_memory,
+    may_start_processes,
+    num_cores,
+)
 from unskew.engines.in_order import in_order
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.shared_memory import SharedMemory
@@ -175,11 +181,7 @@ class ProcessesEngine:
     name = "processes"
 
     def __init__(self, setup: EngineConfig, workers: int | None = None, clients_per_group: int = 1):
-        if not may_start_processes():
-            raise EngineError(
-                "The engine 'processes' cannot start workers in a worker of multiprocessing.Pool, which is a daemon. Use "
-                "engine='inline' there, or run the sweep with concurrent.futures.ProcessPoolExecutor or joblib."
-            )
+        check_may_start_processes()
         if not fork_available():
             raise EngineError("The engine 'processes' needs Linux, because it forks. Use engine='inline'.")
         if setup.device.type != "cpu":

@@ -17,6 +17,7 @@ from torch import Tensor
 from unskew.errors import ConfigError, short_repr
 from unskew.models.keyed_dropout import KeyedDropout, KeyStream
 from unskew.models.spec import ModelOutput, ModelSpec
+from unskew.seeding import seeded_globals
 
 
 class Batch(NamedTuple):
@@ -176,7 +177,8 @@ class BoundModel:
         self._switch(False)
 
         def run(x: Tensor) -> ModelOutput:
-            with torch.no_grad(), self._precision:
+            # A model may draw numbers in eval mode, too; equal seeds give equal metrics.
+            with torch.no_grad(), self._precision, seeded_globals(self.spec.draws_globally, 0, self.device):
                 logits = self.module(x)
             return ModelOutput(logits.to(v.dtype), self._features)
 

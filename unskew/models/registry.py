@@ -283,14 +283,14 @@ def _call(
 
     try:
         module = factory(**arguments)
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise ConfigError(f"{label} cannot be built: {describe_error(error)}.") from error
-        raise ConfigError(f"{label} cannot be called to create a model: {error}.") from error
     except UnskewError:
         raise
     except Exception as error:  # for example, a layer that does not fit in memory, or a mistake in a factory
-        raise ConfigError(f"{label} cannot be built: {describe_error(error)}.") from error
+        uncalled = (
+            isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None
+        )
+        problem = "called to create a model" if uncalled else "built"
+        raise ConfigError(f"{label} cannot be {problem}: {describe_error(error)}.") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{label} must return a torch.nn.Module, but returned a {type(module).__name__}.")
     return module

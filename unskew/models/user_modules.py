@@ -47,9 +47,8 @@ def copy_module(module: nn.Module, shared: dict[int, Any] | None = None) -> nn.M
         return copy.deepcopy(module, copies)
     except Exception as error:  # a class of a user may fail in any way
         raise ConfigError(
-            f"The model cannot be copied, but each client trains a copy of it: {describe_error(error)}"
-            f"{_uncopied_attribute(module)}. Create such an object in the forward pass, or exclude it from copies with "
-            "__deepcopy__."
+            f"The model cannot be copied, but each client trains a copy of it: {describe_error(error)}. Create such objects "
+            "in the forward pass, or exclude it from copies with __deepcopy__."
         ) from error
 
 
@@ -59,17 +58,6 @@ def _copied_tensor(tensor: Tensor) -> Tensor:
         return copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
     except (RuntimeError, NotImplementedError):
         return torch.empty(0)
-
-
-def _uncopied_attribute(module: nn.Module) -> str:
-    """Return the first attribute that cannot be copied, as the end of a sentence; empty if there is no single one."""
-    for part in module.modules():
-        for name, value in vars(part).items():
-            try:
-                copy.deepcopy(None if name.startswith("_") else value)
-            except Exception:
-                return f" (attribute {name!r} of {type(part).__name__})"
-    return ""
 
 
 def describe_error(error: BaseException) -> str:
@@ -104,28 +92,26 @@ def random_draws(module: nn.Module, x: Tensor) -> tuple[bool, str | None]:
         ConfigError: If the module raises an error in training mode.
     """
     module = copy_module(module).train()
-    layers = [(name, part) for name, part in module.named_modules() if not list(part.children())]
-    outputs: list[tuple[str, list[Tensor]]] = []
+    passes: list[list[tuple[str, list[Tensor]]]] = []
 
-    def listen(name: str, output: object) -> None:
-        outputs.append((name, [t.clone() for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]))
+    def listen(label: str, output: object) -> None:
+        passes[-1].append((label, [t.clone() for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]))
 
-    for name, layer in layers:
-        label = f"the layer {name} ({type(layer).__name__})"
-        layer.register_forward_hook(lambda _m, _i, output, label=label: listen(label, output))
-    draws, passes = False, []
+    for name, layer in module.named_modules():
+        if name and not list(layer.children()):
+            label = f"the layer {name} ({type(layer).__name__})"
+            layer.register_forward_hook(lambda _m, _i, output, label=label: listen(label, output))
+    draws = False
     for _ in range(2):
-        outputs = []
+        passes.append([])
         tensors = {name: b.clone() for name, b in module.named_buffers()}
         with torch.no_grad(), seeded_globals(True, 0, x.device):
             before = _global_states()
             try:
-                output = functional_call(module, tensors, (x,))
+                listen("the output", functional_call(module, tensors, (x,)))
             except Exception as error:
                 raise ConfigError(f"The model raises an error in training mode: {describe_error(error)}.") from error
             draws = draws or _global_states() != before
-        listen("the output", output)
-        passes.append(outputs)
     for (label, first), (_, second) in zip(*passes, strict=False):
         if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=False)):
             return draws, label

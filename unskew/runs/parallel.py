@@ -14,10 +14,10 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.sections import ADDRESS
-from unskew.engines.cpu import may_start_processes, num_cores
+from unskew.engines.cpu import check_may_start_processes, may_start_processes, num_cores
 from unskew.engines.mmap_pickle import dump_mmap
 from unskew.engines.registry import pick_device
-from unskew.errors import ConfigError, EngineError, short_repr
+from unskew.errors import ConfigError, short_repr
 from unskew.runs.process_pool import Job, ProcessPool, raise_if_unpicklable
 from unskew.runs.ray_pool import RayJobPool
 from unskew.simulation.round_loop import RunInterrupted, interruptible
@@ -161,11 +161,8 @@ def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[t
             crew = RayJobPool(
                 places.address, number, places.auto, places.small, places.deadline, path, paths_to_share(given)
             )
-        elif not may_start_processes():
-            raise EngineError(
-                "Parallel runs cannot be started in a worker of multiprocessing.Pool, which is a daemon. Remove parallel."
-            )
         else:
+            check_may_start_processes()
             crew = ProcessPool(max(1, min(places, len(works))), path)
         try:
             yield from crew.carry_out(works, stopped)

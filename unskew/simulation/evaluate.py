@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from unskew.engines.batches import InputNormalizer
 from unskew.engines.cpu import num_threads
 from unskew.models.execution import BoundModel
 from unskew.models.spec import ModelSpec
-from unskew.seeding import numpy_generator, seeded_globals
+from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
 from unskew.tasks.intervals import interval95, metric_interval
 from unskew.tasks.metrics import MetricSet
@@ -151,7 +150,7 @@ class Evaluator:
         scores = []
         losses = []
         tallies = []
-        with self._evaluation():
+        with num_threads(self.threads):
             predict = self.model.predict(v, b)
             for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
                 target = y.to(self.model.device)
@@ -167,12 +166,6 @@ class Evaluator:
                 tallies.append(self.task.tally(logits, target))
         return torch.cat(right), torch.cat(scores), torch.cat(losses), torch.stack(tallies).sum(0)
 
-    @contextlib.contextmanager
-    def _evaluation(self) -> Iterator[None]:
-        """Context manager with the threads of the evaluation, and fixed seeds for models that draw in eval mode, too."""
-        with num_threads(self.threads), seeded_globals(self.model.spec.draws_globally, 0, self.model.device):
-            yield
-
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of every sample, ``[n]``, in float64.
 
@@ -185,7 +178,7 @@ class Evaluator:
         vector = x.dim() == 2 and x.is_floating_point()
         size = 20 * BATCH if vector else self.batch  # vectors are small
         losses_list = []
-        with self._evaluation():
+        with num_threads(self.threads):
             predict = self.model.predict(v, b)
             for first in range(0, len(y), size):
                 target = y[first : first + size].to(self.model.device)
@@ -201,7 +194,7 @@ class Evaluator:
             b: Buffers of the model, ``[m]``.
             x: Stored samples, ``[n, ...]``.
         """
-        with self._evaluation():
+        with num_threads(self.threads):
             predict = self.model.predict(v, b)
             logits = [predict(self.normalize(part)).logits for part in iterate_batches([x], self.batch)]
         return torch.cat([torch.where(part.isfinite().all(1), part.argmax(1), -1) for part in logits])

@@ -14,7 +14,7 @@ from unskew.data.federation import Federation, take_rows
 from unskew.data.pixel_scaling import PixelScaling
 from unskew.engines import optimizers
 from unskew.engines.batches import BatchPlan, InputNormalizer
-from unskew.errors import DataError
+from unskew.engines.local_trainer import SINGLE_SAMPLE, single_sample_error
 from unskew.models.execution import Batch, BoundModel, GradFn, LossFn
 from unskew.models.spec import ModelOutput, ModelSpec
 from unskew.protocol.server_training import ReferenceSamples, TrainedModel
@@ -166,11 +166,8 @@ class ServerTrainer:
             try:
                 g = grad_fn(v, batch)
             except ValueError as error:
-                if "more than 1 value per channel" in str(error):
-                    raise DataError(
-                        "The server trains on a batch of one sample, which BatchNorm cannot normalize. Use more server "
-                        "samples, another batch size, or a model with GroupNorm."
-                    ) from error
+                if SINGLE_SAMPLE in str(error):
+                    raise single_sample_error("the server") from error
                 raise
             v, state = optimizers.optimizer_step(training, v, g, state, step)
             v = v if after is None else after(v)
