@@ -66,7 +66,9 @@ class Pages:
         outcomes = list(self._sweep(name, scale).found(self.seeds))
         note = settings_note(preset, scale, (cell for cell, _ in outcomes))
         return _as_text(
-            table_lines(preset, table_entries(preset, outcomes), whole=True), note, notes(cell for cell, _ in outcomes)
+            table_lines(preset, table_entries(preset, outcomes), whole=bool(outcomes)),
+            note,
+            notes(cell for cell, _ in outcomes),
         )
 
     def _sweep(self, name: str, scale: str) -> Sweep:

@@ -1,4 +1,4 @@
-"""A method of your own: one class, run alone and added to a method of the catalogue.
+"""A method of your own: one class, run alone and combined with a built-in method.
 
 A client that holds two classes soon gives every sample to one of them with great confidence. The confidence penalty
 (Pereyra et al. 2017, arXiv:1701.06548) works against that; it subtracts the entropy of the outputs from the loss,
@@ -10,23 +10,26 @@ A client that holds two classes soon gives every sample to one of them with grea
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import unskew
 
 
 @dataclass(frozen=True)
 class Humble(unskew.ClientRule):
-    name, summary, paper = "humble", "penalises confidence", "Pereyra et al. 2017, arXiv:1701.06548"
+    name, summary, paper = "humble", "penalizes confidence", "Pereyra et al. 2017, arXiv:1701.06548"
+
+    spaces: ClassVar = {"beta": "0.01:1:log"}  # for unskew tune
 
     beta: float = 0.5
 
     def loss(self, loss_fn, ctx, carry):
-        def penalised(v, batch):
+        def penalized(v, batch):
             log_p = ctx.model(v, batch.x, batch.track).logits.log_softmax(dim=-1)
             entropy = -(log_p.exp() * log_p).sum(dim=-1).mean()
             return loss_fn(v, batch) - self.beta * entropy
 
-        return penalised
+        return penalized
 
 
 if __name__ == "__main__":

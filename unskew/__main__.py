@@ -4,9 +4,12 @@ import os
 import sys
 
 # Python puts the working directory first; a file there with the name of a standard module would shadow that module.
-sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
+try:
+    sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
+except FileNotFoundError:
+    sys.exit("unskew: the working directory was removed. Change to another one.")
 
-from unskew.cli.app import main  # noqa: E402
+from unskew.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -57,8 +58,48 @@ class Expression:
         return options
 
 
+def split_list(text: str, separator: str = ",") -> list[str]:
+    """Split a list; a part in double quotes, or whose value is in double quotes, may contain the separator.
+
+    Args:
+        text: The list.
+        separator: Separator between its parts.
+
+    >>> split_list('age, "weight, kg"'), split_list('0.1,by="site, name"')
+    (['age', '"weight, kg"'], ['0.1', 'by="site, name"'])
+    """
+    part = re.compile(rf'(?:[^"{separator}]*[=:]\s*|\s*)"(?:[^"]|"")*"\s*(?={separator}|\Z)|[^{separator}]*')
+    parts = []
+    position = 0
+    while position <= len(text):
+        match = part.match(text, position)
+        assert match is not None  # the pattern also matches the empty string
+        parts.append(match[0].strip())
+        position = match.end() + 1
+    return parts
+
+
+def unquote(text: str) -> str:
+    """Return a name without blanks at its ends, and without the double quotes around it.
+
+    >>> unquote(' age '), unquote('"weight, kg"')
+    ('age', 'weight, kg')
+    """
+    quoted = re.fullmatch(r'\s*"((?:[^"]|"")*)"\s*', text)
+    return (quoted[1].replace('""', '"') if quoted else text).strip()
+
+
+def quote(name: str) -> str:
+    """Return a name as part of an expression, in double quotes if it contains a separator.
+
+    >>> quote("age"), quote("weight, kg")
+    ('age', '"weight, kg"')
+    """
+    return '"' + name.replace('"', '""') + '"' if re.search('[",=:]', name) else name
+
+
 def parse_expression(text: str, opener: str = ":", separator: str = ",") -> Expression:
-    """Parse an expression.
+    """Parse an expression; double quotes around a value, such as the name of a column, may contain separators.
 
     Args:
         text: The expression.
@@ -76,16 +117,16 @@ def parse_expression(text: str, opener: str = ":", separator: str = ",") -> Expr
     end = min((text.index(sign) for sign in (opener, separator) if sign in text), default=len(text))
     values: list[str] = []
     options: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text[end + 1 :].split(separator))):
+    for part in filter(None, split_list(text[end + 1 :], separator)):
         key, equals, value = (side.strip() for side in part.partition("="))
-        if not equals:
-            values.append(part)
+        if not equals or part.startswith('"'):
+            values.append(unquote(part))
             continue
         if not key:
             raise ConfigError(f"{part!r} in {text!r} is not an option; write option=value.")
         if key in options:
             raise ConfigError(f"{text!r} sets {key} twice.")
-        options[key] = value
+        options[key] = unquote(value)
     return Expression(text[:end].strip(), tuple(values), options)
 
 

@@ -6,8 +6,11 @@ uninterrupted one, and the order of execution does not matter.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -58,6 +61,40 @@ def numpy_generator(seed: int, purpose: str, round: int = 0, client: int = 0) ->
         client: Number of the client.
     """
     return np.random.default_rng(derive(seed, purpose, round, client))
+
+
+@contextlib.contextmanager
+def seeded_globals(enabled: bool, number: int, device: torch.device) -> Iterator[None]:
+    """Context manager in which the global generators of PyTorch, NumPy and Python start from a seed.
+
+    Afterwards they continue as if nothing had been drawn.
+
+    Args:
+        enabled: Whether to do anything; a model that draws no such numbers needs nothing.
+        number: Seed, such as the result of ``derive``.
+        device: Device of the model, whose generator is seeded in addition to that of the CPU.
+    """
+    if not enabled:
+        yield
+        return
+    generators = [torch.default_generator]
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        generators.append(module.default_generators[module.current_device() if device.index is None else device.index])
+    states = [each.get_state() for each in generators]
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002 - models draw from this generator
+    random.seed(number)
+    np.random.seed(number % (1 << 32))  # noqa: NPY002
+    for each in generators:
+        each.manual_seed(number)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
 
 
 def _mix(z: Tensor) -> Tensor:

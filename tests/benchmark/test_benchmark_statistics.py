@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from unskew.benchmark.statistics import bootstrap_interval, holm, paired_differences, rank_methods
+from unskew.benchmark.statistics import bootstrap_interval, paired_differences, rank_methods
 
 
 def test_differences_are_those_of_the_paired_t_test():
@@ -32,12 +32,6 @@ def test_lower_is_better_turns_the_sign_and_equal_seeds_are_a_tie():
     assert differences["lower"].mean == pytest.approx(1.6 / 3)
     assert differences["lower"].verdict == "better"
     assert paired_differences(values, "base")["lower"].verdict == "worse"
-
-
-def test_holm_by_hand():
-    assert holm([0.01, 0.02, 0.03, 0.04]) == pytest.approx([0.04, 0.06, 0.06, 0.06])
-    assert holm([0.9, 0.5]) == pytest.approx([1.0, 1.0])
-    assert holm([]) == []
 
 
 def test_critical_difference_of_published_tables():

@@ -166,7 +166,7 @@ OPTIONS = [
     ("--set lr.x=0.1", "lr="),
     ("--set lr=[1", "not YAML"),
     ("--set lr=", "lr=None"),
-    ("--set label=2020-13-45", "not YAML"),
+    ("--set target=2020-13-45", "not YAML"),
     ("--set rounds=true", "rounds=True"),
     ("--set lr=true", "lr=True"),
     ("--set rounds=1.5", "rounds=1.5"),
@@ -279,7 +279,7 @@ def test_other_commands_refuse(capsys, args, words):
         ("network: {drop: 0.1, drop: 0.2}", "the key 'drop' occurs twice"),
         ("clients: yes", "clients=True"),
         ("local_steps: 1\nlocal_epochs: 1", "cannot be combined"),
-        ("label: 2020-13-45", "my.yaml is not a valid YAML file"),
+        ("target: 2020-13-45", "my.yaml is not a valid YAML file"),
         ("data: !!python/object/apply:os.system ['true']", "my.yaml is not a valid YAML file"),
         ("model_options: 5", "model_options=5"),
         ("method: [fedavg]", "method="),
@@ -625,8 +625,15 @@ def test_what_a_newcomer_gets_wrong_in_python():
     class Rule(unskew.ClientRule):
         name, summary, paper = "rule", "for tests", "none"
 
+    class Started(unskew.Callback):
+        def start(self, config, rounds_done):
+            pytest.fail("the error is known before the start")
+
     normalized = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
     lonely = unskew.Federation.from_arrays([(x, y), (x[:1], y[:1])], test=(x, y), classes=3, holdout=0)
+    named = unskew.Federation.from_arrays(
+        [(x, y), (x[:1], y[:1])], test=(x, y), classes=3, holdout=0, client_names=["SE", "NO"]
+    )
     integers = unskew.Federation.from_arrays(
         [((x * 9).astype("int64"), y)], test=((x * 9).astype("int64"), y), classes=3
     )
@@ -643,6 +650,10 @@ def test_what_a_newcomer_gets_wrong_in_python():
         (
             lambda: unskew.run(lonely, model=normalized, engine="processes", rounds=1),
             r"Client 1 trains on a batch of one",
+        ),
+        (
+            lambda: unskew.run(named, model=normalized, rounds=1, callbacks=[Started()]),
+            r"The client NO trains on a batch of",
         ),
         (lambda: unskew.run(integers, model="mlp", rounds=1), r"convert features to floats"),
     ]:

@@ -114,7 +114,7 @@ def test_a_folder_of_images(capsys, tmp_path):
 def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     rows = [["hospital", "dose", "age", "crp", "ill"]]
     rows += [
-        ["AB"[i % 2], i % 7 / 2, "unknown" if i == 7 else 40 + i / 7, f"{i},5", "no" if i % 12 else "yes"]
+        ["AB"[i % 2], i % 7 / 2, "see file" if i == 7 else 40 + i / 7, f"{i},5", "no" if i % 12 else "yes"]
         for i in range(96)
     ]
     with open("study.csv", "w", newline="") as file:
@@ -123,7 +123,7 @@ def test_what_is_left_out_rare_or_not_utf8_is_told(capsys):
     assert outcome.code == 0, outcome.err
     values = yaml.safe_load(Path("experiment.yaml").read_text())
     assert values["exclude"] == ["age", "crp"]
-    assert "excluded: age: numbers, but 'unknown' in row 7" in outcome.out
+    assert "excluded: age: numbers, but 'see file' in row 7" in outcome.out
     assert "excluded: crp: numbers with decimal commas" in outcome.out
     assert (values["class_weights"], values["metrics"]) == ("balanced", ["auroc", "auprc", "balanced_accuracy"])
     assert values["objective"] == "auprc"
@@ -175,12 +175,12 @@ def test_columns_of_types_that_no_model_takes_are_not_the_end(capsys, tmp_path):
 
 def test_suspicious_columns_are_reported_and_constants_excluded(capsys):
     draws = np.random.default_rng(0)
-    rows = [["subject", "pain", "score", "almost", "unit", "city", "total"]]
+    rows = [["subject", "pain", "score", "almost", "unit", "arm", "total"]]
     for i in range(120):
         total = round(float(draws.normal(30, 9)), 2)
         noise = draws.normal(size=2)
         rows.append(
-            [f"S{i % 4}", i % 5, round(noise[0], 2), round(total + 3 * noise[1], 2), "mmHg", "XYZ"[i % 3], total]
+            [f"S{i % 4}", i % 5, round(noise[0], 2), round(total + 2 * noise[1], 2), "mmHg", "XYZ"[i % 3], total]
         )
     with open("study.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
@@ -189,15 +189,15 @@ def test_suspicious_columns_are_reported_and_constants_excluded(capsys):
     values = yaml.safe_load(Path("experiment.yaml").read_text())
     assert (values["data"], values["partition"], values["exclude"]) == ("study.csv", "natural:subject", ["unit"])
     assert "excluded: unit: the same value in every row" in outcome.out
-    assert "almost is nearly the label (correlation 0.9" in outcome.out
-    assert "score is nearly" not in outcome.out
+    assert "almost predicts total almost alone (R² 9" in outcome.out
+    assert "score predicts" not in outcome.out
     assert (
         "integers with few values: pain; add the columns that contain codes, not amounts, to categories: [pain]"
         in outcome.out
     )
     Path("owners.csv").write_text("\n".join(",".join(map(str, row[1:])) for row in rows) + "\n")
     other = call(capsys, "init", "owners.csv", "--label", "total", "--out", "o.yaml")
-    assert "names the clients, set partition: natural:COLUMN to it: city" in other.out
+    assert "may name the clients: arm (3 values); choose one with --clients COLUMN" in other.out
 
 
 def test_a_table_of_texts_is_proposed_as_texts_and_runs(capsys):
@@ -232,3 +232,143 @@ def test_images_in_parquet_as_at_the_hub_keep_a_small_common_size(capsys, sizes,
     values = yaml.safe_load(Path("experiment.yaml").read_text())
     assert (values["image"], values["partition"], values.get("image_size")) == ("image", "natural:domain", side)
     assert ("all images have 12 x 12 pixels" in outcome.out) == (side is None)
+
+
+@pytest.mark.parametrize(
+    "column", ["COUNTRY", "HOSPNUM", "practice", "Store", "store_nbr", "building_id", "siteId", "Ward"]
+)
+@pytest.mark.parametrize("number", [int, float, str])
+def test_client_columns_are_recognized_in_any_case_and_as_numbers(capsys, column, number):
+    draws = np.random.default_rng(0)
+    rows = [
+        f"{number(k % 12 + 1)},{draws.integers(1, 4)},{draws.normal():.3f},{draws.normal():.3f}" for k in range(240)
+    ]
+    Path("t.csv").write_text("\n".join([f"{column},size,temperature,sales", *rows]))
+    outcome = call(capsys, "init", "t.csv", "--label", "sales")
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert values["partition"] == f"natural:{column}"
+    assert "12 clients with " in outcome.out
+
+
+def write_trial(columns, n=1200):
+    draws = np.random.default_rng(0)
+    known = {
+        "COUNTRY": lambda k: f"Land{k % 6}",
+        "HOSPNUM": lambda k: 100 + k % 60,
+        "PATIENT": lambda k: 5000 + k // 4,
+        "SEX": lambda k: "MF"[draws.integers(2)],
+        "PAIN": lambda k: "YNU"[draws.integers(3)],
+        "SLEEP": lambda k: "YNU"[draws.integers(3)],
+        "drug": lambda k: "abcd"[draws.integers(4)],
+        "lot_nr": lambda k: int(draws.integers(7)),
+        "distance_to_hospital": lambda k: int(draws.integers(9)),
+        "SBP": lambda k: int(draws.integers(90, 200)),
+        "outcome": lambda k: ("well", "ill")[draws.integers(2)],
+    }
+    rows = [",".join(str(known[column](k)) for column in columns) for k in range(n)]
+    Path("trial.csv").write_text("\n".join([",".join(columns), *rows]))
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "partition", "others", "excluded"),
+    [
+        (("COUNTRY", "HOSPNUM", "PATIENT"), (), "natural:COUNTRY", ["HOSPNUM (60 values)"], ["HOSPNUM", "PATIENT"]),
+        (("HOSPNUM", "PATIENT"), (), "natural:HOSPNUM", [], ["PATIENT"]),
+        (("COUNTRY",), ("--clients", "drug"), "natural:drug", ["COUNTRY (6 values)"], ["COUNTRY"]),
+        (
+            ("distance_to_hospital", "PAIN", "SLEEP"),
+            (),
+            "dirichlet:0.3,min=2",
+            ["lot_nr (7 values)", "drug (4 values)"],
+            None,
+        ),
+    ],
+)
+def test_organizations_come_before_persons_and_other_candidates_are_named(
+    capsys, columns, options, partition, others, excluded
+):
+    """Columns with two values or with a common scale, and measurements, are no candidates."""
+    write_trial((*columns, "SEX", "drug", "lot_nr", "SBP", "outcome"))
+    outcome = call(capsys, "init", "trial.csv", *options)
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (values["partition"], values.get("exclude")) == (partition, excluded)
+    assert values.get("split_by") == ("PATIENT" if "PATIENT" in columns else None)
+    also = "also " if partition.startswith("natural") else ""
+    lines = [line for line in outcome.out.splitlines() if "name the clients:" in line and not line.startswith("excl")]
+    assert lines == (
+        [
+            f"may {also}name the clients: {', '.join(others)}; choose one with --clients COLUMN, or "
+            "partition: natural:COLUMN"
+        ]
+        if others
+        else []
+    )
+
+
+def test_identifiers_of_any_type_and_unreadable_dates_are_reported(capsys):
+    import uuid
+
+    draws = np.random.default_rng(0)
+    rows = [
+        f"{1001 + k}.0,{uuid.UUID(int=k)},{1001 + k if k else 1400},{'05-02-2010' if k % 2 else '17-02-2010'},"
+        f"{draws.normal():.3f},{draws.integers(2)}"
+        for k in range(300)
+    ]
+    Path("t.csv").write_text("\n".join(["number,key,nearly,date,bmi,ill", *rows[:-1], rows[1]]))
+    outcome = call(capsys, "init", "t.csv", "--label", "ill")
+    assert outcome.code == 0, outcome.err
+    assert yaml.safe_load(Path("experiment.yaml").read_text())["exclude"] == ["number", "key", "nearly"]
+    assert "excluded: number: an identifier, 299 values in 300 rows" in outcome.out
+    Path("d.csv").write_text(
+        "\n".join(["when,bmi,ill", *(f"{k % 28 + 1:02}-{k // 28 + 1:02}-2010,{k / 7},{k % 2}" for k in range(300))])
+    )
+    outcome = call(capsys, "init", "d.csv", "--label", "ill", "--out", "d.yaml")
+    assert "excluded: when: dates, but '01-01-2010' in row 0; write 2024-01-31, or set csv.dates" in outcome.out
+
+
+@pytest.mark.parametrize("column", [(), ("--image", "photo", "--clients", "owner")])
+def test_a_column_with_paths_of_image_files_is_the_input(capsys, tmp_path, column):
+    from PIL import Image
+
+    (tmp_path / "data" / "photos").mkdir(parents=True)
+    for i in range(40):
+        Image.new("L", (9, 9), i).save(tmp_path / "data" / "photos" / f"{i}.png")
+    rows = ["photo,owner,smile", *(f"photos/{i}.png,{'ab'[i % 2]},{i // 2 % 2}" for i in range(40))]
+    (tmp_path / "data" / "faces.csv").write_text("\n".join(rows))
+    outcome = call(capsys, "init", "data/faces.csv", "--label", "smile", *column)
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (values["image"], values["model"], "image_size" in values) == ("photo", "cnn", False)
+    assert values["partition"] == ("natural:owner" if column else "dirichlet:0.3,min=2")
+    assert runs(capsys)["model"] == "cnn"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("study.csv", "--clients", "hospitl"), "There is no column 'hospitl'. Did you mean 'hospital'"),
+        (("study.csv", "--image", "photo"), "There is no column 'photo'"),
+        (("digits", "--clients", "user"), "--clients requires a table or arrays (.npz), but digits is neither"),
+        (("digits", "--image", "photo"), "--image requires a table, but digits is not a table"),
+    ],
+)
+def test_columns_that_do_not_exist_are_rejected(capsys, options, words):
+    write_csv("study.csv")
+    outcome = call(capsys, "init", *options)
+    assert (outcome.code, words in outcome.err) == (2, True), outcome.err
+
+
+def test_columns_with_commas_and_blanks_are_written_so_that_the_file_runs(capsys):
+    draws = np.random.default_rng(0)
+    rows = [
+        f"{'ABC'[k % 3]},P{k // 4},{draws.normal():.3f},{draws.normal():.3f},{draws.integers(2)}" for k in range(240)
+    ]
+    Path("t.csv").write_text("\n".join(['"site, name","patient, id","a, mean", hb,ill', *rows]))
+    outcome = call(capsys, "init", "t.csv", "--clients", " site, name", "--label", "ill ")
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (values["partition"], values["exclude"]) == ('natural:"site, name"', ["patient, id"])
+    assert values["split_by"] == '"patient, id"'
+    assert runs(capsys)["partition"] == 'natural:"site, name"'

@@ -1,5 +1,6 @@
 """Columns of a table: what is done to each, what the user chooses, and what is refused."""
 
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +9,16 @@ import torch
 
 import unskew
 from unskew.cli.tables import columns_table
-from unskew.data.load import load_federation
+from unskew.config.loader import experiment
+from unskew.data.load import federation_of, load_federation
 from unskew.data.partition.parsing import partition_column
-from unskew.data.readers.column_roles import SHOWN, ColumnSelection, describe_roles, select_inputs
+from unskew.data.readers.column_roles import SHOWN, ColumnSelection, describe_roles, is_identifier, select_inputs
 from unskew.data.readers.encoders import Encoder, read_columns
 from unskew.data.sources import registry as sources
 from unskew.data.sources.registry import load_source
+from unskew.data.spec import Split, parse_split
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
+from unskew.expressions import quote
 from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import rows_of_table
 
@@ -60,7 +64,7 @@ def test_what_is_done_to_each_column_is_told(patients):
         "patient_id": "left out: excluded",
         "age": "input",
         "bmi": "input",
-        "dose": "left out: decimal commas, see csv.decimal",
+        "dose": "left out: numbers with decimal commas, see csv.decimal",
         "name": "left out: text",
         "ward": "decides the partition",
         "outcome": "label",
@@ -108,7 +112,7 @@ def test_features_are_taken_in_the_order_they_are_named_in(patients):
         ({"features": ["age", "bmi"], "exclude": ["bmi"]}, "'bmi' is both in features and in exclude"),
         ({"features": ["age", "age"]}, "contains the column 'age' twice"),
         ({"features": ["name"]}, r"'name' in features is not numeric \(text\)"),
-        ({"features": ["dose"]}, r"'dose' in features is not numeric \(decimal commas, see csv.decimal\)"),
+        ({"features": ["dose"]}, r"'dose' in features is not numeric \(numbers with decimal commas, see csv.decimal\)"),
         ({"features": ["outcome"]}, "'outcome' is the label"),
         ({"features": 3}, "3 is not a list of names"),
         ({"exclude": ["patient_id", "age", "bmi", "ward"]}, r"no numeric input columns .*age \(left out: excluded\)"),
@@ -140,6 +144,35 @@ def test_identifiers_are_whole_numbers_that_all_differ(tmp_path, n, values, refu
     twice = write(tmp_path / "twice.csv", 24, visit_id=np.arange(24) // 2, paid=np.arange(24) // 2)
     with pytest.raises(DataError, match="column 'visit_id' looks like an identifier"):
         load(twice, exclude=["patient_id"])
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "expected"),
+    [
+        ([float(k) for k in range(1001, 1301)], "number", True),
+        ([None, *map(float, range(1001, 1300))], "number", True),  # a missing value makes pandas write 1001.0
+        ([float("nan"), *map(float, range(1001, 1300))], "number", True),
+        ([k + 0.5 for k in range(300)], "id", False),  # fractions are measurements
+        ([float("inf"), *map(float, range(299))], "number", False),
+        ([str(uuid.UUID(int=k)) for k in range(300)], "key", True),
+        (["M", "F"] * 150, "sex", False),
+        ([*range(1001, 1299), 1001, 1002], "number", True),  # two rows occur twice
+        (np.random.default_rng(0).integers(0, 10**6, 3000).tolist(), "price", False),  # few repetitions, as by chance
+        (np.random.default_rng(0).normal(3000, 500, 300).round().tolist(), "weight", False),
+        ([k // 2 for k in range(300)], "visit_id", True),
+        ([k // 2 for k in range(300)], "visit", False),
+        ([2**60 + k for k in range(300)], "number", True),
+    ],
+)
+def test_strings_and_whole_numbers_of_any_type_are_identifiers_if_they_hardly_repeat(values, name, expected):
+    assert is_identifier(pa.chunked_array([pa.array(values)]), name) == expected
+
+
+def test_an_identifier_stored_as_a_fraction_is_reported_like_an_integer(tmp_path):
+    name = write(tmp_path / "t.csv", number=[f"{1001 + k}.0" for k in range(30)])
+    with pytest.raises(DataError, match="'patient_id' and the column 'number' looks like an identifier: whole numbers"):
+        load(name)
+    assert load(name, exclude=["patient_id", "number"]).columns["number"] == "left out: excluded"
 
 
 def test_row_numbers_that_pandas_stores_are_left_out(tmp_path):
@@ -230,3 +263,78 @@ def test_the_work_on_a_wide_table_is_not_that_of_all_columns_for_each_of_them():
     inputs = InputSpec(task="classification", shape=(300,), kind="float", classes=2, features=names)
     assert torch.equal(rows_of_table(counting, Path("t.csv"), inputs), torch.from_numpy(read))
     assert counting.asked < 20
+
+
+QUOTED = {
+    "site, name": np.arange(30) % 3,
+    "a, mean": np.arange(30) / 7,
+    " hb": np.arange(30) / 9,
+    "when: day": np.arange(30),
+}
+
+
+def write_quoted(file):
+    columns = QUOTED | {"y ": np.arange(30) // 3 % 2}
+    lines = [
+        ",".join(f'"{name}"' for name in columns),
+        *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
+    ]
+    file.write_text("\n".join(lines))
+    return f"table:{file}"
+
+
+@pytest.mark.parametrize("listed", ['"a, mean", hb', ["a, mean", " hb"], ' " hb" ,"a, mean" '])
+def test_names_with_commas_are_quoted_and_blanks_at_their_ends_do_not_matter(tmp_path, listed):
+    options = {"label": "y", "partition": 'natural:"site, name"', "clients": None}
+    fed = unskew.load_federation(write_quoted(tmp_path / "t.csv"), features=listed, **options)
+    inputs = [name for name, done in fed.columns.items() if done == "input"]
+    assert (inputs, len(fed.clients), fed.columns["site, name"]) == (["a, mean", "hb"], 3, "decides the partition")
+    config = experiment({"data": write_quoted(tmp_path / "t.csv"), **options, "label": " y", "features": listed})
+    assert federation_of(config.data_spec, 0).columns == fed.columns
+
+
+@pytest.mark.parametrize(
+    ("partition", "column"),
+    [
+        ('natural:"site, name"', "site, name"),
+        ('natural: " site, name " ,min=2', "site, name"),
+        ('sorted:"when: day"', "when: day"),
+        ('dirichlet:0.1,by="site, name",min=2', "site, name"),
+        ('classes:2,by="a=b"', "a=b"),
+        ('natural:"5"" pipe"', '5" pipe'),
+        ('natural:5" pipe', '5" pipe'),
+    ],
+)
+def test_a_quoted_column_of_a_partition_may_contain_separators(partition, column):
+    assert partition_column(partition) == column
+    assert partition_column(f"natural:{quote(column)}") == column
+
+
+def test_a_comma_in_an_unquoted_column_of_a_partition_is_explained():
+    with pytest.raises(ConfigError, match='Write a column name with commas in double quotes: natural:"site, name"'):
+        partition_column("natural:site, name")
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ('"visit, date"', Split("visit, date")),
+        ('time:"visit, date"', Split(None, "visit, date")),
+        ('"patient: id" , time:"visit, date"', Split("patient: id", "visit, date")),
+    ],
+)
+def test_quoted_columns_of_a_split_may_contain_separators(text, split):
+    assert parse_split(text) == split
+
+
+def test_columns_that_differ_only_by_blanks_are_rejected(tmp_path):
+    (tmp_path / "t.csv").write_text("hb, hb,y\n" + "1,2,0\n3,4,1\n" * 10)
+    with pytest.raises(DataError, match="The columns 'hb' and ' hb' differ only by blanks at their ends"):
+        load(f"table:{tmp_path}/t.csv", label="y")
+
+
+def test_a_model_of_columns_with_blanks_predicts_for_the_same_file(tmp_path):
+    data = write_quoted(tmp_path / "t.csv")
+    options = {"data": data, "label": "y", "partition": "iid", "clients": 2, "features": " hb"}
+    unskew.run(**options, model="logistic", rounds=1, engine="inline", out=tmp_path / "run")
+    assert len(unskew.load_predictor(tmp_path / "run").predict_file(tmp_path / "t.csv")) == 30

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import unskew
-from unskew.config.infer import infer_config
+from unskew.config.inference.infer import infer_config
 from unskew.config.loader import experiment, read_yaml
 from unskew.data import client_arrays, clients, load
 from unskew.data.federation import Federation
@@ -76,7 +76,7 @@ def test_the_first_of_several_problems_is_reported():
         unskew.Federation.from_arrays(given, test=TEST)
     given[200][0][1, 1], given[299] = 0, given[0]
     with pytest.raises(DataError, match=r"^The labels of client 250 contain -5, but with 2 classes"):
-        unskew.Federation.from_arrays(given, test=TEST)
+        unskew.Federation.from_arrays(given, test=TEST, classes=2)
 
 
 def test_targets_that_differ_between_clients_are_reported():

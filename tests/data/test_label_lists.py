@@ -108,14 +108,14 @@ def test_a_user_is_a_client_and_counts_are_those_of_labels(tmp_path):
 
 def test_without_test_rows_a_random_fifth_is_split_off_always_the_same(tmp_path):
     rows = [[NAMES[i % 4]] * (i % 5 > 0) for i in range(50)]
-    data = {"value": np.arange(50.0), "labels": rows}
+    data = {"value": np.arange(50.0) / 2, "labels": rows}
     parquet.write_table(pa.table(data), tmp_path / "t.parquet")
     source, again = (load_source(f"{tmp_path}/t.parquet", label="labels", test_share=0.2) for _ in range(2))
     assert (len(source.train), len(source.test)) == (40, 10)
-    assert sorted([*source.train.x[:, 0].tolist(), *source.test.x[:, 0].tolist()]) == list(range(50))
+    assert sorted([*source.train.x[:, 0].tolist(), *source.test.x[:, 0].tolist()]) == [k / 2 for k in range(50)]
     assert torch.equal(source.test.x, again.test.x)
     for part in (source.train, source.test):
-        assert part.y.tolist() == matrix([rows[int(i)] for i in part.x[:, 0]])
+        assert part.y.tolist() == matrix([rows[int(2 * i)] for i in part.x[:, 0]])
 
 
 def test_names_of_the_hub_and_whole_numbers(tmp_path):

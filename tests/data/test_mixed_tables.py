@@ -3,8 +3,11 @@
 import csv
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
 from support.running import call
 from support.tolerance import assert_engines_agree, near
 
@@ -12,6 +15,8 @@ import unskew
 from unskew.data.column_statistics import category_bytes, counts_and_sums, global_moments, sums_of_squares
 from unskew.data.readers.encoders import Encoder, category_counts
 from unskew.errors import ConfigError, DataError
+from unskew.models.registry import build_model
+from unskew.models.zoo.basic import Logistic
 from unskew.models.zoo.tabular import TableMLP
 
 pytest.importorskip("pyarrow")
@@ -112,7 +117,7 @@ def test_a_plain_table_is_read_as_before(table):
     ("options", "words"),
     [
         ({"dates": ()}, "'since' contains dates. List it in dates"),
-        ({"dates": "age"}, "'age' in dates contains int64"),
+        ({"dates": "age"}, "'age' in dates contains 20, which is no date"),
         ({"categories": "dose"}, "'dose' in categories contains double"),
         ({"categories": "drugs"}, "Did you mean 'drug'"),
         ({"missing": "median"}, "median"),
@@ -187,5 +192,45 @@ def test_values_of_a_category_are_no_sum(table):
         unskew.run(load(table), model="table-mlp", secure_aggregation="required", **TINY)
     numbers = load(table, categories=(), features="age,dose")
     assert unskew.run(numbers, model="logistic", secure_aggregation="required", **TINY).summary["bytes_up"] > 0
-    with pytest.warns(UserWarning, match="logistic treats the category codes of drug, smoker as numbers"):
-        unskew.run(load(table), model="logistic", **TINY)
+    with pytest.warns(UserWarning, match="mlp treats the category codes of drug, smoker as numbers"):
+        unskew.run(load(table), model="mlp", **TINY)
+
+
+def test_logistic_regression_has_a_weight_for_each_category():
+    """Without categories it is the linear layer of before; a code that never occurs has weight 0."""
+    torch.manual_seed(3)
+    plain = build_model("logistic", (2,), 2)
+    torch.manual_seed(3)
+    assert torch.equal(plain.head.weight, torch.nn.Linear(2, 2).weight)
+    model = Logistic((3,), 2, categories=(0, 3, 0))
+    x = torch.tensor([[0.5, 2.0, -1.0], [0.5, 0.0, -1.0], [0.5, 9.0, -1.0]])
+    coded = torch.tensor([[0.5, -1.0, 0, 0, 1], [0.5, -1.0, 1, 0, 0], [0.5, -1.0, 0, 0, 0]])
+    assert torch.equal(model.body(x), coded)
+    assert not model.head.weight[:, 2:].any()
+    model.head.weight.data.normal_()
+    assert torch.equal(torch.vmap(lambda row: model(row[None])[0])(x), model(x))
+
+
+def test_logistic_regression_on_categories_ranks_as_scikit_learn_does(tmp_path, capsys):
+    """At the optimum of the sum over clients, and so are the probabilities that ``predict`` writes."""
+    draws = np.random.default_rng(7)
+    n = 600
+    ward, drug = draws.choice(list("abc"), n), draws.choice(["x", "y", "z", "w"], n)
+    age = draws.normal(50, 10, n).round(2)
+    effect = pd.Series(drug).map({"w": 2.0, "x": -1.0, "y": 1.5, "z": -1.5}).to_numpy()
+    sick = draws.random(n) < 1 / (1 + np.exp(-effect - (age - 50) / 20))
+    frame = pd.DataFrame({"ward": ward, "drug": drug, "age": age, "sick": np.where(sick, "yes", "no")})
+    frame["part"] = np.where(np.arange(n) % 4 == 0, "test", "train")
+    frame.loc[frame.index % 9 == 0, "drug"] = None
+    frame.to_csv(tmp_path / "d.csv", index=False)
+    data = {"label": "sick", "partition": "natural:ward", "split_by": "column:part", "features": ["age", "drug"]}
+    steps = {"rounds": 150, "local_steps": 1, "batch_size": 10_000, "lr": 1.5, "holdout": 0.0, "engine": "inline"}
+    options = {"categories": ["drug"], "metrics": ["auroc"], "eval_every": 150, "out": tmp_path / "run"}
+    run = unskew.run(data=f"table:{tmp_path / 'd.csv'}", model="logistic", **data, **steps, **options)
+    x = pd.get_dummies(frame[["age", "drug"]].fillna({"drug": "missing"}), columns=["drug"])
+    train, y = frame["part"] == "train", frame["sick"] == "yes"
+    x["age"] = (x["age"] - x["age"][train].mean()) / x["age"][train].std()
+    p = LogisticRegression(C=np.inf, tol=1e-8).fit(x[train], y[train]).predict_proba(x)[:, 1]
+    assert run.summary["auroc"] == pytest.approx(roc_auc_score(y[~train], p[~train]), abs=2e-3)
+    assert call(capsys, "predict", tmp_path / "run", tmp_path / "d.csv", "--out", tmp_path / "p.csv").code == 0
+    assert pd.read_csv(tmp_path / "p.csv")["p(sick=yes)"].to_numpy() == pytest.approx(p, abs=0.01)

@@ -16,7 +16,7 @@ from unskew.data.readers.tables import split_rows
 from unskew.data.readers.tokenization import HuggingFaceTokenizer
 from unskew.data.sources import registry as sources
 from unskew.data.sources.registry import HUB, SOURCES, load_source
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError, DataError, UnskewError
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -193,6 +193,37 @@ def test_cifar100_keeps_coarse_labels(tmp_path):
     assert len(federation.clients) == 2
 
 
+def test_a_number_after_the_name_draws_that_many_training_images_with_a_fixed_seed(tmp_path):
+    train = pixels(30)
+    for part, start in (("00000-of-00002", 0), ("00001-of-00002", 15)):  # rows of several files, as of large data sets
+        blobs = [encode(x) for x in train[start : start + 15]]
+        write_hub(tmp_path / f"train-{part}.parquet", blobs, [i % 3 for i in range(15)], image="image")
+    write_hub(tmp_path / "validation-00000-of-00001.parquet", [encode(x) for x in pixels(2)], [0, 1], image="image")
+    whole, some = (load_source(name, path=tmp_path) for name in ("imagenet64", "imagenet64:12"))
+    chosen = np.sort(np.random.default_rng(0).permutation(30)[:12])
+    assert some.name == whole.name == "imagenet64"
+    assert np.array_equal(some.train.x, whole.train.x[chosen])
+    assert np.array_equal(some.train.y, whole.train.y[chosen])
+    assert len(some.test) == 2
+    for name, words in (
+        ("imagenet64:31", "more than the 30"),
+        ("imagenet64:0", "imagenet64:N"),
+        ("imagenet64:x", "N with"),
+    ):
+        with pytest.raises(UnskewError, match=words):
+            load_source(name, path=tmp_path)
+
+
+def test_the_server_has_the_drawn_images_in_the_clients_size_for_every_seed(tmp_path):
+    write_hub(tmp_path / "train.parquet", [encode(x) for x in pixels(9, (16, 16, 3))], [0, 1, 2] * 3, image="image")
+    write_hub(tmp_path / "validation.parquet", [encode(x) for x in pixels(2, (16, 16, 3))], [0, 1], image="image")
+    options = {"partition": "iid", "clients": 2, "server_data": "imagenet64:4", "server_data_path": tmp_path}
+    first, second = (load_federation("digits", seed=seed, **options).server for seed in (0, 1))
+    assert first.x.shape == (4, 3, 8, 8)
+    assert not first.in_domain
+    assert np.array_equal(first.x, second.x)
+
+
 def test_a_changed_file_is_read_again(tmp_path):
     for labels in ([0, 1], [1, 2, 0]):
         blobs = [encode(x) for x in pixels(len(labels))]
@@ -211,7 +242,10 @@ def test_image_errors(tmp_path):
             load_source("cifar10", path=tmp_path)
         assert sentence in str(caught.value)
 
-    fails("image 0 is 8 x 8 pixels, image 2 is 4 x 6", [good, good, encode(pixels(1, (4, 6, 3))[0])])
+    fails(
+        "image 2 of cifar10, the training rows has 4 x 6 pixels, those before it have 8 x 8",
+        [good, good, encode(pixels(1, (4, 6, 3))[0])],
+    )
     fails("Image 1 of cifar10, the training rows cannot be decoded (its format is not known)", [good, b"rubbish"])
     fails("cannot be decoded", [good, encode(pixels(1)[0], "JPEG")[:150]])
     fails("more than 8 bits per channel", [encode(pixels(1, (8, 8))[0].astype(np.uint16) * 256)])
@@ -419,7 +453,7 @@ def test_table_errors(tmp_path):
     fails("a,y\nu,0\nv,1\n", "no numeric input columns besides the label 'y'")
     fails("a,b,y\n", "the training rows are empty")
     fails("a,a,y\n1,2,0\n", "more than one column named 'a'")
-    fails("a,b,y\n1,2,0\n1,2\n", "cannot be read as a table")
+    fails("a,b,y\n1,2,0\n1,2\n", "has 2 values, but the header has 3")
     fails("a,b,y\n1,2,0\n1,2,1\n", "every class has a single row")
     with pytest.raises(DataError, match="no file or folder"):
         load_source(f"{tmp_path}/none.csv", label="y")
@@ -429,7 +463,7 @@ def test_table_errors(tmp_path):
     with pytest.raises(DataError, match=r"neither a .csv nor a .jsonl nor a .parquet"):
         load_source(f"table:{tmp_path / 't.txt'}", label="y")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"contains no train\*"):
+    with pytest.raises(DataError, match=r"contains no .parquet, .csv or .jsonl file"):
         load_source(f"table:{tmp_path / 'empty'}", label="y")
 
 

@@ -7,9 +7,11 @@ from support.federations import blobs
 
 import unskew
 from unskew.config.experiment import Experiment
-from unskew.config.loader import experiment
+from unskew.config.loader import experiment, read_yaml, set_field
+from unskew.config.sections import TextConfig
 from unskew.data.load import federation_of
 from unskew.data.spec import DataSpec, TextSpec
+from unskew.errors import ConfigError
 
 
 def test_an_experiment_says_its_data_in_one_object():
@@ -64,3 +66,58 @@ def test_a_federation_is_shown_in_a_line_and_no_client_is_loaded_for_it():
             raise AssertionError("a client was loaded")
 
     assert "clients=1000000, test=60" in repr(dataclasses.replace(fed, clients=OnDisk()))
+
+
+@pytest.mark.parametrize(
+    ("written", "field", "value"),
+    [
+        ("label: 3", "label", "3"),
+        ("label: 2020-01-01", "label", "2020-01-01"),
+        ('label: "yes"', "label", "yes"),
+        ("label: 007", "label", "007"),
+        ("label:", "label", None),
+        ("label: ~", "label", None),
+        ("features: [3, 1.0, 'on', null]", "features", ("3", "1.0", "on", "null")),
+        ("exclude: 2", "exclude", ("2",)),
+        ("split_by: 2", "split_by", "2"),
+        ("text: {columns: [1, 2], block: 16}", "text", TextConfig(columns=("1", "2"), block=16)),
+        ("text: 1", "text", TextConfig(columns=("1",))),
+        ("seed: 010", "seed", 10),
+        ("seed: 08", "seed", 8),
+        ("seed: 1_000", "seed", 1000),
+        ("seed: 0x10", "seed", 16),
+        ("model_options: {label: 3}", "model_options", {"label": 3}),
+        ("base_run: yes", "base_run", True),
+    ],
+)
+def test_names_of_columns_are_read_as_written_and_numbers_as_decimals(written, field, value):
+    assert getattr(experiment({"data": "table:t.csv", **read_yaml(written)}), field) == value
+    values = {"data": "table:t.csv"}
+    set_field(values, written.replace(":", "=", 1))
+    assert getattr(experiment(values), field) == value
+
+
+@pytest.mark.parametrize(
+    "written", ["label: yes", "features: [age, on]", "split_by: no", "text: {columns: off}", "image: true"]
+)
+def test_true_and_false_as_the_name_of_a_column_must_be_quoted(written):
+    with pytest.raises(ValueError, match="as true or false; write it in quotes if it is the name of a column"):
+        read_yaml(written)
+    with pytest.raises(ConfigError, match="write it in quotes"):
+        set_field({}, written.replace(": ", "=", 1))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value"),
+    [
+        ('features="a, mean"', ("a, mean",)),
+        ('features="a, mean", b', ("a, mean", "b")),
+        ('features=["a, mean", " b"]', ("a, mean", "b")),
+        ("features=a,b", ("a", "b")),
+        ("features='\"a, mean\"'", ("a, mean",)),
+    ],
+)
+def test_names_with_commas_are_quoted_in_assignments(assignment, value):
+    values = {"data": "table:t.csv"}
+    set_field(values, assignment)
+    assert experiment(values).features == value

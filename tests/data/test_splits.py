@@ -57,15 +57,23 @@ def test_no_patient_is_on_both_sides_of_a_split(visits, partition, split_by):
     assert 0.1 < len(held) / len(patients) < 0.5
 
 
-def test_the_newest_rows_are_held_out(visits):
+def newest_count(days, share):
+    """Number of rows from a day on that is nearest to the share, by trying every day."""
+    counts = [int((days >= day).sum()) for day in np.unique(days)[1:][::-1]]
+    return min(counts, key=lambda count: abs(count - share * len(days))) if counts else 0
+
+
+def test_the_newest_days_are_held_out(visits):
+    """No day is divided, although several rows have the same day."""
     trained, held, test, whole = parts(visits, split_by="time:visit", holdout=0.25)
     days = column(visits, "visit").astype("datetime64[D]")
-    assert days[test].min() >= days[np.concatenate([trained, held])].max()
+    assert len(np.unique(days)) < len(days)
+    assert days[test].min() > days[np.concatenate([trained, held])].max()
+    assert len(test) == newest_count(days, 0.2)
     for k in range(4):
         own, kept = (pair.x[:, 0].int().numpy() for pair in whole.client(k))
-        assert days[kept].min() >= days[own].max()
-        assert len(kept) == round(0.25 * (len(own) + len(kept)))
-    assert len(test) == round(0.2 * len(days))
+        assert days[kept].min() > days[own].max()
+        assert len(kept) == newest_count(days[np.concatenate([own, kept])], 0.25)
 
 
 def test_patients_with_the_newest_visits_are_held_out(visits):
@@ -73,7 +81,7 @@ def test_patients_with_the_newest_visits_are_held_out(visits):
     patients, days = column(visits, "patient_id"), column(visits, "visit")
     newest = {patient: max(days[patients == patient]) for patient in set(patients)}
     assert not len(held)
-    assert min(newest[p] for p in patients[test]) >= max(newest[p] for p in patients[trained])
+    assert min(newest[p] for p in patients[test]) > max(newest[p] for p in patients[trained])
 
 
 def test_a_column_names_the_test_rows(visits):

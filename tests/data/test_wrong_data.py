@@ -43,7 +43,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"holdout": "0.1"}, "holdout must be at least 0"),
         ({"task": ["multilabel"]}, "There is no task"),
         ({"normalize": "yes"}, "normalize must be True, False"),
-        ({"class_names": ["a", "b"]}, "3 classes but only 2 class_names"),
+        ({"class_names": ["a", "b"]}, "3 classes but 2 class_names"),
         ({"class_names": "abc"}, "class_names must be a list"),
         ({"clients": X}, "a list with one .x, y. per client, not ndarray"),
         ({"clients": [(X, Y * 0)], "test": (X, Y * 0)}, "All labels are 0, but a classifier needs two classes"),

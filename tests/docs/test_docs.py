@@ -28,7 +28,6 @@ COMMAND_LINE = (DOCS / "command-line.md").read_text()
 CONFIGURATION = (DOCS / "configuration.md").read_text()
 RUN_FOLDER = (DOCS / "run-folder.md").read_text()
 COMMANDS = commands().commands
-SNIPPET = '--8<-- "examples/'  # a file that is included; test_examples runs it
 
 
 def options_of(command):
@@ -51,8 +50,13 @@ def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     module = types.ModuleType(f"page_{page.stem}")  # a module that is known, where dataclasses look up their types
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for code in fences(page, "python"):
-        if SNIPPET not in code:
-            exec(compile(code, str(page), "exec"), module.__dict__)
+        exec(compile(code, str(page), "exec"), module.__dict__)
+
+
+def test_the_first_code_of_writing_a_method_is_the_example():
+    """The page shows it itself, so that it can be read in a checkout, too."""
+    example = (ROOT / "examples" / "own_method.py").read_text()
+    assert fences(DOCS / "methods" / "writing-a-method.md", "python")[0] == example.split('"""\n\n', 1)[1]
 
 
 def shared_options(name):

@@ -1,5 +1,6 @@
 """Every method is on its pages as the code has it: tables, sections, options, costs, and what it is refused with."""
 
+import dataclasses
 import inspect
 import re
 
@@ -8,9 +9,11 @@ from support.federations import QUICK
 from support.pages import DOCS, ROOT, first_names, section, table
 
 import unskew
+from unskew.data.sources.registry import Source
 from unskew.generators.latent import LatentGenerator
 from unskew.methods.registry import METHODS, describe_all, method, rule_class
 from unskew.protocol import requirements, rules
+from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.method import SLOTS
 
 PAGE = "\n".join(page.read_text() for page in sorted((DOCS / "methods").glob("*.md")))
@@ -60,6 +63,17 @@ def test_the_hooks_of_the_protocol_are_described_and_no_others():
         kind = next(vars(cls)[name] for cls in reversed(classes) if name in vars(cls))
         assert parameters.split(", ") == list(inspect.signature(kind).parameters)[1:] or not parameters, name
     assert first_names(WRITING.split("tuple of words:")[1]) == list(requirements.NEEDS)
+
+
+def test_the_attributes_of_what_rules_and_plugins_receive_are_described_and_no_others():
+    plugins = (DOCS / "methods" / "plugins.md").read_text()
+    view = first_names(WRITING.split("`federation_info.ClientDataView`")[1])
+    public = {name for name in vars(ClientDataView) if name[0] != "_" and name not in ("of", "plan")}
+    fields = {field.name for field in dataclasses.fields(ClientDataView)}
+    assert {name.partition("(")[0] for name in view} == fields | public
+    rows = plugins.split("| field of `Source` | meaning |")[1]
+    described = re.findall(r"^\| (.*?) \|", rows, re.M)
+    assert re.findall(r"`(\w+)`", " ".join(described)) == [field.name for field in dataclasses.fields(Source)]
 
 
 def part_of(name, label):

@@ -211,6 +211,24 @@ def test_a_second_run_uses_the_calibration_file_and_decides_the_same(counted):
     assert first["clients_per_group"] == second["clients_per_group"] == 2
 
 
+def test_many_short_runs_lead_to_one_trial_of_groups(counted, monkeypatch):
+    """Three runs together reach the limit, which is the work of two and a half."""
+    monkeypatch.setattr(timing, "min_seconds", lambda workloads, clock: dict.fromkeys(workloads, 1e-3))
+    monkeypatch.setattr(auto_select, "LONG_SECONDS", float("inf"))
+    monkeypatch.setattr(auto_select, "SHORT_SECONDS", 2.5 * 4 * 4 * 2.25 * 1e-3 / 2)
+    sizes = []
+
+    def time_groups(setup, form, groups, *rest):
+        sizes.append(groups)
+        return dict.fromkeys(groups, 0.001)
+
+    monkeypatch.setattr(timing, "time_in_processes", time_groups)
+    options = {"engine": "processes", "clients_per_group": "auto", "workers": 2}
+    found = [train(**options).summary["clients_per_group"] for _ in range(4)]
+    assert sizes == [[1], [1, 2]]
+    assert found == [1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("options", [{"batch_size": 4}, {"momentum": 0.9}, {"precision": "fp64"}])
 def test_another_model_or_budget_is_measured_again(counted, options):
     train(engine="processes", clients_per_group="auto", workers=2)

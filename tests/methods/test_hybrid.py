@@ -154,10 +154,22 @@ def test_the_server_counts_by_its_samples_or_as_one_client():
             assert torch.equal(by_itself.vector, asked.vector)
 
 
-def test_the_student_of_a_single_teacher_that_it_equals_stays():
-    """One arrival a round: the average is that client's model, so the divergence and its gradient are zero."""
-    options = {"model": "logistic", "participation": 0.1, "delay": "none"}
-    assert_close(train("feddf:epochs=3,lr=1", **options).vector, train("fedavg", **options).vector, TRAINING)
+@pytest.mark.parametrize(
+    "fed", [blobs(SIZES), blobs([9] * 6), outside(blobs(SIZES))], ids=["unequal", "equal", "other"]
+)
+def test_the_student_of_a_single_teacher_that_it_equals_stays(fed):
+    """One arrival a round: the average is that client's model, of whose rounding noise Adam must not make steps."""
+    options = {"fed": fed, "participation": 0.1, "delay": "none", "precision": "fp32"}
+    distilled = train("feddf:epochs=3,optimizer=adam,lr=0.02", **options)
+    plain = train("fedavg", **options)
+    assert torch.equal(distilled.vector, plain.vector)
+    assert all(map(torch.equal, distilled.model.buffers(), plain.model.buffers()))
+    assert [row["feddf_loss"] for row in distilled.history] == [0] * len(distilled.history)
+
+
+def test_the_student_learns_from_a_single_teacher_that_started_from_an_older_model():
+    options = {"model": "logistic", "participation": 0.1, "delay": "fixed:1"}
+    assert not torch.equal(train("feddf:epochs=3,lr=1", **options).vector, train("fedavg", **options).vector)
 
 
 @pytest.mark.slow

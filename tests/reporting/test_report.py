@@ -9,25 +9,29 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from scipy import stats
 from support.html_page import Page
 from support.named import CLASSES, CLIENTS, federation
 from support.running import TINY, call
 
 import unskew
-from unskew.comparison.intervals import interval95
+from unskew.comparison.significance import holm
 from unskew.errors import CheckpointError, ConfigError
 from unskew.measurements.label_skew import label_skew_metrics
-from unskew.reporting.label_distribution import heat_map, skew_statistics
+from unskew.plots.curves import prevalence
+from unskew.reporting.label_distribution import distribution_of, heat_map, skew_statistics
 from unskew.reporting.page import csp_hash, escape_script
 from unskew.reporting.run_description import method_facts
 from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
 from unskew.reporting.tables import Cell, Table
+from unskew.tasks.intervals import interval95
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -90,6 +94,9 @@ def test_differences_are_paired_by_seed(compared, page):
     at = pairs.index(("fedavg", "fedprox:mu=0.5"))
     assert page.column("differences", "last: accuracy, points")[at] == pytest.approx(np.mean(values))
     assert page.column("differences", "last: 95 % interval")[at] == pytest.approx(interval95(values)[0])
+    other = [s["accuracy"] - b["accuracy"] for s, b in zip(summaries(compared[0], "fedexp+ft"), base, strict=True)]
+    p = holm([stats.ttest_1samp(differences, 0).pvalue for differences in (values, other)])
+    assert page.column("differences", "last: significant?")[at] == pytest.approx(p[0])
 
 
 def test_curves_are_means_over_seeds(compared, page):
@@ -130,6 +137,27 @@ def test_many_clients_and_classes_become_few_rows_and_columns():
     assert sum(map(sum, shown["counts"])) * 25 == pytest.approx(counts.sum(), rel=0.01)  # they are rounded
     assert shown["rows"][0] == "mostly 0 (25 clients)"
     assert "2500 clients in 100 rows" in shown["note"]
+
+
+def test_two_classes_are_shown_as_prevalence_with_its_interval():
+    """The ends solve ``(p - share)^2 = z^2 p (1 - p) / n``, from which Wilson's interval is derived."""
+    counts = np.array([[92, 8], [85, 15], [0, 0], [40, 0]])
+    rare, (share, low, high), pooled = prevalence(counts)
+    assert (rare, pooled) == (1, pytest.approx(23 / 240))
+    assert share.tolist() == pytest.approx([0.08, 0.15, 0, 0])
+    for end in (low[:2], high[:2]):
+        n = counts[:2].sum(1)
+        assert (end - share[:2]) ** 2 == pytest.approx(1.959963984540054**2 * end * (1 - end) / n)
+    assert np.isnan([low[2], high[2]]).all()
+    rows = [
+        {"client": k, "samples": int(row.sum()), "class_counts": {"0": int(row[0]), "1": int(row[1])}}
+        for k, row in enumerate(counts)
+    ]
+    run = SimpleNamespace(clients=rows, summary={"seed": 0, "partition_hash": ""}, about={"classes": ["no", "yes"]})
+    shown = distribution_of(run)["prevalence"]
+    assert (shown["title"], shown["share"][1], shown["counts"]) == ("yes", 0.15, [100, 100, 0, 40])
+    rows[0]["samples"] = 90  # two labels of a multi-label task: some samples have both
+    assert "prevalence" not in distribution_of(run)
 
 
 def test_fairness_and_personal_models(compared, page):

@@ -63,9 +63,9 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
                     "model",
                     "lr",
                     "momentum",
-                    "local_steps",
                     "batch_size",
                     "seed",
+                    *(() if cell.config.save_samples else ("local_steps",)),  # images come before local steps
                 )
                 assert all(getattr(cell.parent, f) == getattr(cell.config, f) for f in shared)
             delayed = cell.config.network.delay != "none"
@@ -110,7 +110,7 @@ def test_the_tables_on_flair_have_the_papers_settings(name):
 def test_the_paper_scale_has_the_papers_settings(name):
     for cell in preset_cells(load_preset(name), "paper", 0, {}):
         config = cell.config
-        data = name.removeprefix("fedcog/table-1-").replace("-", "_") if "table-1-" in name else "cifar10"
+        data = next((data for data in ("cifar100", "fashion_mnist") if data.replace("_", "-") in name), "cifar10")
         model = "cnn-b" if data == "cifar100" else "cnn"
         assert (config.data, config.model, config.batch_size, config.lr) == (data, model, 64, 0.01)
         plain = config.method == "fedreg"
@@ -119,9 +119,9 @@ def test_the_paper_scale_has_the_papers_settings(name):
             0.0 if plain else 1e-5,
             True,
         )
-        one_round = ("fedcog/figure-2", "fedcog/table-3", "fedcog/table-4")
+        one_round = ("fedcog/figure-2", "fedcog/figure-5", "fedcog/table-3", "fedcog/table-4")
         assert config.rounds == (51 if name in one_round else 70)
-        assert config.local_steps == 400 or name == "fedcog/table-6"
+        assert config.local_steps == 400 or name in ("fedcog/figure-5", "fedcog/table-6")
         if "fedcog" in config.method:
             assert "start_round=50" in config.method
             assert "n=256" in config.method or name == "fedcog/table-11"
@@ -238,6 +238,66 @@ def test_a_folder_of_data_is_for_rows_whose_data_are_files(tmp_path):
     for scale, expected in (("smoke", None), ("paper", str(tmp_path))):
         found = preset_cells(load_preset("fedssyn/table-1"), scale, 0, {"data_path": str(tmp_path)})
         assert {cell.config.data_path for cell in found} == {expected}
+
+
+def test_the_folder_of_the_servers_data_is_for_rows_whose_server_has_files():
+    found = preset_cells(load_preset("feddle/table-5"), "paper", 0, {"server_data_path": "somewhere"})
+    with_path = {cell.row for cell in found if cell.config.server_data_path == "somewhere"}
+    assert with_path == {"FedDF-OOD", "Feddle-OOD"}
+    assert {c.config.server_data for c in found if c.row in with_path} == {"imagenet64:250000"}
+    at_cpu = preset_cells(load_preset("feddle/table-5"), "cpu", 0, {"server_data_path": "somewhere"})
+    assert {cell.config.server_data_path for cell in at_cpu} == {None}  # drawn shapes have no files
+
+
+SMALL = {"data": "digits", "clients": 4, "rounds": 1, "local_steps": 1, "model": "mlp", "engine": "inline"}
+
+
+@pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_missing_data_stop_only_the_rows_that_need_them(tmp_path, parallel):
+    preset = Preset(
+        name="x/y", title="", where="", reference="", settings=SMALL,
+        columns={"iid": {"partition": "iid"}, "other": {"data": "nowhere.csv", "label": "y"}},
+        rows={"OOD": {"method": "feddf", "server_data": "folder:nowhere"}, "FedAvg": {"method": "fedavg"}},
+    )  # fmt: skip
+    warned = []
+    made = sweep.Sweep(preset, "paper", tmp_path / "runs", tmp_path / "results", {}, warn=warned.append)
+    found = [(c.row, c.column, c.config.seed) for c, _ in made.carry_out([0, 1], parallel)]
+    assert found == [("FedAvg", "iid", 0), ("FedAvg", "iid", 1)]
+    assert sorted(text.split(". ")[0] for text in warned) == [
+        "Not run without their data: OOD", "Not run without their data: OOD, FedAvg",
+    ]  # fmt: skip
+    assert all("nowhere" in text for text in warned)
+
+
+def test_an_outcome_of_a_row_whose_data_are_gone_is_shown(tmp_path):
+    def rows(server):
+        return {"Shapes": {"method": "feddf:steps=1", "server_data": server}, "FedAvg": {"method": "fedavg"}}
+
+    preset = Preset(
+        name="x/y", title="", where="", reference="", settings=SMALL, columns={"iid": {}}, rows=rows("shapes")
+    )
+    made = sweep.Sweep(preset, "paper", tmp_path / "runs", tmp_path / "results", {}, rows=["Shapes"])
+    ((cell, _),) = made.carry_out([0])
+    assert cell.row == "Shapes"
+    moved = made.__class__(preset, "paper", tmp_path / "runs", tmp_path / "results", {})
+    moved.federation = lambda config: federation_of_rest(config)
+
+    def federation_of_rest(config):
+        if config.server_data is not None:
+            raise DataError("It is gone.")
+        return sweep.FederationCache().of(config)
+
+    assert [c.row for c, _ in moved.carry_out([0])] == ["Shapes", "FedAvg"]
+
+
+def test_data_that_all_rows_need_are_an_error(tmp_path):
+    preset = Preset(
+        name="x/y", title="", where="", reference="", settings={**SMALL, "data": "folder:nowhere"},
+        columns={"iid": {}}, rows={"FedAvg": {"method": "fedavg"}, "Center": {"method": "center", "server_data": 9}},
+    )  # fmt: skip
+    made = sweep.Sweep(preset, "paper", tmp_path / "runs", tmp_path / "results", {})
+    with pytest.raises(DataError, match="nowhere"):
+        list(made.carry_out([0]))
 
 
 def test_presets_extend_one_another_by_their_entries():
@@ -422,14 +482,17 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
     assert page == Path("runs/reproduce/fedcog-table-1-smoke.html")
     assert "uses digits instead" in outcome.out
     assert "Scale smoke is not the paper's setting: data digits (paper: cifar10); " in outcome.out
-    assert "64.36" not in outcome.out, "the paper's number is of other data"
+    assert "paper (cifar10)" in outcome.out
+    assert "64.36" in outcome.out
+    assert "ours minus paper" not in outcome.out, "the paper's number is of other data"
     assert len(list((tmp_path / "results" / "runs").rglob("*.json"))) == 2
     monkeypatch.setattr("unskew.comparison.single_run.federation_of", None)  # showing needs no data
     shown = call(capsys, *args, "--show", "--json")
     assert len(reported) == 1, "nothing was run, so there is nothing new to report on"
     found = json.loads(shown.out[shown.out.index("{") :])
     (entry,) = found["entries"]
-    assert (entry["row"], entry["seeds"], entry["published"]) == ("FedAvg", [0], None)
+    assert (entry["row"], entry["seeds"]) == ("FedAvg", [0])
+    assert (entry["published"], entry["setting"], entry["difference"]) == (64.36, "cifar10", None)
     assert "model logistic (paper: cnn)" in found["settings"] or "data digits" in found["settings"]
 
 
@@ -440,15 +503,15 @@ def test_the_command_lists_runs_and_shows(capsys, tmp_path, monkeypatch):
             "fedssyn/table-a1",
             "cpu",
             ("data digits (paper: cifar100)", "model mlp", "target 0.8, 0.9 (paper: 0.3, 0.4)"),
-            0,
+            "paper (cifar100)",
             0,
         ),
-        ("feddle/table-4-vit", "cpu", ("model cnn (paper: vit-b16)",), 1, 0),
-        ("fedcog/table-1", "cpu", ("rounds 33 (paper: 70)",), 1, 1),
-        ("fedcog/table-1", "paper", (), 1, 1),
+        ("feddle/table-4-vit", "cpu", ("model cnn (paper: vit-b16)",), "paper", 0),
+        ("fedcog/table-1", "cpu", ("rounds 33 (paper: 70)",), "paper", 1),
+        ("fedcog/table-1", "paper", (), "paper", 1),
     ],
 )
-def test_a_table_states_what_is_not_the_papers_and_shows_only_numbers_of_the_same_data(
+def test_a_table_states_what_is_not_the_papers_and_subtracts_only_numbers_of_the_same_data(
     name, scale, notes, published, difference
 ):
     preset = load_preset(name)
@@ -465,9 +528,37 @@ def test_a_table_states_what_is_not_the_papers_and_shows_only_numbers_of_the_sam
     theirs = preset.published[preset.values[0]]
     known = [e for e in table if e.row in theirs[e.column]]
     assert known
-    assert all((e.published is not None) == published and (e.difference is not None) == difference for e in known)
+    assert all(e.published is not None and (e.difference is not None) == difference for e in known)
     header = {title for _, header, _ in tables.table_lines(preset, table, whole=True) for title in header}
-    assert ("paper" in header, "ours minus paper" in header) == (published, difference)
+    assert ([title for title in header if title.startswith("paper")], "ours minus paper" in header) == (
+        [published], difference,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "numbers"),
+    [
+        (["fedcog/table-1"], ["64.36", "64.83"]),
+        (["fedcog/table-1", "--row", "FedAvg"], ["64.36"]),
+        (["fedals/table-2-traffic"], ["2.3440"]),
+    ],
+)
+def test_without_outcomes_the_papers_numbers_are_shown(capsys, tmp_path, args, numbers):
+    shown = call(capsys, "reproduce", *args, "--show", "--results", tmp_path)
+    assert (shown.code, "There are no outcomes yet." in shown.out) == (0, True)
+    assert all(number in shown.out for number in numbers)
+    assert ("FedProx" in shown.out) == (args == ["fedcog/table-1"])
+
+
+@pytest.mark.parametrize("name", ["fedcog/figure-6", "fedcog/figure-6-fashion-mnist"])
+def test_the_curves_of_a_table_are_those_of_its_runs(name):
+    preset = load_preset(name)
+    table = load_preset(name.replace("figure-6", "table-1"))
+    assert preset.curves is True
+    for scale in SCALES:
+        assert [c.config for c in preset_cells(preset, scale, 0, {})] == [
+            c.config for c in preset_cells(table, scale, 0, {})
+        ]
 
 
 def test_rows_are_paired_with_the_row_without_images():
@@ -564,11 +655,11 @@ def test_the_least_and_the_largest_are_a_band_about_the_mean(tmp_path, monkeypat
     preset = load_preset("feddle/figure-2")
     curve = {
         "round": [2, 4],
-        "updates/norm": [1.0, 2.0],
-        "updates/norm_min": [0.5, 1.0],
-        "updates/norm_max": [3.0, 4.0],
+        "updates/cosine": [0.1, 0.2],
+        "updates/cosine_min": [-0.5, 0.0],
+        "updates/cosine_max": [0.3, 0.4],
+        "updates/cosine_across_rounds": [0.6, 0.7],
     }
-    curve |= {name.replace("norm", "cosine"): values for name, values in curve.items() if name != "round"}
     summary = {name: values[-1] for name, values in curve.items()}
     drawn = []
     monkeypatch.setattr(figures, "save_figure", lambda figure, path: drawn.append(figure))
@@ -576,11 +667,12 @@ def test_the_least_and_the_largest_are_a_band_about_the_mean(tmp_path, monkeypat
         (PresetCell(row, "CIFAR-10", experiment({})), {"summary": summary, "curve": curve}) for row in ("iid", "D 1")
     ]
     figures.draw_curves(preset, cells, tmp_path / "figure.png")
-    assert [axis.get_title().partition(": ")[2].split()[0] for axis in drawn[0].axes] == ["norm", "cosine"]
-    for axis in drawn[0].axes:
-        for band in axis.collections:
-            corners = band.get_paths()[0].vertices
-            assert {tuple(c) for c in corners} == {(2, 0.5), (4, 1.0), (4, 4.0), (2, 3.0)}
+    individual, across = drawn[0].axes
+    assert [axis.get_title().split()[1] for axis in (individual, across)] == ["mean", "cosine"]
+    for band in individual.collections:
+        corners = band.get_paths()[0].vertices
+        assert {tuple(c) for c in corners} == {(2, -0.5), (4, 0.0), (4, 0.4), (2, 0.3)}
+    assert [line.get_ydata().tolist() for line in across.lines] == [[0.6, 0.7]] * 2
 
 
 def test_a_row_that_lacks_a_value_keeps_the_colors_of_the_others_and_its_place_in_the_legend(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from unskew.measurements.gradient_dissimilarity import Gradients
 from unskew.measurements.gradient_probe import GradientProbe, largest_eigenvalues
 from unskew.measurements.heterogeneity import MeasurementScope, measure
 from unskew.measurements.label_skew import label_skew_metrics
-from unskew.measurements.update_norms import UpdateNorms
+from unskew.measurements.update_cosines import UpdateCosines
 from unskew.models.spec import ModelSpec
 from unskew.tasks.registry import TASKS
 
@@ -476,26 +476,62 @@ def test_a_run_on_arrays_needs_them_again(tmp_path):
         unskew.diagnose(run=tmp_path / "run")
 
 
-def test_updates_are_measured_by_their_lengths_and_the_angles_between_them():
-    diagnosis = UpdateNorms(SimpleNamespace(v=torch.zeros(2), watchers=[], wants_models=False))
-    for delta in ([3.0, 4.0], [-8.0, 6.0], [-6.0, -8.0], [0.0, 0.0]):
-        diagnosis.updates.append(SimpleNamespace(delta=torch.tensor(delta)))
-    found = diagnosis.metrics()
-    assert found == {
-        "updates/norm": 6.25, "updates/norm_min": 0.0, "updates/norm_max": 10.0,
-        "updates/cosine": near(-1 / 3), "updates/cosine_min": near(-1.0), "updates/cosine_max": near(0.0, size=1),
+def vectors(*deltas, weights=None):
+    """Updates of one round."""
+    weights = weights or [1.0] * len(deltas)
+    pairs = zip(deltas, weights, strict=True)
+    return [SimpleNamespace(delta=torch.tensor(delta), weight=weight) for delta, weight in pairs]
+
+
+def update_cosines():
+    return UpdateCosines(SimpleNamespace(v=torch.zeros(2), watchers=[], wants_models=False, measured={}))
+
+
+def test_updates_are_measured_by_their_angles_to_their_mean_and_to_the_mean_before():
+    diagnosis = update_cosines()
+    diagnosis.updates += vectors([3.0, 0.0], [0.0, 4.0], [0.0, 0.0], weights=[2.0, 1.5, 0.5])  # mean (6, 6) / 4
+    metrics = diagnosis.metrics()
+    assert metrics["updates/cosine"] == metrics["updates/cosine_min"] == near(0.5**0.5)
+    assert math.isnan(metrics["updates/cosine_across_rounds"])
+    diagnosis.begin()
+    diagnosis.begin()  # a round without updates
+    diagnosis.updates += vectors([0.0, 5.0], [0.0, -4.0])  # mean (0, 1/2)
+    metrics = diagnosis.metrics()
+    assert metrics == {
+        "updates/cosine": near(0.0, size=1), "updates/cosine_min": near(-1.0), "updates/cosine_max": near(1.0),
+        "updates/cosine_across_rounds": near(0.5**0.5),
     }  # fmt: skip
-    del diagnosis.updates[1:]
-    assert diagnosis.metrics()["updates/norm"] == 5.0
-    assert math.isnan(diagnosis.metrics()["updates/cosine"])
 
 
-def test_updates_that_come_late_are_measured_in_the_round_that_takes_them_in():
-    result = unskew.run(
-        blobs([12, 20]), model="logistic", rounds=2, local_steps=1, lr=0.5, engine="inline", diagnose="updates",
-        network={"delay": "fixed:1"},
-    )  # fmt: skip
+def test_the_cosine_of_an_update_that_is_zero_is_undefined():
+    diagnosis = update_cosines()
+    diagnosis.updates += vectors([0.0, 0.0])
+    assert all(map(math.isnan, diagnosis.metrics().values()))
+
+
+UPDATES = {"model": "logistic", "local_steps": 1, "lr": 0.5, "engine": "inline", "diagnose": "updates"}
+
+
+def test_the_mean_update_of_all_clients_is_the_change_of_the_global_model():
+    fed = blobs([12, 20, 9])
+    runs = [unskew.run(fed, rounds=n, precision="fp64", **UPDATES) for n in (1, 2, 3)]
+    first, second, third = (run.vector.double().numpy() for run in runs)
+    before, change = second - first, third - second
+    expected = before @ change / np.linalg.norm(before) / np.linalg.norm(change)
+    assert runs[-1].history[-1]["updates/cosine_across_rounds"] == near(expected, size=1)
+
+
+def test_measured_updates_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path):
+    fed, options = blobs([12, 20, 9]), {**UPDATES, "eval_every": 2}
+    whole = unskew.run(fed, rounds=5, **options)
+    unskew.run(fed, rounds=3, out=tmp_path / "run", **options)
+    resumed = unskew.resume(tmp_path / "run", federation=fed, rounds=5)
+    for name in ("updates/cosine", "updates/cosine_across_rounds"):
+        assert resumed.history[-1][name] == whole.history[-1][name]
+
+
+def test_updates_that_come_late_are_measured_in_the_round_that_uses_them():
+    result = unskew.run(blobs([12, 20]), rounds=2, network={"delay": "fixed:1"}, **UPDATES)
     first, second = result.history
-    assert "updates/norm" not in first
-    assert 0 < second["updates/norm_min"] < second["updates/norm"] < second["updates/norm_max"]
-    assert -1 <= second["updates/cosine_min"] == second["updates/cosine"] == second["updates/cosine_max"] <= 1
+    assert "updates/cosine" not in first
+    assert second["updates/cosine_min"] <= second["updates/cosine"] <= second["updates/cosine_max"]

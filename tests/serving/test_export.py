@@ -86,7 +86,8 @@ def test_columns_of_a_table_go_in_as_they_are(tmp_path, capsys, kind):
 
 
 @pytest.mark.parametrize("kind", slow_but(["torchscript"], ["torch", "onnx", "torchscript"]))
-def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind):
+@pytest.mark.parametrize("model", ["table-mlp", "logistic"])
+def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind, model):
     draws = np.random.default_rng(0)
     rows = [
         ("" if k % 5 == 0 else f"{draws.normal(50, 9):.1f}", "uvw"[k % 3], f"{draws.normal(100, 20):.2f}")
@@ -95,7 +96,7 @@ def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind
     (tmp_path / "t.csv").write_text("\n".join(["age,kind,cost", *map(",".join, rows)]) + "\n")
     options = {"label": "cost", "task": "regression", "categories": ["kind"], "missing": "indicator"}
     unskew.run(
-        data=f"table:{tmp_path / 't.csv'}", partition="iid", clients=3, rounds=1, engine="inline", model="table-mlp",
+        data=f"table:{tmp_path / 't.csv'}", partition="iid", clients=3, rounds=1, engine="inline", model=model,
         out=tmp_path / "run", **options,
     )  # fmt: skip
     done = unskew.export(tmp_path / "run", kind)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import struct
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +23,7 @@ from unskew.config.loader import experiment, load_yaml
 from unskew.errors import CheckpointError, ConfigError, UnskewError
 from unskew.methods.registry import METHODS, rule_class
 from unskew.option_parsing import option_defaults
-from unskew.protocol.search_space import CategoricalSpace, RangeSpace, log_range, one_of, read_space
+from unskew.protocol.search_space import CategoricalSpace, RangeSpace, log_range, one_of, read_space, uniform_range
 from unskew.records.mlflow_store import is_complete_database
 from unskew.reporting.run_description import repeat_commands
 from unskew.reporting.run_groups import group_runs
@@ -127,6 +128,55 @@ def test_spaces_that_make_no_sense_are_sentences(space, words):
         user_spaces(space, ["fedavg"], {})
 
 
+OWN_RULE = """
+from dataclasses import dataclass
+import unskew
+
+@dataclass(frozen=True)
+class Half(unskew.ClientRule):
+    name, summary, paper = "half", "sends a share of the update", "own"
+    spaces = SPACES
+    share: float = 0.5
+    times: int = 1
+"""
+
+
+def spaces_of_own_rule(tmp_path, monkeypatch, spaces):
+    """Write a rule with these spaces to a new module, and return how they are read."""
+    module = f"own_rule_{len(sys.modules)}"
+    (tmp_path / f"{module}.py").write_text(OWN_RULE.replace("SPACES", spaces))
+    monkeypatch.syspath_prepend(tmp_path)
+    found = method_spaces(f"{module}.Half")
+    return {key.rpartition(".")[2]: space for key, space in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("spaces", "expected"),
+    [
+        ('{"share": "0.1:1", "times": "1:4"}', {"share": RangeSpace(0.1, 1), "times": RangeSpace(1, 4, whole=True)}),
+        ('{"share": "0.1:1:log", "times": [1, 4]}', {"share": log_range(0.1, 1), "times": one_of(1, 4)}),
+        ('{"share": "0.1|0.2", "times": {"low": 1, "high": 4}}', {"share": one_of(0.1, 0.2), "times": uniform_range(1, 4)}),
+    ],
+)  # fmt: skip
+def test_a_rule_declares_its_spaces_in_the_format_of_the_command_line(tmp_path, monkeypatch, spaces, expected):
+    assert spaces_of_own_rule(tmp_path, monkeypatch, spaces) == expected
+
+
+@pytest.mark.parametrize(
+    ("spaces", "words"),
+    [
+        ('{"share": "0.1-1"}', "0.1-1 is not valid.*such as 0.001:0.3:log"),
+        ('{"share": None}', "such as 0.001:0.3:log"),
+        ('{"share": "1:0.1"}', "must be below"),
+        ('{"shares": "0.1:1"}', "no option 'shares'"),
+        ('"0.1:1"', "must be a mapping, such as"),
+    ],
+)
+def test_spaces_of_a_rule_that_are_not_valid_are_sentences(tmp_path, monkeypatch, spaces, words):
+    with pytest.raises(ConfigError, match=words):
+        spaces_of_own_rule(tmp_path, monkeypatch, spaces)
+
+
 def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written():
     config = experiment({"local_steps": 4, "lr": 0.1})
     found = spaces_for("fedcog:lambda_kd=0.5+scaffold", config, {"fedcog.n": one_of(8), "local_epochs": one_of(1, 2)})
@@ -176,6 +226,22 @@ def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
     assert found.tuned["ditto"].judged_by == "validation accuracy of personal models"
     assert "needs 10 completed trials" in one.importance
     assert [summary["seed"] for summary in found.comparison.summaries[one.config.method]] == [1]
+
+
+def test_references_are_tuned_with_as_many_trials_and_compared_with_their_own_options():
+    space = {"lr": [0.05, 0.5], "local_steps": 1, "batch_size": 16}
+    tuning = unskew.tune(
+        methods=["fedavg"], trials=3, seeds=2, search_space=space, references=True, clients=4, participation=0.5, **TINY
+    )
+    assert list(tuning.tuned) == ["fedavg", "pooled:participation=0.5", "local"]
+    assert [sum(row["method"] == name for row in tuning.trials) for name in tuning.tuned] == [3, 3, 3]
+    judged = [tuned.judged_by for tuned in tuning.tuned.values()]
+    assert judged == ["validation accuracy", "validation accuracy", "validation accuracy of personal models"]
+    for tuned in tuning.tuned.values():
+        values = [row["value"] for row in tuning.trials if row["method"] == tuned.config.method]
+        assert tuned.value == max(values)
+    assert [row["reference"] for row in tuning.comparison.rows()] == [False, True, True]
+    assert set(tuning.comparison.benefit.labels) == {"federated", "pooled", "local", "constant"}
 
 
 def test_where_no_trial_is_better_that_is_said():

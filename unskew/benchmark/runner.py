@@ -228,6 +228,7 @@ def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
             seeds=suite.seeds,
             seed=suite.tuning_seed,
             search_space=space,
+            references=False,
             out=Path(folder) / "tuning" if shares_images else None,  # trials share the images of a folder
             **settings,
         )

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-LEVEL = 0.05
-"""Significance level of all decisions."""
+from unskew.comparison.significance import LEVEL, holm
+
 RESAMPLES = 10_000
 """Bootstrap samples of a mean over federations."""
 Verdict = Literal["better", "worse", "tie"]
@@ -82,23 +82,6 @@ def _difference(values: np.ndarray) -> Difference:
     half = float(stats.t.ppf(1 - LEVEL / 2, count - 1)) * error
     p = 2 * float(stats.t.sf(abs(mean) / error, count - 1))
     return Difference(mean, mean - half, mean + half, p)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for several tests: the i-th smallest of m is multiplied by m - i + 1, without decreasing.
-
-    Args:
-        p_values: p-values of the single tests.
-
-    >>> holm([0.01, 0.04, 0.03])
-    [0.03, 0.06, 0.06]
-    """
-    corrected = [0.0] * len(p_values)
-    largest = 0.0
-    for position, index in enumerate(np.argsort(p_values, kind="stable")):
-        largest = max(largest, min(1.0, (len(p_values) - position) * p_values[index]))
-        corrected[index] = largest
-    return corrected
 
 
 @dataclass(frozen=True)

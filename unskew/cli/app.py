@@ -26,6 +26,7 @@ from unskew.cli.common import (
     EngineName,
     LocalSites,
     Parallel,
+    References,
     Rounds,
     Sets,
     SuperLinkAddress,
@@ -58,7 +59,7 @@ from unskew.cli.privacy import privacy
 from unskew.cli.report import report, report_after_runs
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
-from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, print_notices
+from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, prepare_streams, print_notices
 from unskew.errors import ConfigError, UnskewError, short_repr
 from unskew.filesystem import check_run, parse_path
 
@@ -133,17 +134,18 @@ def compare(
         bool, typer.Option("--resume", help="Resume the comparison in --out, reusing finished runs.")
     ] = False,
     parallel: Parallel = "1",
-    references: Annotated[
-        bool | None,
-        typer.Option(
-            "--references/--no-references",
-            help="Also train on pooled data (pooled) and each client alone (local). [default: on]",
-        ),
-    ] = None,
+    references: References = None,
     budget: Annotated[
         float | None,
         typer.Option("--budget", metavar="MINUTES", help="Do not start if the estimated time is longer."),
     ] = None,
+    leave_out: Annotated[
+        bool,
+        typer.Option(
+            "--leave-one-out",
+            help="Also train without each client in turn, or without each of those in --unseen, and evaluate on it.",
+        ),
+    ] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -164,10 +166,18 @@ def compare(
     methods = list(each) or methods
     for name in methods:  # report mistakes before PyTorch is loaded
         check_expression(name)
-    from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table, reaching_table
+    from unskew.cli.comparison_tables import (
+        clients_table,
+        comparison_tables,
+        leave_one_out_table,
+        metrics_table,
+        print_benefit,
+        reaching_table,
+    )
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.compare import compare as compare_methods
     from unskew.comparison.cost_to_target import target_costs
+    from unskew.comparison.leave_one_out import LeaveOneOut, leave_one_out
     from unskew.runs.parallel import read_parallel
 
     at_once = read_parallel(parallel)
@@ -191,7 +201,7 @@ def compare(
     started = time.perf_counter()
     go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
     with exit_on_signal(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
-        result = compare_methods(
+        outcome = (leave_one_out if leave_out else compare_methods)(
             methods=methods,
             seeds=which,
             out=folder,
@@ -205,25 +215,30 @@ def compare(
             overrides=each,
             **values,
         )
+    result = outcome.comparison if isinstance(outcome, LeaveOneOut) else outcome
     rows = result.rows()
     ranked = [row for row in rows if not row["reference"]]
-    others = [row for row in rows if row["reference"]]
     of_methods = {name: result.histories[name] for name in result.ranked}
     if as_json:
         target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(cost) for cost in target_rows]
-        print_json({"folder": str(folder), "rows": rows, "notes": result.notes(), "reaching": costs_of})
+        left_out = {"leave_one_out": outcome.as_json()} if isinstance(outcome, LeaveOneOut) else {}
+        benefit = result.benefit
+        compared = {"answers": result.answers(), "rows": rows, "clients": benefit.rows() if benefit else []}
+        print_json({"folder": str(folder), **compared, "notes": result.notes(), "reaching": costs_of, **left_out})
         report_after_runs(console, [folder])
         return
     costs = None
     if target is not None:
         judge = result.objective
         costs = reaching_table(target_costs(of_methods, target, judge), target, judge)
+    print_benefit(console, result)
     for note in result.notes():
         console.print(f"{note}\n", markup=False)
-    tables = [comparison_table(ranked), comparison_table(others) if others else None]
-    for table in filter(None, (*tables, metrics_table(rows), clients_table(ranked), costs)):
+    for table in filter(None, (*comparison_tables(rows), metrics_table(rows), clients_table(ranked), costs)):
         console.print(table)
+    if isinstance(outcome, LeaveOneOut):
+        console.print(leave_one_out_table(outcome))
     if not LOUDNESS.quiet:
         text = f"{folder}/convergence.png shows the learning curves, clients.png the label distribution across clients."
         console.print(text, markup=False)
@@ -315,6 +330,7 @@ def commands() -> Any:
 
 def main() -> None:
     """Run the command line; user errors give a message and exit code 2 instead of a traceback."""
+    prepare_streams()
     print_notices()
     try:
         commands()(prog_name="unskew", args=normalize_global_flags(sys.argv[1:]))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 SEEDS = "a list such as 0,1,2 or 0..4, or a single number N for N seeds."
 """Help text of ``--seeds``."""
 DataPath = Annotated[str | None, add_flag("data_path")]
+ServerDataPath = Annotated[str | None, add_flag("server_data_path")]
 Rounds = Annotated[int | None, add_flag("rounds")]
 EngineName = Annotated[str | None, add_flag("engine")]
 Device = Annotated[str | None, add_flag("device")]
@@ -50,6 +51,13 @@ DeploymentFolder = Annotated[
     ),
 ]
 SuperLinkAddress = Annotated[str | None, typer.Option("--superlink", help="Host and port of the SuperLink.")]
+References = Annotated[
+    bool | None,
+    typer.Option(
+        "--references/--no-references",
+        help="Also train on pooled data (pooled) and each client alone (local). [default: on]",
+    ),
+]
 Parallel = Annotated[
     str,
     typer.Option(

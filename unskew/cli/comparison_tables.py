@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from unskew.cli.fit_table import as_text, omit_empty_columns, stacked_below
+from unskew.cli.fit_table import ReflowTable, as_text, omit_empty_columns, stacked_below
+from unskew.comparison.benefit_text import benefit_title, displayed, interval_text
 from unskew.comparison.cost_to_target import TargetCost
+from unskew.comparison.leave_one_out import LeaveOneOut
 from unskew.comparison.summary_statistics import UNSEEN, std_key
 from unskew.tasks.formatting import (
     F1,
@@ -33,11 +35,21 @@ from unskew.tasks.primary_metric import (
     primary_metric_name,
 )
 
-REFERENCES = "References, not ranked: all data in one place (pooled), each client alone (local)"
+if TYPE_CHECKING:
+    from unskew.comparison.compare import Comparison
+
+REFERENCES = (
+    "References, not ranked: all data in one place (pooled), each client alone (local). Unless tuned themselves\n(unskew "
+    "tune), they use another method's settings, so pooled is no upper bound"
+)
 WORDS = ("model", "over")
 """Columns of words, which are left-aligned."""
 NO_GUARANTEE = "epsilon if secret"
 """Title of the column of runs with ``reproducible=true``."""
+LEFT_OUT = ("without", "with", "difference")
+"""Metrics of a client that was left out, on its held-out samples."""
+MOST_CLIENTS = 10
+"""Number of clients that the terminal lists."""
 COST = ("MB up", "MB down", "seconds")
 
 
@@ -68,14 +80,14 @@ class MethodExpressionCell:
 class MethodRows(Table):
     """Table with one row per method; metric columns get their full width, and method expressions wrap in the rest."""
 
-    def __init__(self, title: str, methods: Iterable[str], *columns: str):
+    def __init__(self, title: str, methods: Iterable[str], *columns: str, first: str = "method"):
         super().__init__(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        names = ["method", *methods]
+        names = [first, *methods]
         self.most, self.least = (
             max(map(len, names)),
             max(len(part) for name in names for part in split_expression(name)),
         )
-        self.add_column("method")
+        self.add_column(first)
         for name in columns:
             self.add_column(name, justify="left" if name in WORDS else "right")
 
@@ -180,6 +192,12 @@ def rounds_cell(row: dict[str, Any]) -> str:
     return f"{reached:.1f}" if reached is not None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds"
 
 
+def comparison_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """Build the table of the methods, and the table of the references if there are any."""
+    parts = ([row for row in rows if row["reference"] is reference] for reference in (False, True))
+    return [comparison_table(part) for part in parts if part]
+
+
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Build the table that ``unskew compare`` prints: one row per method, means over seeds."""
     judge = objective_metric(rows[0])
@@ -256,6 +274,65 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
         table.add_row(
             MethodExpressionCell(method_title(row)), *(value_cell(row, metric, metric.name) for metric in metrics)
         )
+    return table
+
+
+def print_benefit(console: Console, comparison: Comparison) -> None:
+    """Print whether it helps, in sentences and tables: the compared models, and the clients that gain least.
+
+    If the seeds have different clients, single clients have no meaning and are listed only in the report.
+
+    Args:
+        console: Console to print to.
+        comparison: Comparison of methods.
+    """
+    benefit = comparison.benefit
+    if benefit is None:
+        return
+    for line in comparison.answers():
+        console.print(f"{line}\n", markup=False, highlight=False)
+    overview, rows = benefit.overview(), benefit.rows() if benefit.same_clients else []
+    improved = {row["model"]: benefit.metric.rank(row.get("minus_local") or 0.0) for row in overview}
+    worse = "personal" if improved.get("personal", 0.0) < improved["federated"] else "federated"
+    without = ["pooled", "interval", *([f"{worse}_minus_local"] if "personal" in improved else [])]
+    few = "Client by client" + (f": the {MOST_CLIENTS} that gain least" if len(rows) > MOST_CLIENTS else "")
+    tables = {
+        benefit_title(benefit): displayed(benefit, overview),
+        few: displayed(benefit, rows[:MOST_CLIENTS], without),
+    }
+    for heading, entries in tables.items():
+        if entries:
+            first, *columns = entries[0]
+            table = MethodRows(heading, (row[first][0] for row in entries), *columns, first=first)
+            for name, *cells in (row.values() for row in entries):
+                table.add_row(MethodExpressionCell(name[0]), *(text for text, _ in cells))
+            console.print(table)
+
+
+def leave_one_out_table(result: LeaveOneOut) -> Table:
+    """Build the table of models on clients that took no part in their training, next to those with them in training."""
+    metric, means = result.metric, result.means()
+    title = (
+        f"Without and with each client in training: {metric.title} on all, and on the held-out, samples of this client"
+    )
+    table = ReflowTable(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    columns = ("samples", "without", "95 % interval", "held out", "without", "with", "difference")
+    for column in (*(["method"] if len(means) > 1 else []), "client", *columns):
+        table.add_column(column, justify="left" if column in ("method", "client") else "right")
+    for mean in means:
+        own = [row for row in result.rows if row["method"] == mean["method"]]
+        for row in (*own, {**mean, "client": "mean"}):
+            last = "all_clients" in row
+            counts = [f"{mean[key]} clients" for key in ("all_clients", "difference_clients")]
+            counts = counts if last else [f"{row[key]:,}" for key in ("samples", "num_held_out")]
+            whole, without, along, change = (value_text(metric, row[key]) for key in ("all", *LEFT_OUT))
+            if row.get("difference_interval"):
+                change += f" ({interval_text(metric, *row['difference_interval'], '+')})"
+            ends = interval_text(metric, *(row["all_interval"] or (None, None))) or "-"
+            first = [row["method"]] if len(means) > 1 else []
+            table.add_row(
+                *first, row["client"], counts[0], whole, ends, counts[1], without, along, change, end_section=last
+            )
     return table
 
 

@@ -23,6 +23,8 @@ from unskew.filesystem import parse_path
 
 COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 """Fields for which ``unskew compare`` has a flag."""
+SITES_SHOWN = 30
+"""Maximum number of clients in the table; ``--json`` has all of them."""
 
 
 @given_on_command_line(*DATA, "model", "rounds", "participation", *BUDGET, "lr", *OBJECTIVE, "seed", "device")
@@ -98,7 +100,7 @@ def diagnose(
     """Measure the skew between clients, predict the effect of synthetic data, and recommend methods."""
     from unskew.cli.advice import follower, print_advice, print_trial
     from unskew.cli.progress import ProgressLine, make_progress
-    from unskew.cli.tables import heterogeneity_tables
+    from unskew.cli.tables import heterogeneity_tables, sites_table
     from unskew.config.loader import load_yaml
     from unskew.diagnosis.diagnose import diagnose as measure
     from unskew.diagnosis.features import AdviceLimits
@@ -163,7 +165,9 @@ def diagnose(
         markup=False,
         highlight=False,
     )
-    console.print(report.summary(), markup=False, highlight=False)
+    console.print(sites_table(report.sites, SITES_SHOWN))
+    for line in (report.summary(), *facts["leaks"]):
+        console.print(line, markup=False, highlight=False, soft_wrap=line in facts["leaks"])
     if details:
         for table in heterogeneity_tables(report.as_json()):
             console.print(table)

@@ -23,7 +23,7 @@ FLAGS: dict[str, tuple[type, str]] = {
     "data_path": (str, "Folder with the source's files, for offline use."),
     "partition": (str, "iid, dirichlet:0.1, classes:2, sorted, ..."),
     "clients": (int, "Number of clients."),
-    "unseen": (float, "Share of the clients that only evaluate the final model and never train."),
+    "unseen": (str, "Clients that only evaluate the final model and never train: a share such as 0.2, or names."),
     "shift": (str, "Feature shift of the clients' inputs: rotate:30, rotate:270,groups=4, noise:0.1."),
     "label": (str, "Label column of a table."),
     "label_separator": (str, "Separator between the labels of a row in a string label column."),

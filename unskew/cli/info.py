@@ -166,12 +166,15 @@ def partition(
         values["data"] = source
     checked = experiment(values)
     from unskew.cli.progress import progress_while_waiting
-    from unskew.cli.tables import columns_table, partition_table, targets_table
+    from unskew.cli.tables import columns_table, partition_table, sites_table
+    from unskew.data.leaks import find_leaks
     from unskew.data.load import federation_of
+    from unskew.measurements.site_differences import site_differences
     from unskew.plots.curves import plot_clients_by_class
 
     with progress_while_waiting("partition"):
         fed = federation_of(checked.data_spec, checked.seed)
+        leaks = find_leaks(checked.data_spec)
     counts, names = fed.label_distribution()
     # If each client has one text group, the table of clients by groups is diagonal, so sizes are sufficient.
     diagonal = fed.task == "language" and names == fed.client_names
@@ -179,8 +182,11 @@ def partition(
     shown_names = ("samples",) if diagonal else names
     if out is not None:
         title = f"{fed.name}, {fed.partition}, seed {checked.seed}"
-        plot_clients_by_class(shown_counts, shown_names, out, title, client_names=fed.client_names)
-    targets, between = targets_table(fed, clients_shown) if fed.task == "regression" else (None, {})
+        plot_clients_by_class(
+            shown_counts, shown_names, out, title, client_names=fed.client_names, exclusive=fed.task != "multilabel"
+        )
+    sites = site_differences(fed, features=checked.features) if fed.columns or fed.task == "regression" else None
+    between = sites.between if sites is not None and fed.task == "regression" else {}
     if as_json:
         sizes = fed.sizes
         print_json(
@@ -195,6 +201,8 @@ def partition(
                 "class_names": list(names),
                 "client_names": list(fed.client_names),
                 "counts": counts.tolist(),
+                "leaks": leaks,
+                **({} if sites is None else {"sites": sites.rows}),
                 **({"variance_between_clients": between} if between else {}),
             }
         )
@@ -202,11 +210,15 @@ def partition(
     console = console_for()
     if fed.columns:
         console.print(columns_table(fed.columns))
-    console.print(targets or partition_table(shown_counts, shown_names, clients_shown, fed.sizes, fed.client_names))
+    if fed.task != "regression":
+        console.print(partition_table(shown_counts, shown_names, clients_shown, fed.sizes, fed.client_names))
+    if sites is not None:
+        console.print(sites_table(sites, clients_shown))
     shares = [f"{share:.0%} of the variance of {name} is between clients, " for name, share in between.items()]
     plot = f"plot in {out}" if out is not None else "--out clients.png plots it"
     line = f"{''.join(shares)}partition hash {fed.fingerprint}, {plot}"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for text in (line, *leaks):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 START = """unskew: federated learning on data that differ between clients

@@ -24,6 +24,13 @@ def init(
     label: Annotated[
         str | None, typer.Option("--label", help="Label column of a table, if it is not detected.")
     ] = None,
+    clients: Annotated[
+        str | None, typer.Option("--clients", help="Column that names the clients, if it is not detected.")
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option("--image", help="Column with images or paths of image files, if it is not detected."),
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", parser=parse_path, metavar="PATH", help="File to write; it must not exist yet.")
     ] = Path("experiment.yaml"),
@@ -37,10 +44,10 @@ def init(
     if not out.parent.is_dir():
         raise ConfigError(f"The folder {out.parent} for {out.name} does not exist.")
     from unskew.cli.progress import progress_while_waiting
-    from unskew.config.infer import infer_config
+    from unskew.config.inference.infer import infer_config
 
     with progress_while_waiting("init"):
-        inferred = infer_config(data, label)
+        inferred = infer_config(data, label, clients=clients, image=image)
     write_atomic(out, inferred.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
     console = console_for()
     for line in inferred.seen:

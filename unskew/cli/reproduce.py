@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, DataPath, Device, EngineName, Parallel, console_for, exit_on_signal, print_json
+from unskew.cli.common import (
+    AsJson,
+    DataPath,
+    Device,
+    EngineName,
+    Parallel,
+    ServerDataPath,
+    console_for,
+    exit_on_signal,
+    print_json,
+)
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError, unknown_name
 from unskew.filesystem import parse_path
@@ -31,6 +42,7 @@ def reproduce(
     rows: Annotated[list[str] | None, typer.Option("--row", help="Run only this row. Repeatable.")] = None,
     columns: Annotated[list[str] | None, typer.Option("--column", help="Run only this column. Repeatable.")] = None,
     data_path: DataPath = None,
+    server_data_path: ServerDataPath = None,
     engine: EngineName = None,
     device: Device = None,
     runs: Annotated[
@@ -78,15 +90,16 @@ def reproduce(
         console.print(overview)
         return
     if preset in study_names():
-        if columns or engine is not None or device is not None:
-            raise ConfigError(f"{preset} supports --row, but not --column, --engine and --device.")
+        if columns or any(option is not None for option in (engine, device, server_data_path)):
+            raise ConfigError(f"{preset} supports --row, but not --column, --engine, --device and --server-data-path.")
         which = parse_seed_list(seeds) if seeds else None
         _study(preset, scale, which, rows, data_path, results, show, plot, as_json, at_once)
         return
     if preset not in preset_names():
         raise ConfigError(unknown_name("preset", preset, [*preset_names(), *study_names()]))
     table = load_preset(preset)
-    extra: dict[str, Any] = {"data_path": data_path, "engine": engine, "device": device}
+    paths = {"data_path": data_path, "server_data_path": server_data_path}
+    extra: dict[str, Any] = {**paths, "engine": engine, "device": device}
     extra = {name: value for name, value in extra.items() if value is not None}
     which = parse_seed_list(seeds) if seeds else list(range(num_seeds(table, scale)))
     for kind, wanted, available in (("row", rows, table.rows), ("column", columns, table.columns)):
@@ -104,6 +117,7 @@ def reproduce(
             rows,
             columns,
             lambda title, common: [ProgressLine(progress, title, warnings=not common, named=True)],
+            partial(console.print, style="yellow", soft_wrap=True, markup=False),
         )
         if show:
             outcomes = sweep.known(which)
@@ -123,9 +137,26 @@ def reproduce(
     if plot is not None and outcomes:
         (draw_curves(table, outcomes, plot) if table.curves else draw_points(table, entries, plot))
     if as_json:
-        print_json({"preset": preset, "scale": scale, "settings": settings, "entries": report.as_json(entries)})
+        print_json(
+            {
+                "preset": preset,
+                "scale": scale,
+                "settings": settings,
+                "entries": report.as_json(entries),
+                "published": table.published,
+            }
+        )
         return
-    _print(console, table, scale, settings, report.table_lines(table, entries), bool(outcomes))
+    if not outcomes:
+        requested = {
+            value: {
+                c: {r: n for r, n in of.items() if r in (rows or of)} for c, of in by.items() if c in (columns or by)
+            }
+            for value, by in table.published.items()
+        }
+        table = table.model_copy(update={"published": requested})
+    lines = report.table_lines(table, entries, whole=not outcomes)
+    _print(console, table, scale, settings, lines, bool(outcomes))
     for note in notes(cell for cell, _ in outcomes):
         console.print(note, soft_wrap=True, markup=False)
 

@@ -25,7 +25,7 @@ from unskew.tasks.formatting import (
 from unskew.tasks.primary_metric import client_metric_name, metric_info, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
-    from unskew.data.federation import Federation
+    from unskew.measurements.site_differences import SiteDifferences
 
 
 def clients_text(summary: dict[str, Any], whose: str) -> str:
@@ -155,36 +155,47 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 
 CLASSES_SHOWN = 20
+SHIFTS_SHOWN = 3
 
 
-def targets_table(fed: Federation, most: int) -> tuple[Table, dict[str, float]]:
-    """Build the table of the clients' regression targets.
+def sites_table(sites: SiteDifferences, most: int) -> Table:
+    """Build the table of the clients' rows, outcomes, missing values and largest shifts.
 
     Args:
-        fed: Federation.
-        most: Maximum number of clients in the table.
-
-    Returns:
-        The table, and the share of each target's variance that is between clients.
+        sites: Differences between the clients.
+        most: Maximum number of clients in the table; the others are summarized in a row.
     """
-    values = [fed.objective.restored(client.y.double()).numpy() for client in fed.clients]  # type: ignore[attr-defined]
-    sizes, means = np.array([len(y) for y in values]), np.stack([y.mean(0) for y in values])
-    table = ReflowTable(title="Training samples and targets per client", title_justify="left")
-    for name in (
-        "client",
-        *(["name"] if fed.client_names else []),
-        "samples",
-        *(f"{n}, mean ± std" for n in fed.names),
-    ):
-        table.add_column(name, justify="left" if name == "name" else "right")
-    for k, y in enumerate(values[:most]):
-        spread = [f"{mean:.4g} ± {std:.3g}" for mean, std in zip(means[k], y.std(0), strict=True)]
-        table.add_row(str(k), *fed.client_names[k : k + 1], str(sizes[k]), *spread)
-    if len(values) > most:
-        table.caption = f"{most} of {len(values)} clients are shown, --clients-shown {len(values)} shows all"
-    all_rows = np.concatenate(values)
-    between = sizes @ (means - all_rows.mean(0)) ** 2 / len(all_rows)
-    return table, dict(zip(fed.names, (between / all_rows.var(0).clip(1e-300)).tolist(), strict=True))
+    rows, pooled = sites.rows, sites.pooled
+    same = len({row.get("outcome") for row in (*rows, pooled)}) == 1
+    table = ReflowTable(title="Clients next to all of them together", title_justify="left")
+    outcome = pooled.get("outcome", "")
+    outcome += ", mean ± std" if "mean" in pooled else ""
+    for name in ("client", "rows", outcome if same else "most frequent", "missing", "largest shifts"):
+        table.add_column(name, justify="left" if name in ("client", "largest shifts") else "right", overflow="fold")
+
+    def outcome_cell(row: dict[str, Any]) -> str:
+        if "mean" in row:
+            return f"{row['mean']:.4g} ± {row['std']:.3g}"
+        named = "" if same else f"{row['outcome'].partition(' = ')[2]}: "
+        return f"{named}{row['share']:.1%}" if "share" in row else ""
+
+    def add(name: str, row: dict[str, Any], last: str) -> None:
+        table.add_row(name, f"{row['rows']:,}", outcome_cell(row), f"{row['missing']:.1%}", last)
+
+    for row in rows[:most]:
+        add(row["client"], row, ", ".join(f"{name} {value:+.2f}" for name, value in row["shifts"][:SHIFTS_SHOWN]))
+    if rest := rows[most:]:
+        ends = {}
+        for key in {"share", "mean", "missing"} & pooled.keys():
+            values = [row[key] for row in rest]
+            ends[key] = " to ".join(f"{v:.4g}" if key == "mean" else f"{v:.1%}" for v in (min(values), max(values)))
+        outcomes = ends.get("mean", ends.get("share", "") if same else "")
+        table.add_row(f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", outcomes, ends["missing"], "")
+    add("all", pooled, "")
+    table.caption = (
+        "Shift: standardized mean difference of a number, total variation distance of categories and classes."
+    )
+    return table
 
 
 def partition_table(
@@ -298,6 +309,8 @@ LABELS = {
     "label_distance_chance": "distance expected by chance, mean",
     "feature_skew": "share of the input variance within a class that is between clients",
     "label_entropy_gap": "divergence of client label distributions from the global one, nats, mean",
+    "label_between": "share of the label's variance that is between clients, without chance",
+    "label_unexplained": "the same after a linear model of the inputs",
     "effective_classes": "effective number of classes of a client, mean",
     "effective_clients": "effective number of clients",
 }

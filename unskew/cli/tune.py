@@ -14,6 +14,7 @@ from unskew.cli.common import (
     SEEDS,
     AsJson,
     ConfigFile,
+    References,
     Sets,
     TrustCode,
     config_values,
@@ -80,6 +81,7 @@ def tune(
         str,
         typer.Option("--parallel", metavar="N", help="Processes that run trials, or N@HOST:PORT on a Ray cluster."),
     ] = "1",
+    references: References = None,
     config: ConfigFile = None,
     sets: Sets = None,
     out: Annotated[
@@ -128,6 +130,7 @@ def tune(
             resume=again,
             parallel=int(parallel) if parallel.isdecimal() and len(parallel) < 10 else parallel,
             pruning=pruning,
+            references=references,
             callback_factory=follow,
             **values,
         )
@@ -144,10 +147,12 @@ def tune(
             }
         )
     else:
-        from unskew.cli.comparison_tables import clients_table, comparison_table, metrics_table
+        from unskew.cli.comparison_tables import clients_table, comparison_tables, metrics_table, print_benefit
 
-        compared = (comparison_table(rows), metrics_table(rows), clients_table(rows))
+        ranked = [row for row in rows if not row["reference"]]
+        compared = (*comparison_tables(rows), metrics_table(rows), clients_table(ranked))
         tables = (tuned_table(result), importance_table(result), *compared)
+        print_benefit(console, result.comparison)
         for note in result.notes():
             console.print(f"{note}\n", markup=False)
         for table in filter(None, tables):

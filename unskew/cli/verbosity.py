@@ -1,9 +1,11 @@
-"""Verbosity of the commands: ``--quiet``, ``--verbose`` and ``--log-json``."""
+"""Output of the commands: ``--quiet``, ``--verbose`` and ``--log-json``, and the streams to which they print."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -50,6 +52,22 @@ class NoticePrinter(logging.Handler):
         log_event("notice", text=record.getMessage())
         if not LOUDNESS.quiet:
             print(f"unskew: {record.getMessage()}", file=sys.stderr)
+
+
+MIN_COLUMNS = 20
+"""Width below which ``COLUMNS`` is ignored: a terminal that does not know its width sets 0."""
+
+
+def prepare_streams() -> None:
+    """Make every text printable: replace what a terminal cannot show, and discard what is printed to a closed stream."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:  # closed; no file of a run may get its number, to which warnings are written
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if os.environ.get("COLUMNS", "").isdecimal() and int(os.environ["COLUMNS"]) < MIN_COLUMNS:
+        del os.environ["COLUMNS"]
 
 
 def print_notices() -> None:

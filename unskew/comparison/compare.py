@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from html import escape
 from itertools import chain, permutations, product
 from numbers import Integral
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
-from unskew.comparison.intervals import interval95
+from unskew.comparison.benefit import Benefit, assess_benefit
+from unskew.comparison.benefit_text import benefit_sentences, test_set_text
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -46,6 +49,8 @@ from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
+from unskew.tasks.formatting import value_text
+from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
@@ -78,6 +83,7 @@ class Comparison:
         folder: Folder of the runs, the plots and ``comparison.json``, or None.
         unequal: Whether clients train on different numbers of samples.
         left_out: A note for each reference that does not fit.
+        clients: Rows of the evaluated clients of each seed, as in ``clients.jsonl``, by method.
 
     Reference rows (``pooled``, ``local``) come after the methods.
     """
@@ -88,6 +94,7 @@ class Comparison:
     folder: Path | None
     unequal: bool = False
     left_out: tuple[str, ...] = ()
+    clients: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
 
     @property
     def ranked(self) -> dict[str, list[dict[str, Any]]]:
@@ -98,6 +105,25 @@ class Comparison:
     def objective(self) -> MetricInfo:
         """Metric by which the runs are compared."""
         return objective_metric(next(iter(self.summaries.values()))[0])
+
+    @cached_property
+    def benefit(self) -> Benefit | None:
+        """Comparison with training alone and with a constant, client by client; None if no client was evaluated."""
+        return assess_benefit(self.summaries, self.clients)
+
+    def answers(self) -> list[str]:
+        """Return sentences that answer whether federated training and personal models help the clients.
+
+        The last one compares the best method with a constant on the test set, and states the sampling error of that set.
+        """
+        if self.benefit is None:
+            return []
+        best, name = self.benefit.labels["federated"], self.objective.name
+        values = [summary[name] for summary in self.summaries[best] if summary.get(name) is not None]
+        lines, sampling = benefit_sentences(self.benefit), test_set_text(self.summaries[best], self.objective)
+        if values and sampling:
+            lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
+        return lines
 
     def notes(self) -> list[str]:
         """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
@@ -182,15 +208,18 @@ class Comparison:
         return table
 
     def __repr__(self) -> str:
-        lines = [f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})"]
+        lines = [
+            f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})",
+            *self.answers(),
+        ]
         for row in self._shown():
             known = [f"{name} {text}" for name, text in row.items() if text != "–"]  # local has no global model
             lines.append("  " + ", ".join(known[:3]))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: means ± standard deviations over seeds."""
-        return html_table(self._shown())
+        """Return whether it helps, and a table for notebooks: means ± standard deviations over seeds."""
+        return "".join(f"<p>{escape(line)}</p>" for line in self.answers()) + html_table(self._shown())
 
     def differences(self, metric: str | None = None) -> list[dict[str, Any]]:
         """Return the differences of a metric between all pairs of methods and references, paired by seed.
@@ -363,7 +392,14 @@ def compare(
             configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
             (counts, classes), title = data.label_distribution(), f"{data.name}, {data.partition}, seed {which[0]}"
-            plot_clients_by_class(counts, classes, folder / "clients.png", title, client_names=data.client_names)
+            plot_clients_by_class(
+                counts,
+                classes,
+                folder / "clients.png",
+                title,
+                client_names=data.client_names,
+                exclusive=data.task != "multilabel",
+            )
         at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
             finished_ones = {config for config in configs if is_finished(arguments(*config)[2], configs[config])}
@@ -383,15 +419,16 @@ def compare(
                 run = finished.get((name, seed))
                 if run is None:
                     run = run_or_resume(shared_inputs, *arguments(name, seed), followers(name, seed))
-                history, summary = run
+                history, summary, rows = run
                 if is_local(name):
                     own_metrics = summary.get("own_metrics", ())
-                    history, summary = (
-                        [without_global_model(row, own_metrics) for row in history],
-                        without_global_model(summary, own_metrics),
+                    history, rows = (
+                        [without_global_model(row, own_metrics) for row in part] for part in (history, rows)
                     )
+                    summary = without_global_model(summary, own_metrics)
                 result.histories.setdefault(name, []).append(history)
                 result.summaries.setdefault(name, []).append(summary)
+                result.clients.setdefault(name, []).append(rows)
             if len({group[0]["client_weighting"] for group in result.ranked.values()}) > 1:
                 unequal = unequal or len(set(data_of(seed).sizes.tolist())) > 1
         if target is None:

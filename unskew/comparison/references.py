@@ -23,17 +23,21 @@ OF_CLIENTS = "personal_"
 
 
 def is_reference(spelling: str) -> bool:
-    """Return whether a method is a reference, which is shown but not ranked.
+    """Return whether a method, or its label in a report, is a reference, which is shown but not ranked.
 
-    >>> is_reference("pooled:participation=0.5"), is_reference("fedavg")
-    (True, False)
+    >>> is_reference("pooled:participation=0.5"), is_reference("local (lr=0.1)"), is_reference("fedavg")
+    (True, True, False)
     """
-    return spelling.partition(":")[0] in REFERENCES
+    return _first_word(spelling) in REFERENCES
 
 
 def is_local(spelling: str) -> bool:
     """Return whether a method trains each client alone, so that there is no global model."""
-    return spelling.partition(":")[0] == "local"
+    return _first_word(spelling) == "local"
+
+
+def _first_word(spelling: str) -> str:
+    return spelling.partition(":")[0].partition(" ")[0]
 
 
 def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]:

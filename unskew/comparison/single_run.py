@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unskew.comparison.client_records import read_clients
 from unskew.comparison.summary_statistics import check_summary
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml
@@ -21,8 +22,8 @@ from unskew.runs.build_model import ModelLike
 from unskew.runs.resume import check_same
 from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
 
-Figures = tuple[list[dict[str, Any]], dict[str, Any]]
-"""History and summary of a run."""
+Figures = tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]
+"""History and summary of a run, and a row for each evaluated client."""
 Given = tuple[Federation | None, ModelLike | None, dict[str, Method]]
 """Data and model given in Python, if any, and the methods by name."""
 
@@ -78,7 +79,7 @@ def run_or_resume(
         if finished_rounds(folder) == config.rounds:
             summary = read_summary(folder)
             check_summary(summary, folder / "summary.json")
-            return read_history(folder), summary
+            return read_history(folder), summary, evaluated_rows(read_clients(folder / "clients.jsonl"))
         check_unfinished(folder, config.rounds)
     result = run_experiment(
         config,
@@ -90,4 +91,9 @@ def run_or_resume(
         callbacks=callbacks,
         shared=shared,
     )
-    return result.history, result.summary
+    return result.history, result.summary, evaluated_rows(result.clients)
+
+
+def evaluated_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the clients that were evaluated, without those that have only their number of samples."""
+    return [row for row in rows if "loss" in row]

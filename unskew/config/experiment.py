@@ -18,9 +18,9 @@ from pydantic_core import PydanticSerializationError
 from unskew import plugins
 from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
-from unskew.config.sections import CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
+from unskew.config.sections import ColumnName, ColumnNames, CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
 from unskew.data.shift import parse_shift
-from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split
+from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split, parse_unseen
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
 from unskew.methods.registry import method, own_diagnostics
@@ -57,21 +57,21 @@ class Experiment(Section):
     """Data source: a name, ``table:PATH``, ``folder:PATH``, ``leaf:PATH``, or ``arrays`` for data passed in Python."""
     data_path: str | None = None
     """Folder with the source's files, for offline use."""
-    label: str | None = None
+    label: ColumnName | None = None
     """Label column of a table; if it contains lists, the task is multi-label."""
     label_separator: Annotated[str, Field(min_length=1)] | None = None
     """Separator between the labels of a sample in a string label column."""
-    image: str | None = None
+    image: ColumnName | None = None
     """Image column of a table; for ``leaf``, the folder of image files."""
-    features: tuple[str, ...] = ()
+    features: ColumnNames = ()
     """Columns of a table that are inputs, in this order; if empty, all numeric columns."""
-    exclude: tuple[str, ...] = ()
+    exclude: ColumnNames = ()
     """Columns of a table that are not inputs."""
     task: Literal["auto", "regression"] = "auto"
     """``regression`` predicts the numbers of one or more label columns."""
-    categories: tuple[str, ...] = ()
+    categories: ColumnNames = ()
     """Categorical columns of a table; ``auto`` means every string column."""
-    dates: tuple[str, ...] = ()
+    dates: ColumnNames = ()
     """Date columns of a table."""
     missing: Literal["error", "mean", "indicator"] = "error"
     """Missing numbers in a table: raise an error, replace by the mean, or also mark them by an additional input."""
@@ -91,8 +91,8 @@ class Experiment(Section):
     """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each client's samples that is held out to evaluate on that client."""
-    unseen: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the clients that take no part in training, drawn by the seed; they are evaluated after it."""
+    unseen: float | tuple[str, ...] = 0.0
+    """Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or their names."""
     shift: str | None = None
     """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""
     server_data: Annotated[int, Field(ge=0)] | str | None = None
@@ -208,12 +208,17 @@ class Experiment(Section):
     trackers: tuple[Named, ...] = ()
     """Trackers that receive the metrics in addition to the run folder: ``tensorboard``, ``mlflow``, ``wandb``, or plugins."""
 
-    @pydantic.field_validator("features", "exclude", "categories", "dates", "metrics", mode="before")
+    @pydantic.field_validator("metrics", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
         if isinstance(value, str):
             return [with_provenance(name, value) for name in parse_names(value)]
         return (value,) if callable(value) else value
+
+    @pydantic.field_validator("unseen", mode="before")
+    @classmethod
+    def _unseen(cls, value: Any) -> Any:
+        return parse_unseen(value)
 
     @pydantic.field_validator("engine")
     @classmethod

@@ -143,7 +143,13 @@ class Loader(yaml.SafeLoader):
         except ValueError as error:
             raise _wrong(str(error), node) from error
 
+    def construct_int(self, node: Any) -> int:
+        """Read digits after a leading zero as a decimal number, as YAML 1.2 does; YAML 1.1 reads 010 as 8."""
+        digits = self.construct_scalar(node).replace("_", "")
+        return int(digits) if digits.lstrip("+-").isdigit() else int(digits, 0)
 
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_int)
 yaml.add_representer(
     UntrustedText, yaml.SafeDumper.represent_str, Dumper=yaml.SafeDumper
 )  # so that loaded values can be written again
@@ -153,12 +159,42 @@ def _wrong(problem: str, at: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
-def read_yaml(text: str, origin: tuple[str, str] | None = None) -> Any:
+LISTS = ("features", "exclude", "categories", "dates", "text", "columns", "split_by")
+"""Fields with a list of column names, in which double quotes enclose a name with commas."""
+COLUMNS = (*LISTS, "label", "image", "partition")
+"""Fields that are names of columns, or contain some."""
+
+
+def _read_as_names(node: Any, name: str = "", inner: bool = False) -> None:
+    """Read names of columns as they are written, so that 3 and 2020-01-01 are not a number and a date there.
+
+    True and false are rejected, because they may also be meant as an answer: ``split_by: no``.
+
+    Args:
+        node: Node of a value; changed in place.
+        name: Field of the value, or empty for the whole configuration.
+        inner: Whether the node is an item of a list.
+    """
+    if isinstance(node, yaml.MappingNode) and name in ("", "data", "text"):
+        for key, value in node.value:
+            _read_as_names(value, "-" if key.value == "columns" and name != "text" else str(key.value) or "-")
+    elif isinstance(node, yaml.SequenceNode) and name in COLUMNS:
+        for item in node.value:
+            _read_as_names(item, name, True)
+    elif isinstance(node, yaml.ScalarNode) and name in COLUMNS and (inner or not node.tag.endswith(":null")):
+        if node.tag.endswith(":bool"):
+            remedy = f'write it in quotes if it is the name of a column: "{node.value}"'
+            raise _wrong(f"YAML reads {node.value} as true or false; {remedy}", node)
+        node.tag = "tag:yaml.org,2002:str"
+
+
+def read_yaml(text: str, origin: tuple[str, str] | None = None, name: str = "") -> Any:
     """Parse a YAML document.
 
     Args:
         text: YAML text.
         origin: Source and remedy of ``UntrustedText``, for text from an untrusted file.
+        name: Field whose value the text is, or empty for a whole configuration.
 
     Raises:
         ValueError: If the text is not valid YAML; the message contains the line number if there are several lines.
@@ -166,7 +202,9 @@ def read_yaml(text: str, origin: tuple[str, str] | None = None) -> Any:
     try:
         loader = Loader(text)
         loader.origin = origin
-        return loader.get_single_data()
+        node = loader.get_single_node()
+        _read_as_names(node, name)
+        return None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}: " if mark is not None and "\n" in text.strip() else ""
@@ -223,12 +261,16 @@ def set_field(values: dict[str, Any], assignment: str) -> None:
     if not equals or not path.strip():
         raise ConfigError(f"--set {assignment!r} is not of the form any.field=value.")
     *sections, name = path.strip().split(".")
+    field = "columns" if path.strip() == "text.columns" else "-" if sections else name
     for section in sections:
         inner = values.setdefault(section, {})
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {assignment!r}: {section!r} is a single value, not a section.")
         values = inner
+    if field in LISTS and text.lstrip().startswith('"'):  # YAML would drop the quotes, or reject a list of names
+        values[name] = text.strip()
+        return
     try:
-        values[name] = read_yaml(text)
+        values[name] = read_yaml(text, name=field)
     except ValueError as error:
         raise ConfigError(f"--set {assignment!r}: the value is not YAML: {error}.") from error

@@ -6,10 +6,11 @@ import re
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from unskew.data.spec import CsvSpec
+from unskew.data.spec import CsvSpec, parse_names
 from unskew.errors import ConfigError
+from unskew.expressions import unquote
 from unskew.provenance import Named
 
 
@@ -24,6 +25,18 @@ class Section(BaseModel):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("must not be a boolean")
         return value
+
+
+def _split_column_names(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else value
+    several = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    return parse_names(value) if several else value
+
+
+ColumnName = Annotated[str, AfterValidator(unquote)]
+"""Name of one column."""
+ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
+"""Names of columns: a list, or a string with commas."""
 
 
 class NetworkConfig(Section):
@@ -91,17 +104,12 @@ class NetworkConfig(Section):
 class TextConfig(Section):
     """Tokenization of texts."""
 
-    columns: tuple[str, ...] = ()
+    columns: ColumnNames = ()
     """Text columns, one or a pair; if empty, ``text`` or the data source's default."""
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
     """Name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     """Maximum number of tokens per text."""
-
-    @pydantic.field_validator("columns", mode="before")
-    @classmethod
-    def _split_column_names(cls, value: Any) -> Any:
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 
 
 class CsvConfig(Section):
@@ -113,11 +121,21 @@ class CsvConfig(Section):
     """Decimal mark: ``point`` or ``comma``."""
     encoding: str | None = None
     """Character encoding, such as ``latin-1``."""
+    thousands: str | None = None
+    """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
+    missing: str | int | float | tuple[str | int | float, ...] | None = None
+    """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers."""
+    dates: str | None = None
+    """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
+    skip: Annotated[int, Field(ge=0)] | None = None
+    """Number of lines before the header."""
+    names: str | tuple[str, ...] = ()
+    """Names of the columns of files without a header."""
 
     @property
     def spec(self) -> CsvSpec:
         """Format as a ``CsvSpec`` for the readers."""
-        return CsvSpec(self.separator, self.decimal, self.encoding)
+        return CsvSpec(**dict(self))
 
     @pydantic.model_validator(mode="after")
     def _is_valid(self) -> CsvConfig:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unskew.data.client_arrays import check_client_targets, check_shapes, read_clients
 from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs, joined_clients, take_rows
-from unskew.data.frames import encode_text_labels, frames_to_arrays
+from unskew.data.frames import encode_classes, encode_text_labels, frames_to_arrays
 from unskew.data.from_arrays import (
     check_client_list,
     check_integer,
@@ -31,7 +31,7 @@ from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
 from unskew.data.target_scaling import fit_target_scaling
-from unskew.data.validation import check_differ, check_targets, validate_client_names
+from unskew.data.validation import check_targets, validate_client_names
 from unskew.errors import DataError, short_repr, unknown_name
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
@@ -85,6 +85,8 @@ class Federation:
         encoders: Fitted encoder of each input of a table with mixed column types.
         stats_traffic: Bytes that each client sent and received for global statistics, ``[K, 2]``; None if there was no
             traffic.
+        missing: Number of missing values of each client in each column of ``encoders``, before they are replaced,
+            ``[K, f]``; None if there are no encoders.
         unseen: Clients that take no part in training and are evaluated after it, numbered from 0.
         unseen_names: Names of the unseen clients; empty if they have no names.
     """
@@ -105,6 +107,7 @@ class Federation:
     trained_for: Task | None = None
     encoders: tuple[Encoder, ...] = field(default=(), compare=False)
     stats_traffic: np.ndarray | None = field(default=None, compare=False)
+    missing: np.ndarray | None = field(default=None, compare=False)
     unseen: Sequence[ClientData] = ()
     unseen_names: tuple[str, ...] = ()
 
@@ -202,22 +205,22 @@ class Federation:
         Args:
             clients: One ``(x, y)`` or ``(x, y, x_test, y_test)`` per client (NumPy arrays or tensors). Images are ``[n,
                 H, W, C]``, ``[n, C, H, W]`` or (uint8) ``[n, H, W]``. Tables are ``[n, f]``, or pandas data frames,
-                whose columns are matched by name. Labels may be strings; the classes are then ``class_names``, or else
-                the sorted label values.
+                whose columns are matched by name. Labels may be numbers, strings or booleans.
             test: ``(x, y)`` of the global test set.
             server: ``(x, y)`` of the server data.
-            task: ``"classification"``: ``y`` is one class index per sample. ``"multilabel"``: ``y`` is ``[n, L]`` with
+            task: ``"classification"``: ``y`` is one class per sample. ``"multilabel"``: ``y`` is ``[n, L]`` with
                 values 0 and 1. ``"regression"``: ``y`` is one number per sample or ``[n, T]``, in original units; the
                 federation stores it standardized. ``"language"``: ``x`` and ``y`` are token ids ``[n, L]`` with -1 for
                 padding, and ``y`` has the tokens that follow those of ``x``.
-            classes: Number of classes; inferred from the labels if None.
+            classes: Number of classes; numeric labels are then 0 to ``classes - 1``. If None, the classes are the labels
+                that occur at any client or in the test set, in order, unless they are indices of ``class_names``.
             holdout: Share of each client's samples held out for evaluation, for clients without a test set.
             seed: Random seed that determines which samples are held out.
             normalize: True or None: standardize uint8 images per channel and leave floats unchanged. False: do not
                 normalize. Or a ``Normalization`` to apply.
             server_in_domain: Whether the server data have the clients' task and classes; if not, they have separate
                 classes.
-            class_names: Names of the classes.
+            class_names: Names of the classes, in order.
             client_names: Names of the clients.
             name: Name shown in tables.
 
@@ -243,7 +246,8 @@ class Federation:
         everyone: list[Any] = [*clients, test, *([] if server is None else [server])]
         columns: tuple[str, ...] = ()
         if all(isinstance(pair, tuple | list) and len(pair) in (2, 4) for pair in everyone):
-            everyone, columns = frames_to_arrays(everyone)
+            whose = [*(f"client {k}" for k in range(len(clients))), "the test set", "the server"]
+            everyone, columns = frames_to_arrays(dict(zip(whose, everyone, strict=False)))
             if task == "classification":
                 own = len(clients) + 1 + int(server is not None and bool(server_in_domain))
                 everyone[:own], class_names = encode_text_labels(everyone[:own], class_names)
@@ -260,10 +264,17 @@ class Federation:
         if classes is None:
             own = server_in_domain or server is None
             in_domain = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
-            classes = (
-                ys[0].shape[1] if task in ("multilabel", "regression") else max(int(y.max()) for y in in_domain) + 1
-            )
-            check_differ(in_domain, task)
+            if task == "classification":
+                indices, class_names, classes = encode_classes(in_domain, validate_class_names(class_names, 0))
+                ys, others = indices[: len(ys)], indices[len(ys) :]
+                pairs |= {who: (pairs[who][0], y) for who, y in zip(pairs, others, strict=False)}
+                if classes < 2:
+                    raise DataError(
+                        f"All labels are {(class_names or '0')[0]}, but a classifier needs two classes. If there are more "
+                        "classes than occur in these data, set classes=."
+                    )
+            else:
+                classes = max(int(y.max()) for y in in_domain) + 1 if task == "language" else ys[0].shape[1]
         else:
             check_integer(classes, "classes", least=2 if task == "classification" else 1)
         check_client_targets(readers, ys, classes, task)

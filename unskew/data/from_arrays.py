@@ -162,11 +162,11 @@ def fit_normalization(normalize: object, x: Tensor, inputs: Iterable[Tensor]) ->
 
 
 def validate_class_names(class_names: object, classes: int) -> tuple[str, ...]:
-    """Return the class names after validation: none, or at least one name per class.
+    """Return the class names after validation: none, or one name per class.
 
     Args:
         class_names: List of names; may be empty.
-        classes: Number of classes.
+        classes: Number of classes; 0 allows any number of names.
 
     Raises:
         DataError: If the value is not a list of distinct printable strings, or classes have no name.
@@ -177,8 +177,8 @@ def validate_class_names(class_names: object, classes: int) -> tuple[str, ...]:
     if odd is not None:
         raise DataError(f"A class name must be a string, not {short_repr(odd)}.")
     check_printable(names, "class")
-    if names and len(names) < classes:
-        raise DataError(f"There are {classes} classes but only {len(names)} class_names. Name every class, or none.")
+    if names and classes and len(names) != classes:
+        raise DataError(f"There are {classes} classes but {len(names)} class_names. Name every class, or none.")
     twice = next((name for name, times in Counter(map(str, names)).items() if times > 1), None)
     if twice is not None:
         raise DataError(f"Two classes have the name {twice!r}; class_names must be distinct.")

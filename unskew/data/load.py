@@ -32,10 +32,13 @@ from unskew.data.spec import (
     csv_spec,
     parse_names,
     parse_split,
+    parse_unseen,
 )
 from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
+from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, short_repr, unknown_name
+from unskew.expressions import unquote
 from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
@@ -71,7 +74,7 @@ def load_federation(
     missing: str = "error",
     csv: Mapping[str, str] | CsvSpec = DETECTED,
     split_by: str | None = None,
-    unseen: float = 0.0,
+    unseen: float | str | Sequence[str] = 0.0,
     shift: str | None = None,
 ) -> Federation:
     """Load a data set and partition it among clients.
@@ -111,7 +114,8 @@ def load_federation(
         split_by: Column whose values are never split between training and held-out rows, such as ``patient_id``.
             ``time:COLUMN`` holds out the newest rows, ``patient_id,time:COLUMN`` the patients with the newest rows, and
             ``column:COLUMN`` the rows with the value ``test``.
-        unseen: Share of the clients that take no part in training, drawn by the seed; they are evaluated after it.
+        unseen: Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or
+            their names.
         shift: Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``.
 
     Raises:
@@ -149,16 +153,14 @@ def load_federation(
     for field, text_or_path in (text_options | paths).items():
         if not isinstance(text_or_path, str | None) and not (field in paths and isinstance(text_or_path, Path)):
             raise ConfigError(f"{field} must be a string, not {short_repr(text_or_path)}.")
-    if isinstance(unseen, bool) or not isinstance(unseen, int | float):
-        raise ConfigError(f"unseen must be a number, not {short_repr(unseen)}.")
     if label_separator == "":
         raise ConfigError("label_separator must not be empty. Use for example '|'.")
     spec = DataSpec(
         data=as_text_source(name, parse_names(text)),
         data_path=data_path,
-        label=label,
+        label=label and unquote(label),
         label_separator=label_separator,
-        image=image,
+        image=image and unquote(image),
         image_size=image_size,
         max_classes=max_classes,
         max_train_samples=max_train_samples,
@@ -177,7 +179,7 @@ def load_federation(
         missing=missing,
         csv=csv_spec(csv),
         split_by=split_by,
-        unseen=unseen,
+        unseen=parse_unseen(unseen),
         shift=shift,
     )
     return federation_of(spec, seed)
@@ -209,6 +211,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     """
     named, spec = spec, with_local_files(spec)
     source = load_source_for(spec)
+    check_classes(source.class_names or ("",) * source.classes, source.name, source.task)
     at_server, test = server_data(spec, source, source.test, seed)
     if at_server is not None and not at_server.in_domain:
         source, test = repeat_channels(source, test, at_server.x.shape[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +15,14 @@ from unskew.data.federation import Federation, ServerData
 from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
-from unskew.data.partition.partitioner import Partition
-from unskew.data.readers.encoders import FittedEncoders, client_stats, fit_encoders, squared_deviations
+from unskew.data.partition.partitioner import Partition, get_column
+from unskew.data.readers.encoders import (
+    FittedEncoders,
+    client_stats,
+    fit_encoders,
+    missing_values,
+    squared_deviations,
+)
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
 from unskew.data.target_scaling import fit_target_scaling
@@ -121,8 +128,11 @@ class PartitionedSource:
         y = train.y[rows]
         offsets = self.parts.offsets
         normalization: Normalization | None
+        missing = None
         if known.columns is not None:
             apply = known.columns.apply
+            absent = missing_values(train.x.numpy(), source.encoders)
+            missing = np.stack([absent[self.rows[a:b]].sum(0) for a, b in pairwise(offsets)])
             train, test = (replace(part, x=apply(part.x)) for part in (train, test))
             at_server = None if at_server is None else replace(at_server, x=apply(at_server.x))
             normalization = known.columns.normalization
@@ -154,6 +164,7 @@ class PartitionedSource:
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
             stats_traffic=known.told,
+            missing=missing,
         )
 
 
@@ -211,7 +222,7 @@ def rows_per_value(
     )
     if not column:
         return None
-    names, values = np.unique(np.asarray(train.columns[column]).astype(str), return_inverse=True)
+    names, values = np.unique(get_column(train.columns, column, "").astype(str), return_inverse=True)
     if len(names) > 100:  # probably a numeric column, not groups of texts
         return None
     counts = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from unskew.errors import ConfigError, short_repr, unknown_name
+from unskew.expressions import split_list, unquote
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class TextSpec:
 
 TABLES = (".parquet", ".csv", ".jsonl")
 """File name extensions of tables."""
+THOUSANDS_MARKS = {"comma": ",", "point": ".", "space": " ", "apostrophe": "'"}
+"""Names of thousands marks."""
 MARKS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
 """Names of separators, for use where the character is hard to write."""
 
@@ -41,6 +43,14 @@ class CsvSpec:
         separator: Character between columns, or its name: comma, semicolon, tab, pipe or space.
         decimal: Decimal mark: point or comma.
         encoding: Character encoding, such as ``latin-1``.
+        thousands: Thousands mark: point, comma, space or apostrophe. If it is None, numbers have no thousands marks.
+        missing: Texts that mean a missing value, such as ``-999``, in addition to an empty cell. Among numbers and dates,
+            ``NA``, ``?`` and other usual placeholders are missing values, too; among text, they are text.
+        dates: Format of dates for ``strptime``, such as ``%d.%m.%Y``, in addition to ISO 8601. If it is None, formats
+            whose order of day and month is unambiguous are detected.
+        skip: Number of lines before the header. If it is None, ``sep=``, empty lines and lines that start with ``#`` are
+            skipped.
+        names: Names of the columns of files without a header.
 
     Raises:
         ConfigError: If a value is not valid.
@@ -49,11 +59,26 @@ class CsvSpec:
     separator: str | None = None
     decimal: str | None = None
     encoding: str | None = None
+    thousands: str | None = None
+    missing: tuple[str, ...] | None = None
+    dates: str | None = None
+    skip: int | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("separator", "decimal", "encoding"):
+        for name in ("separator", "decimal", "encoding", "thousands", "dates"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"csv.{name} must be a string, not {short_repr(getattr(self, name))}.")
+        missing: Any = self.missing
+        if missing is not None:  # numbers in YAML are texts of the file
+            listed = [missing] if isinstance(missing, str | int | float) else list(missing)
+            object.__setattr__(self, "missing", tuple(str(text).strip() for text in listed))
+        if self.names:
+            object.__setattr__(self, "names", parse_names(self.names))
+        if isinstance(self.skip, bool) or not isinstance(self.skip, int | None) or (self.skip or 0) < 0:
+            raise ConfigError(f"csv.skip must be a number of lines, at least 0, not {short_repr(self.skip)}.")
+        if self.dates is not None and "%" not in self.dates:
+            raise ConfigError(f"csv.dates must be a format such as '%d.%m.%Y', not {self.dates!r}.")
         separator = MARKS.get(self.separator or "", self.separator)
         decimal = {"comma": ",", "point": "."}.get(self.decimal or "", self.decimal)
         if separator is not None and (len(separator) != 1 or not separator.isascii() or separator in '\r\n"\0'):
@@ -66,8 +91,16 @@ class CsvSpec:
             raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding known to Python.") from None
         if encoding is not None and not encoding._is_text_encoding:
             raise ConfigError(f"csv.encoding={self.encoding!r} is not a text encoding.")
+        thousands = THOUSANDS_MARKS.get(self.thousands or "", self.thousands)
+        if thousands not in (None, *THOUSANDS_MARKS.values()):
+            raise ConfigError(f"csv.thousands must be one of {', '.join(THOUSANDS_MARKS)}, not {self.thousands!r}.")
+        if thousands is not None and thousands == (decimal or (None if thousands == "." else ".")):
+            raise ConfigError(
+                f"csv.thousands and csv.decimal are both {thousands!r}. Set csv.decimal to the other mark."
+            )
         object.__setattr__(self, "separator", separator)
-        object.__setattr__(self, "decimal", decimal)
+        object.__setattr__(self, "decimal", "," if thousands == "." else decimal)
+        object.__setattr__(self, "thousands", thousands)
 
 
 DETECTED = CsvSpec()
@@ -100,10 +133,10 @@ def parse_split(text: str) -> Split:
     Split(group='patient_id', time='visit', given=None)
     """
     values: dict[str, str] = {}
-    for part in text.split(","):
-        prefix, colon, name = part.strip().partition(":")
+    for part in split_list(text):
+        prefix, colon, name = (part, "", "") if part.startswith('"') else part.partition(":")
         kind = {"time": "time", "column": "given"}.get(prefix) if colon else "group"
-        value = name.strip() if colon else prefix
+        value = unquote(name if colon else prefix)
         if kind is None or kind in values or not value:
             raise ConfigError(
                 f"split_by={text!r} is not valid. Write a column such as patient_id, time:visit_date, both joined by a "
@@ -113,6 +146,10 @@ def parse_split(text: str) -> Split:
     if "given" in values and len(values) > 1:
         raise ConfigError(f"split_by={text!r}: column:{values['given']} cannot be combined with other columns.")
     return Split(**values)
+
+
+Unseen = float | tuple[str, ...]
+"""Share of unseen clients, or their names."""
 
 
 @dataclass(frozen=True)
@@ -145,15 +182,15 @@ class DataSpec:
     missing: str = "error"
     csv: CsvSpec = DETECTED
     split_by: str | None = None
-    unseen: float = 0.0
+    unseen: Unseen = 0.0
     shift: str | None = None
 
 
-def csv_spec(values: Mapping[str, str] | CsvSpec) -> CsvSpec:
+def csv_spec(values: Mapping[str, Any] | CsvSpec) -> CsvSpec:
     """Return the CSV format that a mapping describes.
 
     Args:
-        values: Separator, decimal mark and encoding by name.
+        values: Fields of ``CsvSpec`` by name.
 
     Raises:
         ConfigError: If the mapping has an unknown key, or a value is not valid.
@@ -191,23 +228,46 @@ def is_table(data: str) -> bool:
 
 
 def parse_names(value: object) -> tuple[str, ...]:
-    """Return the names in a list or in a comma-separated string, in which quotes enclose a name with a comma.
+    """Return the names in a list or in a comma-separated string, without blanks at their ends.
 
     Args:
-        value: List of names, or names separated by commas.
+        value: List of names, or names separated by commas; a name with commas is in double quotes.
 
     Raises:
         ConfigError: If the value is neither a string nor a list of strings.
 
-    >>> parse_names("age, income"), parse_names(["a,b"]), parse_names('"weight, kg",age')
-    (('age', 'income'), ('a,b',), ('weight, kg', 'age'))
+    >>> parse_names('age, "weight, kg"'), parse_names(["a,b"])
+    (('age', 'weight, kg'), ('a,b',))
     """
     if isinstance(value, str):
-        return tuple(
-            part.strip() for line in csv.reader([value], skipinitialspace=True) for part in line if part.strip()
-        )
+        return tuple(unquote(part) for part in split_list(value) if part)
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
         raise ConfigError(
             f"{short_repr(value)} is not a list of names. Write a string such as 'age,income', or a list of strings."
         )
-    return tuple(value)
+    return tuple(name.strip() for name in value)
+
+
+def parse_unseen(value: object) -> Unseen:
+    """Return the share of unseen clients, or their names: a number from 0 and below 1 is a share, anything else names.
+
+    Args:
+        value: Number, list of names, or names separated by commas.
+
+    Raises:
+        ConfigError: If the value is neither, or the share is out of range.
+
+    >>> parse_unseen("0.2"), parse_unseen("Oslo,Bergen"), parse_unseen(7), parse_unseen([0, 7])
+    (0.2, ('Oslo', 'Bergen'), ('7',), ('0', '7'))
+    """
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            share = float(value)
+        except ValueError:
+            share = 1.0
+        if 0 <= share < 1:
+            return share
+        if isinstance(value, float):
+            raise ConfigError(f"unseen must be at least 0 and below 1, or names of clients, not {value}.")
+        value = str(value)
+    return parse_names([str(name) for name in value] if isinstance(value, list | tuple) else value)

@@ -32,7 +32,7 @@ class SplitUnits(NamedTuple):
 
     Attributes:
         codes: Unit of each row, ``[n]``.
-        ranks: Rank of each unit, ``[U]``; the units with the highest ranks are held out.
+        ranks: Rank of each unit, ``[U]``; the units with the highest ranks are held out, those of equal rank together.
     """
 
     codes: np.ndarray
@@ -65,13 +65,14 @@ def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: 
         )
     newest = np.full(units, -1)
     np.maximum.at(newest, codes, np.unique(times, return_inverse=True)[1].reshape(-1))
-    return SplitUnits(codes, np.argsort(np.argsort(newest, kind="stable"), kind="stable"))
+    return SplitUnits(codes, newest)
 
 
 def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> np.ndarray:
     """Return the units with the highest ranks whose total size is nearest to a share of the rows.
 
-    If there are two or more units and the share is positive, at least one unit is held out and at least one is not.
+    Units of equal rank, such as rows of one date, stay together: all of them are held out if the total is then nearer to
+    the share. If there are two or more ranks and the share is positive, at least one is held out and at least one is not.
 
     Args:
         units: Groups of rows that are not split.
@@ -83,11 +84,11 @@ def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> 
     [0]
     """
     names, sizes = np.unique(units.codes[rows], return_counts=True)
-    order = np.argsort(units.ranks[names])[::-1]
-    if len(names) < 2 or not share:
+    ranks, rank_of = np.unique(-units.ranks[names], return_inverse=True)
+    if len(ranks) < 2 or not share:
         return names[:0]
-    sums = np.cumsum(sizes[order])[:-1]
-    return np.asarray(names[order[: int(np.abs(sums - share * len(rows)).argmin()) + 1]])
+    sums = np.cumsum(np.bincount(rank_of, weights=sizes))[:-1]
+    return np.asarray(names[rank_of <= int(np.abs(sums - share * len(rows)).argmin())])
 
 
 def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, share: float, seed: int) -> np.ndarray:

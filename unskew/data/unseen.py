@@ -1,4 +1,4 @@
-"""Unseen clients: a share of the clients that takes no part in a run and is evaluated after it."""
+"""Unseen clients, which take no part in a run and are evaluated after it."""
 
 from __future__ import annotations
 
@@ -17,65 +17,79 @@ from unskew.data.clients import (
 )
 from unskew.data.federation import Federation
 from unskew.data.partitioned import PartitionedSource
-from unskew.errors import ConfigError, short_repr
+from unskew.data.spec import Unseen
+from unskew.errors import ConfigError, unknown_name
 from unskew.seeding import numpy_generator
 
 
-def draw_unseen(share: float, clients: int, seed: int) -> np.ndarray:
-    """Return a mask of the unseen clients, ``[K]``, drawn by the seed.
+def unseen_mask(unseen: Unseen, names: Sequence[str], clients: int, seed: int) -> np.ndarray:
+    """Return a mask of the unseen clients, ``[K]``, chosen by name or drawn by the seed.
 
     Args:
-        share: Share of unseen clients.
+        unseen: Share of unseen clients, or their names.
+        names: Names of the clients; if empty, their numbers are their names.
         clients: Number ``K`` of clients.
         seed: Seed of the run.
 
     Raises:
-        ConfigError: If the share is not valid, no client is unseen, or fewer than two clients train.
+        ConfigError: If a client does not exist, no client is unseen, or fewer than two clients train.
     """
-    if not 0 <= share < 1:
-        raise ConfigError(f"unseen must be at least 0 and below 1, not {short_repr(share)}.")
-    count = round(share * clients)
+    mask = np.zeros(clients, bool)
+    if not isinstance(unseen, float):
+        known = list(names or map(str, range(clients)))
+        for name in unseen:
+            if name not in known:
+                raise ConfigError(f"unseen: {unknown_name('client', name, known)}")
+            mask[known.index(name)] = True
+        if clients - mask.sum() < 2:
+            raise ConfigError(
+                f"Without {', '.join(unseen)}, {clients - mask.sum()} clients train, but at least two must."
+            )
+        return mask
+    count = round(unseen * clients)
     if not 1 <= count <= clients - 2:
         what, remedy = ("no client unseen", "larger") if count < 1 else ("fewer than two clients to train", "smaller")
-        raise ConfigError(f"unseen={share:g} of {clients} clients leaves {what}. Use a {remedy} share or more clients.")
-    mask = np.zeros(clients, bool)
+        raise ConfigError(
+            f"unseen={unseen:g} of {clients} clients leaves {what}. Use a {remedy} share or more clients."
+        )
     mask[numpy_generator(seed, "unseen clients").choice(clients, count, replace=False)] = True
     return mask
 
 
-def split_partitioned(drawn: PartitionedSource, share: float) -> Federation:
+def split_partitioned(drawn: PartitionedSource, unseen: Unseen) -> Federation:
     """Build the federation of the training clients of a partition, with the other clients as its unseen clients.
 
     All statistics come from the training clients.
 
     Args:
         drawn: Partitioned samples.
-        share: Share of unseen clients.
+        unseen: Share of unseen clients, or their names.
     """
-    unseen = draw_unseen(share, drawn.parts.clients, drawn.seed)
-    training = drawn.only(np.flatnonzero(~unseen))
+    mask = unseen_mask(unseen, drawn.parts.names, drawn.parts.clients, drawn.seed)
+    training = drawn.only(np.flatnonzero(~mask))
     known = training.known()
-    others = drawn.only(np.flatnonzero(unseen)).federation(known)
+    others = drawn.only(np.flatnonzero(mask)).federation(known)
     return replace(training.federation(known), unseen=others.clients, unseen_names=others.client_names)
 
 
-def split_federation(federation: Federation, share: float, seed: int) -> Federation:
+def split_federation(federation: Federation, unseen: Unseen, seed: int) -> Federation:
     """Split a federation that was passed as an object; its normalization does not change.
 
     Args:
         federation: Data of all clients.
-        share: Share of unseen clients.
+        unseen: Share of unseen clients, or their names.
         seed: Seed of the run.
 
     Raises:
-        ConfigError: If the share is not valid, or the clients are not stored in arrays.
+        ConfigError: If the clients cannot be chosen, or the clients are not stored in arrays.
     """
     clients, names = federation.clients, federation.client_names
     if not isinstance(clients, ArrayClients):
         raise ConfigError("unseen requires clients that are stored in arrays. Build the federation with from_arrays.")
-    unseen = draw_unseen(share, len(clients), seed)
-    sides = [np.flatnonzero(~unseen), np.flatnonzero(unseen)]
+    mask = unseen_mask(unseen, names, len(clients), seed)
+    sides = [np.flatnonzero(~mask), np.flatnonzero(mask)]
     traffic, groups = federation.stats_traffic, federation.text_groups
+    missing = federation.missing
     return replace(
         federation,
         clients=select_clients(clients, sides[0]),
@@ -83,6 +97,7 @@ def split_federation(federation: Federation, share: float, seed: int) -> Federat
         client_names=tuple(names[k] for k in sides[0]) if names else (),
         unseen_names=tuple(names[k] for k in sides[1]) if names else (),
         stats_traffic=None if traffic is None else traffic[sides[0]],
+        missing=None if missing is None else missing[sides[0]],
         text_groups=None if groups is None else (groups[0][sides[0]], groups[1]),
     )
 
@@ -155,3 +170,22 @@ class AllClients(Sequence[ClientData]):
     def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
         known = len(self.federation.clients)
         return self.federation.clients[k] if k < known else replace(self.federation.unseen[k - known], id=k)
+
+
+class AllSamples(Sequence[ClientData]):
+    """Clients whose evaluation uses all of their samples, because they train on none.
+
+    Args:
+        clients: Clients with training and held-out samples.
+    """
+
+    def __init__(self, clients: Sequence[ClientData]):
+        self.clients = clients
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
+        c = self.clients[k]
+        x, y = torch.cat([c.x, c.x_test]), torch.cat([c.y, c.y_test])
+        return ClientData(c.id, x[:0], y[:0], x, y)

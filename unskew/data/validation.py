@@ -13,6 +13,8 @@ from torch import Tensor
 from unskew.errors import DataError
 
 CHANNELS = (1, 3, 4)
+OFFSET_RATIO = 2.0**13
+"""Ratio of mean to standard deviation above which float32, with 24 bits, has less than 11 bits for the differences."""
 TRANSFORMERS_PADDING = -100  # label of positions without a target in the package transformers
 
 
@@ -143,11 +145,25 @@ def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> T
         raise DataError(f"The data of {who} is empty. At least one sample is needed.")
     if checked:
         check_finite([x], who)
+        if x.dtype == torch.float64 and x.dim() == 2:
+            warn_of_lost_digits(x)
     if x.dtype == torch.bool:
         x = x.view(torch.uint8)
     if x.dim() == 3 and x.dtype == torch.uint8:
         x = x.unsqueeze(1)
     return as_channels_first(x) if x.dim() == 4 else x
+
+
+def warn_of_lost_digits(x: Tensor) -> None:
+    """Warn of columns ``[n, f]`` that are so far from zero that float32 loses digits of their differences."""
+    spread = x.std(0, correction=0)
+    lost = torch.nonzero((x.mean(0).abs() > OFFSET_RATIO * spread) & (spread > 0))[:, 0]
+    if len(lost):
+        warnings.warn(
+            f"Input {int(lost[0])} has values such as {float(x[0, lost[0]])}, far from zero compared with their spread, and "
+            "float32 loses their last digits. Subtract their mean or minimum before you pass them.",
+            stacklevel=2,
+        )
 
 
 def check_finite(pieces: Iterable[Tensor], who: str) -> None:
@@ -293,23 +309,6 @@ def check_classes(names: Sequence[str], who: str, task: str) -> None:
     if task == "classification" and len(names) < 2:
         raise DataError(
             f"All samples of {who} have the same label, {', '.join(names)}, but a classifier needs two classes."
-        )
-
-
-def check_differ(labels: Sequence[Tensor], task: str) -> None:
-    """Validate that not all labels are the same if the number of classes is inferred from them.
-
-    Args:
-        labels: Labels of each client.
-        task: Name of the task.
-
-    Raises:
-        DataError: If all labels are the same.
-    """
-    if task == "classification" and all(bool((y == labels[0][0]).all()) for y in labels):
-        raise DataError(
-            f"All labels are {int(labels[0][0])}, but a classifier needs two classes. If there are more classes than "
-            "occur in these data, set classes=."
         )
 
 

@@ -33,10 +33,13 @@ from unskew.protocol.rules import Method
 from unskew.records.notebook import NotebookTable
 from unskew.runs.cost import duration, estimate
 from unskew.runs.validation import check_method
+from unskew.simulation.personal_models import has_personal_models
 
 if TYPE_CHECKING:
     from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
 
+PERSONAL = 2
+"""Number of methods with personal models to try, if one model for all clients cannot be enough."""
 LISTED = 5
 """Maximum number of suggestions, of each kind."""
 
@@ -108,8 +111,13 @@ class Advice(NotebookTable):
 
     @property
     def methods(self) -> list[str]:
-        """Methods of the comparison: FedAvg and the best suggestions."""
-        return ["fedavg", *(s.method for s in self.suggestions[:SUGGESTED])]
+        """Methods of the comparison: FedAvg and the best suggestions, and personal ones if the label differs by client."""
+        names = ["fedavg", *(s.method for s in self.suggestions[:SUGGESTED])]
+        if not self.situation.needs_personal_models:
+            return names
+        spec = self.setting.spec
+        personal = [s.method for s in self.personal if has_personal_models(method(s.method), spec)]
+        return [*names, *(personal[:PERSONAL] or ["ft"]), "local"]
 
     def _sentences(self) -> list[str]:
         return [f"Compare {', '.join(self.methods)}.", *self.notes]

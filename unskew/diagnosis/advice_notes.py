@@ -51,6 +51,14 @@ def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
         f"steps and batch size gave {tuning['mean']:.1f} points on average. The expected gains are those of tuned methods "
         "over tuned FedAvg (unskew tune)."
     ]
+    if s.needs_personal_models:
+        share = f"{s.between or 0:.0%} of the label's variance lies between the clients"
+        if s.unexplained is not None:
+            share += f", {s.unexplained:.0%} after a linear model of the inputs, which is the same for all clients"
+        lines.append(
+            f"{share}. A global model cannot predict what the inputs do not explain. Compare methods with personal models, "
+            "and each client alone (local), by the metrics on the clients' own data."
+        )
     if not any_method:
         lines.append("No measured method is expected to beat tuned FedAvg here. Keep FedAvg, and tune it.")
     if limits.epsilon is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from unskew.checked_tensors import load_checked
 from unskew.config.loader import experiment, load_yaml
 from unskew.data.federation import Federation
+from unskew.data.leaks import find_leaks
 from unskew.data.load import federation_of
 from unskew.data.task_options import apply_task_options
 from unskew.diagnosis.features import AdviceContext
@@ -30,6 +31,7 @@ from unskew.measurements.feature_skew import feature_skew
 from unskew.measurements.gradient_probe import GradientProbe
 from unskew.measurements.heterogeneity import Follow, MeasurementScope, measure, selected_clients, selected_samples
 from unskew.measurements.label_skew import label_skew_metrics
+from unskew.measurements.site_differences import site_differences
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
 from unskew.runs.api_arguments import check_federation, config_from_arguments, model_object
@@ -151,12 +153,15 @@ def diagnose(
         "model": config.model if model is None or isinstance(model, str) else getattr(model, "__name__", "given"),
         "parameters": spec.size,
         "synthetic": source,
+        "leaks": find_leaks(config.data_spec) if federation is None else [],
         **{name: value for name, value in asdict(scope).items() if name not in ("clients", "shares", "tolerance")},
     }
     labels = label_skew_metrics(fed, ids)
     labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids)
+    sites = site_differences(fed, ids, config.features)
+    labels |= {"label_between": sites.label_between, "label_unexplained": sites.label_unexplained}
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
-    return DiagnosisReport(facts, labels, measured, setting)
+    return DiagnosisReport(facts, labels, measured, sites, setting)
 
 
 def validate_scope(scope: MeasurementScope) -> MeasurementScope:

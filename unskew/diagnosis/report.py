@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
+from unskew.measurements.site_differences import SiteDifferences
 from unskew.plots.figure import new_figure, save_or_return
 from unskew.records.notebook import NotebookTable
 
@@ -36,12 +37,14 @@ class DiagnosisReport(NotebookTable):
         facts: Facts about data, model and scope of the measurement.
         labels: Label and size skew, see ``unskew.measurements.label_skew.label_skew_metrics``.
         places: Measurements at each model, in order.
+        sites: Rows, outcome, missing values and shifted columns of each client.
         setting: Data, model and configuration, which the advice uses to validate methods.
     """
 
     facts: dict[str, Any]
     labels: Figures
     places: list[HeterogeneityMeasurement]
+    sites: SiteDifferences
     setting: AdviceContext | None = field(default=None, compare=False)
 
     def advice(
@@ -98,6 +101,7 @@ class DiagnosisReport(NotebookTable):
         return {
             **self.facts,
             **self.labels,
+            "sites": self.sites.rows,
             "models": [
                 {
                     "model": location.place,

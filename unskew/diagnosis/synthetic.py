@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 from unskew.data.federation import Federation, concatenate_inputs, take_rows
+from unskew.data.frames import check_same_index
+from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.files import concatenate_tables
 from unskew.data.readers.images import decode_column
 from unskew.data.validation import as_targets, check_targets, mask_padding, normalize_inputs_layout, to_model_layout
@@ -95,7 +97,7 @@ def read_images(path: Path) -> Pair:
     files = image_files(path)
     if not files:
         raise DataError(f"{path} contains no synthetic images: no parquet file, and no folder 'synthetic' with one.")
-    table = concatenate_tables(files)
+    table = concatenate_tables(read_tables(files), files)
     for column in ("image", "label"):
         if column not in table.column_names:
             raise DataError(f"{files[0]} has no column {column!r}. Its columns are: {', '.join(table.column_names)}.")
@@ -116,6 +118,7 @@ def validate_images(pair: object, federation: Federation, who: str) -> Pair:
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
+    check_same_index(pair[0], pair[1], who)
     x, y = (
         to_model_layout(mask_padding(normalize_inputs_layout(pair[0], who), "classification")),
         as_targets(pair[1], who, federation.task),

@@ -25,9 +25,9 @@ FILE = "engine.json"
 MIN_STEPS = 150
 """Local steps of all clients in all rounds, below which nothing is measured."""
 SHORT_SECONDS = 6.0
-"""Estimated duration of a run below which groups of clients are not timed."""
+"""Estimated duration, of a run and of earlier runs that timed no groups either, below which groups are not timed."""
 LONG_SECONDS = 30.0
-"""Estimated duration from which groups are timed for every model, not only for those with short steps."""
+"""The same duration, from which groups are timed for every model, not only for those with short steps."""
 SHORT_STEP = 4e-3
 """CPU seconds of a local step below which a model is likely to train faster in groups."""
 LONG_STEP = 50e-3
@@ -218,18 +218,20 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
     key = calibration.calibration_key(setup, round(budget.steps), plain.workers, inputs)
     known = calibration.read_entries().get(key)
     alone = known.alone if known else _seconds_alone(setup)
-    duration = budget.total_steps * alone / plain.workers
+    duration = budget.total_steps * alone / plain.workers + (known.unmeasured if known else 0.0)
     groups, form = _group_sizes(request, plain, setup, budget), None
+    stored = known is not None and all(f"{plain.workers}x{k}" in known.processes for k in groups)
+    worth_it = duration >= SHORT_SECONDS and alone < SHORT_STEP
+    worth_it = worth_it or (duration >= LONG_SECONDS and alone < LONG_STEP) or groups == [1]
     if groups != [1]:
-        worth_it = duration >= SHORT_SECONDS and alone < SHORT_STEP
-        worth_it = worth_it or (duration >= LONG_SECONDS and alone < LONG_STEP)
-        stored = known is not None and all(f"{plain.workers}x{k}" in known.processes for k in groups)
         form = grouped_unchecked(setup.spec) if worth_it or stored or plain.clients_per_group > 1 else None
         groups = groups if form is not None else [1]
-    largest = max(groups) * alone
-    steps = known.steps if known else max(1, min(round(budget.steps), int(GROUP_SECONDS / largest)))
-    measurement = known or Measurement(alone=alone, steps=steps)
-    trial = Trial(request, plain, setup, budget, form, measurement)
+    steps = max(1, min(round(budget.steps), int(GROUP_SECONDS / (max(groups) * alone))))
+    if known is None or not (stored or groups == [1]):  # times without groups have too many steps for a trial of groups
+        known = Measurement(alone=alone, steps=steps)
+    trial = Trial(request, plain, setup, budget, form, known)
+    if not (worth_it or stored):
+        trial.store(unmeasured=duration)
     trial.time_groups(groups)
     trial.time_inline(groups)
     if trial.changed:
@@ -292,7 +294,7 @@ class Trial:
             return
         if self.measurement.inline is None:
             seconds = timing.min_seconds(self._workloads([1]), time.perf_counter)
-            self._store(inline=seconds[1])
+            self.store(inline=seconds[1])
         assert self.measurement.inline is not None
         self._predict("inline", 1, {1: self.measurement.inline})
 
@@ -320,11 +322,12 @@ class Trial:
         keys = {k: f"{workers}x{k}" for k in groups}
         if any(key not in self.measurement.processes for key in keys.values()):
             seconds = timing.time_in_processes(self.setup, self.form, groups, self.measurement.steps, workers)
-            self._store(processes={**self.measurement.processes, **{keys[k]: s for k, s in seconds.items()}})
+            self.store(processes={**self.measurement.processes, **{keys[k]: s for k, s in seconds.items()}})
         known = self.measurement.processes
         self._predict("processes", workers, {k: known[key] for k, key in keys.items() if key in known})
 
-    def _store(self, **values: Any) -> None:
+    def store(self, **values: Any) -> None:
+        """Set fields of the measurement, which is then written to the calibration file."""
         self.measurement = self.measurement.model_copy(update=values)
         self.changed = True
 

@@ -41,12 +41,14 @@ class Measurement(JsonModel):
         processes: CPU seconds of ``steps`` local steps in each of several simultaneous workers, by workers and group size,
             as ``"2x25"``.
         inline: Wall-clock seconds of ``steps`` local steps of one client with all threads, or None if not measured.
+        unmeasured: Estimated seconds of all runs so far that were too short to time groups of clients.
     """
 
     alone: Seconds
     steps: Annotated[int, Field(ge=1, le=1 << 31)]
     processes: dict[Workers, Seconds] = Field(default_factory=dict)
     inline: Seconds | None = None
+    unmeasured: Annotated[float, Field(ge=0, le=1e9)] = 0.0
 
 
 def calibration_file() -> Path:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -57,6 +59,8 @@ def default_torch_modes() -> Iterator[None]:
         yield
 
 
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+"""Microseconds of all cores in a period, and the period, of the container in which this process runs."""
 _share: int | None = None
 """Core limit of this process, as one of several that share the machine."""
 
@@ -69,10 +73,19 @@ def set_core_limit(number: int) -> None:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process may use, at most those that the limit of a container is worth."""
     if _share is not None:
         return _share
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the first word is "max"
+        limit, period = CONTAINER_LIMIT.read_text().split()
+        return min(cores, math.ceil(int(limit) / int(period)))
+    return cores
+
+
+def may_start_processes() -> bool:
+    """Return whether this process may have children: the workers of ``multiprocessing.Pool`` may not."""
+    return not multiprocessing.current_process().daemon
 
 
 @contextlib.contextmanager

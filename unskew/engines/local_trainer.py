@@ -7,7 +7,7 @@ from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unskew.data.federation import take_rows
 from unskew.engines import optimizers
@@ -28,10 +28,12 @@ from unskew.models.execution import Batch, BoundModel, LossFn, Model
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update
 from unskew.protocol.rules import ClientRule, SurveyTime
-from unskew.seeding import fold
+from unskew.seeding import derive, fold, seeded_globals
 from unskew.tasks.base import Task
 
 Function = TypeVar("Function")
+SINGLE_SAMPLE = "more than 1 value per channel"
+"""Part of PyTorch's message for a batch of one sample."""
 
 
 def base_loss(model: Model, task: Task) -> LossFn:
@@ -64,12 +66,45 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
     return made
 
 
-def single_sample_error(client: int) -> DataError:
-    """Return the error for a batch of one sample in a model with BatchNorm."""
+def single_sample_error(client: str, why: str = "") -> DataError:
+    """Return the error for a batch of one sample in a model with BatchNorm.
+
+    Args:
+        client: Name of the client.
+        why: Text that follows "a batch of one sample".
+    """
     return DataError(
-        f"Client {client} trains on a batch of one sample, which BatchNorm cannot normalize. Give it more samples, "
-        "set drop_last if it is the last batch of an epoch, or use a model with GroupNorm."
+        f"{client[:1].upper()}{client[1:]} trains on a batch of one sample{why}, which BatchNorm cannot normalize. Give it "
+        "more samples, set drop_last or another batch_size if this is the last batch of an epoch, or use GroupNorm."
     )
+
+
+def check_batch_sizes(setup: EngineConfig) -> None:
+    """Validate that no client trains on a batch of one sample if BatchNorm cannot normalize it.
+
+    Args:
+        setup: Configuration of an engine.
+
+    Raises:
+        DataError: If a client does.
+    """
+    spec, training, federation = setup.spec, setup.training, setup.federation
+    normalizes = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in spec.module.modules())
+    if not normalizes or any(rule.poisson_batches for rule in setup.rules):
+        return
+    try:
+        x = torch.zeros(1, *spec.shape, dtype=spec.input_dtype, device=setup.device)
+        with torch.no_grad(), seeded_globals(spec.draws_globally, 0, setup.device):
+            spec.forward(spec.flatten(), spec.flatten_buffers(), x, train=True)
+        return  # for example, each channel of an image has several values
+    except ValueError as error:
+        if SINGLE_SAMPLE not in str(error):
+            return
+    for client, size in enumerate(federation.sizes.tolist()):
+        lengths = [cut.stop - cut.start for cut in training.cuts(size)]
+        if 1 in lengths and training.steps(size, client) > lengths.index(1):
+            why = f" ({size} sample{'s' if size > 1 else ''} in batches of {training.batch_size})"
+            raise single_sample_error(federation.client_label(client), why)
 
 
 def combined_trainable_mask(
@@ -200,6 +235,16 @@ class LocalTrainer:
 
     def train(self, broadcast: Broadcast) -> Update:
         """Run the local training of one client from its broadcast."""
+        number = derive(self.setup.seed, "model draws", broadcast.round, broadcast.client)
+        try:
+            with seeded_globals(self.setup.spec.draws_globally, number, self.setup.device):
+                return self._train(broadcast)
+        except ValueError as error:
+            if SINGLE_SAMPLE in str(error):
+                raise single_sample_error(self.setup.federation.client_label(broadcast.client)) from error
+            raise
+
+    def _train(self, broadcast: Broadcast) -> Update:
         if broadcast.closing:
             return self.answer(broadcast)
         if broadcast.asks_loss:
@@ -234,13 +279,7 @@ class LocalTrainer:
             weight = None if plan.weights is None else plan.weights[step].to(device)
             batch = Batch(x, y, own_key, at, lr=now.lr, weight=weight)
             moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
-            try:
-                g = grad_fn(v, batch)
-            except ValueError as error:
-                if "more than 1 value per channel" in str(error):
-                    raise single_sample_error(broadcast.client) from error
-                raise
-            v, moments = optimizers.optimizer_step(now, v, g, moments, step, moves)
+            v, moments = optimizers.optimizer_step(now, v, grad_fn(v, batch), moments, step, moves)
             total += self.model.loss
 
         inputs["survey"] |= self.surveys("trained", broadcast, inputs, v, self.model.b)

@@ -28,7 +28,7 @@ import torch
 
 from unskew.engines.base import EngineConfig
 from unskew.engines.client_inputs import update_from_dict, update_to_dict
-from unskew.engines.cpu import exit_with_parent, keep_freed_memory, num_cores
+from unskew.engines.cpu import exit_with_parent, keep_freed_memory, may_start_processes, num_cores
 from unskew.engines.in_order import in_order
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.shared_memory import SharedMemory
@@ -50,8 +50,9 @@ BUNDLES_PER_WORKER = 4
 
 
 def fork_available() -> bool:
-    """Return whether this platform can fork workers safely."""
-    return sys.platform.startswith("linux") and "fork" in multiprocessing.get_all_start_methods()
+    """Return whether this process can fork workers safely."""
+    can_fork = sys.platform.startswith("linux") and "fork" in multiprocessing.get_all_start_methods()
+    return can_fork and may_start_processes()
 
 
 def _work(
@@ -174,6 +175,11 @@ class ProcessesEngine:
     name = "processes"
 
     def __init__(self, setup: EngineConfig, workers: int | None = None, clients_per_group: int = 1):
+        if not may_start_processes():
+            raise EngineError(
+                "The engine 'processes' cannot start workers in a worker of multiprocessing.Pool, which is a daemon. Use "
+                "engine='inline' there, or run the sweep with concurrent.futures.ProcessPoolExecutor or joblib."
+            )
         if not fork_available():
             raise EngineError("The engine 'processes' needs Linux, because it forks. Use engine='inline'.")
         if setup.device.type != "cpu":

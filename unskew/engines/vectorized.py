@@ -14,9 +14,11 @@ from unskew.engines.base import EngineConfig
 from unskew.engines.device import DeviceMemory
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.vmap_trainer import GroupTrainer, client_kind
+from unskew.errors import UnskewError
 from unskew.json_models import JsonModel, read_model, write_model
 from unskew.models.grouped.context import grouped_form
 from unskew.models.unfolded import unfolded_convolutions
+from unskew.models.user_modules import describe_error
 from unskew.protocol.messages import Broadcast, Update
 
 WIDTH = 64
@@ -65,9 +67,10 @@ class VectorizedEngine:
         self.unfold = convolution == "unfold"
         self.width = WIDTH if self.memory is None else None
         pretrained = any(type(part).__module__.startswith("transformers.") for part in setup.spec.module.modules())
-        if pretrained or any(rule.trains_alone for rule in setup.rules):
-            self.width = 1  # one client of a pretrained model fills a device
+        if pretrained or setup.spec.draws_globally or any(rule.trains_alone for rule in setup.rules):
+            self.width = 1  # one client of a pretrained model fills a device; random numbers differ in a mapping
         self._file: Path | None = None
+        self._warned = False
 
     def remember_width(self, folder: Path, resume: bool) -> None:
         """Store a measured width in the run folder.
@@ -110,8 +113,22 @@ class VectorizedEngine:
         """Do nothing, because there is nothing to release."""
 
     def _mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
-        with unfolded_convolutions(self.setup.spec.module, self.unfold):
-            return self.trainer.mapped(broadcasts)
+        """Train clients of one kind under ``vmap``, or one at a time, with a warning, if their training cannot be mapped."""
+        try:
+            with unfolded_convolutions(self.setup.spec.module, self.unfold):
+                return self.trainer.mapped(broadcasts)
+        except (UnskewError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a mistake in a model or rule is raised again below
+            reason = describe_error(error).partition(". ")[0]
+        updates = [self.trainer.single.train(broadcast) for broadcast in broadcasts]
+        if not self._warned:
+            self._warned = True
+            self.setup.warn(
+                "The engine vectorized trains clients one at a time here, because PyTorch cannot map the model or the method "
+                f"over clients ({reason}). The engines inline and processes give the same numbers, usually sooner."
+            )
+        return updates
 
     def _measure_width(self, probe: Sequence[Broadcast]) -> None:
         """Train a small group, discard its updates, and set the width from the memory that it took."""

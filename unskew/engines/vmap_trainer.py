@@ -32,7 +32,7 @@ from unskew.models.execution import Batch, FunctionalModel
 from unskew.models.grouped.context import GroupedModel, use_grouped
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update, replace_fields
-from unskew.seeding import derive, fold
+from unskew.seeding import fold
 
 Tree = Any
 
@@ -176,7 +176,7 @@ class GroupTrainer:
         return [self.single.train(broadcast) for broadcast in broadcasts]
 
     def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
-        return torch.func.vmap(function, in_dims=dims, randomness="different")(*args)
+        return torch.func.vmap(function, in_dims=dims, randomness="error")(*args)
 
     def mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Train clients of one kind under ``vmap``."""
@@ -229,42 +229,40 @@ class GroupTrainer:
 
         b, keys, counts = (rows(name) for name in ("b_global", "key", "steps"))
         total = torch.zeros(len(broadcasts), dtype=stacked["v_global"].dtype, device=device)
-        with torch.random.fork_rng(enabled=True, devices=[]):
-            torch.manual_seed(derive(setup.seed, "vmap", round, broadcasts[0].client))
-            began = self._now()
-            carries, v = self._map(begin, (dims, 0), stacked, b)
-            if dims["v_global"] == 0:
-                stacked["v_global"] = v
-            v = rows("v_global")
-            moments = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, v, strict=True)]
-            state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
-            ready = self._now()
-            samples = [
-                shown_carry(setup.rules, select_rows(carries, k), broadcast) if broadcast.show else {}
-                for k, broadcast in enumerate(broadcasts)
-            ]
-            numbers = torch.arange(len(batches.steps), device=device)
-            for t, at in enumerate(numbers):
-                for group in batches.steps[t]:
-                    index = group.positions
-                    batch = self._batch(*batches.stored_batch(group), at, select_rows(keys, index))
-                    batch = batch._replace(lr=training.rate(round, t), weight=group.weights)
-                    args = (
-                        select_rows(stacked, index, dims),
-                        *(select_rows(x, index) for x in (b, v, carries, state)),
-                        batch,
-                    )
-                    weighted = None if group.weights is None else 0
-                    in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None, None, weighted))  # type: ignore[arg-type]
-                    new = self._map(step, in_dims, *args)
-                    b, v, carries, state = (
-                        replace_rows(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
-                    )
-                    total = replace_rows(total, index, select_rows(total, index) + new[4])
-            v_sent, _ = stack_trees([broadcast.v for broadcast in broadcasts], device)
-            stacked, dims = self._trained_surveys(broadcasts, stacked, dims, v, b)
-            deltas = local_update(stacked["sent"], v_sent, stacked["v_global"], v)
-            written, deltas = self._map(end, (dims, 0, 0, 0, 0), stacked, b, carries, v, deltas)
+        began = self._now()
+        carries, v = self._map(begin, (dims, 0), stacked, b)
+        if dims["v_global"] == 0:
+            stacked["v_global"] = v
+        v = rows("v_global")
+        moments = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, v, strict=True)]
+        state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
+        ready = self._now()
+        samples = [
+            shown_carry(setup.rules, select_rows(carries, k), broadcast) if broadcast.show else {}
+            for k, broadcast in enumerate(broadcasts)
+        ]
+        numbers = torch.arange(len(batches.steps), device=device)
+        for t, at in enumerate(numbers):
+            for group in batches.steps[t]:
+                index = group.positions
+                batch = self._batch(*batches.stored_batch(group), at, select_rows(keys, index))
+                batch = batch._replace(lr=training.rate(round, t), weight=group.weights)
+                args = (
+                    select_rows(stacked, index, dims),
+                    *(select_rows(x, index) for x in (b, v, carries, state)),
+                    batch,
+                )
+                weighted = None if group.weights is None else 0
+                in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None, None, weighted))  # type: ignore[arg-type]
+                new = self._map(step, in_dims, *args)
+                b, v, carries, state = (
+                    replace_rows(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
+                )
+                total = replace_rows(total, index, select_rows(total, index) + new[4])
+        v_sent, _ = stack_trees([broadcast.v for broadcast in broadcasts], device)
+        stacked, dims = self._trained_surveys(broadcasts, stacked, dims, v, b)
+        deltas = local_update(stacked["sent"], v_sent, stacked["v_global"], v)
+        written, deltas = self._map(end, (dims, 0, 0, 0, 0), stacked, b, carries, v, deltas)
         losses, finite = self._read(total / counts.clamp_min(1), (deltas, b, v, written, state))
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
         # Each client gets an equal share of the group's time.

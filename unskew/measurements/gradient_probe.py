@@ -108,7 +108,8 @@ class GradientProbe:
             x: Stored samples, ``[n, ...]``.
             y: Targets, ``[n]``.
         """
-        each = torch.func.vmap(torch.func.grad(lambda v, x, y: self.loss(v, x[None], y[None])), in_dims=(None, 0, 0))
+        gradient = torch.func.grad(lambda v, x, y: self.loss(v, x[None], y[None]))
+        each = torch.func.vmap(gradient, in_dims=(None, 0, 0), randomness="same")
         moments = GroupMoments(0, torch.zeros_like(self.v))
         for inputs, targets in self.batches(x, y, max(1, min(BATCH, NUMBERS // self.spec.size))):
             gradients = each(self.v, inputs, targets).detach()

@@ -12,7 +12,7 @@ from unskew.measurements.generalization import Generalization
 from unskew.measurements.gradient_dissimilarity import Gradients
 from unskew.measurements.local_models import LocalModels
 from unskew.measurements.server_cost import ServerCost
-from unskew.measurements.update_norms import UpdateNorms
+from unskew.measurements.update_cosines import UpdateCosines
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 
@@ -39,6 +39,6 @@ def make_diagnostics(
         "generalization": lambda: Generalization(evaluator, server, federation, history),
         "server": lambda: ServerCost(server),
         "gradients": lambda: Gradients(server, federation, evaluator.federation),
-        "updates": lambda: UpdateNorms(server),
+        "updates": lambda: UpdateCosines(server),
     }
     return [makers[name]() for name in dict.fromkeys(names) if name in makers]

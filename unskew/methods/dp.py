@@ -246,9 +246,9 @@ class DP(ClippedSum):
             f"released models; {cohorts}, {accountant} accountant. Released: the models of all "
             f"{sum(entry.steps for entry in history)} rounds; for the last one alone, no smaller epsilon is proven. Not "
             "covered: the server, which sees clipped updates; files other than the model, with cohort sizes, class counts "
-            "and metrics on the clients' own samples (clients.jsonl; client_*, personal_* and validation_* in summary.json "
-            "and metrics.jsonl); statistics that standardize inputs; choices made with the same data, such as tuning and "
-            "early stopping; further runs on the same data"
+            "and metrics on the clients' own samples (clients.jsonl; client_*, constant_*, personal_* and validation_* in "
+            "summary.json and metrics.jsonl); statistics that standardize inputs; choices made with the same data, such as "
+            "tuning and early stopping; further runs on the same data"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
         return Report({**fields, "privacy": text}, stop_reason=reason)

@@ -170,6 +170,11 @@ class DPSGD(ClientRule):
                 "dpsgd needs a model that treats each sample separately, but this one has BatchNorm or other buffers. Use a "
                 "model with GroupNorm or without normalization."
             )
+        if run.spec.draws_globally:
+            raise ConfigError(
+                "dpsgd draws the random numbers of each sample from a secret key. This model draws others than those of "
+                "nn.Dropout. Replace such layers by nn.Dropout, or remove them."
+            )
         run.need_no_statistics(self.name)
         if run.diagnose and not self.reveal:
             raise ConfigError(
@@ -326,9 +331,9 @@ class DPSGD(ClientRule):
             "removed, against the server and all other clients, who see only noisy gradients; Poisson batches, "
             f"{accountant} accountant. clients.jsonl has the values of each client. Released: a client's updates of all "
             "rounds, and all models. Not covered: numbers of samples, class counts and metrics on the clients' own samples "
-            "(clients.jsonl; client_*, personal_* and validation_* in summary.json and metrics.jsonl); other samples of the "
-            "same client that resemble one sample; choices made with the same data, such as tuning and early stopping; "
-            "further runs on the same data"
+            "(clients.jsonl; client_*, constant_*, personal_* and validation_* in summary.json and metrics.jsonl); other "
+            "samples of the same client that resemble one sample; choices made with the same data, such as tuning and early "
+            "stopping; further runs on the same data"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
         return Report({**worst, "privacy": text}, spent)

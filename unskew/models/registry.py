@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from unskew import plugins
-from unskew.errors import ConfigError, short_repr
+from unskew.errors import ConfigError, UnskewError, short_repr
 from unskew.models.names import HUB
+from unskew.models.user_modules import describe_error
 from unskew.models.zoo.basic import MLP, VGG11, Logistic
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.huggingface import hugging_face, resnet18, vit_b16
@@ -284,8 +285,12 @@ def _call(
         module = factory(**arguments)
     except TypeError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # an error inside the factory
+            raise ConfigError(f"{label} cannot be built: {describe_error(error)}.") from error
         raise ConfigError(f"{label} cannot be called to create a model: {error}.") from error
+    except UnskewError:
+        raise
+    except Exception as error:  # for example, a layer that does not fit in memory, or a mistake in a factory
+        raise ConfigError(f"{label} cannot be built: {describe_error(error)}.") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"{label} must return a torch.nn.Module, but returned a {type(module).__name__}.")
     return module

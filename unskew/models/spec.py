@@ -6,7 +6,6 @@ evaluated at a sum of parameter vectors, or mapped over clients.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from torch.func import functional_call
 from unskew.errors import ConfigError
 from unskew.models.body_head import find_head, last_layer, split_parts
 from unskew.models.keyed_dropout import restore_dropout, use_keyed_dropout
+from unskew.models.user_modules import copy_module, describe_error
 
 T = TypeVar("T")
 
@@ -97,6 +97,9 @@ class ModelSpec:
         intensities: Whether inputs must be pixel intensities from 0 to 1, which the model normalizes itself.
         widest: Largest number of values that a layer outputs for one sample.
         grouped_model: Grouped form that runs passes mapped over clients, or None.
+        draws_globally: Whether a pass in training mode draws from global generators, so that clients are trained one at a
+            time, each with seeds of its own.
+        unseeded_layer: Layer whose random numbers no seed determines, or None.
     """
 
     names: list[str]
@@ -116,6 +119,8 @@ class ModelSpec:
     intensities: bool
     widest: int
     grouped_model: GroupedForm | None
+    draws_globally: bool
+    unseeded_layer: str | None
 
     def __init__(
         self,
@@ -130,7 +135,7 @@ class ModelSpec:
     ):
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConfigError("The model has uninitialized lazy layers. Run it once on an example before passing it.")
-        self.module = copy.deepcopy(module).to(dtype)
+        self.module = copy_module(module).to(dtype)
         self.stream = use_keyed_dropout(self.module)
         self.shape = tuple(shape)
         self.classes = classes
@@ -140,6 +145,7 @@ class ModelSpec:
         self.autocast, self.per_token = autocast, per_token
         self.blocks = getattr(module, "blocks", None)
         self.grouped_model = None
+        self.draws_globally, self.unseeded_layer = False, None
         self.intensities = bool(getattr(module, "intensities", False))
         if autocast:
             for module in self.module.modules():
@@ -185,8 +191,8 @@ class ModelSpec:
         try:
             with torch.no_grad():
                 out = self.module.eval()(torch.zeros(2, *self.shape, dtype=self.input_dtype))
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            reason = str(error).splitlines()[0].rstrip(".")
+        except Exception as error:  # a model of a user may raise any error
+            reason = describe_error(error)
             hint = ""
             if self.integers:
                 hint = (
@@ -232,7 +238,7 @@ class ModelSpec:
 
     def copied(self) -> nn.Module:
         """Return a copy of the module for training; frozen parameters are shared, not copied."""
-        return copy.deepcopy(self.module, {id(p): p for p in self.module.parameters() if not p.requires_grad})
+        return copy_module(self.module, {id(p): p for p in self.module.parameters() if not p.requires_grad})
 
     def to(self, device: torch.device) -> ModelSpec:
         """Move the module to ``device`` in place; returns ``self``."""
@@ -328,7 +334,7 @@ class ModelSpec:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
         """
-        module = copy.deepcopy(self.module)
+        module = copy_module(self.module)
         restore_dropout(module)
         named = {**self.parameters(v.detach()), **self.buffers(b.detach())}
         module.load_state_dict({n: t.clone() for n, t in named.items()}, strict=False)

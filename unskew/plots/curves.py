@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unskew.plots.figure import MARKERS, PALETTE, literal_text, new_figure, save_figure, save_or_return, set_round_axis
+from unskew.tasks.intervals import wilson_interval
 from unskew.tasks.primary_metric import SCORES, MetricInfo, metric_info, primary_metric_name
 
 if TYPE_CHECKING:
@@ -95,6 +97,23 @@ def plot_signs(axis: Any, rounds: Sequence[int], above: Sequence[float], below: 
     axis.legend(frameon=False, fontsize=8)
 
 
+def prevalence(counts: np.ndarray) -> tuple[int, np.ndarray, float]:
+    """Return the rarer of two classes, its share at each client with the ends of Wilson's 95 % interval, and over all.
+
+    Args:
+        counts: Number of samples, ``[K, 2]``.
+
+    Returns:
+        The number of the class; share, lower and upper end in rows, ``[3, K]``, NaN without samples; and the share of all.
+    """
+    rare = int(counts[:, 0].sum() < counts[:, 1].sum()) ^ 1
+    rows = [
+        (hits / max(1, n), *(wilson_interval(hits, n) or (math.nan,) * 2))
+        for hits, n in zip(counts[:, rare], counts.sum(1), strict=True)
+    ]
+    return rare, np.array(rows, float).T, float(counts[:, rare].sum() / max(1, counts.sum()))
+
+
 def plot_clients_by_class(
     counts: np.ndarray,
     class_names: Sequence[str],
@@ -102,8 +121,11 @@ def plot_clients_by_class(
     title: str = "",
     most: int = 60,
     client_names: Sequence[str] = (),
+    exclusive: bool = True,
 ) -> Path:
     """Plot the label distribution: one dot per client and class, its area proportional to the number of samples.
+
+    Of two classes, the share of the rarer one at each client is plotted, with its 95 % interval.
 
     Args:
         counts: Number of samples, ``[K, C]``.
@@ -112,6 +134,7 @@ def plot_clients_by_class(
         title: Title, such as the partition and its seed.
         most: Maximum number of clients; if there are more, evenly spaced ones are shown.
         client_names: Names of the clients; if empty, their numbers are shown.
+        exclusive: Whether each sample has a single class.
     """
     total = len(counts)
     shown = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(int)
@@ -119,20 +142,27 @@ def plot_clients_by_class(
     figure, ((axis,),) = new_figure(
         max(4.0, 0.28 * len(shown) + 2), max(3.0, 0.28 * counts.shape[1] + 1.5) + bool(client_names)
     )
-    client, label = np.nonzero(counts)
-    sizes = counts[client, label]
-    axis.scatter(client, label, s=220 * sizes / max(1, counts.max()), alpha=0.75, linewidths=0)
+    if exclusive and counts.shape[1] == 2:
+        rare, (share, low, high), pooled = prevalence(counts)
+        bars = 100 * np.array([share - low, high - share])
+        axis.errorbar(range(len(shown)), 100 * share, yerr=bars, fmt="o", markersize=4, linewidth=1)
+        axis.axhline(100 * pooled, color="gray", linestyle="--", linewidth=1)
+        what = "95 % interval; dashed: all clients shown"
+        axis.set_ylabel(f"share of class {literal_text(list(class_names)[rare], NAME)}, %")
+    else:
+        client, label = np.nonzero(counts)
+        sizes = counts[client, label]
+        axis.scatter(client, label, s=220 * sizes / max(1, counts.max()), alpha=0.75, linewidths=0)
+        step = max(1, counts.shape[1] // 40)
+        axis.set_yticks(range(0, counts.shape[1], step), [literal_text(name) for name in list(class_names)[::step]])
+        what = "area of a dot: number of training samples"
+        axis.set_ylabel("class")
     if client_names:
         axis.set_xticks(range(len(shown)), [literal_text(client_names[k], NAME) for k in shown], rotation=90)
     else:
         ticks = np.arange(0, len(shown), max(1, len(shown) // 20))
         axis.set_xticks(ticks, [str(shown[t]) for t in ticks])
-    step = max(1, counts.shape[1] // 40)
-    axis.set_yticks(range(0, counts.shape[1], step), [literal_text(name) for name in list(class_names)[::step]])
     axis.set_xlabel("client" + (f" ({len(shown)} of {total} shown)" if len(shown) < total else ""))
-    axis.set_ylabel("class")
-    axis.set_title(
-        literal_text(title) + ("\n" if title else "") + "area of a dot: number of training samples", fontsize=9
-    )
+    axis.set_title(literal_text(title) + ("\n" if title else "") + what, fontsize=9)
     axis.grid(alpha=0.25)
     return save_figure(figure, path)

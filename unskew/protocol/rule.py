@@ -16,7 +16,6 @@ from unskew.protocol.report import Report
 from unskew.protocol.returns import wrap_hooks
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.run_context import PreRunContext
-from unskew.protocol.search_space import Space
 from unskew.protocol.updates import Updates
 
 
@@ -51,8 +50,11 @@ class Rule:
     tasks_reason: ClassVar[str] = ""
     """Reason why other tasks are not supported: a clause that follows "because"."""
 
-    spaces: ClassVar[Mapping[str, Space]] = {}
-    """Search spaces of ``unskew tune`` for the options that are worth tuning."""
+    spaces: ClassVar[Mapping[str, object]] = {}
+    """Search spaces of ``unskew tune`` for the options that are worth tuning, by option: ``{"mu": "0.001:1:log"}``.
+
+    Each is written as for ``--space``: ``"0.001:1:log"``, ``"0:0.9"``, ``"16|32|64"`` or a list of values. Or it is made by
+    ``log_range``, ``uniform_range`` or ``one_of`` of ``unskew.protocol.search_space``."""
 
     needs: Collection[str] = ()
     """Requirements of the rule, see ``unskew.protocol.requirements``."""

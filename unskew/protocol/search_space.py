@@ -42,6 +42,8 @@ class CategoricalSpace:
 
 
 Space: TypeAlias = RangeSpace | CategoricalSpace
+FORMAT = "Write a search space as a range, such as 0.001:0.3:log or 0:0.9, or as values, such as 1|2|4."
+"""What a user may write as a search space."""
 
 
 def log_range(low: float, high: float) -> RangeSpace:
@@ -86,12 +88,13 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
     )
     ends = (space.low, space.high) if isinstance(space, RangeSpace) else space.values
     if not ends:
-        raise ConfigError(
-            f"The search space of {name} is empty. Write, for example, {name}=0.001:0.3:log or {name}=1|2|4."
-        )
+        raise ConfigError(f"The search space of {name} is empty. {FORMAT}")
     with on_behalf_of(value):  # parts of a string carry no mark of the file that the string comes from
         for end in ends:
-            check(end)
+            try:
+                check(end)
+            except ConfigError as error:
+                raise ConfigError(f"{error} {FORMAT}") from error
     if isinstance(space, CategoricalSpace):
         return space
     if not (math.isfinite(space.low) and math.isfinite(space.high) and space.low < space.high):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from unskew.plots.curves import prevalence
 from unskew.reporting.chart_data import client_label, evenly_spaced, gini
 from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.run_reader import RunFiles
@@ -48,6 +49,16 @@ def distribution_of(run: RunFiles) -> dict[str, Any]:
     if counts is not None:
         entry["figures"] = {**entry["figures"], **skew_statistics(counts)}
         entry["map"] = heat_map(counts, names, run.about.get("classes", []))
+        if counts.shape[1] == 2 and (counts.sum(1) == sizes).all():  # not two labels, of which a sample may have both
+            shown = evenly_spaced(len(names), ROWS)
+            rare, rows, pooled = prevalence(counts[shown])
+            entry["prevalence"] = {
+                "title": entry["map"]["classes"][rare],
+                "rows": [names[k] for k in shown],
+                "counts": counts[shown].sum(1).tolist(),
+                "all": pooled,
+                **dict(zip(("share", "low", "high"), rows.tolist(), strict=True)),
+            }
     return entry
 
 

@@ -120,6 +120,7 @@ class RunGroup:
             {method_runs.label: [run.summary for run in method_runs.runs] for method_runs in self.series},
             self.target,
             None,
+            clients={method_runs.label: [run.clients for run in method_runs.runs] for method_runs in self.series},
         )
 
 

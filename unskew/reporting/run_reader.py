@@ -8,16 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unskew.comparison.client_records import read_clients
+from unskew.comparison.leave_one_out import FOLDER as LEAVE_ONE_OUT
 from unskew.comparison.references import is_local, without_global_model
 from unskew.comparison.summary_statistics import check_summary, is_usable_number
 from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import check_plain, parse_json, read_file
+from unskew.filesystem import check_plain
 from unskew.json_models import read_model
 from unskew.progress import report_progress
 from unskew.records.recorder import strip_warning_prefix
 from unskew.records.result import read_about, read_history, read_summary
-from unskew.tasks.primary_metric import SCORES
 
 MOST_RUNS = 500
 CURVES = {"roc", "pr", "calibration"}
@@ -100,6 +101,7 @@ def run_folders(folder: Path) -> list[Path]:
     folders = []
     for directory, inner, files in os.walk(folder):
         inner.sort()
+        inner[:] = [name for name in inner if name != LEAVE_ONE_OUT]  # each has another federation
         if "config.yaml" in files:
             folders.append(Path(directory))
         if "config.yaml" in files or len(Path(directory).relative_to(folder).parts) >= DEEPEST:
@@ -178,33 +180,3 @@ def read_curves(path: Path) -> dict[str, Any]:
     if not all(isinstance(row, list) and len(row) == len(rows) and all(map(is_usable_number, row)) for row in rows):
         raise damaged
     return {name: curves[name] for name in (*sorted(CURVES), "confusion") if name in curves}
-
-
-def read_clients(path: Path) -> list[dict[str, Any]]:
-    """Read the records of ``clients.jsonl``; empty if it does not exist.
-
-    Args:
-        path: File to read.
-
-    Raises:
-        CheckpointError: If the file is corrupted.
-    """
-    if not path.is_file():
-        return []
-    damaged = CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
-    try:
-        rows = [parse_json(line) for line in read_file(path).splitlines()]
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged from error
-    for row in rows:
-        if not isinstance(row, dict) or not all(is_usable_number(row.get(name)) for name in ("client", "samples")):
-            raise damaged
-        holds = row.get("class_counts", {})
-        if not isinstance(holds, dict) or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in holds):
-            raise damaged
-        shares = [row.get(name) for score in SCORES for name in (score, f"personal_{score}")]
-        if not all(is_usable_number(count) and count >= 0 for count in (*holds.values(), row["samples"])) or not all(
-            value is None or is_usable_number(value) for value in shares
-        ):
-            raise damaged
-    return rows

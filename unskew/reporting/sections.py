@@ -69,6 +69,7 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
     """
     sections: list[tuple[str, Callable[[], str]]] = [
         ("Result", partial(_result, part)),
+        ("Does it help?", partial(_benefit, part)),
         ("Warnings", partial(_warnings, part)),
         ("Comparison", partial(_comparison, part, shown["methods"])),
         ("Curves", partial(_curves, part, shown["curves"], group)),
@@ -90,6 +91,16 @@ def _runs(part: RunGroup) -> list[RunFiles]:
 def _result(part: RunGroup) -> str:
     lines = verdict(part)
     return render_section("result", lines=lines) if lines else ""
+
+
+def _benefit(part: RunGroup) -> str:
+    benefit = part.comparison().benefit
+    if benefit is None or not benefit.clients:
+        return ""
+    overview, clients = tables.benefit_tables(benefit)
+    return render_section(
+        "benefit", overview=overview, clients=clients, same=benefit.same_clients, scored=part.at_clients.name
+    )
 
 
 def _warnings(part: RunGroup) -> str:

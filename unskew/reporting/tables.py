@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unskew.comparison.intervals import interval95
+from unskew.comparison.benefit import Benefit
+from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.references import is_local, is_reference
+from unskew.comparison.significance import LEVEL, holm, paired_p
 from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std, std_key
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
@@ -15,6 +17,7 @@ from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.formatting import F1, format_megabytes, format_percent, method_title, secondary_metrics, value_text
 from unskew.tasks.formatting import format_number as loss_text
+from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 
@@ -38,6 +41,7 @@ class Table:
         rows: Cells of each row.
         words: Number of leading columns that contain text.
         groups: Group of each row, for tables that show one group at a time.
+        choice: Label of the menu of groups.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Table:
     rows: list[list[Cell]]
     words: int = 1
     groups: list[str] = field(default_factory=list)
+    choice: str = "against"
 
     def __post_init__(self) -> None:
         """Omit columns without any value."""
@@ -172,7 +177,8 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
     if references:
         caption = (
-            "References, not ranked: all data in one place (pooled); each client alone, with its own model (local)"
+            "References, not ranked: all data in one place (pooled); each client alone, with its own model (local). Unless "
+            "tuned themselves, they use another method's settings, so pooled is no upper bound"
         )
         return Table("references", caption, titles, lines)
     return Table("comparison", f"{what}, {std_note(part)}", titles, lines)
@@ -185,26 +191,52 @@ def difference_table(part: RunGroup) -> Table | None:
     factor = 100 if judge.percent else 1
     rows, groups = [], []
     for base in part.ranked:
+        own_rows, tests = [], []
         for method_runs in part.ranked:
             pairs = [(a, b) for a in method_runs.runs for b in base.runs if can_be_paired(a, b)]
             if method_runs is base or not pairs:
                 continue
-            cells = []
+            own_rows.append([Cell(method_runs.label), Cell(base.label), number_cell(len(pairs), 0)])
             for name in names:
                 values = [
                     factor * (a.summary[name] - b.summary[name])
                     for a, b in pairs
                     if is_usable_number(a.summary.get(name)) and is_usable_number(b.summary.get(name))
                 ]
-                cells += _difference(values, 1 if judge.percent else 4)
-            rows.append([Cell(method_runs.label), Cell(base.label), number_cell(len(pairs), 0), *cells])
-            groups.append(base.label)
+                tests.append(values)
+                own_rows[-1] += _difference(values, 1 if judge.percent else 4)
+        for offset, at in enumerate((5, 8)):  # each column is a family of tests
+            corrected = holm([paired_p(values) for values in tests[offset :: len(names)]])
+            for row, p in zip(own_rows, corrected, strict=True):
+                row[at] = row[at] if row[at].text == "-" else Cell(f"{'yes' if p <= LEVEL else 'no'} (p {p:.3f})", p)
+        rows += own_rows
+        groups += [base.label] * len(own_rows)
     if not rows:
         return None
     unit = f"{judge.title}, points" if judge.percent else judge.title
     columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "significant?")]
-    caption = "Differences to another method, paired by seed, with 95 % intervals of Student's t"
+    caption = (
+        "Differences to another method, paired by seed, with 95 % intervals of Student's t. Significance is at the 5 % "
+        "level, with p-values corrected by Holm's method for the number of methods"
+    )
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
+
+
+MOST_ROWS = 30
+"""Number of clients that a table shows first."""
+
+
+def benefit_tables(benefit: Benefit) -> tuple[Table, Table]:
+    """Build the tables of the compared models and of the clients; the clients with the largest losses are shown first."""
+    title = benefit_title(benefit)
+    overview, clients = (displayed(benefit, rows) for rows in (benefit.overview(), benefit.rows()))
+    rest = len(clients) - MOST_ROWS
+    groups = [f"the {MOST_ROWS} that gain least"] * MOST_ROWS + [f"{rest} others"] * rest if rest > 0 else []
+    cells = [[[Cell(*entry) for entry in row.values()] for row in rows] for rows in (overview, clients)]
+    one_by_one = Table(
+        "benefit of clients", f"{title}, client by client", [*clients[0]], cells[1], 1, groups, "clients"
+    )
+    return Table("benefit", title, [*overview[0]], cells[0]), one_by_one
 
 
 def can_be_paired(a: RunFiles, b: RunFiles) -> bool:
@@ -228,7 +260,7 @@ def _difference(values: Sequence[float], digits: int) -> list[Cell]:
     return [
         cell,
         Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
-        Cell("no" if low <= 0 <= high else "yes"),
+        Cell("yes"),
     ]
 
 

@@ -1,20 +1,23 @@
-"""Verdict of a group in three sentences: the best method, its lead and its significance, and its cost."""
+"""Verdict of a group in sentences: whether it helps, the best method, its lead and its significance, and its cost."""
 
 from __future__ import annotations
 
-from unskew.comparison.intervals import interval95
+from unskew.comparison.benefit_text import benefit_sentences, test_set_text
+from unskew.comparison.significance import LEVEL, paired_p
 from unskew.comparison.summary_statistics import is_usable_number, mean_std
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.tables import can_be_paired
 from unskew.tasks.formatting import format_megabytes, value_text
+from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 
 def verdict(part: RunGroup) -> list[str]:
-    """Return the best method by the objective after the last round, whether its lead is conclusive, and its cost.
+    """Return whether it helps, the best method by the objective, whether its lead is conclusive, and its cost.
 
     Reference rows are ignored. The lead is over the second best method, paired by seed.
     """
+    answers = benefit_sentences(part.comparison().benefit)
     judge = metric_info("loss") if part.language else part.objective
     name, low = judge.name, judge.lower_is_better
     means = {
@@ -28,15 +31,21 @@ def verdict(part: RunGroup) -> list[str]:
         reverse=not low,
     )
     if not ranked:
-        return []
+        return answers
     best, others = ranked[0], ranked[1:]
     what, value = f"test {judge.title}", value_text(judge, means[best.label], sign=" %")
+    sure = test_set_text([run.summary for run in best.runs], judge)
     over = f", mean over {len(best.runs)} seeds" if len(best.runs) > 1 else ""
     if not others:
-        return [f"{best.label} reaches a {what} of {value} after the last round{over}.", f"{_cost(best)}."]
+        return [
+            *answers,
+            f"{best.label} reaches a {what} of {value} after the last round{over}{sure}.",
+            f"{_cost(best)}.",
+        ]
     return [
-        f"{best.label} is the best of {len(ranked)} methods: {what} {value} after the last round{over}.",
-        _lead(best, others[0], judge),
+        *answers,
+        f"{best.label} is the best of {len(ranked)} methods: {what} {value} after the last round{over}{sure}.",
+        _lead(best, others[0], judge, len(others)),
         f"{_cost(best)}; {_cost(others[0])}.",
     ]
 
@@ -45,8 +54,17 @@ def _values(one: MethodRuns, name: str) -> list[float]:
     return [run.summary[name] for run in one.runs if is_usable_number(run.summary.get(name))]
 
 
-def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
-    """Return the lead of the best method over the second, and whether it is conclusive."""
+def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo, others: int) -> str:
+    """Return the lead of the best method over the second, and whether it is conclusive.
+
+    The best was chosen among all methods, so its p-value is multiplied by the number of others (Bonferroni).
+
+    Args:
+        best: Best method.
+        second: Second best method.
+        judge: Metric of the comparison.
+        others: Number of methods except the best.
+    """
     name, factor = judge.name, judge.rank(100.0 if judge.percent else 1.0)
     pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if can_be_paired(a, b)]
     leads = [
@@ -61,10 +79,12 @@ def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo) -> str:
     interval = interval95(leads)
     if interval is None:
         return f"{text}; one seed cannot show whether that is more than chance."
-    lead_text = f"{text} (95 % interval {interval[0]:+.{digits}f} to {interval[1]:+.{digits}f}, paired by seed)"
-    if interval[0] > 0:
-        return f"{lead_text}: conclusive."
-    return f"{lead_text}: inconclusive, because the interval includes zero. More seeds narrow it."
+    lead_text = f"{text} (95 % interval {interval[0]:+.{digits}f} to {interval[1]:+.{digits}f}, paired by seed"
+    p = min(1.0, others * paired_p(leads))
+    lead_text += f"; p {p:.3f}, corrected for {others} comparisons)" if others > 1 else f"; p {p:.3f})"
+    if interval[0] > 0 and p <= LEVEL:
+        return f"{lead_text}: conclusive for these samples, which all seeds share."
+    return f"{lead_text}: inconclusive. More seeds narrow the interval."
 
 
 def _cost(one: MethodRuns) -> str:

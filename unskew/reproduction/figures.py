@@ -133,7 +133,11 @@ def draw_points(preset: Preset, entries: Sequence[TableEntry], path: Path) -> Pa
             axis.errorbar(
                 x, [e.mean for e in own_entries], [e.std for e in own_entries], label=line, capsize=3, **style
             )
-            papers = [(index, e.published) for index, e in zip(x, own_entries, strict=True) if e.published is not None]
+            papers = [
+                (index, e.published)
+                for index, e in zip(x, own_entries, strict=True)
+                if e.published is not None and not e.setting
+            ]
             if papers:
                 axis.plot(*zip(*papers, strict=True), linestyle=":", alpha=0.6, markerfacecolor="none", **style)
         axis.set_xticks(range(len(positions)), positions, rotation=30, ha="right", fontsize=8)

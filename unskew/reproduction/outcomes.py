@@ -24,7 +24,7 @@ ALWAYS = {"": {"data", "method", "seed", "rounds"}, "network": {"drop", "delay",
 """Fields that are included even if they have their defaults: of every run, and of sections. Hashes depend on them."""
 CURVES = (
     *("accuracy", "perplexity", "local_", "consensus/", "generalization/", "gradients/"),
-    *("coefficients/", "surrogate/"),
+    *("coefficients/", "surrogate/", "updates/"),
 )
 """Prefixes of metrics that are stored for every evaluated round."""
 DIGITS, LONGEST = 8, 80

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
-from unskew.data.sources.registry import DRAWN
+from unskew.data.sources.registry import DRAWN, HUB
 from unskew.errors import ConfigError, first_problem, unknown_name
 
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -167,8 +167,8 @@ def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwis
         preset: Preset of the table.
         scale: ``smoke``, ``cpu`` or ``paper``.
         seed: Seed of all runs.
-        extra: Settings of this machine (``data_path``, ``engine``, ``device``); rows whose data need no file ignore
-            ``data_path``.
+        extra: Settings of this machine (``data_path``, ``server_data_path``, ``engine``, ``device``); rows whose data need
+            no file ignore the path.
         otherwise: Whether to use the scale's settings for unavailable data.
 
     Raises:
@@ -192,6 +192,8 @@ def preset_cells(preset: Preset, scale: str, seed: int, extra: Options, otherwis
                 all_options = {**fill_placeholders({**shared, **options}, values), **extra, "seed": seed}
                 if all_options["data"] in DRAWN:
                     all_options.pop("data_path", None)
+                if str(all_options.get("server_data")).partition(":")[0] not in HUB:
+                    all_options.pop("server_data_path", None)
                 return experiment(all_options)
 
             # The common run uses the row's settings of data and model, but not its method.

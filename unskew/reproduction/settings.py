@@ -54,17 +54,18 @@ def describe_settings(scale: str, pairs: Mapping[str, Collection[tuple[Any, Any]
     return f"Scale {scale} is not the paper's setting: {'; '.join(texts)}." if texts else ""
 
 
-def is_comparable(value: str, ours: Experiment, theirs: Experiment | None) -> bool:
-    """Return whether the paper's number is comparable: it has the same data, and for traffic the same target.
+def other_setting(value: str, ours: Experiment, theirs: Experiment) -> str:
+    """Return the data or, for traffic, the target of the paper's number if it is not comparable with ours, otherwise "".
 
     Args:
         value: Name of the value.
         ours: Configuration of our run.
-        theirs: Configuration of the paper, if known.
+        theirs: Configuration of the paper.
     """
-    if theirs is None or ours.data != theirs.data:
-        return False
-    return (not value.endswith("to_target") and value != "saving") or ours.target == theirs.target
+    if ours.data != theirs.data:
+        return theirs.data
+    traffic = value.endswith("to_target") or value == "saving"
+    return f"target {theirs.target}" if traffic and ours.target != theirs.target else ""
 
 
 def has_same_model(ours: Experiment, theirs: Experiment | None) -> bool:

@@ -23,6 +23,8 @@ from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import check_method
 
+Sources = tuple[str, str | None, int | str | None, str | None]
+"""Data of a run and of its server, with their paths."""
 Follow = Callable[[str, bool], Sequence[Callback]]
 """Returns the callbacks of a run for its title and whether it is only the common part of other runs."""
 
@@ -39,6 +41,7 @@ class Sweep:
         rows: Rows to run; None for all.
         columns: Columns to run; None for all.
         follow: Creates the callbacks of a run.
+        warn: Receives a sentence about rows whose data are not available.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Sweep:
         rows: Sequence[str] | None = None,
         columns: Sequence[str] | None = None,
         follow: Follow = lambda title, common: (),
+        warn: Callable[[str], object] = lambda text: None,
     ):
         self.preset = preset
         self.scale = scale
@@ -60,6 +64,7 @@ class Sweep:
         self.rows = rows
         self.columns = columns
         self.follow = follow
+        self.warn = warn
         self.otherwise = False
         self._last = FederationCache()
 
@@ -103,8 +108,11 @@ class Sweep:
             Runs with their outcomes.
         """
         check_parallel(parallel)
-        size = self._check(seeds[0])
+        size, unavailable = self._check(seeds[0])
         table = [cell for seed in seeds for cell in self.cells(seed)]
+        table = [
+            c for c in table if sources_of(c) not in unavailable or stored_outcome(self.results, c.config, c.parent)
+        ]
         works = [] if parallel == 1 else self._works(table)
         at_once = num_parallel_runs(parallel, [work.arguments[0] for work in works], size)
         if run_in_pool(at_once):
@@ -150,20 +158,38 @@ class Sweep:
         """Return the data of a run; the last ones are cached, because consecutive runs often share them."""
         return self._last.of(config)
 
-    def _check(self, seed: int) -> int:
-        """Validate all methods before the first run; one column suffices, because columns differ only in the data.
+    def _check(self, seed: int) -> tuple[int, set[Sources]]:
+        """Load all data and validate all methods before the first run.
+
+        Of columns with the same sources one suffices, because they differ only in the partition.
 
         Returns:
-            Number of parameters of the largest model.
+            Number of parameters of the largest model, and the sources that are not available, which some rows do without.
+
+        Raises:
+            ConfigError: If a method does not fit, or no source is available.
+            DataError: If no source is available.
         """
         files = outcome_files(self.results)
         open_ = [cell for cell in self.cells(seed) if stored_outcome(files, cell.config, cell.parent) is None]
-        sizes = [
-            check_method(cell.config, self.federation(cell.config), None, method(cell.config.method))[0].size
-            for cell in open_
-            if cell.column == open_[0].column
-        ]
-        return max(sizes, default=0)
+        sizes, errors = dict[Sources, int](), dict[Sources, DataError | ConfigError]()
+        for cell in open_:
+            sources = sources_of(cell)
+            if sources in errors or (sources in sizes and cell.column != open_[0].column):
+                continue
+            try:
+                federation = self.federation(cell.config)
+            except (DataError, ConfigError) as error:
+                errors[sources] = error
+                continue
+            size = check_method(cell.config, federation, None, method(cell.config.method))[0].size
+            sizes[sources] = max(size, sizes.get(sources, 0))
+        if errors and not sizes:
+            raise next(iter(errors.values()))
+        for reason in dict.fromkeys(map(str, errors.values())):
+            rows = dict.fromkeys(c.row for c in open_ if str(errors.get(sources_of(c))) == reason)
+            self.warn(f"Not run without their data: {', '.join(rows)}. {reason}")
+        return max(sizes.values(), default=0), {*errors}
 
     @staticmethod
     def _title(cell: PresetCell) -> str:
@@ -195,6 +221,12 @@ class Sweep:
     def _run(self, config: Experiment, parent: Experiment | None, title: str, common: bool = False) -> Path:
         callbacks = partial(self._followers, title, common)
         return run_cell((self.runs, self.results), self._last, config, parent, callbacks)
+
+
+def sources_of(cell: PresetCell) -> Sources:
+    """Return the data of a cell's run and of its server, with their paths."""
+    config = cell.config
+    return config.data, config.data_path, config.server_data, config.server_data_path
 
 
 def run_cell(

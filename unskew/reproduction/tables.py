@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unskew.comparison.cost_to_target import traffic_saving
-from unskew.comparison.intervals import interval95
 from unskew.comparison.summary_statistics import mean_std
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
@@ -15,7 +14,8 @@ from unskew.records.recorder import first_reaching
 from unskew.reproduction.legacy_outcomes import without_mark
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Preset, PresetCell
-from unskew.reproduction.settings import has_same_model, is_comparable, published_settings
+from unskew.reproduction.settings import has_same_model, other_setting, published_settings
+from unskew.tasks.intervals import interval95
 
 VALUES: dict[str, tuple[str, float, int]] = {
     "accuracy": ("accuracy after the last round, %", 100, 2),
@@ -47,12 +47,10 @@ VALUES: dict[str, tuple[str, float, int]] = {
     "epsilon": ("epsilon spent", 1, 2),
     "epsilon_if_secret": ("epsilon spent, if noise were secret", 1, 2),
     "scalars_per_client": ("parameters up and down per client in 20,000 steps, billions", 1e-9, 4),
-    "updates/norm": ("norm of the updates of the last round, mean", 1, 4),
-    "updates/norm_min": ("norm of the updates of the last round, minimum", 1, 4),
-    "updates/norm_max": ("norm of the updates of the last round, maximum", 1, 4),
-    "updates/cosine": ("cosine of two updates of the last round, mean", 1, 4),
-    "updates/cosine_min": ("cosine of two updates of the last round, minimum", 1, 4),
-    "updates/cosine_max": ("cosine of two updates of the last round, maximum", 1, 4),
+    "updates/cosine": ("mean cosine of a client's and the true update, mean over rounds", 1, 4),
+    "updates/cosine_min": ("smallest cosine of a client's and the true update, mean over rounds", 1, 4),
+    "updates/cosine_max": ("largest cosine of a client's and the true update, mean over rounds", 1, 4),
+    "updates/cosine_across_rounds": ("cosine of the true updates of consecutive rounds, mean over rounds", 1, 4),
     "generalization/gap": ("generalization gap of the averaged model", 1, 4),
     "generalization/local_gap": ("generalization gap of the clients' models, mean", 1, 4),
     "generalization/ratio": (
@@ -70,7 +68,7 @@ VALUES: dict[str, tuple[str, float, int]] = {
 
 TO_TARGET = {"rounds_to_target": "round", "bytes_to_target": "bytes"}
 """Values of tables with a target, and the curve that each is computed from."""
-MEANS = ("coefficients/", "surrogate/")
+MEANS = ("coefficients/", "surrogate/", "updates/")
 """Values of single rounds, of which tables show the mean over evaluated rounds."""
 COUNTED_OVER = 4000  # rounds of 5 steps, to which parameter counts are scaled
 
@@ -141,7 +139,8 @@ class TableEntry:
         seeds: Seeds of ``mean`` and ``std``.
         mean: Mean over the seeds.
         std: Standard deviation over the seeds; 0 for a single seed.
-        published: Paper's number; None if the paper has none for the same data (and target).
+        published: Paper's number; None if the paper has none.
+        setting: Data or target of the paper's number if it is not comparable with ours; empty otherwise.
         difference: ``mean`` minus ``published``; None if the paper has no number for the same data and model.
         paired: Mean and standard deviation of the differences per seed to the table's first row, and the number of
             seeds; some seeds may lack the number.
@@ -156,6 +155,7 @@ class TableEntry:
     mean: float
     std: float
     published: float | None = None
+    setting: str = ""
     difference: float | None = None
     paired: tuple[float, float, int] | None = None
     interval: tuple[float, float] | None = None
@@ -217,8 +217,8 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
             mean, std = mean_std(list(own_numbers.values()))
             paper = preset.published.get(value, {}).get(column, {}).get(without_mark(row))
             config, paper_numbers = configs[column, row], published.get((without_mark(row), column))
-            if not is_comparable(value, config, paper_numbers):
-                paper = None
+            setting = "" if paper is None or paper_numbers is None else other_setting(value, config, paper_numbers)
+            same = not setting and has_same_model(config, paper_numbers)
             differences = (
                 [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))] if row != first else []
             )
@@ -231,7 +231,8 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
                     mean,
                     std,
                     paper,
-                    mean - paper if paper is not None and has_same_model(config, paper_numbers) else None,
+                    setting,
+                    mean - paper if same and paper is not None else None,
                     (*mean_std(differences), len(differences)) if differences else None,
                     interval95(differences),
                 )
@@ -244,7 +245,18 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
                 seeds, difference = sorted(set(own_numbers) & set(base)), (mean, std, len(differences))
                 table.append(
                     TableEntry(
-                        value, row, column, seeds, mean, std, None, None, difference, interval95(differences), base_row
+                        value,
+                        row,
+                        column,
+                        seeds,
+                        mean,
+                        std,
+                        None,
+                        "",
+                        None,
+                        difference,
+                        interval95(differences),
+                        base_row,
                     )
                 )
     return table
@@ -258,22 +270,24 @@ def table_lines(
     Args:
         preset: Preset of the table.
         table: Entries of the table.
-        whole: Whether to list rows of the paper that were not run.
+        whole: Whether to list rows of the paper that were not run; without entries, all of them.
     """
     tables = []
     first = next(iter(preset.rows))
     single = len(preset.rows) == 1
     pairs, table = [e for e in table if e.against is not None], [e for e in table if e.against is None]
-    for value in dict.fromkeys(e.value for e in table):
+    for value in dict.fromkeys([e.value for e in table] or (preset.published if whole else ())):
         label, _, digits = value_format(value)
-        columns = dict.fromkeys(e.column for e in table if e.value == value)
-        for column in [None] if single else columns:
+        columns = dict.fromkeys([e.column for e in table if e.value == value] or preset.published.get(value, {}))
+        for column in [None] if single and table else columns:
             some = [e for e in table if e.value == value and column in (None, e.column)]
-            header = ["", "ours", "seeds", f"minus {first}, per seed", "95 % of it", "paper", "ours minus paper"]
+            settings = ", ".join(dict.fromkeys(e.setting for e in some if e.setting))
+            paper_title = f"paper ({settings})" if settings else "paper"
+            header = ["", "ours", "seeds", f"minus {first}, per seed", "95 % of it", paper_title, "ours minus paper"]
             rows = [_line(e.column if single else e.row, e, digits) for e in some]
             paper = preset.published.get(value, {}).get(column, {}) if whole and column is not None else {}
-            if any(e.published is None and without_mark(e.row) in paper for e in some):
-                paper = {}  # the paper's numbers are for other data
+            if settings:
+                paper = {}  # only our rows are of interest
             absent = [row for row in preset.rows if row in paper and row not in {without_mark(e.row) for e in some}]
             rows += [[row, "not run", "", "", "", f"{paper[row]:.{digits}f}", ""] for row in absent]
             # Empty columns are omitted.

@@ -16,6 +16,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.paths import without_data_locations
 from unskew.data.federation import Federation
 from unskew.engines.base import EngineConfig
+from unskew.engines.local_trainer import check_batch_sizes
 from unskew.methods.fedavg import FedAvg, server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
@@ -165,6 +166,8 @@ def assemble(
         plan,
         secret=secret,
     )
+    if not deployed and config.rounds * config.participation >= 1:  # sites validate their own samples
+        check_batch_sizes(setup)
     attackers = None
     if config.attack is not None:
         eta = rule.eta if isinstance(rule, FedAvg) else 1.0

@@ -12,9 +12,10 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.normalization import Normalization
 from unskew.data.readers.encoders import category_counts
-from unskew.errors import ConfigError
+from unskew.engines.batches import InputNormalizer
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
+from unskew.models.user_modules import copy_module, random_draws
 from unskew.protocol.rules import Method
 from unskew.seeding import derive
 
@@ -47,17 +48,15 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "initial model"))
-        try:
-            module = resolve_model(
-                config.model if model is None else model,
-                federation.shape,
-                federation.classes,
-                config.model_options,
-                federation.task,
-                category_counts(federation.encoders),
-            )
-        except RuntimeError as error:  # for example, a layer that does not fit in memory
-            raise ConfigError(f"The model {config.model!r} cannot be built: {str(error).splitlines()[0]}") from error
+        module = resolve_model(
+            config.model if model is None else model,
+            federation.shape,
+            federation.classes,
+            config.model_options,
+            federation.task,
+            category_counts(federation.encoders),
+        )
+        module = copy_module(module)
         spec = spec_of(module, config.head)
         for rule in method.client:
             adapted, head = rule.adapt(module, spec.head_name)
@@ -65,6 +64,10 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
                 module = adapted
                 # ModelSpec rejects a head that is passed and not trained, as those of language models are.
                 spec = spec_of(adapted, head if spec.head_trains or head != spec.head_name else config.head)
+    normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, torch.device("cpu"))
+    sample = normalize(x[:2].cpu()) if len(x) > 1 else torch.zeros(2, *spec.shape, dtype=spec.input_dtype)
+    with spec.precision(sample.device):
+        spec.draws_globally, spec.unseeded_layer = random_draws(spec.module, sample)
     return spec
 
 

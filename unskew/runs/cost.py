@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -38,6 +39,10 @@ ENOUGH = 2.0
 """If the first measured round takes longer than this many seconds, no second round is measured."""
 SHARE, LIMIT = 0.02, 10.0
 """Time limit of a method's measurement: this share of the plain estimate, but at least ``LIMIT`` seconds."""
+
+
+BUSY = 1.5
+"""Load per core from which the estimate says that it is uncertain."""
 
 
 class TooLongError(Exception):
@@ -163,7 +168,12 @@ def estimate(
         The estimate; None if the runs are too short to measure, or a Ray cluster trains the clients.
     """
     seconds: dict[str, float] = {}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     notes: list[str] = []
+    if load > (os.cpu_count() or 1):
+        notes.append(
+            f"Other programs keep this machine busy (load {load:.0f}): the runs may take several times as long."
+        )
     for name, (config, method, _) in runs.items():
         if config.engine == "ray" or config.ray.address is not None:
             return None
@@ -183,6 +193,12 @@ def estimate(
         seconds[name] = estimated
     if not seconds:
         return None
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > BUSY * num_cores():
+        notes.append(
+            f"Other programs keep the {num_cores()} cores busy (load {load:.1f}), so the estimate may be several times too "
+            "long or too short."
+        )
     counts = {name: runs[name][2] for name in seconds}
     total = sum(seconds[name] * count for name, count in counts.items())
     number = sum(counts.values())

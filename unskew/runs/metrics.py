@@ -13,7 +13,7 @@ from unskew.errors import ConfigError
 from unskew.option_parsing import import_callable
 from unskew.simulation.update_buffer import TAKEN
 from unskew.tasks.metrics import METRICS, MetricSet, OwnMetric
-from unskew.tasks.primary_metric import RECALL, WORST, MetricInfo, metric_info
+from unskew.tasks.primary_metric import RECALL, WORST, MetricInfo, client_metric_name, metric_info
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
@@ -32,10 +32,11 @@ SUMMARY = {
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
     *("kept_round", "client", "name", "samples", "num_held_out", "class_counts"),
     *("attack", "attackers", "attacker", "backdoor_success", "unseen", "max_rounds", "seeds", "reference"),
+    *("test_samples", "held_out_class_counts"),
     *("epsilon", "delta", "noise_multiplier", "clip_norm"),
 }
 """Keys of rounds, summaries and client rows, which are not allowed as names of custom metrics."""
-PREFIXES = ("synthetic_", "best_", "client_", "clients_", "personal_", "validation_", "local_", "server_",
+PREFIXES = ("synthetic_", "best_", "constant_", "client_", "clients_", "personal_", "validation_", "local_", "server_",
             "kept_", "unseen_", "epsilon_", "dpsgd_", "seconds_", "rounds_", "bytes_", "seeds_")  # fmt: skip
 SUFFIXES = ("_std", "_before_closing", "_at_validation_round")
 
@@ -100,7 +101,7 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     base_name = "recall" if name.startswith(RECALL) else name
     if base_name in METRICS and base_name not in known:
         known.append(base_name)
-    computed = MetricSet(tuple(known), own, tuple(names))
+    computed = MetricSet(tuple(known), own, tuple(names), judged=client_metric_name(name, task.scored))
     return RunMetrics(
         metric_info(name, {entry: metric_direction(f) for entry, f in own.items()}), task.scored, computed
     )

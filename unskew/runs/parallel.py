@@ -14,10 +14,10 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.sections import ADDRESS
-from unskew.engines.cpu import num_cores
+from unskew.engines.cpu import may_start_processes, num_cores
 from unskew.engines.mmap_pickle import dump_mmap
 from unskew.engines.registry import pick_device
-from unskew.errors import ConfigError, short_repr
+from unskew.errors import ConfigError, EngineError, short_repr
 from unskew.runs.process_pool import Job, ProcessPool, raise_if_unpicklable
 from unskew.runs.ray_pool import RayJobPool
 from unskew.simulation.round_loop import RunInterrupted, interruptible
@@ -106,7 +106,8 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
         config.engine == "vectorized" or config.workers is not None or pick_device(config.device).type != "cpu"
         for config in configs
     )
-    return 1 if divided or clusters or size > SMALL else min(num_cores(), len(configs))
+    alone = divided or clusters or size > SMALL or not may_start_processes()
+    return 1 if alone else min(num_cores(), len(configs))
 
 
 def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> ParallelOn:
@@ -159,6 +160,10 @@ def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[t
             number = int(places)
             crew = RayJobPool(
                 places.address, number, places.auto, places.small, places.deadline, path, paths_to_share(given)
+            )
+        elif not may_start_processes():
+            raise EngineError(
+                "Parallel runs cannot be started in a worker of multiprocessing.Pool, which is a daemon. Remove parallel."
             )
         else:
             crew = ProcessPool(max(1, min(places, len(works))), path)

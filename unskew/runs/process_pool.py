@@ -201,7 +201,7 @@ class ProcessPool:
         if process.exitcode == 1:  # Python failed before the worker started
             raise EngineError(
                 "A worker process failed to start; see the traceback above. In a script, start parallel runs under "
-                'if __name__ == "__main__".'
+                'if __name__ == "__main__". A script that is read from standard input must be saved to a file.'
             )
         raise EngineError(
             f"The worker process of a parallel run died (exit code {process.exitcode}, {work.name}), possibly out of "

@@ -38,6 +38,7 @@ from unskew.secret_draws import KEY_FILE
 from unskew.simulation import checkpoint, personal_models, restore, run_warnings
 from unskew.simulation.generated_samples import GeneratedSamplesRecorder
 from unskew.simulation.round_loop import RunInterrupted, run_rounds
+from unskew.tasks.intervals import metric_interval
 
 
 class Session:
@@ -138,11 +139,11 @@ class Session:
         summary = summarize(
             self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics, who, closing
         )
+        sampling, curves = self._test_set()
+        summary |= sampling
         if self.folder is not None:
             self.recorder.check_folder()
-            write_artifacts(
-                self.folder, config, self.evaluator.federation, self.server, clients, summary, self._curves()
-            )
+            write_artifacts(self.folder, config, self.evaluator.federation, self.server, clients, summary, curves)
             (self.folder / KEY_FILE).unlink(missing_ok=True)
         for store in (self.server.store, self.server.cache, self.network.store):
             store.close()
@@ -300,9 +301,16 @@ class Session:
             self.network.clock.now = self.recorder.history[-1].get("seconds_simulated", 0.0)
         return done
 
-    def _curves(self) -> dict[str, Any]:
-        """Compute a classifier's curves if ``metrics`` are requested; they need its probabilities and scikit-learn."""
-        if not self.metrics.computed.known:
-            return {}
-        y, p = self.evaluator.test_scores(self.server.evaluated, self.server.evaluated_b)
-        return classifier_curves(y, p, self.evaluator.federation.names)
+    def _test_set(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the sampling error of the test set for the summary, and the curves of a classifier.
+
+        The sampling error is the 95 % interval of the objective. The curves are computed if ``metrics`` are requested.
+        """
+        evaluator, task, metrics = self.evaluator, self.parts.task, self.metrics
+        if task.name == "language":  # too many logits to store
+            return {}, {}
+        y, scores = evaluator.test_scores(self.server.evaluated, self.server.evaluated_b)
+        ends = metric_interval(metrics.objective.name, task, y, scores, metrics.computed)
+        names = [f"{metrics.objective.name}_{end}" for end in ("low", "high")]
+        curves = classifier_curves(y, scores, evaluator.federation.names) if metrics.computed.known else {}
+        return {"test_samples": len(y), **({} if ends is None else dict(zip(names, ends, strict=True)))}, curves

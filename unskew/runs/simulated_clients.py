@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from unskew.data.unseen import AllClients
+from unskew.data.federation import Federation
+from unskew.data.unseen import AllClients, AllSamples
 from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
 from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.registry import make_engine
@@ -152,7 +154,10 @@ class SimulatedClients:
         more, unseen_rows = self._score_unseen() if federation.unseen else ({}, [])
         honest = scores.without(attackers), None if own is None else own.without(attackers)
         figures = client_metrics(*honest, parts.metrics, federation.client_names)
-        return figures | more, [*client_rows(federation, scores, own, server.last, attackers), *unseen_rows]
+        constants, on_test = parts.evaluator.client_constants(scores), parts.evaluator.test_constant()
+        judged = [metric.name for metric in parts.metrics.judging if math.isfinite(on_test.get(metric.name, math.nan))]
+        figures |= {f"constant_{name}": on_test[name] for name in judged}
+        return figures | more, [*client_rows(federation, scores, own, server.last, attackers, constants), *unseen_rows]
 
     def _score_unseen(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Evaluate the final model on the unseen clients, and the personal models that they get after the last round.
@@ -168,13 +173,14 @@ class SimulatedClients:
         names = known.unseen_names
         unseen = replace(known, clients=known.unseen, client_names=names, unseen=(), stats_traffic=None)
         unseen = replace(unseen, text_groups=None)
-        evaluator = Evaluator(parts.spec, unseen, parts.task, parts.setup.device, parts.metrics.computed)
 
-        def evaluate(own: Models | None) -> ClientScores:
+        def evaluate(own: Models | None, federation: Federation = unseen) -> ClientScores:
             v, b = server.evaluated, server.evaluated_b
+            evaluator = Evaluator(parts.spec, federation, parts.task, parts.setup.device, parts.metrics.computed)
             return evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         scores, own = evaluate(None), None
+        complete = evaluate(None, replace(unseen, clients=AllSamples(unseen.clients)))
         if personal_models.has_fine_tuning(parts.method) and not parts.method.data:
             name = "vectorized" if self.engine_name == "vectorized" else "inline"
             every = replace(known, clients=AllClients(known), client_names=(*known.client_names, *names))
@@ -189,6 +195,6 @@ class SimulatedClients:
                 own = evaluate(tuned)
             finally:
                 engine.close()
-        rows = client_rows(unseen, scores, own)
+        rows = client_rows(unseen, scores, own, complete=complete)
         rows = [{**row, "client": len(known.clients) + row["client"], "unseen": True} for row in rows]
         return unseen_metrics(scores, own, parts.metrics, names), rows

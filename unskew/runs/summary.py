@@ -31,6 +31,8 @@ MEASURED = (
 """Names, or prefixes of names, of the last round's metrics that are copied to the summary."""
 
 
+ALL_SAMPLES = "all_"
+"""Prefix of the metrics of the final model on all samples of an unseen client, not only the held-out ones."""
 MOST_CLIENTS, MOST_CLASSES = 10_000, 1000
 """Limits above which class counts per client are not stored; with more clients, only some are listed."""
 
@@ -224,6 +226,8 @@ def client_rows(
     personal: ClientScores | None,
     took_part: Iterable[int] = (),
     attackers: Collection[int] = (),
+    constants: Mapping[int, Mapping[str, float]] | None = None,
+    complete: ClientScores | None = None,
 ) -> list[dict[str, Any]]:
     """Build the rows of ``clients.jsonl``, one per client.
 
@@ -236,19 +240,29 @@ def client_rows(
         personal: Scores of personal models, or None.
         took_part: Clients whose updates were aggregated.
         attackers: Clients that attack; their rows are marked.
+        constants: Metrics of a constant prediction by client, or None.
+        complete: Scores of the final model on all samples of clients that train on none, or None.
     """
     scored = federation.objective.scored
     known = {scored: scores.accuracies, "loss": scores.losses, **scores.others}
     figures = {int(k): {name: float(of[i]) for name, of in known.items()} for i, k in enumerate(scores.ids)}
-    if personal is not None:
-        known = {scored: personal.accuracies, **personal.others}
-        for i, k in enumerate(personal.ids):
-            figures[int(k)] |= {f"personal_{name}": float(of[i]) for name, of in known.items()}
+    for prefix, other in (("personal_", personal), (ALL_SAMPLES, complete)):
+        if other is not None:
+            known = {scored: other.accuracies, **other.others}
+            for i, k in enumerate(other.ids):
+                figures.setdefault(int(k), {}).update({f"{prefix}{name}": float(of[i]) for name, of in known.items()})
+    for k, values in (constants or {}).items():
+        figures[k] |= {f"constant_{name}": value for name, value in values.items()}
     clients, names = federation.clients, federation.client_names
     holds: dict[int, dict[str, int]] = {}
+    tested: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and counted_class_names(federation):
         counts = enumerate(federation.label_distribution()[0])
         holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in counts}
+        if federation.objective.labeled and constants is not None:  # a server does not know what real sites hold out
+            ends = {k: clients.y[clients.splits[k] : clients.offsets[k + 1]].cpu() for k in figures}
+            rows = {k: federation.objective.counts(y, federation.classes).tolist() for k, y in ends.items()}
+            tested = {k: {str(c): n for c, n in enumerate(row) if n} for k, row in rows.items()}
     if isinstance(clients, ArrayClients):
         num_samples, held_out = federation.sizes, clients.offsets[1:] - clients.splits
         few = len(clients) <= MOST_CLIENTS
@@ -264,6 +278,7 @@ def client_rows(
             "samples": samples,
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
+            **({"held_out_class_counts": tested[k]} if k in tested else {}),
             **finite_or_none(figures.get(k, {})),
         }
         for k, (samples, num_held_out) in sizes.items()

@@ -85,12 +85,18 @@ def check_method(
         notes = rule.check(run) or ()
         warnings += [notes] if isinstance(notes, str) else notes
         warnings += misspelled_hooks(rule)
-    if coded and model is None and config.model in MODELS and config.model != "table-mlp":
+    if coded and model is None and config.model in MODELS and config.model not in ("table-mlp", "logistic"):
         warnings.append(
             f"{config.model} treats the category codes of {', '.join(coded)} as numbers, which are rarely meaningful. Use "
-            "table-mlp, which learns an embedding for each category."
+            "logistic or table-mlp, which learn weights for each category."
         )
     spec = run.spec
+    if spec.unseeded_layer is not None:
+        warnings.append(
+            f"Another engine, or a resumed run, gives other numbers: the outputs of the model, from {spec.unseeded_layer} "
+            "on, differ between two passes with the same inputs and seed. The model has a random generator or a counter of "
+            "its own. Draw from the global generators instead, as torch.rand does."
+        )
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
     if of_one_round and (run.delayed or (config.network.deadline is not None and accepts_late_updates(run, method))):
         which = "network.delay" if run.delayed else "network.deadline"

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from unskew.data.readers.image_folders import SPLITS
 from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
+from unskew.data.readers.names import clean_name
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import InputRows
@@ -47,7 +49,7 @@ def evaluate_rows(
             raise ConfigError(f"--by {by} names a column of a table, but {path} is not one.")
         if by not in rows.table.column_names:
             raise DataError(f"{path}: {unknown_name('column', by, rows.table.column_names)}")
-        values = np.array([str(value) for value in rows.table.column(by).to_pylist()])
+        values = np.array([clean_name(str(value)) for value in rows.cells.column(by).to_pylist()])
         groups += [(str(value), np.flatnonzero(values == value)) for value in np.unique(values)]
     return [
         {"group": name, "rows": len(own), **nan_to_none(compute_metrics(outputs[own], y[own], inputs))}
@@ -68,7 +70,8 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         DataError: If a column is missing, or the model does not know a class.
     """
     if rows.table is None:  # images are in one folder per class
-        label_names, ys = np.unique([str(name).split("/")[0] for name in rows.names], return_inverse=True)
+        folders = [str(name).split("/")[0] if "/" in str(name) else path.absolute().name for name in rows.names]
+        label_names, ys = np.unique(folders, return_inverse=True)
         names, labels = tuple(label_names.tolist()), ys.reshape(-1)
     else:
         wanted = inputs.class_names if inputs.task == "regression" else (inputs.label,)
@@ -90,8 +93,9 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         )
     strange = [name for name in names if name not in inputs.names]
     if strange:
+        choose = f" Evaluate one of its parts, such as {path / strange[0]}." if strange[0] in SPLITS else ""
         raise DataError(
-            f"{path} has the class {strange[0]!r}, but the model was trained on {', '.join(inputs.names[:20])}."
+            f"{path} has the class {strange[0]!r}, but the model was trained on {', '.join(inputs.names[:20])}.{choose}"
         )
     index_of = np.array([inputs.names.index(name) for name in names])
     if labels.ndim == 1:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.readers.arrow_io import read_file
+from unskew.data.readers.arrow_io import read_cells, read_typed
+from unskew.data.readers.cell_types import ColumnUses, Kind, kind_of_names, type_columns
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
-from unskew.data.readers.files import IMAGES
+from unskew.data.readers.image_folders import IMAGES, is_image_file, path_column, visible_files
 from unskew.data.readers.images import decode_column
 from unskew.data.readers.text import encode_for_classification, pad_rows, row_texts
 from unskew.data.readers.tokenization import make_tokenizer
@@ -55,12 +56,30 @@ class InputRows(NamedTuple):
         names: Index of each row, from 0, or name of each image file.
         unknown: Categories that did not occur in training.
         table: The pyarrow table of the rows; None for images.
+        cells: The same table with the cells of a CSV file as written.
     """
 
     x: Tensor
     names: Sequence[int | str]
     unknown: tuple[UnknownCategories, ...] = ()
     table: Any = None
+    cells: Any = None
+
+
+def column_uses(inputs: InputSpec) -> ColumnUses:
+    """Return the kinds of the columns that a model was trained on.
+
+    Args:
+        inputs: Input specification of the model.
+    """
+    texts = (*inputs.text, *((inputs.image,) if inputs.image else ()))
+    kinds: dict[str, Kind] = dict.fromkeys(texts, "text")
+    kinds.update((name, "number") for name in inputs.features)
+    for column in inputs.columns:
+        kinds[column.name] = kind_of_names(column.values) if column.kind == "category" else column.kind
+    if inputs.label is not None and inputs.task != "regression" and inputs.label not in kinds:
+        kinds[inputs.label] = kind_of_names(inputs.class_names)
+    return ColumnUses(kinds=tuple(kinds.items()))
 
 
 def read_rows(path: Path, inputs: InputSpec) -> InputRows:
@@ -77,22 +96,21 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
     if not path.exists():
         raise DataError(f"There is no file or folder at {path}.")
     if path.suffix.lower() in TABLES:
-        table = read_file(path, inputs.csv.spec)
+        text = read_cells(path, inputs.csv.spec) if path.suffix.lower() == ".csv" else None
+        table = read_typed(path) if text is None else type_columns([text], column_uses(inputs))[0]
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
         x = rows_of_table(table, path, inputs)
-        return InputRows(x, range(table.num_rows), unknown_categories(table, inputs), table)
+        cells = table if text is None else text.cells
+        return InputRows(x, range(table.num_rows), unknown_categories(table, inputs), table, cells)
     if inputs.kind != "uint8":
         raise DataError(f"The model needs rows of a table (.csv, .jsonl or .parquet), but {path} is not one.")
-    files = sorted(f for f in path.rglob("*") if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
-    if not files or (not path.is_dir() and path.suffix.lower() not in IMAGES):
+    files = [file for file in (visible_files(path) if path.is_dir() else [path]) if is_image_file(file)]
+    if not files:
         raise DataError(f"{path} is neither an image nor a folder of images ({', '.join(IMAGES)}).")
-    import pyarrow as pa
-
-    column = pa.chunked_array([pa.array([file.read_bytes() for file in files])])
     size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
     names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files]
-    return InputRows(decode_column(column, str(path), None, size), names)
+    return InputRows(decode_column(path_column(files), str(path), None, size), names)
 
 
 def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:
@@ -113,7 +131,7 @@ def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str,
         if name not in rows.table.column_names:
             raise DataError(f"{path}: {unknown_name('column', name, rows.table.column_names)}")
     return {
-        name: [v if isinstance(v, int | float | str) else str(v) for v in rows.table.column(name).to_pylist()]
+        name: [v if isinstance(v, int | float | str) else str(v) for v in rows.cells.column(name).to_pylist()]
         for name in names
     }
 

@@ -38,7 +38,8 @@ class PortableModel(nn.Module):
     """Module that maps raw inputs (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
 
     For tables of mixed columns, a category is the index of its value in ``file_metadata``, from 1, and 0 for unknown
-    values; a missing number is NaN. Regression models return numbers ``[B, T]`` in their original units.
+    values; a missing number is NaN. The inputs are float64 if float32 would lose digits of a column. Regression models return
+    numbers ``[B, T]`` in their original units.
 
     Args:
         found: Run with its model.
@@ -47,6 +48,7 @@ class PortableModel(nn.Module):
     factor: Tensor | None
     offset: Tensor | None
     means: Tensor | None
+    column_offsets: Tensor | None
 
     def __init__(self, found: OpenedRun):
         super().__init__()
@@ -63,7 +65,13 @@ class PortableModel(nn.Module):
         self.register_buffer("factor", factor)
         self.register_buffer("offset", offset)
         columns = inputs.columns
-        self.register_buffer("means", torch.tensor([column.mean for column in columns]) if columns else None)
+        kind = column_dtype(inputs)
+        means, offsets = (
+            torch.tensor([getattr(encoder, name) for encoder in inputs.encoders], dtype=kind) if columns else None
+            for name in ("mean", "offset")
+        )
+        self.register_buffer("means", means)
+        self.register_buffer("column_offsets", offsets if kind == torch.float64 else None)
         self.marked = [index for index, column in enumerate(columns) if column.marks]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,6 +80,8 @@ class PortableModel(nn.Module):
             if self.means is not None:
                 missing = torch.isnan(x)
                 x = torch.where(missing, self.means, x)
+                if self.column_offsets is not None:
+                    x = x - self.column_offsets
                 if self.marked:
                     x = torch.cat([x, missing[:, self.marked].to(x.dtype)], 1)
             x = x.to(self.dtype)
@@ -96,7 +106,7 @@ def example_inputs(found: OpenedRun, count: int) -> Tensor:
         ends = torch.randint(1, shape[1] + 1, (count, 1), generator=draws)
         return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
     if inputs.columns:
-        return torch.stack([_column(column, count, draws) for column in inputs.columns], 1)
+        return torch.stack([_column(column, count, draws) for column in inputs.columns], 1).to(column_dtype(inputs))
     x, known = torch.randn(shape, generator=draws), inputs.normalization
     if known is None:
         return x
@@ -108,8 +118,13 @@ def example_inputs(found: OpenedRun, count: int) -> Tensor:
 def _column(one: InputColumn, count: int, draws: torch.Generator) -> Tensor:
     if one.kind == "category":
         return torch.randint(0, len(one.values) + 1, (count,), generator=draws).float()
-    x = torch.randn(count, generator=draws) * one.std + one.mean
+    x = torch.randn(count, generator=draws).double() * one.std + one.mean
     return x.masked_fill(torch.rand(count, generator=draws) < 0.3, torch.nan) if one.fills else x
+
+
+def column_dtype(inputs: InputSpec) -> torch.dtype:
+    """Return the type of the values of a table: float64 if float32 would lose digits of a column, otherwise float32."""
+    return torch.float64 if any(encoder.offset for encoder in inputs.encoders) else torch.float32
 
 
 def input_shape(inputs: InputSpec) -> tuple[int, ...]:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.clients import iterate_batches
+from unskew.data.clients import ArrayClients, iterate_batches
 from unskew.data.federation import ClientData, Federation
 from unskew.engines.batches import InputNormalizer
 from unskew.engines.cpu import num_threads
 from unskew.models.execution import BoundModel
 from unskew.models.spec import ModelSpec
-from unskew.seeding import numpy_generator
+from unskew.seeding import numpy_generator, seeded_globals
 from unskew.tasks.base import Task
+from unskew.tasks.intervals import interval95, metric_interval
 from unskew.tasks.metrics import MetricSet
-from unskew.tasks.primary_metric import MetricInfo
+from unskew.tasks.primary_metric import RECALL, MetricInfo
+from unskew.tasks.regression import Regression
 
 BATCH = 500
 CELLS = 1 << 26  # values of the widest layer in memory at once: 256 MB in float32
 HELD_OUT = "the clients' held-out data"
 BY_CLASS = "the test set, weighted by the clients' classes"
 NOTHING = "nothing"
+MOST_BOOTSTRAPS = 100
+"""Maximum number of clients whose metrics get intervals of the bootstrap."""
 Models = Callable[[Sequence[int]], Iterable[tuple[Tensor, Tensor]]]
 """Maps client ids to the model ``v [d]`` and the buffers ``b [m]`` that serve each of them, in the same order."""
 
@@ -119,7 +124,7 @@ class Evaluator:
     ):
         self.federation = federation
         self.task = task
-        self.metrics = metrics or MetricSet()
+        self.metrics = MetricSet() if metrics is None else metrics
         self.model = BoundModel(spec, device)
         self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
         x, y = federation.test
@@ -146,7 +151,7 @@ class Evaluator:
         scores = []
         losses = []
         tallies = []
-        with num_threads(self.threads):
+        with self._evaluation():
             predict = self.model.predict(v, b)
             for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
                 target = y.to(self.model.device)
@@ -162,6 +167,12 @@ class Evaluator:
                 tallies.append(self.task.tally(logits, target))
         return torch.cat(right), torch.cat(scores), torch.cat(losses), torch.stack(tallies).sum(0)
 
+    @contextlib.contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """Context manager with the threads of the evaluation, and fixed seeds for models that draw in eval mode, too."""
+        with num_threads(self.threads), seeded_globals(self.model.spec.draws_globally, 0, self.model.device):
+            yield
+
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """Return the loss of every sample, ``[n]``, in float64.
 
@@ -174,7 +185,7 @@ class Evaluator:
         vector = x.dim() == 2 and x.is_floating_point()
         size = 20 * BATCH if vector else self.batch  # vectors are small
         losses_list = []
-        with num_threads(self.threads):
+        with self._evaluation():
             predict = self.model.predict(v, b)
             for first in range(0, len(y), size):
                 target = y[first : first + size].to(self.model.device)
@@ -190,7 +201,7 @@ class Evaluator:
             b: Buffers of the model, ``[m]``.
             x: Stored samples, ``[n, ...]``.
         """
-        with num_threads(self.threads):
+        with self._evaluation():
             predict = self.model.predict(v, b)
             logits = [predict(self.normalize(part)).logits for part in iterate_batches([x], self.batch)]
         return torch.cat([torch.where(part.isfinite().all(1), part.argmax(1), -1) for part in logits])
@@ -234,6 +245,7 @@ class Evaluator:
         y = y.to(logits.device)
         metrics = self.task.measure(self.task.tally(logits, y), loss)
         metrics.pop(self.task.scored, None)
+        metrics |= self._client_interval(logits, y)
         where = f"held-out samples of {self.federation.client_label(client)}"
         return metrics | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
 
@@ -320,6 +332,83 @@ class Evaluator:
             return Score(accuracy, loss, others)
         accuracies, losses = self._by_class(v, b, [client.y])
         return Score(float(accuracies[0]), float(losses[0]))
+
+    def client_constants(self, like: ClientScores) -> dict[int, dict[str, float]]:
+        """Return each client's metrics of a constant: the class shares, or the mean, of its own training samples.
+
+        Args:
+            like: Scores of a model; constants are evaluated for the same clients on the same samples.
+        """
+        metrics = {}
+        for client in (self.federation.clients[k] for k in like.ids.tolist()):
+            if like.measured_on == BY_CLASS:
+                y = self.test[1]
+                weights = self.task.counts(client.y, self.federation.classes).to(y.device, torch.float64)[y]
+                metrics[client.id] = self._constant_metrics(client.y, y, weights)
+            else:
+                metrics[client.id] = self._constant_metrics(client.y, client.y_test, each=True)
+        return metrics
+
+    def test_constant(self) -> dict[str, float]:
+        """Return the metrics of a constant on the test set, from all training samples.
+
+        There are none if clients are loaded one by one, because reading the targets of all would take too long.
+        """
+        clients = self.federation.clients
+        if not isinstance(clients, ArrayClients):
+            return {}
+        return self._constant_metrics(torch.cat([client.y for client in clients]), self.test[1])
+
+    def _constant_metrics(
+        self, known: Tensor, y: Tensor, weights: Tensor | None = None, each: bool = False
+    ) -> dict[str, float]:
+        """Evaluate the constant for the targets ``known`` on the targets ``y``; empty for a task without constants.
+
+        Custom metrics are left out, because their functions need not accept constants.
+
+        Args:
+            known: Targets that the constant describes.
+            y: Targets of the evaluated samples.
+            weights: Weights of these samples; only the primary metric is then computed.
+            each: Whether the samples are those of one client, for which R² is a mean over samples.
+        """
+        y = y.to(self.model.device)
+        constant = self.task.constant(known.to(y.device), self.federation.classes)
+        if constant is None:
+            return {}
+        logits = constant.expand(len(y), *constant.shape)
+        right = self.task.correct(logits, y)
+        if weights is not None:
+            return {self.task.scored: float(right @ weights / weights.sum())}
+        loss = float(self.task.losses(logits, y).to(torch.float64).mean())
+        metrics = {
+            self.task.scored: float(right.mean()),
+            "loss": loss,
+            **self.task.measure(self.task.tally(logits, y), loss),
+        }
+        if self.metrics:
+            metrics |= replace(self.metrics, own={}).of(*self._arrays([logits], y), "a constant")
+        return (
+            metrics | {self.task.scored: float(right.mean()), **self._client_interval(logits, y)} if each else metrics
+        )
+
+    def _client_interval(self, logits: Tensor, y: Tensor) -> dict[str, float]:
+        """Return the ends of the 95 % interval of a client's judged metric; empty if there is none.
+
+        A client's R² is a mean over samples, so its interval is Student's t. Intervals of many clients are computed only
+        if they need no bootstrap.
+        """
+        name, task = self.metrics.judged, self.task
+        if not name or task.name == "language":
+            return {}
+        closed = name == "accuracy" or name.startswith(RECALL) or (name == "auroc" and self.federation.classes == 2)
+        if name == Regression.scored:
+            interval = interval95(task.correct(logits, y).tolist())
+        elif len(self.federation.clients) > MOST_BOOTSTRAPS and not (closed and task.name == "classification"):
+            interval = None
+        else:
+            interval = metric_interval(name, task, *self._arrays([logits], y), self.metrics)
+        return {} if interval is None else dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return accuracy and loss on the test set reweighted to the classes in each client's labels, ``[K]`` each."""

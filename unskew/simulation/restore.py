@@ -21,6 +21,8 @@ from unskew.simulation.traffic import Traffic
 
 Pair = tuple[Tensor, Tensor]
 """Model and buffers."""
+Observed = dict[str, Tensors]
+"""State of attackers (``attack``) and of diagnostics (``measured``)."""
 
 
 def restore(path: Path, manifest: dict[str, Any], server: Server, network: Network) -> None:
@@ -36,13 +38,14 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         CheckpointError: If the checkpoint is of another model or method, or is corrupted.
     """
     with checkpoint_errors(path):
-        state, rules, b, server.mean, server.best, sent, waiting, attack = _server_part(path, manifest, server)
+        state, rules, b, server.mean, server.best, sent, waiting, observed = _server_part(path, manifest, server)
         # The state of a rule may grow, so its keys are not compared; the options were compared with the configuration.
         same_types = state["v"].dtype == server.v.dtype and b.dtype == server.b.dtype
         if not same_types or state.keys() != server.state.keys() or {*manifest["rules"]} != {*server.halves}:
             raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
         server.state, server.b = state, b
-        server.attack_state.update(attack)
+        server.attack_state.update(observed["attack"])
+        server.measured = observed["measured"]
         server.version = manifest["version"]
         server.sent = sent
         server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
@@ -125,8 +128,8 @@ def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
 
 def _server_part(
     path: Path, manifest: dict[str, Any], server: Server
-) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, SentModel], Tensors, Tensors]:
-    """Load server state, rules, buffers, mean model, best model, sent models, buffered updates and attackers' state."""
+) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, SentModel], Tensors, Observed]:
+    """Load server state, rules, buffers, mean model, best model, sent models, buffered updates and observed state."""
     device, clients = server.b.device, server.federation_info.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     if tensors["state/v"].shape != server.v.shape or tensors["b"].shape != server.b.shape:
@@ -136,10 +139,10 @@ def _server_part(
     numbers = [int(k) for part in ("last", "sent") for k in manifest[part]]
     if max([*numbers, *(fields["client"] for fields in manifest["in_flight"])], default=0) >= clients:
         raise ValueError(f"it names a client beyond the {clients} that there are")
-    state, waiting, attack = (
-        {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}
-        for kind in ("state/", "waiting/", "attack/")
-    )
+    parts = {
+        kind: {n.removeprefix(f"{kind}/"): t for n, t in tensors.items() if n.startswith(f"{kind}/")}
+        for kind in ("state", "waiting", "attack", "measured")
+    }
     mean, best = (
         (tensors[f"{kind}/v"], tensors[f"{kind}/b"]) if f"{kind}/v" in tensors else None for kind in ("mean", "best")
     )
@@ -147,7 +150,8 @@ def _server_part(
         int(k): SentModel(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
         for k, (version, born) in manifest["sent"].items()
     }
-    return state, unflatten_records("rules", tensors), tensors["b"], mean, best, sent, waiting, attack
+    state, waiting = parts.pop("state"), parts.pop("waiting")
+    return state, unflatten_records("rules", tensors), tensors["b"], mean, best, sent, waiting, parts
 
 
 UPDATE = {
@@ -177,7 +181,7 @@ def _sized_at_server(name: str) -> str | None:
         return "v" if kind == "sent" else "b"
     if kind == "waiting":
         return UPDATE.get(rest.partition("/")[2])
-    if name in ("attack/direction", "attack/previous"):
+    if name in ("attack/direction", "attack/previous", "measured/previous"):
         return "v"
     return {
         "state/v": "v",

@@ -15,6 +15,7 @@ from unskew.attacks.attackers import Attackers
 from unskew.engines.base import Engine
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
+from unskew.seeding import derive, seeded_globals
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
@@ -67,29 +68,31 @@ def run_rounds(
     asks = any(rule.survey_at == "asked" for rule in server.method.client)
     with interruptible() as stopped:
         for t in rounds:
-            cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
-            if sampler.candidates is not None and cohort:
-                with timed_exchange(network):
-                    cohort = sampler.select(cohort, server.losses(t, cohort, engine))
-            if asks and cohort:
-                with timed_exchange(network):
-                    server.ask(t, cohort, engine)
-            if network.clock is not None:
-                network.clock.start_round(cohort)
-            broadcasts = server.broadcasts(t, cohort)
-            dropped = {k for k in cohort if network.drops(t, k)}
-            for k in dropped:
-                server.lost(k)
-            trained = [broadcast for broadcast in broadcasts if broadcast.client not in dropped]
-            results: Iterable[Update] = train_clients(engine, trained)
-            if attackers is not None:
-                results = attackers.replace_updates(t, server.v, trained, results)
-            arrivals = network.deliver(t, results)
-            figures = server.step(t, arrivals)
-            if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):
-                return
-            if stopped:
-                raise RunInterrupted(stopped[0])
+            draws = seeded_globals(server.spec.draws_globally, derive(server.seed, "server draws", t), server.v.device)
+            with draws:
+                cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
+                if sampler.candidates is not None and cohort:
+                    with timed_exchange(network):
+                        cohort = sampler.select(cohort, server.losses(t, cohort, engine))
+                if asks and cohort:
+                    with timed_exchange(network):
+                        server.ask(t, cohort, engine)
+                if network.clock is not None:
+                    network.clock.start_round(cohort)
+                broadcasts = server.broadcasts(t, cohort)
+                dropped = {k for k in cohort if network.drops(t, k)}
+                for k in dropped:
+                    server.lost(k)
+                trained = [broadcast for broadcast in broadcasts if broadcast.client not in dropped]
+                results: Iterable[Update] = train_clients(engine, trained)
+                if attackers is not None:
+                    results = attackers.replace_updates(t, server.v, trained, results)
+                arrivals = network.deliver(t, results)
+                figures = server.step(t, arrivals)
+                if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):
+                    return
+                if stopped:
+                    raise RunInterrupted(stopped[0])
 
 
 @contextmanager

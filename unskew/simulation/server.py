@@ -94,6 +94,7 @@ class Server:
         meter: Context manager around the aggregation of updates, which measures its cost.
         watchers: Called with every usable update: diagnostics of single updates, which are not part of the method.
         attack_state: State of simulated attackers, which checkpoints store.
+        measured: Tensors that diagnostics need in later rounds, which checkpoints store.
     """
 
     b: Tensor
@@ -117,6 +118,7 @@ class Server:
     meter: Callable[[], AbstractContextManager[None]]
     watchers: list[Callable[[Update], None]]
     attack_state: Tensors
+    measured: Tensors
 
     def __init__(
         self,
@@ -164,6 +166,7 @@ class Server:
         self.have_model: tuple[int, frozenset[int]] = (-1, frozenset())  # clients that received the model of a round
         self.watchers = []
         self.attack_state = {}
+        self.measured = {}
         self.meter = nullcontext
         self.exchange = SliceExchange(method.sync, spec)
         self.compressor = next((r for r in method.client if r.compresses_broadcast), None)
@@ -207,7 +210,8 @@ class Server:
         sent |= {f"sent-b/{sent.born}": sent.b for sent in self.sent.values() if sent.b is not None}
         best = {} if self.best is None else {"best/v": self.best[0], "best/b": self.best[1]}
         attack = {f"attack/{name}": t for name, t in self.attack_state.items()}
-        return {**all_tensors(self.state, self.rules, self.b), **mean, **waiting, **sent, **best, **attack}
+        measured = {f"measured/{name}": t for name, t in self.measured.items()}
+        return {**all_tensors(self.state, self.rules, self.b), **mean, **waiting, **sent, **best, **attack, **measured}
 
     def broadcasts(self, round: int, cohort: Sequence[int]) -> list[Broadcast]:
         """Create the broadcasts of a round and count their bytes.

@@ -106,6 +106,15 @@ class Task:
         """Return the true values that correspond to ``scores``."""
         return y
 
+    def constant(self, y: Tensor, classes: int) -> Tensor | None:
+        """Return the best output that is the same for every input, ``[C]``; None if the task has none.
+
+        Args:
+            y: Targets that it describes, ``[n]`` or ``[n, L]``.
+            classes: Number of classes.
+        """
+        return None
+
     def predictions(self, y: Tensor) -> Tensor:
         """Return the number of predictions per sample, ``[B]``; loss and accuracy are means over predictions."""
         return torch.ones(len(y), dtype=torch.float64, device=y.device)

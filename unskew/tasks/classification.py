@@ -56,6 +56,10 @@ class Classification(Task):
         """Count the samples per class."""
         return torch.bincount(y, minlength=classes)
 
+    def constant(self, y: Tensor, classes: int) -> Tensor:
+        """Return the log-shares of the classes; an absent class counts as half a sample, so that the loss is finite."""
+        return self.counts(y, classes).clamp_min(0.5).to(torch.float32).log()
+
     def pairs(self, y: Tensor, classes: int) -> Tensor:
         """Return a diagonal matrix, because no sample has two classes."""
         return torch.diag(self.counts(y, classes))
@@ -103,6 +107,11 @@ class MultiLabel(Task):
         """Count the samples that have each label."""
         return y.sum(0, dtype=torch.int64)
 
+    def constant(self, y: Tensor, classes: int) -> Tensor:
+        """Return the log-odds of each label; no share is nearer to 0 or 1 than half a sample."""
+        n = max(1, len(y))
+        return torch.logit(self.counts(y, classes).to(torch.float32).clamp(0.5, n - 0.5) / n)
+
     def pairs(self, y: Tensor, classes: int) -> Tensor:
         """Count the samples that have both of two labels."""
         y = y.to(torch.float64)
@@ -123,7 +132,8 @@ class MultiLabel(Task):
             torch.stack([part.sum(axis) for part in (right, predicted, actual)]).to(torch.float64) for axis in (0, -1)
         )
         f1 = precision_recall_f1(by_sample)[2]
-        return torch.cat([by_label, by_label.new_tensor([[float(f1.sum())], [len(f1)], [0.0]])], dim=1)
+        by_sample = torch.stack([f1.sum(), f1.new_tensor(len(f1)), f1.new_tensor(0)])
+        return torch.cat([by_label, by_sample[:, None]], dim=1)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
         """Compute macro- and micro-averaged precision, recall and F1, and the mean F1 per sample."""

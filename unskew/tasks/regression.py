@@ -66,6 +66,10 @@ class Regression(Task):
         right = 1 - (logits - y).to(torch.float64).square().mean(-1)
         return right.nan_to_num(nan=LEAST).clamp_min(LEAST)
 
+    def constant(self, y: Tensor, classes: int) -> Tensor:
+        """Return the mean of each target; 0, the mean over all clients, without samples."""
+        return y.mean(0) if len(y) else y.new_zeros(classes)
+
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the ``regression_sums`` of a batch."""
         return regression_sums(logits, y)

@@ -84,9 +84,33 @@ def method_spaces(spelling: str) -> dict[str, Space]:
         is_published = part.lower() in COMPOSITIONS
         for name, options in split_expression(part):
             written = {} if is_published else options
-            for option, space in rule_class(name).spaces.items():
+            for option, space in rule_spaces(name).items():
                 if option not in written and SERVER_BUDGETS.get(option) not in written:
                     spaces[f"{name}.{option}"] = space
+    return spaces
+
+
+def rule_spaces(name: str) -> dict[str, Space]:
+    """Return the search spaces that the class of a rule declares, as spaces or in the format of ``--space``.
+
+    Args:
+        name: Name or import path of the rule.
+
+    Raises:
+        ConfigError: If the class has no such option, or the option does not accept such values.
+    """
+    cls = rule_class(name)
+    if not isinstance(cls.spaces, Mapping):
+        raise ConfigError(f"The spaces of {name} must be a mapping, such as {{'OPTION': '0.001:0.3:log'}}.")
+    spaces: dict[str, Space] = {}
+    for option, space in cls.spaces.items():
+        if option not in option_defaults(cls):
+            raise ConfigError(unknown_name("option", str(option), option_defaults(cls), f"The class of {name}"))
+        check = partial(_check_option, cls, option, name)
+        if isinstance(space, RangeSpace | CategoricalSpace):
+            spaces[option] = space
+        else:
+            spaces[option] = read_space(space, f"{name}.{option}", check)
     return spaces
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from unskew.comparison.references import is_reference, reference_config
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.config.metrics import AUTO
@@ -146,7 +147,7 @@ class TuningPlan:
             params: Values by name of the search space.
         """
         spelling, fields = apply_parameters(name, params)
-        values = dict(self.values)
+        values = reference_config(self.values, name) if is_reference(name) else dict(self.values)
         for key, value in fields.items():
             values = {**without_rival(values, key), key: value}
         return experiment({**values, "method": spelling})

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unskew.comparison import references as reference_rows
 from unskew.comparison.compare import Comparison, compare, seed_list
 from unskew.config.loader import experiment
 from unskew.config.paths import without_data_locations
@@ -57,6 +58,7 @@ def tune(
     resume: bool = False,
     parallel: int | str = 1,
     pruning: bool = True,
+    references: bool | None = None,
     callback_factory: Follow = no_callbacks,
     **options: Any,
 ) -> TuningResult:
@@ -78,6 +80,8 @@ def tune(
         parallel: Number of processes that run trials. On a Ray cluster ``"8@HOST:PORT"``, with an ``out`` that all
             nodes can access.
         pruning: Whether to end trials early if they are worse than most others after the same number of rounds.
+        references: Whether to tune ``pooled`` and ``local`` as well, with as many trials, and to compare them. None means
+            True.
         callback_factory: Returns the callbacks of a run for its title.
         **options: Fields of ``unskew.Experiment``; ``seed`` is the seed of the trials.
 
@@ -107,6 +111,10 @@ def tune(
             "federation nor a model object, or remove parallel."
         )
     with database(), _in(folder, resume):
+        left_out: list[str] = []
+        if reference_rows.BY_DEFAULT if references is None else references:
+            added, left_out = reference_rows.applicable_references(config, plan.data, plan.model, names)
+            plan.methods += added
         plan.check()
         if folder is not None:
             _remember(folder, plan, fresh)
@@ -125,6 +133,7 @@ def tune(
         comparison = _compared(plan, tuned, fresh, federation, model, callback_factory, parallel if away else 1)
         if folder is not None:
             shutil.rmtree(folder / "trials", ignore_errors=True)
+    comparison = replace(comparison, left_out=tuple(left_out))
     spent = [each for study in studies.values() for each in study.spent()]
     return TuningResult(tuned, rows, comparison, folder, spent)
 

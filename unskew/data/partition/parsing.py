@@ -23,6 +23,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "quantity": ("min",),
     "natural": ("min",),
 }
+COLUMNS = ("natural", "sorted")
+"""Partitions whose value is a column."""
 LARGEST = 10**12  # more samples than any data set has
 EXAMPLES = {"dirichlet": "dirichlet:0.1", "classes": "classes:2", "quantity": "quantity:0.5", "natural": "natural:user"}
 
@@ -45,7 +47,8 @@ def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
     allowed = OPTIONS.get(name, ())
     wrong = [*expression.values[1:], *(f"{key}=" for key, text in options.items() if not text)]
     if wrong:
-        raise ConfigError(f"In the partition {spec!r}, {wrong[0]!r} is not of the form option=value.")
+        hint = f' Write a column name with commas in double quotes: {name}:"site, name".' * (name in COLUMNS)
+        raise ConfigError(f"In the partition {spec!r}, {wrong[0]!r} is not of the form option=value.{hint}")
     for key in options if name in PARTITIONS else ():
         if not allowed:
             raise ConfigError(f"The partition {name} does not take options. Remove {key!r} from {spec!r}.")
@@ -64,7 +67,7 @@ def partition_column(spec: object) -> str | None:
         by = getattr(spec, "_partition_by", None)
         return by if isinstance(by, str) else None
     name, value, options = parse_partition(spec)
-    return options.get("by") or (value if name in ("natural", "sorted") else None) or None
+    return options.get("by") or (value if name in COLUMNS else None) or None
 
 
 def parse_positive(text: str, what: str) -> float:

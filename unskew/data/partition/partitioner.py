@@ -19,6 +19,7 @@ from unskew import plugins
 from unskew.data.federation import compute_fingerprint
 from unskew.data.partition import custom, schemes
 from unskew.data.partition.parsing import PARTITIONS, parse_bool, parse_count, parse_partition, parse_positive
+from unskew.data.readers.names import with_clean_names
 from unskew.errors import ConfigError, DataError, unknown_name
 
 
@@ -297,10 +298,10 @@ def client_names_from_column(
     if not by:
         return ()
     assigned = owner >= 0
-    values, owner = np.asarray(columns[by])[assigned], owner[assigned]
+    values, owner = get_column(columns, by, spec)[assigned], owner[assigned]
     if name == "natural":  # all samples of a client have the same value
         return tuple(str(v) for v in values[np.unique(owner, return_index=True)[1]].tolist())
-    kinds, codes = np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)
+    kinds, codes = np.unique(values, return_inverse=True)
     pairs = np.unique(codes.reshape(-1).astype(np.int64) * clients + owner)
     if len(pairs) > len(kinds):
         return ()
@@ -312,7 +313,7 @@ def client_names_from_column(
 
 
 def get_column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarray:
-    """Return a column without missing values by name.
+    """Return a column without missing values by name; names are clean, and whole numbers are integers.
 
     Args:
         columns: Columns of the data by name.
@@ -320,7 +321,7 @@ def get_column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.nd
         spec: Partition expression, for errors.
 
     Raises:
-        DataError: If the column does not exist or has missing values.
+        DataError: If the column does not exist or has missing values, or two names differ only by spaces or accents.
     """
     if not columns:
         raise DataError(
@@ -332,4 +333,8 @@ def get_column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.nd
     missing = np.array([v is None or v != v for v in values]) if values.dtype.kind == "O" else values != values
     if missing.any():
         raise DataError(f"Column {name!r} has {int(missing.sum())} missing values. Fill them or remove those rows.")
-    return values.astype(str) if values.dtype.kind == "O" else values
+    if values.dtype.kind == "f" and (values == np.round(values)).all() and np.abs(values).max(initial=0) < 2**53:
+        return values.astype(np.int64)  # as pandas writes integers with gaps
+    if values.dtype.kind not in "OU":
+        return values
+    return with_clean_names(values, f"The column {name!r}").astype(str)

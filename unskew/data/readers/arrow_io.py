@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import csv as csv_module
 import re
-from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unskew.data.readers.csv_dialect import csv_format
+from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
+from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
+from unskew.data.readers.names import clean_name
 from unskew.data.spec import DETECTED, CsvSpec
 from unskew.errors import DataError
 from unskew.filesystem import check_regular
+from unskew.progress import report_progress
 
 MOST_BYTES, MOST_EXPANSION, MOST_DEPTH = 2 << 30, 100, 64
 """Data may need this many bytes of memory, or this many times the size of their file; nesting depth of a JSON line."""
@@ -74,56 +79,209 @@ def read_parquet(path: Path) -> Any:
         size += batch.nbytes
         check_expansion(str(path), size, stored)
         batches.append(batch)
-    return pa.Table.from_batches(batches, file.schema_arrow)
+    table = pa.Table.from_batches(batches, file.schema_arrow)
+    for position, field in enumerate(table.schema):
+        if pa.types.is_binary(field.type) and (text := decoded(table.column(position))) is not None:
+            table = table.set_column(position, field.name, text)
+    return table
 
 
-def read_file(path: Path, form: CsvSpec = DETECTED) -> Any:
-    """Read a CSV, parquet or JSON lines file as a pyarrow table.
+def decoded(column: Any) -> Any | None:
+    """Return a binary column as strings if its values are UTF-8 text, as Hive and Impala write them; otherwise None."""
+    import pyarrow as pa
+
+    first = column.slice(0, 100).drop_null()[:1]
+    try:  # images differ from text in their first bytes
+        first.cast(pa.string())
+        return column.cast(pa.string()) if len(first) else None
+    except pa.ArrowInvalid:
+        return None
+
+
+def read_tables(
+    files: Sequence[Path],
+    csv: CsvSpec = DETECTED,
+    uses: ColumnUses = NO_USES,
+    training: int | None = None,
+) -> list[Any]:
+    """Read files; the type of a column of CSV files is decided over all of them together.
+
+    Args:
+        files: CSV, parquet or JSON lines files.
+        csv: Format of CSV files.
+        uses: Uses of the columns of CSV files.
+        training: Number of training files, which come first; None means all.
+
+    Returns:
+        A pyarrow table for each file.
+
+    Raises:
+        DataError: If a file cannot be read.
+    """
+    tables = []
+    for number, file in enumerate(files):
+        report_progress("files read", number, len(files))
+        tables.append(read_cells(file, csv) if file.suffix.lower() == ".csv" else read_typed(file))
+    texts = [table for table in tables if isinstance(table, TextTable)]
+    typed = iter(type_columns(texts, uses, training))
+    return [next(typed) if isinstance(table, TextTable) else table for table in tables]
+
+
+def read_file(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES) -> Any:
+    """Read one file as a pyarrow table.
+
+    Args:
+        path: CSV, parquet or JSON lines file.
+        csv: Format of a CSV file.
+        uses: Uses of the columns of a CSV file.
+    """
+    return read_tables([path], csv, uses)[0]
+
+
+def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:
+    """Read the cells of a CSV file as text, without empty rows and without empty columns that have no name.
 
     Args:
         path: Path of the file.
-        form: Format of CSV files.
+        csv: Format of the file.
 
     Raises:
         DataError: If the file cannot be read.
     """
-    try:
-        import pyarrow as pa
-        from pyarrow import csv
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    from pyarrow import csv as arrow_csv
+
+    with readable(path):
+        layout = csv_layout(path, csv)
+        dialect, count = layout.dialect, len(layout.names)
+        # One block, because pyarrow rejects a row that is longer than a block.
+        block = min(max(path.stat().st_size + 1, 2**20), 2**30)
+        size = block if dialect.encoding == "utf-8" else min(3 * block, 2**30)  # longer when converted to UTF-8
+        positions = [str(number) for number in range(count)]
+        if not count:
+            raise DataError(f"{path} cannot be read as a table: it is empty.")
+        try:
+            cells = arrow_csv.read_csv(
+                path,
+                read_options=arrow_csv.ReadOptions(
+                    block_size=size,
+                    encoding=dialect.encoding,
+                    column_names=positions,
+                    skip_rows=layout.skip + layout.header,
+                ),
+                parse_options=arrow_csv.ParseOptions(delimiter=dialect.separator),
+                convert_options=arrow_csv.ConvertOptions(
+                    column_types=dict.fromkeys(positions, pa.string()), strings_can_be_null=False
+                ),
+            )
+        except pa.ArrowInvalid as error:
+            if "columns, got" not in str(error):
+                raise
+            cells = read_ragged(path, layout)
+    names = checked_names(path, [name if name.strip() else None for name in layout.names], cells)
+    cells = cells.select([positions[k] for k in names]).rename_columns(list(names.values()))
+    empty = None
+    for column in cells.columns:
+        blank = pc.equal(pc.utf8_trim_whitespace(column), "")
+        empty = blank if empty is None else pc.and_(empty, blank)
+        if not pc.any(empty).as_py():
+            return TextTable(path, cells, dialect)
+    return TextTable(path, cells if empty is None else cells.filter(pc.invert(empty)), dialect)
+
+
+def checked_names(path: Path, names: Sequence[str | None], cells: Any) -> dict[int, str]:
+    """Return the names of the columns by their positions; columns without a name and without values have none.
+
+    Args:
+        path: Path of the file, for errors.
+        names: Names in the header; None for an unnamed column.
+        cells: Columns of the file.
+
+    Raises:
+        DataError: If two columns have the same name.
+    """
+    import pyarrow.compute as pc
+
+    stored: dict[int, str] = {}
+    for position, name in enumerate(names):
+        if name is None and not pc.any(pc.not_equal(pc.utf8_trim_whitespace(cells.column(position)), "")).as_py():
+            continue
+        clean = "" if name is None else clean_name(name)
+        if clean in stored.values():
+            remedy = "Rename them" if clean else "Name them"
+            raise DataError(
+                f"{path} has more than one column named {clean!r}. {remedy}; if the first line is no header, list the names "
+                "in csv.names."
+            )
+        stored[position] = clean
+    return stored
+
+
+def read_ragged(path: Path, layout: CsvLayout) -> Any:
+    """Read a CSV file in which some rows end with additional separators.
+
+    Args:
+        path: Path of the file.
+        layout: Layout of the file.
+
+    Raises:
+        DataError: If a row has another number of values than the header.
+    """
+    import pyarrow as pa
+
+    encoding, count = str(layout.dialect.encoding), len(layout.names)
+    columns: list[list[str]] = [[] for _ in range(count)]
+    with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, newline="") as file:
+        for _ in range(layout.skip + layout.header):
+            file.readline()
+        reader = csv_module.reader(file, delimiter=str(layout.dialect.separator))
+        for row in filter(None, reader):
+            if len(row) < count or any(cell.strip() for cell in row[count:]):
+                line = layout.skip + layout.header + reader.line_num
+                raise DataError(
+                    f"Line {line} of {path} has {len(row)} values, but the header has {count}: "
+                    f"{str(layout.dialect.separator).join(row)[:80]!r}. Correct this line, or set csv.separator, or csv.skip "
+                    "if lines before the header do not belong to the table."
+                )
+            for column, cell in zip(columns, row, strict=False):
+                column.append(cell)
+    return pa.table({str(position): pa.array(column, pa.string()) for position, column in enumerate(columns)})
+
+
+def read_typed(path: Path) -> Any:
+    """Read a parquet or JSON lines file as a pyarrow table.
+
+    Args:
+        path: Path of the file.
+
+    Raises:
+        DataError: If the file cannot be read.
+    """
+    with readable(path):
         from pyarrow import json as lines
-    except ImportError as error:
-        raise DataError("Reading tables requires the package pyarrow: pip install 'unskew[hub]'.") from error
-    kind = path.suffix.lower()
-    try:
-        check_regular(path)
-        if kind == ".parquet":
+
+        if path.suffix.lower() == ".parquet":
             table = read_parquet(path)
         else:
-            # One block, so that a column's type is inferred from all rows; empty and NA cells are missing values.
+            check_nesting(path)
+            # One block, so that a column's type is inferred from all rows.
             block = min(max(path.stat().st_size + 1, 2**20), 2**30)
-            if kind == ".jsonl":
-                check_nesting(path)
-                table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
-            else:
-                form = csv_format(path, form)
-                size = block if form.encoding == "utf-8" else min(3 * block, 2**30)  # longer when converted to UTF-8
-                table = csv.read_csv(
-                    path,
-                    read_options=csv.ReadOptions(block_size=size, encoding=form.encoding),
-                    parse_options=csv.ParseOptions(delimiter=form.separator),
-                    convert_options=csv.ConvertOptions(strings_can_be_null=True, decimal_point=form.decimal),
-                )
-        table.validate(full=kind != ".csv")  # for the other formats, pyarrow does not check strings while reading
-        names = table.column_names
+            table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
+        table.validate(full=True)  # pyarrow does not check strings while reading
+    names = list(checked_names(path, table.column_names, table).values())
+    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Context manager that raises errors of reading a table as ``DataError``."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise DataError("Reading tables requires the package pyarrow: pip install 'unskew[hub]'.") from error
+    try:
+        check_regular(path)
+        yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
-    foreign = [field.name for field in table.schema if kind == ".csv" and pa.types.is_binary(field.type)]
-    if foreign:
-        raise DataError(
-            f"{path} is not encoded in {form.encoding}: see the column {foreign[0]!r}. Remove csv.encoding, or set "
-            "another encoding."
-        )
-    twice = sorted(name for name, times in Counter(names).items() if times > 1)
-    if twice:
-        raise DataError(f"{path} has more than one column named {twice[0]!r}. Rename them.")
-    return table

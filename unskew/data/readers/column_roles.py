@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from unskew.data.readers.cell_types import ColumnUses, why_text
+from unskew.data.spec import parse_names
 from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.expressions import quote
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"
+FILE = "file"
+"""Name of the column with the file of each row, if a table has several training files."""
 CATEGORY, DATE = f"{INPUT}, a category", f"{INPUT}, days since 1970"
 AUTO = ("auto",)
 FEWEST = 20  # with fewer rows, all values of a measurement may be distinct by chance
-COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 SHOWN = 40
 
 
@@ -57,7 +62,21 @@ class ColumnSelection(NamedTuple):
             columns: Columns of the table.
         """
         several = self.regression and label not in columns
-        return tuple(part.strip() for part in label.split(",")) if several else (label,)
+        return parse_names(label) if several else (label,)
+
+    def uses(self, label: str | None, one_class: bool) -> ColumnUses:
+        """Return the uses of columns that decide how a CSV file is read.
+
+        Args:
+            label: Name of the label column or columns.
+            one_class: Whether each row has one class, unless the label is a number to predict.
+        """
+        names = {*self.categories, *self.dates, self.divides, *self.split}
+        numbers = [column for column in self.features if column not in names]
+        labels = () if label is None else (label, *parse_names(label))
+        if self.regression:
+            return ColumnUses(numbers=(*numbers, *labels))
+        return ColumnUses(tuple(numbers), labels[:1] if one_class else ())
 
 
 def select_inputs(
@@ -92,9 +111,10 @@ def select_inputs(
     numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
     suspects = [column for column in numbered if column and column not in choice.features]
     if suspects:
+        listed = ",".join(map(quote, suspects))
         problems.append(
-            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: integers that are "
-            f"distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {','.join(suspects)}), or "
+            f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers that "
+            f"are distinct in nearly all of the {table.num_rows} rows. Exclude it (--exclude {listed}), or "
             "if it is a measurement, list it and the other inputs in features (--features)."
         )
     if gaps and (problems or len(gaps) > 1):
@@ -201,6 +221,8 @@ def column_role(column: Any, name: str, label: tuple[str, ...], choice: ColumnSe
         return "left out: not among the features"
     if name.startswith("__index_level_"):
         return "left out: numbers of rows"
+    if name == FILE and name not in (*choice.categories, *choice.dates):
+        return "left out: names of files"
     return declared_kind(column, name, choice) or (INPUT if is_numeric(column.type) else exclusion_reason(column))
 
 
@@ -217,16 +239,22 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
     """
     if name in choice.dates:
         if not is_date(column.type) and not (choice.agreed and is_empty(column.type)):
-            raise DataError(f"The column {name!r} in dates contains {column.type}. Write dates as 2024-01-31.")
+            present = column.drop_null()
+            values = f"{present[0].as_py()!r}, which is no date" if len(present) else str(column.type)
+            reason = f" ({why})" if is_string(column.type) and (why := why_text(column)) else ""
+            raise DataError(
+                f"The column {name!r} in dates contains {values}{reason}. Write dates as 2024-01-31, or set csv.dates to "
+                "their format, such as %d.%m.%Y."
+            )
         return DATE
     if name in choice.categories and choice.categories != AUTO:
-        if not is_category(column.type) and not (choice.agreed and is_empty(column.type)):
+        if not is_category(column) and not (choice.agreed and is_empty(column.type)):
             raise DataError(
-                f"The column {name!r} in categories contains {column.type}. Categories must be strings, integers or "
+                f"The column {name!r} in categories contains {column.type}. Categories must be strings, whole numbers or "
                 "booleans."
             )
         return CATEGORY
-    if choice.categories != AUTO or not is_string(column.type) or has_decimal_commas(column):
+    if choice.categories != AUTO or not is_string(column.type) or not is_category_text(column):
         return None
     differ = len(column.drop_null().unique())
     mostly_different = len(column) >= FEWEST and differ > len(column) / 2
@@ -258,7 +286,7 @@ def exclusion_reason(column: Any) -> str:
         return "left out: empty"
     if not is_string(column.type):
         return f"left out: {column.type}"
-    return "left out: decimal commas, see csv.decimal" if has_decimal_commas(column) else "left out: text"
+    return f"left out: {why_text(column) or 'text'}"
 
 
 def is_empty(kind: Any) -> bool:
@@ -283,11 +311,20 @@ def is_date(kind: Any) -> bool:
     return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind))
 
 
-def is_category(kind: Any) -> bool:
-    """Return whether values of a pyarrow type can be categories."""
+def is_category(column: Any) -> bool:
+    """Return whether the values of a column can be categories: strings, whole numbers or truth values."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    return is_string(kind) or bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+    if pa.types.is_floating(column.type):
+        return pc.all(pc.equal(column, pc.round(column))).as_py() is not False
+    return is_string(column.type) or is_numeric(column.type)
+
+
+def is_category_text(column: Any) -> bool:
+    """Return whether a column of strings contains names or codes, and not numbers or dates in an unusual notation."""
+    reason = why_text(column)
+    return reason is None or reason.startswith("codes")
 
 
 def is_string(kind: Any) -> bool:
@@ -300,31 +337,45 @@ def is_string(kind: Any) -> bool:
 
 
 def is_identifier(column: Any, name: str) -> bool:
-    """Return whether a column looks like an identifier: integers that are all distinct.
+    """Return whether a column looks like an identifier: strings or whole numbers that are (nearly) all distinct.
 
-    If its name looks like that of an identifier, half as many distinct values suffice.
+    Of numbers, at most a tenth may repeat, and fewer than if they were drawn from their range. If the name looks like that
+    of an identifier, half as many distinct values suffice. Numbers with fractions are measurements.
 
     Args:
-        column: Values of the column.
+        column: Values of the column; missing ones do not count.
         name: Name of the column.
     """
-    import pyarrow as pa
-
-    if not pa.types.is_integer(column.type) or column.null_count or len(column) < FEWEST:
+    known = names_or_whole_numbers(column)
+    n = 0 if known is None else len(known)
+    if known is None or n < FEWEST:
         return False
-    called = re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name)
-    return len(column.unique()) >= (len(column) / 2 if called else len(column))
+    repeated = n - len(known.unique())
+    if re.search(r"(^|[_\W])(id|uuid)$", name, re.I) or re.search(r"[a-z]I[dD]$", name):
+        return 2 * repeated <= n
+    if is_string(known.type) or repeated == 0 or 10 * repeated > n:
+        return 10 * repeated <= n
+    import pyarrow.compute as pc
+
+    ends = pc.min_max(known).as_py()
+    size = 1.0 + float(ends["max"]) - float(ends["min"])
+    return repeated < (n + size * math.expm1(-n / size)) / 2  # n - size (1 - exp(-n / size)) repetitions by chance
 
 
-def has_decimal_commas(column: Any) -> bool:
-    """Return whether a string column contains numbers with decimal commas such as 1,5."""
+def names_or_whole_numbers(column: Any) -> Any:
+    """Return the values of a column without missing ones if they are strings or whole numbers; otherwise None."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    texts = column.cast(pa.string()).drop_null()
-    if not pc.any(pc.match_substring(texts, ",")).as_py():
-        return False
-    return bool(pc.all(pc.match_substring_regex(texts, COMMA_NUMBER)).as_py())
+    kind = column.type
+    if is_string(kind) or pa.types.is_integer(kind):
+        return column.drop_null()
+    if not pa.types.is_floating(kind) and not pa.types.is_decimal(kind):
+        return None
+    known = column.cast(pa.float64(), safe=False).drop_null()
+    known = known.filter(pc.invert(pc.is_nan(known)))
+    integral = pc.and_(pc.is_finite(known), pc.equal(known, pc.floor(known)))
+    return known if pc.all(integral).as_py() else None
 
 
 def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:

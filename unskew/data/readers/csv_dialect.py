@@ -1,4 +1,4 @@
-"""Detection of the separator, decimal mark and encoding of CSV files."""
+"""Detection of the layout of CSV files: lines before the header, separator, decimal mark, encoding and column names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import csv
 import io
 import logging
 import re
+from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from unskew.data.readers.column_roles import COMMA_NUMBER
+from unskew.data.readers.cell_types import COMMA_NUMBER, PLACEHOLDERS, POINT_NUMBER, THOUSANDS
 from unskew.data.spec import MARKS, CsvSpec
-from unskew.errors import DataError
+from unskew.errors import DataError, short_repr
 
 LOG = logging.getLogger("unskew")
 BLOCK = 1 << 20
@@ -21,32 +24,117 @@ RECORDS = 500
 CONTROL = {*range(32)} - {*b"\t\n\r\f"}
 UNDEFINED = {0x81, 0x8D, 0x8F, 0x90, 0x9D}
 """Bytes that are undefined in cp1252."""
-POINT_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
-THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
+LETTER, SIGN = "[A-Za-zÀ-ÖØ-öø-ÿŒœŠšŽž]", "[¡-©¬-¯±-³¶¸-º¼-¿×÷ˆ˜‚ƒ„†‡‰‹›•™]"
+NOT_WESTERN = re.compile(
+    f"{LETTER}(?![ªº]){SIGN}{LETTER}|^[£¤¥§¬±¶¹²³¼½¾ˆ‚ƒ„†‡]{LETTER}{{3}}|{SIGN}{{2}}|[À-ÖØ-öø-ÿ]{{3}}|[ÐÝÞðýþŸ]"
+)
+"""Parts of words that hardly occur in Western European languages, but that other encodings read as cp1252 contain."""
 NAMES = {"\t": "tab", " ": "space", "|": "pipe"}
 
 
-def csv_format(path: Path, requested: CsvSpec) -> CsvSpec:
-    """Return the format of a CSV file, and log it if it is not comma-separated UTF-8 with decimal points.
+class CsvLayout(NamedTuple):
+    """Layout of one CSV file.
+
+    Attributes:
+        dialect: Options with separator, decimal mark and encoding set.
+        skip: Number of lines before the header, or before the first row if the file has no header.
+        header: Number of lines of the header; 0 if the file has none.
+        names: Names of the columns; unnamed columns have the name ``""``.
+    """
+
+    dialect: CsvSpec
+    skip: int
+    header: int
+    names: tuple[str, ...]
+
+
+def csv_layout(path: Path, requested: CsvSpec) -> CsvLayout:
+    """Return the layout of a CSV file, and log it if it is not comma-separated UTF-8 with decimal points.
 
     Args:
         path: Path of the file.
         requested: Format options of the user; fields that are None are detected.
 
     Raises:
-        DataError: If the format is ambiguous.
+        DataError: If the format is ambiguous, or the first line is no header.
     """
     encoding = requested.encoding or detect_encoding(path)
     with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, errors="replace", newline="") as file:
         sample = file.read(BLOCK)
         cut = bool(file.read(1))
-    separator = requested.separator or detect_separator(path, sample, cut)
-    decimal = requested.decimal or detect_decimal_mark(path, read_records(sample, separator, cut), separator)
-    dialect = CsvSpec(separator, decimal, encoding)
-    if dialect not in (CsvSpec(",", ".", "utf-8"), requested):
+    named = re.match(r'"?sep=(.)"?\r?\n', sample, re.I)
+    lines = sample.splitlines(keepends=True)
+    skip = requested.skip if requested.skip is not None else 1 if named else 0
+    while requested.skip is None and skip < len(lines) and not lines[skip].strip():
+        skip += 1
+    first = skip
+    while requested.skip is None and lines[skip : skip + 2][1:] and lines[skip].startswith("#"):
+        skip += 1
+    body = "".join(lines[skip:])
+    separator = requested.separator or (named[1] if named else detect_separator(path, body, cut))
+    above, below = (line.strip().split(separator) for line in ("".join(lines[skip - 1 : skip]), body.split("\n", 1)[0]))
+    if skip > first and 1 < len(above) == len(below) and any(re.match(POINT_NUMBER, cell) for cell in below):
+        skip -= 1  # the names of the columns begin with #
+        body = "".join(lines[skip:])
+    records = read_records(body, separator, cut)
+    decimal = requested.decimal or detect_decimal_mark(path, records, separator)
+    dialect = replace(requested, separator=separator, decimal=decimal, encoding=encoding)
+    shown = CsvSpec(separator, decimal, encoding)
+    if shown not in (CsvSpec(",", ".", "utf-8"), CsvSpec(requested.separator, requested.decimal, requested.encoding)):
         mark = {",": "comma", ".": "point"}[decimal]
         LOG.info("%s: read as %s-separated, decimal %s, %s", path.name, NAMES.get(separator, separator), mark, encoding)
-    return dialect
+    if skip > first and requested.skip is None:
+        LOG.info("%s: skipped %d lines before the header, the first: %s", path.name, skip, lines[first].strip()[:60])
+    if requested.names:
+        return CsvLayout(dialect, skip, 0, requested.names)
+    reader = csv.reader(lines[skip:], delimiter=separator)
+    next(reader, None)
+    return CsvLayout(dialect, skip, reader.line_num, column_names(path, records, skip, lines, separator))
+
+
+def column_names(path: Path, records: list[list[str]], skip: int, lines: list[str], separator: str) -> tuple[str, ...]:
+    """Return the names in the header, completed if each row has one field more.
+
+    Args:
+        path: Path of the file, for errors.
+        records: First records of the file, the header first.
+        skip: Number of lines before the header.
+        lines: First lines of the file.
+        separator: Character between fields.
+
+    Raises:
+        DataError: If the first record is no header.
+    """
+    if not records:
+        return ()
+    header, *rows = records
+    most = Counter(map(len, rows)).most_common(1)[0][0] if rows else len(header)
+    if len(header) + 1 == most and len(header) > 1 and all(len(row) == most for row in rows):
+        at_end = not any(row[-1].strip() for row in rows)  # otherwise R's names of rows
+        return (*header, "") if at_end else ("", *header)
+    filled = Counter(max((k for k, cell in enumerate(row, 1) if cell.strip()), default=0) for row in rows)
+    most = filled.most_common(1)[0][0] if rows else len(header)
+    if len(header) < most:
+        start = next(
+            number for number, line in enumerate(lines) if len(next(csv.reader([line], delimiter=separator))) >= most
+        )
+        raise DataError(
+            f"Line {skip + 1} of {path} does not look like a header: it has {len(header)} values "
+            f"({short_repr(','.join(header))}), but most lines have {most}. If the header is in line {start + 1}, set "
+            f"csv.skip to {start} (--set csv.skip={start})."
+        )
+    numbers = [name for name in header if re.match(POINT_NUMBER, name) or re.match(COMMA_NUMBER, name)]
+    repeated = [
+        name
+        for name, *values in zip(*(row for row in records if len(row) == len(header)), strict=False)
+        if name.strip() and name not in numbers and name in values
+    ]
+    if numbers and (repeated or len({*numbers}) < len(numbers)):
+        raise DataError(
+            f"Line {skip + 1} of {path} does not look like a header, but like data: {short_repr(','.join(header))}. Add a "
+            "line with the names of the columns, or list the names in csv.names."
+        )
+    return tuple(header)
 
 
 def detect_encoding(path: Path) -> str:
@@ -61,6 +149,7 @@ def detect_encoding(path: Path) -> str:
     strict, lenient = (codecs.getincrementaldecoder("utf-8")(errors) for errors in ("strict", "replace"))
     used: set[int] = set()
     valid, damaged, unicode = 0, 0, True
+    strange: str | None = None
     with path.open("rb") as file:
         for block in iter(lambda: file.read(BLOCK), b""):
             if not used and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -74,13 +163,34 @@ def detect_encoding(path: Path) -> str:
             text = lenient.decode(block)
             damaged += text.count("\ufffd")
             valid += len(text) - len(text.encode("ascii", "ignore"))
+            if not unicode and strange is None:
+                strange = not_western_word(block)
     if unicode:
         return "utf-8"
     remedy = f"Set csv.encoding (--set csv.encoding=...), or save {path.name} as UTF-8."
     if used & CONTROL or used & UNDEFINED or valid > 2 * damaged:
         what = "contains bytes that are not UTF-8" if valid > 2 * damaged else "is neither UTF-8 nor latin-1 text"
         raise DataError(f"{path} {what}. {remedy}")
+    if strange is not None:
+        raise DataError(
+            f"The encoding of {path} is not UTF-8 and cannot be detected: as Western European text, it contains words such "
+            f"as {strange!r}. {remedy} Usual encodings are cp1250 (Central Europe), cp1251 (Cyrillic), cp1254 (Turkey), "
+            "gb18030 (China), cp932 (Japan) and cp949 (Korea)."
+        )
     return "cp1252" if used & {*range(0x80, 0xA0)} else "latin-1"
+
+
+def not_western_word(block: bytes) -> str | None:
+    """Return the first word that is implausible in Western European languages, or None.
+
+    Args:
+        block: Bytes of a text that is not UTF-8.
+    """
+    for match in re.finditer(rb"[A-Za-z\x80-\xff]*[\x80-\xff][A-Za-z\x80-\xff]*", block):
+        word = match[0].decode("cp1252", "replace")
+        if NOT_WESTERN.search(word):
+            return word[:20]
+    return None
 
 
 def read_records(sample: str, separator: str, cut: bool) -> list[list[str]]:
@@ -100,7 +210,7 @@ def read_records(sample: str, separator: str, cut: bool) -> list[list[str]]:
 
 
 def detect_separator(path: Path, sample: str, cut: bool) -> str:
-    """Return the separator that gives every record the same number of fields, or else the most frequent in the header.
+    """Return the separator that gives every record the same number of fields, or else the most records.
 
     Args:
         path: Path of the file, for errors.
@@ -110,8 +220,8 @@ def detect_separator(path: Path, sample: str, cut: bool) -> str:
     Raises:
         DataError: If several separators give every record the same number of fields.
     """
-    lengths = {mark: {len(record) for record in read_records(sample, mark, cut)} for mark in ",;\t|"}
-    regular = [mark for mark, sizes in lengths.items() if len(sizes) == 1 and sizes != {1}]
+    lengths = {mark: Counter(map(len, read_records(sample, mark, cut))) for mark in ",;\t|"}
+    regular = [mark for mark, sizes in lengths.items() if len(sizes) == 1 and 1 not in sizes]
     if len(regular) > 1:
         names = " and ".join(NAMES.get(mark, mark) for mark in regular)
         raise DataError(
@@ -119,7 +229,11 @@ def detect_separator(path: Path, sample: str, cut: bool) -> str:
             "(--set csv.separator=semicolon)."
         )
     header = sample.split("\n", 1)[0]
-    return regular[0] if regular else max(",;\t|", key=header.count)
+
+    def fit(mark: str) -> tuple[int, int]:
+        return max((times for size, times in lengths[mark].items() if size > 1), default=0), header.count(mark)
+
+    return regular[0] if regular else max(",;\t|", key=fit)
 
 
 def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> str:
@@ -135,12 +249,9 @@ def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> st
     """
     if separator == "," or not rows:
         return "."
-    from pyarrow.csv import ConvertOptions
-
-    missing = {"", *ConvertOptions().null_values}
     with_comma, with_point, numbers = [], [], []
     for name, *values in zip(*rows, strict=False):
-        present = [value for value in values if value.strip() not in missing]
+        present = [value for value in values if value.strip() and value.strip() not in PLACEHOLDERS]
         if any("," in value for value in present) and all(re.match(COMMA_NUMBER, value) for value in present):
             with_comma.append(name)
             numbers += [value for value in present if "," in value]
@@ -152,6 +263,6 @@ def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> st
     if with_comma and all(re.match(THOUSANDS, value) for value in numbers):
         raise DataError(
             f"{path} has numbers such as {numbers[0]} in {with_comma[0]!r}, whose comma may be a decimal or a "
-            f"thousands mark. {remedy}"
+            f"thousands mark. {remedy} For a thousands mark, also set csv.thousands to comma."
         )
     return "," if with_comma else "."

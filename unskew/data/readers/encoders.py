@@ -13,6 +13,8 @@ from torch import Tensor
 from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_sums, global_moments, sums_of_squares
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
+from unskew.data.readers.names import clean_name, clean_names
+from unskew.data.validation import OFFSET_RATIO
 from unskew.errors import DataError
 
 Kind = Literal["number", "category", "date"]
@@ -41,6 +43,11 @@ class Encoder:
     fills: bool = False
     marks: bool = False
 
+    @property
+    def offset(self) -> float:
+        """Number that is subtracted in float64: the mean, if float32 would lose digits of the differences to it."""
+        return self.mean if self.kind != "category" and abs(self.mean) > OFFSET_RATIO * self.std else 0.0
+
 
 REMEDY = (
     ". Fill them, exclude the column (--exclude), or set missing to mean or indicator (infinite values are never "
@@ -50,7 +57,9 @@ REMEDY = (
 
 
 def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: str = REMEDY) -> np.ndarray:
-    """Read the columns of some encoders as float32 ``[n, f]``; missing numbers and dates are NaN.
+    """Read the columns of some encoders as float32 ``[n, f]``, or float64 if float32 would lose digits of a column.
+
+    Missing numbers and dates are NaN.
 
     Args:
         table: pyarrow table.
@@ -65,12 +74,24 @@ def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: st
     for j, encoder in enumerate(encoders):
         if encoder.name not in there:
             raise DataError(f"{where}: the column {encoder.name!r} is missing; the training rows have it.")
-        out[:, j] = read_column(table.column(encoder.name), encoder, f"{where}: column {encoder.name!r}", remedy)
+        values = read_column(table.column(encoder.name), encoder, f"{where}: column {encoder.name!r}", remedy)
+        if out.dtype == np.float32 and encoder.kind != "category" and needs_offset(values):
+            out = out.astype(np.float64)
+        out[:, j] = values if needs_offset(values) else values.astype(np.float32)
     return out
 
 
+def needs_offset(values: np.ndarray) -> bool:
+    """Return whether float32 would lose digits of the differences between the values of a column ``[n]``."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return False
+    mean, std = abs(float(values.mean())), float(values.std())
+    return mean > OFFSET_RATIO * std and (std > 0 or mean >= 2**24)
+
+
 def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
-    """Read one column as float32 ``[n]``.
+    """Read one column as float64 ``[n]``, or category codes as float32.
 
     Args:
         column: Values of the column.
@@ -82,7 +103,7 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
 
     empty = pa.types.is_null(column.type)
     if one.kind == "category":
-        if not empty and not is_category(column.type):
+        if not empty and not is_category(column):
             raise DataError(f"{what} contains {column.type}, not categories as in the training rows.")
         return to_codes(to_texts(column), one.values)
     if one.kind == "date":
@@ -96,10 +117,10 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
             raise DataError(
                 f"{what} contains {first_mismatch(column, pa.float64())}, not numbers as in the training rows."
             )
-        with np.errstate(over="ignore"):
-            values = column.cast(pa.float64(), safe=False).to_numpy().astype(np.float32)
-    if np.isinf(values).any() or (not one.fills and np.isnan(values).any()):
-        bad = np.flatnonzero(np.isinf(values) if one.fills else ~np.isfinite(values))
+        values = column.cast(pa.float64(), safe=False).to_numpy()
+    infinite = np.abs(values) > np.finfo(np.float32).max
+    if infinite.any() or (not one.fills and np.isnan(values).any()):
+        bad = np.flatnonzero(infinite if one.fills else infinite | np.isnan(values))
         raise DataError(f"{what} has {len(bad)} missing or infinite values, the first in row {bad[0]}{remedy}")
     return np.asarray(values)
 
@@ -118,7 +139,7 @@ def first_mismatch(column: Any, kind: Any) -> str:
     import pyarrow as pa
 
     if is_string(column.type):
-        for row, value in enumerate(to_texts(column)):
+        for row, value in enumerate(column.to_pylist()):
             truth = pa.types.is_floating(kind) and value in ("true", "false")  # booleans count as numbers
             try:
                 pa.scalar(None if truth else value, pa.string()).cast(kind)
@@ -128,10 +149,19 @@ def first_mismatch(column: Any, kind: Any) -> str:
 
 
 def to_texts(column: Any) -> np.ndarray:
-    """Return the values as strings; missing values are None."""
+    """Return the values as names: clean strings, whole numbers without a decimal point; missing values are None."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
-    return np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
+    if pa.types.is_floating(column.type):
+        is_whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
+        integers = pc.if_else(is_whole, column, 0.0).cast(pa.int64()).cast(pa.string())
+        column = pc.if_else(is_whole, integers, column.cast(pa.string()))
+    texts = np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
+    clean_of = {text: clean_name(text) for text in set(texts.tolist()) if text is not None}
+    if all(text == clean for text, clean in clean_of.items()):
+        return texts
+    return np.array([clean_of.get(text) for text in texts.tolist()], object)
 
 
 def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
@@ -148,9 +178,19 @@ def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
     return np.array([code_of.get(value, 0) for value in values], np.float32)
 
 
-def distinct_values(columns: Sequence[Any]) -> tuple[str, ...]:
-    """Return the distinct values of several columns together, sorted, without missing values."""
-    return tuple(sorted({value for column in columns for value in to_texts(column).tolist() if value is not None}))
+def distinct_values(column: Any, what: str) -> tuple[str, ...]:
+    """Return the distinct values of a column as names, sorted, without missing values.
+
+    Args:
+        column: Values of the column.
+        what: Description of the column, for errors.
+
+    Raises:
+        DataError: If two names differ only by surrounding spaces or by the form of their accents.
+    """
+    if is_string(column.type):
+        clean_names((value for value in column.unique().to_pylist() if value is not None), what)
+    return tuple(sorted({value for value in to_texts(column).tolist() if value is not None}))
 
 
 @dataclass(frozen=True)
@@ -183,17 +223,26 @@ class FittedEncoders:
 
 
 def impute(values: np.ndarray, encoders: Sequence[Encoder]) -> np.ndarray:
-    """Replace missing values by means, and append the columns that mark missing values.
+    """Replace missing values by means, subtract offsets, and append the columns that mark missing values.
 
     Args:
         values: Columns, ``[n, f]``; NaN where a value is missing.
         encoders: Encoder of each column.
     """
     missing = np.isnan(values)
-    means = np.array([encoder.mean for encoder in encoders], np.float32)
+    offsets = np.array([encoder.offset for encoder in encoders])
+    means = np.array([encoder.mean for encoder in encoders], np.float64 if offsets.any() else np.float32)
     marks = [missing[:, j] for j, encoder in enumerate(encoders) if encoder.marks]
     completed = np.where(missing, means, values)
+    if offsets.any():
+        completed = completed - offsets
     return np.column_stack([completed, *marks]).astype(np.float32)
+
+
+def missing_values(values: np.ndarray, known: Sequence[Encoder]) -> np.ndarray:
+    """Return where columns ``[n, f]``, read with the initial encoders, have no value."""
+    coded = np.array([encoder.kind == "category" for encoder in known])
+    return np.asarray(np.isnan(values) | (coded & (values == 0)))
 
 
 def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
@@ -203,7 +252,7 @@ def column_scaling(encoders: Sequence[Encoder]) -> Normalization:
     """
     marks = sum(encoder.marks for encoder in encoders)
     return Normalization(
-        (*(encoder.mean for encoder in encoders), *[0.0] * marks),
+        (*(encoder.mean - encoder.offset for encoder in encoders), *[0.0] * marks),
         (*(encoder.std for encoder in encoders), *[1.0] * marks),
     )
 

@@ -1,4 +1,4 @@
-"""Loading of pyarrow tables from files, folders of files, folders of images, and Hugging Face Hub data sets."""
+"""Loading of pyarrow tables from files, folders of files, and Hugging Face Hub data sets."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from tarfile import is_tarfile
 from typing import Any, NamedTuple
 
-from unskew.data.readers.arrow_io import read_file
+from unskew.data.readers.arrow_io import read_tables
+from unskew.data.readers.cell_types import NO_USES, ColumnUses
+from unskew.data.readers.column_roles import FILE
 from unskew.data.readers.hub import hub_or_cache, unreachable
+from unskew.data.readers.image_folders import is_hidden, visible_files
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError
-from unskew.progress import report_progress
-
-IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""Suffixes of image files."""
-ARCHIVES = (b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\4\x22\x4d\x18", b"Rar!", b"7z\xbc\xaf")
-"""First bytes of archives and compressed files: zip, gzip, bzip2, xz, Zstandard, LZ4, RAR, 7z."""
 
 
 class HubDataset(NamedTuple):
@@ -54,19 +50,19 @@ def files_stamp(path: Path | None) -> tuple[int, int, int]:
     if path is None:
         return (0, 0, 0)
     # A single file includes its folder, because the test.csv next to a train.csv is read as well.
-    files = path.rglob("*") if path.is_dir() else files_with_suffix(path.parent.iterdir(), path.suffix)
+    files = visible_files(path) if path.is_dir() else [path, *files_with_suffix(path.parent.iterdir(), path.suffix)]
     stats = [file.stat() for file in files if file.is_file()]
     return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
 
 
 def files_with_suffix(files: Iterable[Path], suffix: str) -> list[Path]:
-    """Return the files with this suffix, ignoring case, sorted.
+    """Return the files with this suffix, ignoring case, sorted; hidden files are skipped.
 
     Args:
         files: Files to choose from.
         suffix: Suffix including the dot.
     """
-    return sorted(file for file in files if file.suffix.lower() == suffix.lower())
+    return sorted(file for file in files if file.suffix.lower() == suffix.lower() and not is_hidden(file.name))
 
 
 def hub_tables(hub: HubDataset) -> tuple[Any, Any | None]:
@@ -78,21 +74,26 @@ def hub_tables(hub: HubDataset) -> tuple[Any, Any | None]:
             reason = f"{type(error).__name__}: {error}. You can also" if reached else unreachable("it")
             raise DataError(
                 f"{hub.name} could not be loaded: {reason} put its parquet files in a folder and set data_path "
-                "(--data-path) to it."
+                "(--data-path) to it, or server_data_path (--server-data-path) if they are the server's."
             ) from error
     return loaded["train"].data.table, loaded[hub.test].data.table if hub.test else None
 
 
 def local_tables(kind: str, hub: HubDataset, path: Path) -> tuple[Any, Any | None]:
-    """Load training and test rows from a local folder with the Hub's layout, using ``datasets``.
+    """Load training and test rows from a local folder with the Hub's layout; ``datasets`` copies them to its cache.
 
     Args:
         kind: Name of the data set.
         hub: The data set on the Hub.
         path: Folder of the files.
     """
-    files = local_files(kind, hub, path)
-    return dataset_tables("parquet", {split: [glob.escape(str(f)) for f in some] for split, some in files.items()})
+    files = {split: [glob.escape(str(f)) for f in some] for split, some in local_files(kind, hub, path).items()}
+    with quiet_datasets() as datasets:
+        try:
+            loaded = datasets.load_dataset("parquet", data_files=files)
+        except Exception as error:  # corrupted files raise several types
+            raise DataError(f"The files {files} cannot be read: {error.__cause__ or error}") from error
+    return loaded["train"].data.table, loaded["test"].data.table if "test" in loaded else None
 
 
 def local_files(kind: str, hub: HubDataset, path: Path) -> dict[str, list[Path]]:
@@ -133,93 +134,35 @@ def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
     return files_with_suffix(folder.glob(f"{split}*"), suffix) or files_with_suffix((folder / split).glob("*"), suffix)
 
 
-def folder_tables(path: Path) -> tuple[Any, Any | None]:
-    """Load the rows of a folder with one subfolder of images per class."""
-    splits = class_folders(path)
-    check_image_folders(splits.values())
-    train, test = dataset_tables("imagefolder", {s: glob.escape(str(f)) + "/**" for s, f in splits.items()})
-    if "label" not in train.column_names:
-        raise DataError(f"The images of {path} must be directly in the folders of their classes.")
-    return train, test
-
-
-def check_image_folders(folders: Iterable[Path]) -> None:
-    """Validate that no file would be read or unpacked as something else than an image.
-
-    ``datasets`` parses files named metadata and unpacks archives, whatever their suffix, without a limit.
-
-    Args:
-        folders: Folders of images.
-
-    Raises:
-        DataError: If there is such a file.
-    """
-    for file in (file for folder in folders for file in folder.rglob("*") if file.suffix.lower() not in IMAGES):
-        if file.is_file():
-            with file.open("rb") as opened:
-                packed = opened.read(8).startswith(ARCHIVES)
-            if packed or file.stem == "metadata" or is_tarfile(file):
-                raise DataError(f"{file} is not an image. Move it out of the folder, and unpack archives.")
-
-
-def class_folders(path: Path) -> dict[str, Path]:
-    """Return the folder of each split, which contains one folder of images per class.
-
-    Args:
-        path: Folder with one folder per class, or with ``train`` and ``test``.
-
-    Raises:
-        DataError: If the folders are missing or not valid.
-    """
-    splits = {split: path / split for split in ("train", "test") if (path / split).is_dir()} or {"train": path}
-    if not path.is_dir():
-        raise DataError(f"{path} is a file, but folder: requires a folder with one folder of images per class.")
-    if "train" not in splits:
-        raise DataError(f"{path} has a folder 'test' but no folder 'train'.")
-    for folder in splits.values():
-        classes = sorted(e.name for e in folder.iterdir() if e.is_dir() and not e.name.startswith("."))
-        if len(classes) < 2:
-            raise DataError(
-                f"{folder} must contain one folder of images per class, at least two. It has {classes or 'none'}."
-            )
-        strange = next((name for name in classes if "\\" in name), None)
-        if strange is not None:  # ``datasets`` treats a backslash as a path separator on all systems
-            raise DataError(f"The folder {strange!r} in {folder} has a backslash in its name. Rename the folder.")
-    return splits
-
-
-def dataset_tables(builder: str, files: dict[str, Any]) -> tuple[Any, Any | None]:
-    """Load the rows of local files with ``datasets``, which copies them to its cache once.
-
-    Args:
-        builder: Name of a builder of ``datasets``.
-        files: Files of each split.
-    """
-    with quiet_datasets() as datasets:
-        try:
-            loaded = datasets.load_dataset(builder, data_files=files)
-        except Exception as error:  # corrupted files raise several types
-            cause = error.__cause__ or error
-            raise DataError(f"The files {files} cannot be read: {cause}") from error
-    return loaded["train"].data.table, loaded["test"].data.table if "test" in loaded else None
-
-
-def file_tables(path: Path, csv: CsvSpec = DETECTED) -> tuple[Any, Any | None]:
+def file_tables(
+    path: Path,
+    csv: CsvSpec = DETECTED,
+    uses: ColumnUses = NO_USES,
+) -> tuple[Any, Any | None]:
     """Load training and test rows from a table file or a folder of such files; test rows may be None.
 
     Args:
         path: File or folder.
         csv: Format of CSV files.
+        uses: Uses of the columns of CSV files.
     """
     train, test = table_files(path)
-    return concatenate_tables(train, csv), concatenate_tables(test, csv) if test else None
+    tables = read_tables([*train, *test], csv, uses, len(train))
+    rows = concatenate_tables(tables[: len(train)], train)
+    if len(train) > 1 and FILE not in rows.column_names:
+        import pyarrow as pa
+
+        names = [file.stem for file, table in zip(train, tables, strict=False) for _ in range(table.num_rows)]
+        rows = rows.append_column(FILE, pa.array(names, pa.string()))
+    return rows, concatenate_tables(tables[len(train) :], test) if test else None
 
 
 def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the training files and the test files of a table; there may be no test files.
 
     Args:
-        path: File, or folder of files.
+        path: File, or folder of files. If no name begins with train, all files that do not begin with test are training
+            files, as if each came from one site.
 
     Raises:
         DataError: If there is no file in a supported format.
@@ -227,31 +170,45 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     if path.is_dir():
         for suffix in TABLES:
             train, test = (split_files(path, split, suffix) for split in ("train", "test"))
-            if train:
-                return train, test
-        raise DataError(f"{path} contains no train*.parquet, train*.csv or train*.jsonl.")
+            others = files_with_suffix(path.iterdir(), suffix)
+            if train or set(others) - set(test):
+                return train or [file for file in others if file not in test], test
+        raise DataError(f"{path} contains no .parquet, .csv or .jsonl file with training rows.")
     if path.suffix.lower() not in TABLES:
         raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
     return [path], files_with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
 
 
-def concatenate_tables(files: list[Path], csv: CsvSpec = DETECTED) -> Any:
+def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
     """Concatenate the rows of several files.
 
     Args:
-        files: Files to read.
-        csv: Format of CSV files.
+        tables: Table of each file, with the same columns.
+        files: Paths of the files, for errors.
+
+    Raises:
+        DataError: If a column has types that cannot be combined.
     """
-    parts = []
-    for number, file in enumerate(files):
-        report_progress("files read", number, len(files))
-        parts.append(read_file(file, csv))
-    for file, part in zip(files, parts, strict=True):
-        if part.column_names != parts[0].column_names:
-            raise DataError(f"{file} has the columns {part.column_names}, but {files[0]} has {parts[0].column_names}.")
     import pyarrow as pa
 
-    return pa.concat_tables(parts, promote_options="permissive")
+    names = tables[0].column_names
+    for file, table in zip(files, tables, strict=True):
+        if sorted(table.column_names) != sorted(names):
+            raise DataError(f"{file} has the columns {table.column_names}, but {files[0]} has {names}.")
+    try:
+        return pa.concat_tables([table.select(names) for table in tables], promote_options="permissive")
+    except pa.ArrowException:
+        for name in names:
+            for file, table in zip(files, tables, strict=True):
+                kinds = [part.schema.field(name).type for part in (tables[0], table)]
+                try:
+                    pa.concat_tables([tables[0].select([name]), table.select([name])], promote_options="permissive")
+                except pa.ArrowException as error:
+                    raise DataError(
+                        f"The column {name!r} contains {kinds[0]} in {files[0]}, but {kinds[1]} in {file}, such as "
+                        f"{table.column(name).drop_null()[0].as_py()!r}. Write it in the same way in all files."
+                    ) from error
+        raise
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,12 @@ from unskew.data.validation import as_inputs
 from unskew.errors import DataError
 from unskew.progress import report_progress
 
+LOG = logging.getLogger("unskew")
 JPEG = b"\xff\xd8"
 MOST_PIXELS = 2**26
 """Larger JPEGs are decoded with pillow, which rejects images that would exhaust the memory."""
+SIDEWAYS = (5, 6, 7, 8)
+"""EXIF orientations that exchange width and height."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Image formats that pillow may read; for others, such as EPS, it would run another program on the file."""
 
@@ -45,59 +49,109 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
     """
     simplejpeg = optional_simplejpeg()
     out = np.empty((0, 0, 0, 0), np.uint8)
-    for i, data in enumerate(image_bytes(column, who, folder)):
+    uniform: list[str] = []
+    animated: list[str] = []
+    for i, (name, data) in enumerate(image_bytes(column, who, folder)):
         color = out.shape[-1] == 3
         if i % 100 == 0:
             report_progress("images read", i, len(column))
         try:
-            image = decode(data, color, simplejpeg)
+            image, has_frames = decode(data, color, simplejpeg)
         except (OSError, ValueError, SyntaxError, EOFError) as error:  # pillow raises all of them on corrupted files
-            reason = "its format is not known" if "cannot identify" in str(error) else error
-            raise DataError(f"Image {i} of {who} cannot be decoded ({reason}). Repair or remove it.") from error
+            unknown = "its format is not known" if data else "the file is empty"
+            reason = unknown if "cannot identify" in str(error) else error
+            raise DataError(f"Image {name} cannot be decoded ({reason}). Repair or remove it.") from error
+        animated += [name] if has_frames else []
+        uniform += [name] if (image[0] == image[0, 0]).all() and (image == image[0, 0]).all() else []
         if size is not None:  # resize one by one: all images in original size may not fit into memory
-            image = (
-                resize_images(torch.from_numpy(image.copy()).permute(2, 0, 1)[None], size, size)[0]
-                .permute(1, 2, 0)
-                .numpy()
-            )
+            x = torch.from_numpy(image.copy()).permute(2, 0, 1)[None]
+            image = resize_images(x, size, size)[0].permute(1, 2, 0).numpy()
         if i == 0:
             check_expansion(who, len(column) * image.nbytes, len(column) * len(data))
             out = np.empty((len(column), *image.shape), np.uint8)
         if image.shape != out.shape[1:]:
             if image.shape[:2] != out.shape[1:3]:
                 raise DataError(
-                    f"The images of {who} differ in size: image 0 is {out.shape[1]} x {out.shape[2]} pixels, image "
-                    f"{i} is {image.shape[0]} x {image.shape[1]} (height x width). Set image_size to resize them."
+                    f"Images differ in size: image {name} has {image.shape[0]} x {image.shape[1]} pixels, those before "
+                    f"it have {out.shape[1]} x {out.shape[2]} (height x width). Set image_size to resize them."
                 )
             out = np.repeat(out, 3, axis=-1)  # the first color image after gray ones
         out[i] = image
+    for names, text in ((uniform, "have only one color"), (animated, "have several frames; the first one is read")):
+        if names:
+            LOG.warning("%d of %d images %s, such as image %s", len(names), len(out), text, names[0])
     if not len(out):
         raise DataError(f"There are no images in {who}.")
     return as_inputs(torch.from_numpy(out).permute(0, 3, 1, 2), who)
 
 
-def decode(data: bytes, color: bool, simplejpeg: Any | None) -> np.ndarray:
-    """Decode one image to ``[H, W, C]``, with three channels if it is in color or ``color`` is true, otherwise one.
+def decode(data: bytes, color: bool, simplejpeg: Any | None) -> tuple[np.ndarray, bool]:
+    """Decode one image as a viewer shows it: upright, with transparent pixels on white.
 
     Args:
         data: Content of an image file.
         color: Whether to decode gray images with three channels, too.
         simplejpeg: The simplejpeg module, or None.
+
+    Returns:
+        The image, ``[H, W, C]``, with three channels if it is in color or ``color`` is true, otherwise one; and whether
+        the file has more frames or pages, which are ignored.
     """
     if simplejpeg is not None and data[:2] == JPEG:
         try:
             height, width, space = simplejpeg.decode_jpeg_header(data)[:3]
             if space in ("YCbCr", "RGB", "Gray") and height * width <= MOST_PIXELS:
                 wanted = "GRAY" if space == "Gray" and not color else "RGB"
-                return np.asarray(simplejpeg.decode_jpeg(data, colorspace=wanted))
+                pixels = np.asarray(simplejpeg.decode_jpeg(data, colorspace=wanted))
+                if b"Exif" not in data and b"tiff:Orientation" not in data:
+                    return pixels, False
+                with open_image(io.BytesIO(data)) as image:
+                    return turn_upright(pixels, orientation(image)), False
         except ValueError:
             pass  # pillow reads more variants and describes errors in the others
     with open_image(io.BytesIO(data)) as image:
         if image.mode.startswith(("I", "F")):
-            raise ValueError(f"it has more than 8 bits per channel, pillow mode {image.mode}")
-        if image.mode in ("1", "L", "LA") and not color:
-            return np.asarray(image.convert("L"))[..., None]
-        return np.asarray(image.convert("RGB"))
+            raise ValueError(f"it has more than 8 bits per channel, pillow mode {image.mode}: convert it to 8 bits")
+        has_frames = image.format != "MPO" and getattr(image, "is_animated", False)
+        gray = image.mode in ("1", "L", "LA") and not color
+        visible = image
+        if image.has_transparency_data:
+            transparent = image.convert("RGBA")
+            visible = transparent.copy()
+            visible.paste("white", (0, 0, *visible.size))
+            visible.alpha_composite(transparent)
+        pixels = np.asarray(visible.convert("L" if gray else "RGB"))
+        return turn_upright(pixels[..., None] if gray else pixels, orientation(image)), has_frames
+
+
+def orientation(image: Any) -> int:
+    """Return the orientation of a pillow image in its EXIF data, or 1 (upright) if pillow has applied it already."""
+    try:
+        return 1 if image.format == "TIFF" else int(image.getexif().get(0x0112, 1))
+    except Exception:  # damaged EXIF data raise many types, and viewers ignore them
+        return 1
+
+
+def upright_size(image: Any) -> tuple[int, int]:
+    """Return width and height of a pillow image as a viewer shows it, without decoding it."""
+    # Of a PNG, EXIF data after the pixels would have to be decoded.
+    turned = (image.format != "PNG" or "exif" in image.info) and orientation(image) in SIDEWAYS
+    width, height = image.size
+    return (height, width) if turned else (width, height)
+
+
+def turn_upright(pixels: np.ndarray, turned: int) -> np.ndarray:
+    """Undo the rotation and mirroring of an EXIF orientation.
+
+    Args:
+        pixels: Image, ``[H, W, C]``.
+        turned: Orientation from 1 to 8.
+    """
+    if turned in SIDEWAYS:
+        pixels = pixels.transpose(1, 0, 2)
+    if turned in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels[::-1] if turned in (3, 4, 7, 8) else pixels
 
 
 @contextmanager
@@ -127,7 +181,7 @@ def open_image(file: Path | io.BytesIO) -> Iterator[Any]:
         raise ValueError(f"it has too many pixels, more than {Image.MAX_IMAGE_PIXELS}: make it smaller") from error
 
 
-def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[bytes]:
+def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[tuple[str, bytes]]:
     """Iterate over the encoded bytes of each image, from the column itself or from the files that it names.
 
     Args:
@@ -136,32 +190,27 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[b
         folder: Folder of the files, or None.
 
     Yields:
-        Encoded bytes of each image.
+        Name of each image (its file, or row and data) and its encoded bytes.
     """
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    struct = pa.types.is_struct(column.type)
-    fields = [column.type.field(j).name for j in range(column.type.num_fields)] if struct else []
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    if not (struct and "bytes" in fields) and not is_binary(column.type) and not text:
+    if not is_image(column.type) and not text:
         raise DataError(
             f"The image column of {who} has type {column.type}. It must contain encoded images (PNG or JPEG) or file "
             "names."
         )
-    for chunk in column.chunks:
-        nothing = [None] * len(chunk)
-        blobs = pc.struct_field(chunk, "bytes") if struct else chunk
-        paths = pc.struct_field(chunk, "path") if "path" in fields else chunk if text else nothing
-        for blob, path in zip(nothing if text else blobs, paths, strict=True):
-            data = None if blob is None else blob.as_py()
-            if data is None:
-                name = None if path is None else path.as_py()
-                file = None if name is None else (folder or Path()) / name
-                if file is None or not file.is_file():
-                    raise DataError(f"An image of {who} is missing: it has no bytes and no file ({file}).")
-                data = file.read_bytes()
-            yield data
+    for row, scalar in enumerate(column):
+        value = scalar.as_py()
+        fields = value if isinstance(value, dict) else {"path" if text else "bytes": value}
+        data, path = fields.get("bytes"), fields.get("path")
+        name = f"{row} of {who}" + (f" ({path})" if path else "")
+        if data is None:
+            file = None if path is None else (folder or Path()) / path
+            if file is None or not file.is_file():
+                raise DataError(f"An image of {who} is missing: it has no bytes and no file ({file}).")
+            name, data = str(file), file.read_bytes()
+        yield name, data
 
 
 def is_image(kind: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from unskew.data.readers.column_roles import is_numeric
 from unskew.data.readers.images import is_binary
+from unskew.data.readers.names import clean_names
 from unskew.errors import ConfigError, DataError
 from unskew.filesystem import parse_json
 
@@ -161,6 +163,11 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
             "per row."
         )
     values = column.to_numpy()
+    if values.dtype.kind == "O" and all(re.match(r"\s*\[.*\]\s*$", str(value)) for value in values):
+        raise DataError(
+            f"The label column {label!r} of {where} contains lists written as text, such as {values[0]!r}. Write the labels "
+            "of a row with a separator, such as x;z, and set label_separator, or store lists in a parquet file."
+        )
     if values.dtype.kind == "f":
         if not (np.isfinite(values) & (values == np.round(values))).all():
             raise DataError(
@@ -223,18 +230,10 @@ def encode_labels(raw: Sequence[np.ndarray], class_names: tuple[str, ...]) -> tu
         class_names: Names of the classes; if empty, the sorted values of all parts are the classes.
 
     Raises:
-        DataError: If two labels differ only by surrounding spaces.
+        DataError: If two labels differ only by surrounding spaces or by the form of their accents.
     """
     if class_names and all(values.dtype.kind in "iu" for values in raw):
         return class_names, [values.astype(np.int64) for values in raw]
     values, index = np.unique(np.concatenate(raw), return_inverse=True)
-    names = [str(value) for value in values]
-    known: dict[str, str] = {}
-    for name in names:
-        other = known.setdefault(name.strip(), name)
-        if other != name:
-            raise DataError(
-                f"The labels {other!r} and {name!r} differ only by spaces and would be two classes. "
-                "Write them in the same way."
-            )
+    names = clean_names((str(value) for value in values), "The label column").values()
     return tuple(names), np.split(index.reshape(-1), np.cumsum([len(v) for v in raw])[:-1])

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from unskew.data.federation import take_rows
 from unskew.data.normalization import Normalization
+from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import (
     CATEGORY,
     DATE,
     DIVIDES,
     ColumnSelection,
     is_numeric,
+    is_string,
     roles_next_to_images,
     select_inputs,
 )
@@ -73,8 +75,16 @@ class SampleTable:
 class Source:
     """Data set with a training and a test part. Its arrays are shared, so do not change them in place.
 
-    For a table, ``columns`` has the role of each column. ``encoders`` are the initial encoders of the input columns if
-    they must still be fitted with client sums; with ``indicate``, additional inputs mark missing numbers.
+    Attributes:
+        name: Name in messages and reports.
+        train: Training samples.
+        test: Test samples.
+        class_names: Names of the classes, in the order of their numbers.
+        classes: Number of classes, labels, tokens or regression targets.
+        task: Task: ``classification``, ``multilabel``, ``language`` or ``regression``.
+        columns: Role of each column of a table; empty for other data.
+        encoders: Initial encoders of a table's input columns, if they must still be fitted with client sums.
+        indicate: Whether additional inputs mark missing numbers of these columns.
     """
 
     name: str
@@ -203,14 +213,14 @@ def source_from_tables(
         y = as_targets(values, f"{name}, {where}", task)
         check_targets(y, len(names), f"{name}, {where}")
         tables.append(SampleTable(x, y, metadata_columns(part, {*labels, image})))
-    fitted = encoders if choice.mixed else ()
+    fitted = encoders if choice.mixed or any(x.dtype == torch.float64 for x in xs) else ()
     indicate = choice.missing == "indicator"
     parts_of = train_test_tables(tables, test_share, Split(*choice.split) if choice.split else None)
     return Source(name, *parts_of, names, len(names), task, done, fitted, indicate)
 
 
 def check_not_continuous(name: str, label: str, train: Any, classes: int, task: str) -> None:
-    """Validate that a numeric class label has few distinct values; otherwise regression is probably intended.
+    """Validate that a class label has few distinct values; otherwise regression is probably intended.
 
     Args:
         name: Name of the data, for the error.
@@ -220,22 +230,25 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
         task: Name of the task.
 
     Raises:
-        DataError: If there are many distinct numbers, more than one per four rows.
+        DataError: If there are many distinct values, more than one per four rows, or numbers in an unusual notation.
     """
-    if (
-        task == "classification"
-        and classes > MANY
-        and 4 * classes > train.num_rows
-        and is_numeric(train.column(label).type)
-    ):
+    column = train.column(label)
+    if task != "classification" or metadata_class_names(train, label):
+        return
+    reason = why_text(column) if is_string(column.type) else None
+    if reason is not None and not reason.startswith("codes") and classes > FEW_CLASSES:
         raise DataError(
-            f"{name}: the label {label!r} has {classes} different numbers in {train.num_rows} rows, and each would "
-            "be a "
-            "class. To predict the number, use --task regression (task: regression). If the numbers are classes, "
-            "write them as strings."
+            f"{name}: the label {label!r} contains {reason}. Each of the {classes} different values would be a class. To "
+            "predict the number, use --task regression (task: regression)."
         )
-    numbers = is_numeric(train.column(label).type) and not metadata_class_names(train, label)
-    if task == "classification" and classes > FEW_CLASSES and numbers:
+    if classes > MANY and 4 * classes > train.num_rows:
+        what = "numbers" if is_numeric(column.type) else "values"
+        raise DataError(
+            f"{name}: the label {label!r} has {classes} different {what} in {train.num_rows} rows, and each would be a "
+            "class. To predict a number, use --task regression (task: regression). Otherwise choose a label whose classes "
+            "have several rows."
+        )
+    if classes > FEW_CLASSES and is_numeric(column.type):
         sentence = "the label %r has %d different numbers, each a class; to predict the number, use --task regression"
         LOG.warning(sentence, label, classes)
 
@@ -251,7 +264,7 @@ def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection)
     """
     kind = done.removesuffix(f", and {DIVIDES}")
     if kind == CATEGORY:
-        return Encoder(column, "category", distinct_values([train.column(column)]))
+        return Encoder(column, "category", distinct_values(train.column(column), f"The column {column!r}"))
     return Encoder(column, "date" if kind == DATE else "number", fills=choice.missing != "error")
 
 

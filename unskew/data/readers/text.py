@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.readers.arrow_io import read_tables
+from unskew.data.readers.cell_types import ColumnUses
 from unskew.data.readers.files import (
     HubDataset,
     absolute_path,
@@ -139,8 +141,9 @@ def load_cached(
         csv: Format of CSV files.
         split: Columns of the split, or None.
     """
-    parts, name = text_tables(kind, path, csv)
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
+    uses = ColumnUses(labels=() if label is None else (label,), kinds=tuple((column, "text") for column in own))
+    parts, name = text_tables(kind, path, csv, uses)
     for where, part in parts.items():
         if part.num_rows == 0:
             raise DataError(f"{name}: {where} are empty.")
@@ -181,13 +184,14 @@ def load_cached(
     return Source(name, *train_test_tables(tables, test_share, split), names, classes, task)
 
 
-def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, Any], str]:
+def text_tables(kind: str, path: Path | None, csv: CsvSpec, uses: ColumnUses) -> tuple[dict[str, Any], str]:
     """Return the rows of each part, training part first, and the name of the data set.
 
     Args:
         kind: Name of the source.
         path: File or folder, or None.
         csv: Format of CSV files.
+        uses: Uses of the columns of CSV files.
     """
     try:
         import pyarrow as pa
@@ -200,10 +204,12 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec) -> tuple[dict[str, A
         if path is None:
             train, test = hub_tables(MULTI_NLI)
         else:
-            train, test = (concatenate_tables(files) for files in local_files(kind, MULTI_NLI, path).values())
+            train, test = (
+                concatenate_tables(read_tables(files), files) for files in local_files(kind, MULTI_NLI, path).values()
+            )
         return {"the training rows": train, "the test rows": test}, kind
     assert path is not None
-    train, test = file_tables(path, csv)
+    train, test = file_tables(path, csv, uses)
     name = path.stem if path.stem != "train" else path.parent.name
     return {"the training rows": train} | ({} if test is None else {"the test rows": test}), name
 

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.readers.files import files_with_suffix
+from unskew.data.readers.image_folders import is_image_file, path_column
 from unskew.data.readers.images import convert_channels, decode_column
 from unskew.data.readers.labels import encode_labels, label_values
 from unskew.data.readers.tables import SampleTable, Source, train_test_tables
@@ -60,7 +62,9 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
             xs = [x.float() / 255 if x.dtype == torch.uint8 else x for x in xs]
     else:
         folder = images or next((f for f in (root / "raw" / "img_align_celeba", root / "raw") if f.is_dir()), root)
-        xs = [open_images(samples.x, f"{path}, {split}", folder, size) for split, samples in splits.items()]
+        xs = [
+            decode_column(path_column(samples.x), f"{path}, {split}", folder, size) for split, samples in splits.items()
+        ]
         channels = max(x.shape[1] for x in xs)
         xs = [convert_channels(x, channels) for x in xs]
     names, ys = encode_labels([read_labels(s.y, f"{path}, {split}") for split, s in splits.items()], ())
@@ -93,7 +97,7 @@ def leaf_root(path: Path) -> Path:
 
 def read_split(folder: Path) -> Samples:
     """Read the samples of all users in all files of a folder, in order of the files."""
-    users = [user for file in sorted(folder.glob("*.json")) for user in users_of(file)]
+    users = [user for file in files_with_suffix(folder.iterdir(), ".json") for user in users_of(file)]
     if not users:
         raise DataError(f"{folder} contains no .json file with samples.")
     xs = [x for _, x, _ in users]
@@ -136,13 +140,18 @@ def read_inputs(x: list[Any], who: str) -> np.ndarray:
         x: Inputs of one user.
         who: File and user, for errors.
     """
-    if all(isinstance(row, str) for row in x):
+    if all(isinstance(row, str) and is_image_file(Path(row)) for row in x):
         return np.array(x)
     try:
         values = np.array(x, dtype=np.float32)
     except (ValueError, TypeError):
         values = np.zeros(0, np.float32)
     if values.ndim != 2 or not values.shape[1]:
+        if any(isinstance(value, str) for row in x if isinstance(row, str | list) for value in row):
+            raise DataError(
+                f"{who}: x contains texts; LEAF's texts are not supported. Convert them to a .jsonl file with the "
+                "columns text, label and user, one sample per line, and use text:PATH."
+            )
         raise DataError(f"{who}: inputs must be lists of numbers with equal lengths, or names of image files.")
     return values
 
@@ -182,17 +191,3 @@ def numbers_to_inputs(x: np.ndarray, path: Path, width: int) -> Tensor:
     pixels = bool((x >= 0).all() and (x <= 1).all() and (np.abs(levels - levels.round()) < 1e-2).all())
     squares = levels.round().astype(np.uint8) if pixels else x
     return as_inputs(squares.reshape(-1, 1, side, side), str(path))
-
-
-def open_images(names: np.ndarray, who: str, folder: Path, size: int | None) -> Tensor:
-    """Load images from files.
-
-    Args:
-        names: File names, ``[n]``.
-        who: Name of the data, for errors.
-        folder: Folder of the images.
-        size: Side length to which images are resized, in pixels; None means unchanged.
-    """
-    import pyarrow as pa
-
-    return decode_column(pa.chunked_array([pa.array(names.tolist())]), who, folder, size)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from unskew.data.frames import read_classes
 from unskew.data.memory_map import mapped_array
 from unskew.data.readers.arrow_io import check_expansion
+from unskew.data.readers.files import files_with_suffix
 from unskew.data.readers.tables import SPLIT_SEED, SampleTable, Source
-from unskew.data.validation import as_inputs, as_targets, check_targets
+from unskew.data.validation import as_inputs
 from unskew.errors import DataError
 from unskew.filesystem import check_regular
 
@@ -32,7 +34,8 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         if folder:
             arrays = {
-                file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))
+                file.stem: np.load(file, mmap_mode="r", allow_pickle=False)
+                for file in files_with_suffix(path.iterdir(), ".npy")
             }
         else:
             check_regular(path)
@@ -43,6 +46,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         strange = next((name for name, value in arrays.items() if not isinstance(value, np.ndarray)), None)
         if strange is not None:
             raise ValueError(f"{strange} is not an array")
+        arrays = {name: np.char.decode(value) if value.dtype.kind == "S" else value for name, value in arrays.items()}
     except DataError:
         raise
     except Exception as error:  # corrupted bytes raise many types in zipfile, zlib and NumPy
@@ -91,10 +95,11 @@ def npz_source(path: Path, test_share: float) -> Source:
         for k, v in arrays.items()
         if k not in ("x", "y") and v.ndim == 1 and len(v) == n and not k.endswith("_test")
     }
-    x, y = as_inputs(arrays["x"], str(path)), as_targets(arrays["y"], str(path))
+    x = as_inputs(arrays["x"], str(path))
+    (y, *test_y), names = read_classes([arrays[key] for key in ("y", "y_test") if key in arrays], str(path))
     samples = SampleTable(x, y, columns)
-    if "x_test" in arrays:
-        test = SampleTable(as_inputs(arrays["x_test"], str(path)), as_targets(arrays["y_test"], str(path)), {})
+    if test_y:
+        test = SampleTable(as_inputs(arrays["x_test"], str(path)), test_y[0], {})
         train = samples
     else:
         order = np.random.default_rng(SPLIT_SEED).permutation(n)
@@ -102,7 +107,4 @@ def npz_source(path: Path, test_share: float) -> Source:
         if n - cut < 1:
             raise DataError(f"{path} has {n} rows, too few for a training and a test part.")
         test, train = samples.rows(np.sort(order[:cut])), samples.rows(np.sort(order[cut:]))
-    classes = 1 + max(int(part.y.max()) for part in (train, test))
-    for part in (train, test):
-        check_targets(part.y, classes, str(path))
-    return Source(path.stem, train, test, tuple(str(c) for c in range(classes)), classes)
+    return Source(path.stem, train, test, names, len(names))

@@ -8,24 +8,28 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import re
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from unskew import plugins
+from unskew.data.frames import check_same_index, read_classes
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.files import (
     HubDataset,
     absolute_path,
-    class_folders,
     file_tables,
     files_stamp,
-    folder_tables,
     hub_tables,
     local_tables,
     table_files,
 )
+from unskew.data.readers.image_folders import SUBFOLDER, class_folders, folder_tables
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians, scikit_learn_table
 from unskew.data.sources.dsprites import dsprites
@@ -34,7 +38,7 @@ from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import is_array_folder, npz_source
 from unskew.data.sources.shapes import shapes
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
-from unskew.data.validation import as_inputs, as_targets
+from unskew.data.validation import as_inputs
 from unskew.errors import ConfigError, DataError, UnskewError
 
 __all__ = ["SOURCES", "SampleTable", "Source", "load_source"]
@@ -52,6 +56,7 @@ SOURCES: dict[str, str] = {
     "svhn": "Street View House Numbers, 32 x 32 color, 10 classes (ufldl-stanford/svhn, cropped_digits)",
     "femnist": "FEMNIST, 28 x 28 gray, 62 classes by writer (flwrlabs/femnist)",
     "celeba": "CelebA, 178 x 218 color, faces with 40 attributes by person (flwrlabs/celeba)",
+    "imagenet64": "ImageNet-1k, 64 x 64 color, 1,000 classes (benjamin-paine/imagenet-1k-64x64)",
     "gaussians": "ten overlapping Gaussian classes in 10 dimensions, 20,000 training and 50,000 test samples; no "
     "download",
     "synthetic": "synthetic:ALPHA,BETA, 60 features, 10 classes, 30 clients with own models (ALPHA) and inputs (BETA), "
@@ -79,6 +84,7 @@ DRAWN: dict[str, Callable[[], Source]] = {
     **{name: partial(scikit_learn_table, name) for name in ("iris", "wine", "breast_cancer", "diabetes")},
 }
 """Sources that are built in or generated."""
+LOG = logging.getLogger("unskew")
 PATHS = ("folder", "table", "leaf", "npz", "npy")
 """Sources that are written with a path."""
 
@@ -100,6 +106,7 @@ HUB: dict[str, HubDataset] = {
     "fashion_mnist": HubDataset("zalando-datasets/fashion_mnist", None, "image", "label"),
     "svhn": HubDataset("ufldl-stanford/svhn", "cropped_digits", "image", "label"),
     "femnist": HubDataset("flwrlabs/femnist", None, "image", "character", test=None),
+    "imagenet64": HubDataset("benjamin-paine/imagenet-1k-64x64", None, "image", "label", test="validation"),
     "celeba": HubDataset("flwrlabs/celeba", None, "image", "Smiling"),
 }
 
@@ -149,9 +156,10 @@ def load_source(
             kind, path = prefix, name.removeprefix(prefix + ":")
     if name.lower().endswith(TABLES) and kind == name:
         kind, path = "table", Path(path or "") / name
-    count = kind.removeprefix("dsprites:") if kind.startswith("dsprites:") else None
-    if count is not None and not count.isdecimal():
-        raise ConfigError(f"{name!r}: write dsprites:N with a number of images, such as dsprites:20000.")
+    base, colon, number = kind.partition(":")
+    count = number if colon and (base == "dsprites" or base in HUB) else None
+    if count is not None and not re.fullmatch("[1-9][0-9]{0,11}", count):
+        raise ConfigError(f"{name!r}: write {base}:N with a number of images, such as {base}:20000.")
     drawn = kind in DRAWN or kind.partition(":")[0] == "synthetic"
     if kind.partition(":")[0] == "synthetic":
         parse_synthetic(kind)
@@ -177,14 +185,14 @@ def load_source(
     if kind != "table":
         if choice.features or choice.exclude:
             raise ConfigError(f"features and exclude require a table, but {name!r} is not a table.")
-        if choice.split:
-            raise ConfigError(f"split_by requires a table or texts, but {name!r} is neither.")
+        if choice.split and kind != "folder":
+            raise ConfigError(f"split_by requires a table, texts or a folder of images, but {name!r} is none of them.")
         if choice.mixed:
             raise ConfigError(
                 f"task=regression, categories, dates and missing require a table, but {name!r} is not a table. Save the "
                 "data as .csv or .parquet, or in Python use Federation.from_arrays."
             )
-        choice = ALL
+        choice = ColumnSelection(split=choice.split)
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
@@ -249,9 +257,11 @@ def source_from_arrays(name: str, train: tuple[object, object], test: tuple[obje
         train: Training inputs and labels.
         test: Test inputs and labels.
     """
-    first, last = (SampleTable(as_inputs(x, name), as_targets(y, name), {}) for x, y in (train, test))
-    classes = 1 + int(max(first.y.max(), last.y.max()))
-    return Source(name, first, last, tuple(str(c) for c in range(classes)), classes)
+    for who, (x, y) in (("the training part", train), ("the test part", test)):
+        check_same_index(x, y, f"{who} of {name}")
+    labels, class_names = read_classes([train[1], test[1]], name)
+    first, last = (SampleTable(as_inputs(x, name), y, {}) for x, y in zip((train[0], test[0]), labels, strict=True))
+    return Source(name, first, last, class_names, len(class_names))
 
 
 class SourceRequest(NamedTuple):
@@ -280,6 +290,24 @@ def load_cached(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
     return load_uncached(request).sized(request.size).first(request.classes)
 
 
+def draw_rows(table: Any, count: int, name: str) -> Any:
+    """Draw rows of a pyarrow table with a fixed seed, so that all methods and seeds of an experiment have the same ones.
+
+    Args:
+        table: Table to draw from.
+        count: Number of rows.
+        name: Name of the data set.
+
+    Raises:
+        DataError: If the table has fewer rows.
+    """
+    if count > table.num_rows:
+        raise DataError(f"{name}:{count} is more than the {table.num_rows} training images of {name}.")
+    chosen = np.zeros(table.num_rows, bool)
+    chosen[np.random.default_rng(0).permutation(table.num_rows)[:count]] = True
+    return table.filter(chosen)
+
+
 def load_uncached(request: SourceRequest) -> Source:
     """Load a source without cache; only encoded images are already resized to the requested size."""
     kind, path, label, image = request[:4]
@@ -290,18 +318,25 @@ def load_uncached(request: SourceRequest) -> Source:
         return synthetic(*parse_synthetic(kind))
     if kind.startswith("dsprites"):
         return dsprites(path, int(kind.partition(":")[2]) if ":" in kind else None)
-    if kind in HUB:
-        hub = HUB[kind]
-        train, test = hub_tables(hub) if path is None else local_tables(kind, hub, path)
-        return source_from_tables(kind, train, test, label=label or hub.label, image=image or hub.image, **how)
+    base, _, count = kind.partition(":")
+    if base in HUB:
+        hub = HUB[base]
+        train, test = hub_tables(hub) if path is None else local_tables(base, hub, path)
+        if count:
+            train = draw_rows(train, int(count), base)
+        return source_from_tables(base, train, test, label=label or hub.label, image=image or hub.image, **how)
     assert path is not None
     if kind == "leaf":
         return leaf_source(path, None if image is None else Path(image).expanduser(), **how)
     if kind in ("npz", "npy"):
         return npz_source(path, request.test_share)
     if kind == "folder":
-        return source_from_tables(path.name, *folder_tables(path), label="label", image="image", **how)
-    train, test = file_tables(path, request.csv)
+        train, test = folder_tables(path)
+        selection = request.choice if request.choice.split else None
+        if selection is None and test is None and SUBFOLDER in train.column_names:
+            LOG.warning("classes of %s contain folders; split_by: %s keeps their images together", path, SUBFOLDER)
+        return source_from_tables(path.name, train, test, label="label", image="image", choice=selection, **how)
+    train, test = file_tables(path, request.csv, request.choice.uses(label, request.label_separator is None))
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
     how |= {"label_separator": request.label_separator, "choice": request.choice, "folder": folder}

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from unskew.config.experiment import Experiment
 from unskew.config.loader import check_keys, experiment, load_yaml
 from unskew.config.paths import with_absolute_paths
-from unskew.config.sections import Section
+from unskew.config.sections import ColumnName, ColumnNames, Section
 from unskew.deployment.wire.data_schema import experiment_digest
 from unskew.errors import ConfigError, plain_message, short_repr
 
@@ -59,17 +59,17 @@ class OwnData(Section):
     """``table:PATH``, ``folder:PATH`` or another data source."""
     data_path: str | None = None
     """Folder that contains the source's files."""
-    label: str | None = None
+    label: ColumnName | None = None
     """Label column of a table."""
     label_separator: str | None = None
     """Separator between the labels of a sample."""
-    image: str | None = None
+    image: ColumnName | None = None
     """Image column of a table."""
     image_size: int | None = None
     """Side length in pixels to which images are resized."""
-    features: tuple[str, ...] = ()
+    features: ColumnNames = ()
     """Input columns, in this order."""
-    exclude: tuple[str, ...] = ()
+    exclude: ColumnNames = ()
     """Columns that are not inputs."""
 
 

@@ -38,6 +38,8 @@ class GroupedModel:
             raise UnsupportedLayerError(reason)
         if spec.autocast:
             raise UnsupportedLayerError("precision bf16")
+        if spec.draws_globally:
+            raise UnsupportedLayerError("random numbers other than those of nn.Dropout")
         self.spec = spec
         self.twins = {train: GroupedNetwork(spec, train) for train in (True, False)}
         self.norms = [m for m in spec.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

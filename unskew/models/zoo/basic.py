@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError, short_repr
@@ -79,16 +80,47 @@ class VGG11(Classifier):
         super().__init__(nn.Sequential(*layers, nn.Flatten(), *hidden), 512, classes)
 
 
+class OneHot(nn.Module):
+    """Numeric inputs, followed by an input of 0 and 1 for each code of each categorical input.
+
+    Args:
+        categories: Number of codes of each input, 0 for numeric inputs.
+    """
+
+    def __init__(self, categories: Sequence[int]) -> None:
+        super().__init__()
+        self.categories = tuple(categories)
+        self.numbers = [j for j, codes in enumerate(categories) if not codes]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map inputs `[batch, inputs]` to `[batch, features]`."""
+        parts = [x[:, self.numbers]] if self.numbers else []
+        for j, codes in enumerate(self.categories):
+            if codes:
+                parts.append((x[:, j, None] == torch.arange(codes, dtype=x.dtype, device=x.device)).to(x.dtype))
+        return torch.cat(parts, 1)
+
+
 class Logistic(Classifier):
-    """Multinomial logistic regression: one linear layer with bias on the flattened input.
+    """Multinomial logistic or linear regression: one linear layer with bias on the flattened input.
+
+    Each category has a weight of its own, without a reference category: weights of categories are relative to each other,
+    and weight decay shrinks all of them. They start at 0, so that a category without training samples has no effect.
 
     Args:
         shape: Shape of a sample, `(features,)` or `(channels, height, width)`.
-        classes: Number of logits.
+        classes: Number of logits, or of predicted numbers.
+        categories: Number of codes of each input, 0 for numeric inputs; empty if all inputs are numeric.
     """
 
-    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
-        super().__init__(nn.Flatten(), num_features("Logistic regression", shape), classes)
+    def __init__(self, shape: tuple[int, ...], classes: int, categories: Sequence[int] = ()) -> None:
+        inputs = num_features("Logistic regression", shape)
+        if not any(categories):
+            super().__init__(nn.Flatten(), inputs, classes)
+            return
+        features = sum(codes or 1 for codes in categories)
+        super().__init__(nn.Sequential(nn.Flatten(), OneHot(categories)), features, classes)
+        nn.init.zeros_(self.head.weight[:, sum(not codes for codes in categories) :])
 
 
 class MLP(Classifier):

@@ -154,8 +154,24 @@
           return { tickvals: at, ticktext: at.map((i) => plain(short(names[i], 18))) };
         };
         this.find("map").style.setProperty("height", `${Math.min(680, Math.max(360, 120 + 13 * rows.length))}px`);
+        const two = share && held.prevalence;
         const gap = rows.length * classes.length < 1500 ? 1 : 0.2;
-        this.show("map", [{
+        if (two) {
+          const percent = (values) => values.map((v) => 100 * v);
+          const at = two.rows.map((_, k) => k);
+          this.show("map", [{
+            type: "scatter", mode: "markers", x: percent(two.share), y: at, marker: { color: color("--mark"), size: 7 },
+            error_x: { array: percent(two.high.map((v, k) => v - two.share[k])), arrayminus: percent(two.low.map((v, k) => two.share[k] - v)),
+              thickness: 1.2, width: 0, color: color("--mark") },
+            customdata: at.map((k) => `<b>${plain(two.rows[k])}</b><br>${(100 * two.share[k]).toFixed(1)} &#37; of ${two.counts[k]} samples, `
+              + `95 &#37; interval ${(100 * two.low[k]).toFixed(1)} to ${(100 * two.high[k]).toFixed(1)}`),
+            hovertemplate: "%{customdata}<extra></extra>",
+          }], {
+            xaxis: { title: { text: `share of class ${plain(short(two.title, 48))}, %` }, rangemode: "tozero" },
+            yaxis: { autorange: "reversed", ...ticks(two.rows, 25) },
+            shapes: [{ type: "line", x0: 100 * two.all, x1: 100 * two.all, yref: "paper", y0: 0, y1: 1, line: { dash: "dash", width: 1 } }],
+          }, `Share of ${two.title} at ${two.rows.length} clients, with 95 % intervals.`);
+        } else this.show("map", [{
           type: "heatmap", z: share ? shares.map((row) => row.map((v) => 100 * v)) : counts, colorscale: "Cividis",
           zmin: 0, ...(share ? { zmax: 100 } : {}), xgap: gap, ygap: gap, customdata: told,
           hovertemplate: "%{customdata}<extra></extra>",
@@ -164,7 +180,7 @@
           xaxis: { title: { text: "class" }, showgrid: false, zeroline: false, ...ticks(classes, 30) },
           yaxis: { autorange: "reversed", showgrid: false, zeroline: false, ...ticks(rows, 25) },
         }, `Heat map of ${rows.length} rows of clients and ${classes.length} classes.`);
-        this.find("map-note").textContent = held.map.note;
+        this.find("map-note").textContent = two ? "Bars: 95 % intervals (Wilson). Dashed: all clients shown." : held.map.note;
       }
       const place = this.find("sizes");
       if (place) {

@@ -1,0 +1,345 @@
+"""Types of the columns of CSV files: what is a number, a date, a code or a missing value, over all files together."""
+
+import datetime
+import unicodedata
+
+import numpy as np
+import pytest
+from support.running import call
+
+import unskew
+from unskew.data.readers.arrow_io import read_file, read_tables
+from unskew.data.readers.cell_types import LOG, NO_USES, ColumnUses
+from unskew.data.readers.encoders import Encoder, impute, read_columns
+from unskew.data.readers.files import file_tables
+from unskew.data.spec import CsvSpec
+from unskew.errors import ConfigError, DataError
+
+pa = pytest.importorskip("pyarrow")
+DAY = datetime.datetime(2010, 2, 5)
+
+
+def column(tmp_path, cells, uses=NO_USES, **options):
+    (tmp_path / "t.csv").write_text("v\n" + "".join(f'"{cell}"\n' for cell in cells), encoding="utf-8")
+    return read_file(tmp_path / "t.csv", CsvSpec(**options), uses).column("v").to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("cells", "options", "expected"),
+    [
+        (["7", "-3"], {}, [7, -3]),
+        (["007", "42"], {}, ["007", "42"]),
+        (["+4912", "+4913"], {}, ["+4912", "+4913"]),
+        (["+5", "-3"], {}, [5.0, -3.0]),
+        (["0x10", "0x11"], {}, ["0x10", "0x11"]),
+        (["89490200001234567890", "89490200001234567891"], {}, ["89490200001234567890", "89490200001234567891"]),
+        (["1_000", "2_000"], {}, ["1_000", "2_000"]),
+        ([" 1.5 ", "2", "NaN"], {}, [1.5, 2.0, None]),
+        (["1", "NA"], {}, [1, None]),
+        (["ZA", "NA"], {}, ["ZA", "NA"]),
+        (["ZA", "NA"], {"missing": "NA"}, ["ZA", None]),
+        (["1", "?", "\t?"], {}, [1, None, None]),
+        (["1", "."], {}, [1, None]),
+        (["007", "?"], {}, ["007", "?"]),
+        (["1", "-999", "-999.0"], {"missing": [-999]}, [1.0, None, None]),
+        (["1", "NA", "-999"], {"missing": [-999]}, [1, None, None]),
+        (["TRUE", "false", "?"], {}, [True, False, None]),
+        (["true", "0"], {}, [True, False]),
+        (["5,123", "999"], {}, ["5,123", "999"]),
+        (["5,123", "999"], {"thousands": "comma"}, [5123, 999]),
+        (["1.234,5", "2,5"], {"thousands": "point"}, [1234.5, 2.5]),
+        (["1 234", "2\u202f000", "5\xa0000.5"], {"thousands": "space", "separator": ","}, [1234.0, 2000.0, 5000.5]),
+        (["12,34"], {"thousands": "comma"}, ["12,34"]),
+        (["05-02-2010", "31-12-2010"], {}, [DAY, datetime.datetime(2010, 12, 31)]),
+        (["02/05/2010", "12/31/2010"], {}, [DAY, datetime.datetime(2010, 12, 31)]),
+        (["05-02-2010", "06-02-2010"], {}, ["05-02-2010", "06-02-2010"]),
+        (["05-02-2010", "?"], {"dates": "%d-%m-%Y"}, [DAY, None]),
+        (["5-Feb-2010"], {}, [DAY]),
+        (["2010-02-05", "n.a."], {}, [DAY.date(), None]),
+        (["<5", "7", "8"], {}, ["<5", "7", "8"]),
+    ],
+)
+def test_a_column_has_the_type_of_all_of_its_cells(tmp_path, cells, options, expected):
+    assert column(tmp_path, cells, **options) == expected
+
+
+def test_codes_are_numbers_only_as_inputs(tmp_path):
+    assert column(tmp_path, ["007", "042"], ColumnUses(numbers=("v",))) == [7.0, 42.0]
+    assert column(tmp_path, ["7", "42"], ColumnUses(kinds=(("v", "text"),))) == ["7", "42"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "options", "words"),
+    [
+        (["0.123", "0.5"], {"decimal": "comma", "separator": ","}, "has points, such as 0.123.*csv.thousands"),
+        (["yes", "NA"], {}, r"label column 'v' has 'NA' in 1 of 2 rows.*csv.missing to \[\]"),
+    ],
+)
+def test_cells_that_contradict_an_option_or_may_be_missing_are_rejected(tmp_path, cells, options, words):
+    with pytest.raises(DataError, match=words):
+        column(tmp_path, cells, ColumnUses(labels=("v",)), **options)
+
+
+def test_unusual_texts_and_numbers_for_missing_values_are_reported(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(LOG, "info", lambda text, *values: said.append(text % values))
+    column(tmp_path, ["20", "?", "31"])
+    column(tmp_path, ["20", "-999", "31", "-999"])
+    column(tmp_path, ["ZA", "NA"])
+    assert said[0].startswith("t.csv: in the column v, '?' counts as a missing value, in 1 of 3 rows")
+    assert said[1].startswith("t.csv: -999 in 2 of 4 rows of the column v may mean a missing value")
+    assert said[2].startswith("t.csv: 'NA' in 1 of 2 rows of the column v is read as text")
+
+
+def test_files_and_parts_are_typed_together(tmp_path):
+    for name, codes in (("train_a", "7"), ("train_b", "007"), ("test", "42")):
+        (tmp_path / f"{name}.csv").write_text(f"site,code\nA,{codes}\n")
+    train, test = file_tables(tmp_path)
+    assert (train.column("code").to_pylist(), test.column("code").to_pylist()) == (["7", "007"], ["42"])
+
+
+def test_text_in_a_test_file_does_not_change_the_type_of_the_training_files(tmp_path):
+    for name, cell in (("train", "7"), ("test", "seven")):
+        (tmp_path / f"{name}.csv").write_text(f"v\n{cell}\n")
+    train, test = file_tables(tmp_path)
+    assert (train.column("v").to_pylist(), test.column("v").to_pylist()) == ([7], ["seven"])
+
+
+def test_files_whose_types_cannot_be_combined_are_named(tmp_path):
+    (tmp_path / "train_a.jsonl").write_text('{"code": 7}\n')
+    (tmp_path / "train_b.jsonl").write_text('{"code": "x"}\n')
+    with pytest.raises(
+        DataError, match=r"'code' contains int64 in .*train_a.jsonl, but string in .*train_b.jsonl, such as 'x'"
+    ):
+        file_tables(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        ("sep=;\nsite;y\nA;1\n", {}, {"site": ["A"], "y": [1]}),
+        ("# exported\n# unit, mmol\nsite,y\nA,1\n", {}, {"site": ["A"], "y": [1]}),
+        ("#site,y\nA,1\n", {}, {"#site": ["A"], "y": [1]}),
+        ("\n\nsite,y\nA,1\n", {}, {"site": ["A"], "y": [1]}),
+        ("Report\n\nsite,y\nA,1\nB,2\n", {"skip": 2}, {"site": ["A", "B"], "y": [1, 2]}),
+        ("A,0.5\nB,0.7\n", {"names": "site,y"}, {"site": ["A", "B"], "y": [0.5, 0.7]}),
+        ("site;y;;\nA;1;;\n;;;\n", {}, {"site": ["A"], "y": [1]}),
+        ("site,y\nA,1,,\nB,2\n", {}, {"site": ["A", "B"], "y": [1, 2]}),
+        ("site,y\nA,1,\nB,2,\n", {}, {"site": ["A", "B"], "y": [1, 2]}),
+        ("site y\n1 A 2\n2 B 3\n", {"separator": "space"}, {"": [1, 2], "site": ["A", "B"], "y": [2, 3]}),
+        ('"a\nb",y\n1,2\n', {}, {"a\nb": [1], "y": [2]}),
+        (" hb,y\n1,2\n", {}, {"hb": [1], "y": [2]}),
+    ],
+)
+def test_lines_and_separators_around_a_table_are_skipped(tmp_path, content, options, expected):
+    (tmp_path / "t.csv").write_text(content)
+    assert read_file(tmp_path / "t.csv", CsvSpec(**options)).to_pydict() == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("Report of 2024\n\na,b,c\n1,2,3\n4,5,6\n", r"Line 1 .*does not look like a header.*line 3, set csv.skip to 2"),
+        ("A,0.5,1\nB,0.7,0\nA,0.6,1\n", "Line 1 .*does not look like a header, but like data.*csv.names"),
+        ("0,0,1\n1,2,3\n", "does not look like a header, but like data"),
+        ("a,b\n1,2\n1,2,3\n", "Line 3 .*has 3 values, but the header has 2: '1,2,3'"),
+        ("a,a\n1,2\n", "more than one column named 'a'"),
+        (",\n1,2\n", "more than one column named ''. Name them"),
+    ],
+)
+def test_lines_that_do_not_belong_to_the_table_are_named(tmp_path, content, words):
+    (tmp_path / "t.csv").write_text(content)
+    with pytest.raises(DataError, match=words):
+        read_file(tmp_path / "t.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("Łódź,zły", "cp1250"),
+        ("Москва,да", "cp1251"),
+        ("İstanbul,iyi", "cp1254"),
+        ("医院,北京", "gb18030"),
+        ("서울,병원", "cp949"),
+        ("Αθήνα,καλό", "cp1253"),
+    ],
+)
+def test_text_that_is_not_western_is_not_read_as_latin(tmp_path, text, encoding):
+    (tmp_path / "t.csv").write_bytes(f"site,y\n{text}\n".encode(encoding))
+    with pytest.raises(DataError, match=r"csv\.encoding"):
+        read_file(tmp_path / "t.csv")
+    assert read_file(tmp_path / "t.csv", CsvSpec(encoding=encoding)).column("site").to_pylist() == [text.split(",")[0]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Köln Straße",
+        "l’eau déjà cœur «bonjour»",
+        "¿Qué mañana José Mª nº 5",
+        "ação três põe",
+        "blåbær Ærø",
+        "m³ 5°C 10µg/ml £5m €20",
+    ],
+)
+def test_western_text_is_read_as_latin(tmp_path, text):
+    (tmp_path / "t.csv").write_bytes(f"site,y\n{text},1\n".encode("cp1252"))
+    assert read_file(tmp_path / "t.csv").column("site").to_pylist() == [text]
+
+
+@pytest.mark.parametrize(
+    "options", [{"thousands": "!"}, {"thousands": "comma", "decimal": "comma"}, {"skip": -1}, {"dates": "d.m.y"}]
+)
+def test_formats_that_mean_nothing_are_rejected(options):
+    with pytest.raises(ConfigError, match=r"csv\."):
+        CsvSpec(**options)
+
+
+def rows(names, label=lambda k: k // 6 % 2):
+    return "".join(f"{names[k % len(names)]},{k * 7 % 10},{label(k)}\n" for k in range(120))
+
+
+@pytest.mark.parametrize("names", [("north", "north "), ("Orl\u00e9ans", unicodedata.normalize("NFD", "Orl\u00e9ans"))])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition": "natural:site"},
+        {"partition": "dirichlet:9,by=site", "clients": 2},
+        {"split_by": "site"},
+        {"categories": "site"},
+    ],
+)
+def test_a_name_that_is_written_twice_is_rejected_wherever_it_names_something(tmp_path, names, options):
+    (tmp_path / "t.csv").write_text(f"site,a,y\n{rows(names)}", encoding="utf-8")
+    with pytest.raises(DataError, match="differ only by spaces"):
+        unskew.load_federation(f"table:{tmp_path / 't.csv'}", label="y", **{"partition": "iid", "clients": 2} | options)
+
+
+def test_names_have_no_spaces_around_and_one_form_of_accents(tmp_path):
+    names = [" " + unicodedata.normalize("NFD", "Orl\u00e9ans"), "Tours"]
+    (tmp_path / "t.csv").write_text(f"site,a,y\n{rows(names)}", encoding="utf-8")
+    fed = unskew.load_federation(f"table:{tmp_path / 't.csv'}", label="y", partition="natural:site")
+    assert fed.client_names == ("Orl\u00e9ans", "Tours")
+
+
+def test_whole_numbers_with_gaps_are_categories_and_clients_without_a_decimal_point(tmp_path):
+    lines = "".join(f"{k % 3 + 1}.0,{'' if k % 11 == 0 else f'{k % 4}.0'},{k % 7},{k // 3 % 2}\n" for k in range(120))
+    (tmp_path / "t.csv").write_text("site,ward,a,y\n" + lines)
+    fed = unskew.load_federation(f"table:{tmp_path / 't.csv'}", label="y", partition="natural:site", categories="ward")
+    assert fed.client_names == ("1", "2", "3")
+    assert fed.encoders[0].values == ("0", "1", "2", "3")
+
+
+@pytest.mark.parametrize("values", [["['x', 'z']", "['x']", "[]"], ['["x"]', '["z"]']])
+def test_lists_written_as_text_are_no_classes(tmp_path, values):
+    lines = "".join(f'{k % 3},"{values[k % len(values)].replace(chr(34), chr(34) * 2)}"\n' for k in range(60))
+    (tmp_path / "t.csv").write_text("a,y\n" + lines)
+    with pytest.raises(DataError, match=r"lists written as text.*label_separator"):
+        unskew.load_federation(f"table:{tmp_path / 't.csv'}", label="y", partition="iid", clients=2)
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        (lambda k: f'"{k + 1},000"', "thousands marks such as 1,000, see csv.thousands"),
+        (lambda k: f"text{k}", "has 120 different values"),
+    ],
+)
+def test_a_label_with_a_class_for_nearly_every_row_is_rejected(tmp_path, cell, words):
+    (tmp_path / "t.csv").write_text("a,y\n" + "".join(f"{k % 7},{cell(k)}\n" for k in range(120)))
+    with pytest.raises(DataError, match=f"{words}.*regression"):
+        unskew.load_federation(f"table:{tmp_path / 't.csv'}", label="y", partition="iid", clients=2)
+
+
+def test_text_of_hive_is_read_as_text_and_images_stay_bytes(tmp_path):
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pa.table({"site": [None, "Köln".encode()], "image": [b"\x89PNG\xff", b"\xff\xd8"]}), tmp_path / "t.parquet"
+    )
+    assert read_file(tmp_path / "t.parquet").to_pydict() == {
+        "site": [None, "Köln"],
+        "image": [b"\x89PNG\xff", b"\xff\xd8"],
+    }
+
+
+@pytest.mark.parametrize("offset", [0, 1_700_000_000, 1_700_000_000_000])
+def test_large_offsets_do_not_cost_digits(offset):
+    values = np.round(np.random.default_rng(0).random(600) * 300, 2)
+    encoder = Encoder("t")
+    x = read_columns(pa.table({"t": offset + values}), (encoder,), "rows")
+    fitted = Encoder("t", mean=float((offset + values).mean()), std=float(values.std()))
+    assert (x.dtype == np.float64) == (fitted.offset != 0) == (offset > 0)
+    scaled = (impute(x, [fitted])[:, 0].astype(float) - (fitted.mean - fitted.offset)) / fitted.std
+    # Times of 2023 in milliseconds have 2**-12 as the distance of two numbers in float64.
+    assert np.abs(scaled - (values - values.mean()) / values.std()).max() < 2.0**-11 / values.std() + 2.0**-20
+
+
+def test_a_table_with_times_since_1970_trains_as_one_with_times_from_zero(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seconds, r2 = np.random.default_rng(2).integers(0, 300, 300), []
+    for offset in (0, 1_700_000_000):
+        lines = "".join(f"{'ABC'[k % 3]},{offset + v},{k % 7},{v}\n" for k, v in enumerate(seconds))
+        (tmp_path / "t.csv").write_text("device,t,noise,target\n" + lines)
+        fed = unskew.load_federation("table:t.csv", label="target", task="regression", partition="natural:device")
+        result = unskew.run(fed, model="logistic", rounds=5, local_epochs=2, batch_size=16, lr=0.05, out=f"r{offset}")
+        r2.append(result.summary["r2"])
+    assert r2[0] == pytest.approx(r2[1], abs=1e-4)
+    predicted = call(capsys, "predict", "r1700000000", "t.csv", "--out", "p.csv")
+    assert predicted.code == 0, predicted.err
+    module = unskew.load_predictor("r1700000000").predict_file("t.csv")
+    assert np.corrcoef(np.array(module, float).ravel(), seconds)[0, 1] > 0.9
+
+
+def test_columns_are_kept_and_compared_as_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    codes = ("01234", "02139", "10001")
+    lines = "".join(f"{k:05d},{codes[k % 3]},{k % 7}.50,{k // 3 % 2}\n" for k in range(90))
+    (tmp_path / "p.csv").write_text("patient,zip,a,y\n" + lines)
+    options = (
+        "--label",
+        "y",
+        "--features",
+        "a,zip",
+        "--categories",
+        "zip",
+        "--partition",
+        "natural:zip",
+        "--model",
+        "table-mlp",
+    )
+    run = call(capsys, "run", "--data", "table:p.csv", *options, "--rounds", "1", "--local-steps", "1", "--out", "r")
+    assert run.code == 0, run.err
+    kept = call(capsys, "predict", "r", "p.csv", "--keep", "patient,zip,a", "--out", "out.csv")
+    assert kept.code == 0, kept.err
+    assert "00004,02139,4.50" in (tmp_path / "out.csv").read_text()
+    (tmp_path / "new.csv").write_text("zip,a,y\n01234,1,0\n02139,2,1\n")
+    groups = call(capsys, "evaluate", "r", "new.csv", "--by", "zip")
+    assert (groups.code, "01234" in groups.out, "did not occur in training" in groups.err) == (0, True, False)
+
+
+def test_tables_of_several_files_have_the_columns_of_the_first(tmp_path):
+    (tmp_path / "a.csv").write_text("v,w\n1,2\n")
+    (tmp_path / "b.csv").write_text("w,v\n2,1\n")
+    assert [table.column("v").to_pylist() for table in read_tables([tmp_path / "a.csv", tmp_path / "b.csv"])] == [
+        [1],
+        [1],
+    ]
+
+
+def test_each_file_of_a_folder_can_be_a_client(tmp_path):
+    for site in ("north", "south", "test"):
+        (tmp_path / f"{site}.csv").write_text("a,y\n" + "".join(f"{k % 7},{k % 2}\n" for k in range(40)))
+    (tmp_path / "._north.csv").write_bytes(b"\0\5\x16\7")
+    fed = unskew.load_federation(f"table:{tmp_path}", label="y", partition="natural:file")
+    assert (fed.client_names, fed.sizes.tolist(), len(fed.test[1])) == (("north", "south"), [36, 36], 40)
+    assert fed.columns == {"a": "input", "y": "label", "file": "decides the partition"}
+    shared = unskew.load_federation(f"table:{tmp_path}", label="y", partition="iid", clients=2, categories="auto")
+    assert shared.columns["file"] == "left out: names of files"
+
+
+def test_arrays_whose_digits_float32_loses_are_reported():
+    x = np.column_stack([np.arange(60.0), 1.7e9 + np.arange(60.0)])
+    pair = (x, np.arange(60) % 2)
+    with pytest.warns(UserWarning, match="Input 1 has values such as 1700000000.0.*Subtract"):
+        unskew.Federation.from_arrays([pair], test=pair)

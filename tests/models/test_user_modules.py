@@ -1,0 +1,155 @@
+"""Modules of users: which can be copied, and what is reported of those that cannot or that raise errors."""
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import unskew
+from unskew.errors import ConfigError, DataError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    WEIGHT_NORM = nn.utils.weight_norm(nn.Linear(6, 8))
+
+
+def federation(*sizes):
+    draws = np.random.default_rng(0)
+    total = sum(sizes) + 30
+    x, y = draws.normal(size=(total, 6)).astype("float32"), draws.integers(0, 2, total)
+    ends = np.cumsum(sizes)
+    parts = [(x[end - size : end], y[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    names = [f"Site {k}" for k in "ABC"[: len(sizes)]]
+    return unskew.Federation.from_arrays(parts, test=(x[-30:], y[-30:]), classes=2, client_names=names, holdout=0)
+
+
+def train(model, sizes=(20, 20), **options):
+    given = {"rounds": 1, "local_steps": 2, "batch_size": 8, "engine": "inline"}
+    return unskew.run(federation(*sizes), model=model, **{**given, **options})
+
+
+class Two(nn.Module):
+    """Two linear layers, with ``before`` applied to the inputs of the first."""
+
+    def __init__(self, before=lambda self, x: x):
+        super().__init__()
+        self.first, self.head, self.before = nn.Linear(6, 8), nn.Linear(8, 2), before
+
+    def forward(self, x):
+        self.hidden = self.first(self.before(self, x))  # as many models do, to show it later
+        return self.head(self.hidden.relu())
+
+
+def rejects(self, x):
+    assert x.dim() == 4, "images only"
+    return x
+
+
+@pytest.mark.parametrize(
+    ("before", "text"),
+    [
+        (rejects, r"inputs of shape \(6,\): AssertionError: images only \(test_user_modules.py, line \d+\)"),
+        (lambda self, x: {"ids": x}["pixels"], "inputs of shape .*: KeyError: 'pixels' "),
+        (lambda self, x: self.encoder(x), "inputs of shape .*: AttributeError: .*encoder"),
+        (lambda self, x: x * (1 // 0), "inputs of shape .*: ZeroDivisionError"),
+        (lambda self, x: self.encoder(x) if self.training else x, "in training mode: AttributeError: .*encoder"),
+    ],
+)
+def test_errors_of_a_forward_pass_are_reported_before_training(before, text):
+    with pytest.raises(ConfigError, match=text):
+        train(Two(before))
+
+
+def test_an_error_of_a_factory_names_its_line():
+    def factory(shape, classes):
+        return {"small": Two()}["large"]
+
+    with pytest.raises(ConfigError, match=r"factory.* cannot be built: KeyError: 'large' \(test_user_modules.py, line"):
+        train(factory)
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("method", ["fedavg", "moon"])
+def test_a_module_may_store_activations(engine, method):
+    """Its copy after training has no graph; the numbers are those of a module that stores nothing."""
+    torch.manual_seed(0)
+    module = Two()
+    plain = nn.Sequential(module.first, nn.ReLU(), module.head)
+    stored, expected = (train(model, engine=engine, method=method) for model in (module, plain))
+    torch.testing.assert_close(stored.vector, expected.vector)
+
+
+def test_weight_norm_in_its_old_form_trains_as_in_the_new_one():
+    new = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))
+    with torch.no_grad():
+        new.weight = WEIGHT_NORM.weight.detach()
+        new.bias.copy_(WEIGHT_NORM.bias)
+    head = nn.Linear(8, 2)
+    old, again = (train(nn.Sequential(layer, nn.ReLU(), head)).model for layer in (WEIGHT_NORM, new))
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(old(x), again(x))
+
+
+def test_a_compiled_module_is_trained_as_the_module_that_was_compiled():
+    torch.manual_seed(0)
+    module = Two()
+    assert torch.equal(train(torch.compile(module, backend="eager")).vector, train(module).vector)
+
+
+class Locked(Two):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Locked, "attribute 'lock' of Locked"),
+        (lambda: nn.Sequential(Locked(), nn.Linear(2, 2)), "attribute 'lock' of Locked"),
+        (lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 2))), "Pass the nn.Module"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_rejects_a_module_that_cannot_be_copied(model, text):
+    with pytest.raises(ConfigError, match=text):
+        train(model())
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes", "vectorized"])
+@pytest.mark.parametrize(
+    ("sizes", "options", "text"),
+    [
+        ((20, 1), {}, r"Site B trains on a batch of one sample \(1 sample in batches of 8\)"),
+        ((20, 17), {"local_steps": 3}, r"Site B .* \(17 samples in batches of 8\)"),
+        ((20, 12), {"batch_size": 1}, r"Site A .* \(20 samples in batches of 1\)"),
+    ],
+)
+def test_a_batch_of_one_sample_is_rejected_before_training(engine, sizes, options, text, tmp_path):
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(DataError, match=text):
+        train(model, sizes, engine=engine, out=tmp_path / "run", rounds=50, participation=0.5, **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), {"local_steps": 2}),
+        (nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), {"local_steps": 4, "drop_last": True}),
+        (nn.Sequential(nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(6, 2)), {"local_steps": 4}),
+    ],
+)
+def test_seventeen_samples_suffice_if_no_batch_of_one_is_used_or_it_has_several_values(model, options):
+    assert train(model, (20, 17), **options).summary["rounds"] == 1
+
+
+@pytest.mark.parametrize("engine", ["inline", "processes"])
+def test_control_flow_that_depends_on_data_gives_the_same_numbers_under_vectorized(engine):
+    model = Two(lambda self, x: x.tanh() if x.mean().item() > 0 else x)
+    with pytest.warns(UserWarning, match="one at a time"):
+        mapped = train(model, engine="vectorized")
+    assert torch.equal(mapped.vector, train(model, engine=engine).vector)

@@ -1,0 +1,324 @@
+"""Benefit of federated training for each client: compared with training alone, with pooled data and with a constant."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from unskew.comparison.references import is_local, is_reference
+from unskew.comparison.significance import Estimate, difference, holm, mean_over_clients
+from unskew.comparison.summary_statistics import is_usable_number
+from unskew.tasks.primary_metric import (
+    MetricInfo,
+    client_metric_name,
+    metric_info,
+    objective_metric,
+    primary_metric_name,
+)
+
+PREFIXES = {"personal": "personal_", "constant": "constant_"}
+"""Compared models whose metrics have a prefix in the rows of ``clients.jsonl``."""
+FEWEST = 10
+"""Number of held-out samples, or of events, below which a client's metric is mostly chance."""
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ClientValues:
+    """Metrics of one client.
+
+    Attributes:
+        label: Name of the client.
+        group: 0 if the clients are the same in all seeds, otherwise the position of the client's seed.
+        samples: Number of held-out samples, mean over seeds.
+        events: Number of held-out samples of the class that is rarest over all clients; None without classes.
+        values: Estimate of each compared model in each seed in which it is defined, by model and position of the seed.
+    """
+
+    label: str
+    group: int
+    samples: float
+    events: float | None
+    values: Mapping[str, Mapping[int, Estimate]]
+
+    def estimate(self, model: str, base: str | None = None) -> Estimate | None:
+        """Return the mean over seeds; None if the metric is undefined in all of them.
+
+        The ends of the intervals are averaged as well, because the seeds share their samples.
+
+        Args:
+            model: Compared model.
+            base: Model whose values in the same seeds are subtracted, or None.
+        """
+        models = [self.values.get(name, {}) for name in (model, base) if name is not None]
+        seeds = [seed for seed in models[0] if all(seed in values for values in models)]
+        if not seeds:
+            return None
+        means = [_mean([values[seed] for seed in seeds]) for values in models]
+        return means[0] if base is None else difference(*means)
+
+
+def _mean(estimates: Sequence[Estimate]) -> Estimate:
+    value = fmean(entry.value for entry in estimates)
+    lows = [entry.low for entry in estimates if entry.low is not None]
+    highs = [entry.high for entry in estimates if entry.high is not None]
+    known = len(lows) == len(highs) == len(estimates)
+    return Estimate(value, fmean(lows), fmean(highs)) if known else Estimate(value)
+
+
+@dataclass(frozen=True)
+class Benefit:
+    """Comparison of the best methods with the references and a constant, client by client.
+
+    Attributes:
+        metric: Compared metric.
+        scored: Name of the task's primary metric.
+        labels: Method of each compared model: ``federated`` (best global model), ``personal`` (best personal models),
+            ``pooled``, ``local`` and ``constant`` (its description); without those that were not run.
+        candidates: Number of methods from which ``federated`` and ``personal`` were chosen.
+        clients: Clients at which the metric is defined, for the federated model and for ``local``.
+        undefined: Labels of the other clients.
+        seeds: Number of seeds.
+        measured_on: Description of the evaluated samples.
+    """
+
+    metric: MetricInfo
+    scored: str
+    labels: Mapping[str, str]
+    candidates: Mapping[str, int]
+    clients: Sequence[ClientValues]
+    undefined: Sequence[str]
+    seeds: int
+    measured_on: str
+
+    @property
+    def same_clients(self) -> bool:
+        """Return whether the clients are the same in all seeds."""
+        return all(client.group == 0 for client in self.clients)
+
+    @property
+    def small(self) -> list[str]:
+        """Labels of the clients with too few held-out samples, or with too few events for a metric of a class."""
+        of_classes = self.metric.name not in (self.scored, "loss")
+        sizes = {client.label: (client.samples, client.events if of_classes else None) for client in self.clients}
+        return [label for label, counts in sizes.items() if any(n is not None and n < FEWEST for n in counts)]
+
+    def at_clients(self, model: str, base: str) -> list[Estimate | None]:
+        """Return the difference of each client, in order, with p-values corrected by Holm's method over the clients.
+
+        Small clients are not tested: there, intervals rest on approximations that do not hold.
+
+        Args:
+            model: Compared model.
+            base: Model whose values are subtracted.
+        """
+        pairs, small = [client.estimate(model, base) for client in self.clients], {*self.small}
+        untested = [client.label in small for client in self.clients]
+        pairs = [replace(pair, p=None) if pair and skip else pair for pair, skip in zip(pairs, untested, strict=True)]
+        corrected = iter(holm([pair.p for pair in pairs if pair and pair.p is not None]))
+        return [replace(pair, p=next(corrected)) if pair and pair.p is not None else pair for pair in pairs]
+
+    def decisions(self, model: str, base: str) -> Counter[str]:
+        """Count the clients at which a model is a gain, a loss or a tie, and those without a test.
+
+        Args:
+            model: Compared model.
+            base: Model that it is compared with.
+        """
+        return Counter(pair.decision(self.metric.lower_is_better) for pair in self.at_clients(model, base) if pair)
+
+    def improves(self, model: str, base: str) -> bool | None:
+        """Return whether a model is better than another one; None if that is undecided.
+
+        It is decided if the interval of the mean over clients excludes zero, or if more than half of the clients gain and
+        none loses, or the other way round.
+
+        Args:
+            model: Compared model.
+            base: Model that it is compared with.
+        """
+        count, half, mean = self.decisions(model, base), len(self.clients) / 2, self.over_clients(model, base)
+        if mean is not None and mean.low is not None and mean.high is not None and not mean.low <= 0 <= mean.high:
+            return (mean.low > 0) != self.metric.lower_is_better
+        if not min(count["gain"], count["loss"]) and max(count["gain"], count["loss"]) > half:
+            return count["gain"] > 0
+        return None
+
+    def over_clients(self, model: str, base: str | None = None) -> Estimate | None:
+        """Return the mean over clients; None if no client has a value.
+
+        Args:
+            model: Compared model.
+            base: Model whose values are subtracted, or None.
+        """
+        groups: dict[int, list[float]] = {}
+        for client in self.clients:
+            if (entry := client.estimate(model, base)) is not None:
+                groups.setdefault(client.group, []).append(entry.value)
+        mean = mean_over_clients(list(groups.values())) if groups else None
+        if mean is None or mean.low is None or mean.high is None or base is not None or not self.metric.percent:
+            return mean
+        return replace(mean, low=mean.low if self.scored == "r2" else max(0.0, mean.low), high=min(1.0, mean.high))
+
+    def overview(self) -> list[dict[str, Any]]:
+        """Return a row for each compared model: its mean over clients, and its difference to training alone.
+
+        The ends of the 95 % intervals have the suffixes ``_low`` and ``_high``.
+        """
+        rows = []
+        for model, label in self.labels.items():
+            mean, minus = self.over_clients(model), None if model == "local" else self.over_clients(model, "local")
+            row = {"model": model, "method": label, "clients": mean.clients if mean else 0, **_fields("mean", mean)}
+            if self.metric.name == "r2":
+                row["r2_within_clients"] = self._within_clients(model)
+            if "local" in self.labels:
+                count = self.decisions(model, "local")
+                row |= _fields("minus_local", minus)
+                row |= {decision: count[decision] if minus else None for decision in ("gain", "tie", "loss")}
+            rows.append(row)
+        return rows
+
+    def _within_clients(self, model: str) -> float | None:
+        """Return R² relative to the clients' own means: 1 minus the ratio of the mean squared errors."""
+        pairs = [(client.estimate(model), client.estimate("constant")) for client in self.clients]
+        known = [(1 - own.value, 1 - constant.value) for own, constant in pairs if own and constant]
+        against = sum(constant for _, constant in known)
+        return 1 - sum(own for own, _ in known) / against if against > 0 else None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each client, those with the largest loss against training alone first.
+
+        ``n`` and ``events`` are numbers of held-out samples. The ends of the 95 % intervals have the suffixes ``_low`` and
+        ``_high``, and p-values, corrected by Holm's method over the clients, the suffix ``_p``.
+        """
+        compared = [model for model in ("federated", "personal") if {model, "local"} <= {*self.labels}]
+        pairs = {model: self.at_clients(model, "local") for model in compared}
+        rows: list[dict[str, Any]] = []
+        counted = any(client.events is not None for client in self.clients)
+        for position, client in enumerate(self.clients):
+            row = {"client": client.label, "n": client.samples, **({"events": client.events} if counted else {})}
+            for model in self.labels:
+                row |= _fields(model, client.estimate(model))
+            for model, own in pairs.items():
+                pair = own[position]
+                row |= {**_fields(f"{model}_minus_local", pair), f"{model}_minus_local_p": pair.p if pair else None}
+            rows.append(row)
+        first = "federated_minus_local" if pairs else "federated"
+        return sorted(rows, key=lambda row: self.metric.rank(row[first] or 0.0))
+
+
+def _fields(name: str, estimate: Estimate | None) -> dict[str, float | None]:
+    """Return the fields of an estimate in a row."""
+    value = Estimate(math.nan) if estimate is None else estimate
+    return {name: None if estimate is None else value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+
+
+def assess_benefit(
+    summaries: Mapping[str, Sequence[Row]], clients: Mapping[str, Sequence[Sequence[Row]]]
+) -> Benefit | None:
+    """Compare the best methods with the references and a constant; None if no client was evaluated.
+
+    The best global model is that of the best method on the test set, which is not used here. The best personal models have
+    the best mean over clients.
+
+    Args:
+        summaries: Summary of each run, by method.
+        clients: Rows of the clients of each run, by method, in the same order.
+    """
+    ranked = [name for name in summaries if not is_reference(name)]
+    if not ranked:
+        return None
+    first = summaries[ranked[0]][0]
+    objective, scored = objective_metric(first), primary_metric_name(first)
+    metric = metric_info(client_metric_name(objective.name, scored), first.get("own_metrics"))
+    labels, candidates = {"federated": ranked[0]}, {"federated": 1}
+    for model, key, info in (
+        ("federated", objective.name, objective),
+        ("personal", f"personal_{metric.name}_mean", metric),
+    ):
+        values = {name: [s[key] for s in summaries[name] if is_usable_number(s.get(key))] for name in ranked}
+        ranks = {name: info.rank(fmean(own)) for name, own in values.items() if own}
+        if ranks:
+            labels[model], candidates[model] = max(ranks, key=lambda name: ranks[name]), len(ranks)
+    labels |= {("local" if is_local(name) else "pooled"): name for name in summaries if is_reference(name)}
+    own_constant = (
+        "own mean" if scored == "r2" else "most frequent class" if metric.name == "accuracy" else "class shares"
+    )
+    labels["constant"] = f"each client's {own_constant}"
+    rows = {
+        model: {
+            (summary["seed"], summary["partition_hash"]): {row["client"]: row for row in own if "unseen" not in row}
+            for summary, own in zip(summaries[name], clients.get(name, ()), strict=False)
+        }
+        for model, name in {**labels, "constant": labels["federated"]}.items()
+    }
+    federated = {
+        seed: {k: row for k, row in own.items() if "attacker" not in row} for seed, own in rows["federated"].items()
+    }
+    seeds, everyone = list(federated), [row for own in federated.values() for row in own.values()]
+    named, rarest = all(isinstance(row.get("name"), str) for row in everyone), _rarest_class(everyone)
+    same = named or len({partition for _, partition in seeds}) == 1
+    collected: dict[tuple[int, Any], dict[int, dict[str, Row]]] = {}
+    for position, seed in enumerate(seeds):
+        for client, row in federated[seed].items():
+            if metric.name in row:
+                own = {
+                    model: of_seed[seed][client] for model, of_seed in rows.items() if client in of_seed.get(seed, ())
+                }
+                unit = (0 if same else position, row["name"] if named else client)
+                collected.setdefault(unit, {})[position] = own
+    units = []
+    for (group, client), runs in collected.items():
+        label = str(client) if named else f"client {client}" if same else f"client {client} of seed {seeds[group][0]}"
+        units.append(_client_values(label, group, runs, metric.name, rarest))
+    present = {model for unit in units for model in unit.values}
+    needed = {"federated", "local"} & {*labels}
+    if not needed <= present:
+        return None
+    defined = [unit for unit in units if needed <= {*unit.values}]
+    undefined = [unit.label for unit in units if not needed <= {*unit.values}]
+    order = [model for model in ("federated", "personal", "pooled", "local", "constant") if model in present]
+    where = str(first.get("clients_evaluated_on"))
+    return Benefit(
+        metric, scored, {name: labels[name] for name in order}, candidates, defined, undefined, len(seeds), where
+    )
+
+
+def _client_values(
+    label: str, group: int, runs: Mapping[int, Mapping[str, Row]], name: str, rarest: str | None
+) -> ClientValues:
+    """Return the values of a client.
+
+    Args:
+        label: Label of the client.
+        group: Group of the client.
+        runs: The client's row of each compared model, by position of the seed.
+        name: Name of the metric.
+        rarest: Number of the class whose held-out samples are counted as events; None without classes.
+    """
+    values: dict[str, dict[int, Estimate]] = {}
+    for position, rows in runs.items():
+        for model, row in rows.items():
+            key = PREFIXES.get(model, "") + name
+            value, low, high = (row.get(entry) for entry in (key, f"{key}_low", f"{key}_high"))
+            if is_usable_number(value):
+                ends = (low, high) if is_usable_number(low) and is_usable_number(high) else (None, None)
+                values.setdefault(model, {})[position] = Estimate(row[key], *ends)
+    own = [rows["federated"] for rows in runs.values()]
+    events = [row["held_out_class_counts"].get(rarest, 0) for row in own if rarest and "held_out_class_counts" in row]
+    samples = fmean(row.get("num_held_out", 0) for row in own)
+    return ClientValues(label, group, samples, fmean(events) if events else None, values)
+
+
+def _rarest_class(rows: Iterable[Row]) -> str | None:
+    """Return the number of the class with the fewest held-out samples over all clients; None without classes."""
+    totals: dict[str, int] = {}
+    for row in rows:
+        held_out = row.get("held_out_class_counts", {})
+        for name in {*row.get("class_counts", ()), *held_out} if "held_out_class_counts" in row else ():
+            totals[name] = totals.get(name, 0) + held_out.get(name, 0)
+    return min(totals, key=lambda name: (totals[name], int(name)), default=None)

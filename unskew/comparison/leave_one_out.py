@@ -1,0 +1,199 @@
+"""Leave-one-site-out validation: each client once takes no part in training, and the model is evaluated on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unskew.comparison.compare import Comparison, compare, folder_name, seed_list
+from unskew.comparison.references import is_reference
+from unskew.comparison.single_run import last
+from unskew.comparison.summary_statistics import is_usable_number
+from unskew.config.experiment import Experiment
+from unskew.config.loader import experiment
+from unskew.data.federation import Federation
+from unskew.data.spec import Unseen, parse_unseen
+from unskew.data.unseen import unseen_mask
+from unskew.errors import ConfigError
+from unskew.filesystem import parse_path, write_atomic
+from unskew.records.recorder import Callback
+from unskew.runs.api_arguments import method_expression
+from unskew.runs.summary import ALL_SAMPLES
+from unskew.tasks.intervals import interval95
+from unskew.tasks.primary_metric import MetricInfo, client_metric_name, metric_info, primary_metric_name
+
+MOST = 50
+"""Maximum number of clients that are left out without naming them."""
+FOLDER = "leave-one-out"
+"""Folder of the runs without a client, and name of the file with the table."""
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Metrics of models on clients that took no part in their training.
+
+    Attributes:
+        comparison: Comparison of the same methods, with all clients in training.
+        metric: Metric of the table.
+        rows: One row per method and client, means over seeds: ``method``, ``client``, ``samples`` and ``num_held_out``;
+            ``all`` is the metric without the client in training on all of its samples, with its 95 % interval
+            ``all_interval``; ``without`` and ``with`` are those without and with the client in training on its held-out
+            samples, of personal models if the method trains one for the unseen client, too; and ``difference`` is the
+            first minus the second. None where undefined.
+    """
+
+    comparison: Comparison
+    metric: MetricInfo
+    rows: list[dict[str, Any]]
+
+    def means(self) -> list[dict[str, Any]]:
+        """Return the means over clients by method, with Student's 95 % intervals (``_interval``)."""
+        table = []
+        for name in dict.fromkeys(row["method"] for row in self.rows):
+            own = [row for row in self.rows if row["method"] == name]
+            entry: dict[str, Any] = {"method": name}
+            for key in ("all", "without", "with", "difference"):
+                # Of the clients where it is defined with and without them in training, so that the means can be compared.
+                paired = [row for row in own if row["all" if key == "all" else "difference"] is not None]
+                values = [row[key] for row in paired]
+                entry |= {key: float(np.mean(values)) if values else None, f"{key}_interval": interval95(values)}
+                entry[f"{key}_clients"] = len(values)
+            table.append(entry)
+        return table
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the table and the means as plain values."""
+        return {"metric": self.metric.name, "clients": self.rows, "means": self.means()}
+
+
+def leave_one_out(
+    federation: Federation | None = None,
+    *,
+    unseen: float | str | Sequence[str] = 0.0,
+    out: str | Path | None = None,
+    resume: bool = False,
+    callback_factory: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
+    **options: Any,
+) -> LeaveOneOut:
+    """Compare methods, and train each one again without each client, which is then evaluated as an unseen client.
+
+    Args:
+        federation: Data of all clients; if None, they are loaded.
+        unseen: Names of the clients to leave out, each in turn; all of them by default.
+        out: Folder of the comparison; the runs without a client are in ``leave-one-out/CLIENT``.
+        resume: Continue in an existing ``out``.
+        callback_factory: Returns the callbacks of a run, see ``unskew.compare``.
+        **options: Further arguments of ``unskew.compare``. Estimates of time are those of the comparison with all clients.
+
+    Raises:
+        ConfigError: If there are fewer than three clients, more than 50 without a choice of names, or clients that
+            differ between the seeds.
+    """
+    fields = {**next(iter((options.get("overrides") or {}).values()), {}), **options}
+    fields = {name: value for name, value in fields.items() if name in Experiment.model_fields and name != "model"}
+    seeds = seed_list(options.get("seeds", 3))
+    data = federation or last.of(experiment({**fields, "seed": seeds[0]}))
+    sites = left_out_clients(data, parse_unseen(unseen), federation is None and len(seeds) > 1)
+    folder = None if out is None else parse_path(out).absolute()
+    complete = compare(federation, out=folder, resume=resume, callback_factory=callback_factory, **options)
+    first = complete.ranked[next(iter(complete.ranked))][0]
+    name = client_metric_name(complete.objective.name, primary_metric_name(first))
+    by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in complete.ranked}
+    methods = [entry for entry in options.pop("methods") if not is_reference(method_expression(entry))]
+    for once in ("references", "budget_minutes", "on_estimate"):
+        options.pop(once, None)
+    for site in sites:
+        own = None if folder is None else folder / FOLDER / folder_name(site)
+
+        def followers(method: str, seed: int, config: Experiment, site: str = site) -> Sequence[Callback]:
+            return [] if callback_factory is None else callback_factory(f"{method} without {site}", seed, config)
+
+        again = resume and own is not None and own.exists()
+        without: dict[str, Any] = {
+            "unseen": [site],
+            "references": False,
+            "resume": again,
+            "callback_factory": followers,
+        }
+        left_out = compare(federation, methods=methods, out=own, **without, **options)
+        for method, rows in by_method.items():
+            rows.append(site_row(method, site, complete.clients[method], left_out.clients[method], name))
+    rows = [row for rows in by_method.values() for row in rows]
+    result = LeaveOneOut(complete, metric_info(name, first.get("own_metrics")), rows)
+    if folder is not None:
+        write_atomic(folder / f"{FOLDER}.json", (json.dumps(result.as_json(), indent=2) + "\n").encode())
+    return result
+
+
+def left_out_clients(federation: Federation, chosen: Unseen, redrawn: bool) -> list[str]:
+    """Return the names of the clients to leave out; numbers if they have no names.
+
+    Args:
+        federation: Data of all clients.
+        chosen: Names of the clients, or 0 for all.
+        redrawn: Whether clients without names may differ between the seeds.
+
+    Raises:
+        ConfigError: If the clients cannot be left out one by one.
+    """
+    known = federation.client_names or tuple(map(str, range(len(federation.clients))))
+    if isinstance(chosen, float) and chosen:
+        raise ConfigError(
+            f"unseen={chosen:g} is a share, but clients are left out one by one. Name some of them, or remove it."
+        )
+    sites = chosen if isinstance(chosen, tuple) else known
+    for name in sites:
+        unseen_mask((name,), known, len(known), 0)
+    if sites is known and len(known) > MOST:
+        raise ConfigError(
+            f"Leaving out each of {len(known)} clients repeats every run {len(known)} times. Name a few of them "
+            f"(--unseen {known[0]},{known[1]}; unseen)."
+        )
+    if redrawn and not federation.client_names:
+        raise ConfigError(
+            f"The clients of the partition {federation.partition} have no names and differ between the seeds. Use one seed "
+            "(--seeds 0), or a natural partition."
+        )
+    return list(sites)
+
+
+def site_row(
+    method: str, site: str, seen: Sequence[list[dict[str, Any]]], unseen: Sequence[list[dict[str, Any]]], metric: str
+) -> dict[str, Any]:
+    """Return the row of a client that was left out.
+
+    Args:
+        method: Method expression.
+        site: Name of the client.
+        seen: Rows of the clients in the runs with all clients, by seed.
+        unseen: The same of the runs without this client, where its row is marked.
+        metric: Name of the metric.
+    """
+    without = [next((row for row in rows if row.get("unseen")), {}) for rows in unseen]
+    along = [next((row for row in rows if str(row.get("name", row["client"])) == site), {}) for rows in seen]
+
+    def mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+        values = [float(row[key]) for row in rows if is_usable_number(row.get(key))]
+        return float(np.mean(values)) if len(values) == len(rows) else None
+
+    personal = f"personal_{metric}"
+    served = personal if all(personal in row for row in (*without, *along)) else metric
+    left_out, included = mean(without, served), mean(along, served)
+    ends = [mean(without, f"{ALL_SAMPLES}{metric}_{end}") for end in ("low", "high")]
+    held_out = without[0].get("num_held_out", 0)
+    return {
+        "method": method,
+        "client": site,
+        "samples": without[0].get("samples", 0) + held_out,
+        "num_held_out": held_out,
+        "all": mean(without, f"{ALL_SAMPLES}{metric}"),
+        "all_interval": None if None in ends else ends,
+        "without": left_out,
+        "with": included,
+        "difference": None if left_out is None or included is None else left_out - included,
+    }

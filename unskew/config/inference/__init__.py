@@ -1,0 +1,1 @@
+"""Inference of a first configuration from the data of a user."""

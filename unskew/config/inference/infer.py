@@ -1,0 +1,172 @@
+"""Inference of a first configuration from the user's data, for ``unskew init``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from unskew.config.inference.client_columns import kind_of_client
+from unskew.config.inference.inferred_config import InferredConfig
+from unskew.config.inference.table_fields import MOST_VALUES, set_image_size, set_table_fields
+from unskew.config.loader import experiment
+from unskew.data.federation import Federation
+from unskew.data.leaks import find_leaks
+from unskew.data.load import federation_of
+from unskew.data.readers.files import table_files
+from unskew.data.readers.image_folders import SUBFOLDER, class_folders, is_image_file, visible_files
+from unskew.data.sources.registry import SOURCES
+from unskew.data.spec import TABLES
+from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.expressions import quote, unquote
+
+RARE = 0.4
+"""A class is rare if it has less than this share of the samples that it would have with balanced classes."""
+
+
+def infer_config(
+    data: str | None, label: str | None = None, seed: int = 0, *, clients: str | None = None, image: str | None = None
+) -> InferredConfig:
+    """Infer a configuration that runs without changes.
+
+    Args:
+        data: A table (.csv, .jsonl, .parquet), arrays (.npz), a folder of images or of tables, or the name of a data
+            source; None means the digits.
+        label: Label column of a table; None means that it is inferred.
+        seed: Random seed of the partition that is described.
+        clients: Column of a table, or array, that names the clients; None means that it is inferred.
+        image: Column of a table with images or paths of image files; None means that it is inferred.
+
+    Raises:
+        ConfigError: If the data do not exist, or the label cannot be inferred.
+        DataError: If the data are not valid.
+    """
+    inferred = InferredConfig()
+    data = data if data is None else data.removeprefix("table:")
+    path = Path(data).expanduser() if data else Path("digits")
+    if data is not None and path.exists():
+        _look(inferred, path, data, (label, clients, image))
+    elif data is None or data.partition(":")[0] in SOURCES:
+        inferred.set("data", data or "digits", "a built-in data source")
+        _images(inferred)
+    else:
+        raise ConfigError(
+            f"There is no file or folder at {data}, and it is not a data source: "
+            f"{unknown_name('data set', data, SOURCES)}"
+        )
+    for option, value in (("label", label), ("image", image)):
+        if value is not None and option not in inferred.values:
+            raise ConfigError(f"--{option} requires a table, but {data or 'digits'} is not a table.")
+    if clients is not None and not inferred.values["partition"].startswith("natural:"):
+        raise ConfigError(f"--clients requires a table or arrays (.npz), but {data or 'digits'} is neither.")
+    _budget(inferred)
+    spec = experiment(inferred.values).data_spec
+    fed = federation_of(spec, seed)  # validates the configuration and the data
+    sizes, names = fed.sizes, fed.label_distribution()[1]
+    classes = f", of {len(names)} classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
+    inferred.seen.append(
+        f"{len(fed.clients)} clients with {_from_to(int(sizes.min()), int(sizes.max()))} training samples each"
+        f"{classes if fed.objective.labeled else ''}"
+    )
+    inferred.seen += find_leaks(spec)
+    if fed.task == "classification":
+        _imbalance(inferred, fed)
+    return inferred
+
+
+def _imbalance(made: InferredConfig, fed: Federation) -> None:
+    """Set objective, metrics and class weights if a class is rare, because accuracy is then misleading."""
+    counts = np.asarray(fed.label_distribution()[0]).sum(0)
+    least = int(counts.argmin())
+    share = counts[least] / counts.sum()
+    if share * len(counts) >= RARE or len(counts) > MOST_VALUES:
+        return
+    made.set("objective", "auprc", "for tuning, stopping and comparison; accuracy is misleading for rare classes")
+    made.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "additional metrics")
+    made.set("class_weights", "balanced", "rare classes count more in the loss; remove it for calibrated probabilities")
+    made.seen.append(
+        f"the class {fed.label_distribution()[1][least]} has {share:.0%} of the samples, so objective, metrics and "
+        "class_weights are set for rare classes"
+    )
+
+
+def _look(made: InferredConfig, path: Path, data: str, chosen: tuple[str | None, str | None, str | None]) -> None:
+    """Set fields for data in a file or folder, with the chosen columns for label, clients and image."""
+    if path.is_file() and path.suffix.lower() == ".npz":
+        made.set("data", f"npz:{data}", "arrays x and y, and optionally x_test and y_test")
+        _arrays(made, path, chosen[1])
+    elif path.is_file() and path.suffix.lower() in TABLES:
+        set_table_fields(made, path, data, *chosen)
+    elif path.is_dir() and _is_table_folder(path):
+        set_table_fields(made, path, f"table:{data}", *chosen)
+    elif path.is_dir():
+        folders, *test = class_folders(path)  # raises an error that describes the required layout
+        images = {file: folder for folder in folders for file in visible_files(folder) if is_image_file(file)}
+        made.set("data", f"folder:{data}", "one folder of images per class")
+        set_image_size(made, [file for file in images if file.is_file()])
+        if not test and len({file.parent.relative_to(folder) for file, folder in images.items()}) > 1:
+            made.seen.append(f"classes contain folders; if these are patients, set split_by: {SUBFOLDER}")
+        _images(made, len(images))
+    else:
+        raise DataError(
+            f"{data} is neither a table (.csv, .jsonl, .parquet), nor arrays (.npz), nor a folder of images."
+        )
+
+
+def _is_table_folder(path: Path) -> bool:
+    """Return whether a folder contains tables, and no folders of images next to them."""
+    try:
+        files = table_files(path)[0]
+    except DataError:
+        return False
+    folders = [entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    return not folders or any(file.stem.startswith("train") for file in files)
+
+
+def _images(made: InferredConfig, images: int = 1000) -> None:
+    """Set partition and model for images without client information."""
+    made.set("partition", "dirichlet:0.3,min=2", "label skew; others are iid, classes:2 or natural:COLUMN")
+    made.set("clients", max(2, min(10, images // 20)))
+    texts = made.values["data"] in ("sentences", "multi_nli") or str(made.values["data"]).startswith("text")
+    if texts:
+        raise ConfigError(
+            "init does not support built-in text data sets. Write data, text, label and model (text-mlp or hf:NAME) "
+            "yourself."
+        )
+    flat = made.values["data"] == "gaussians"
+    made.set("model", "mlp" if flat else "cnn", "unskew models lists all models")
+
+
+def _arrays(made: InferredConfig, path: Path, clients: str | None) -> None:
+    """Set fields for a file of arrays."""
+    from unskew.data.sources.npz import load_arrays
+
+    arrays = load_arrays(path)
+    n = len(arrays["y"])
+    made.seen.append(f"x {arrays['x'].shape}, y {arrays['y'].shape}")
+    owner = next((k for k in arrays if kind_of_client(k) is not None and len(arrays[k]) == n), None)
+    if clients is not None or owner is not None:
+        owner = unquote(clients or str(owner))
+        made.set("partition", f"natural:{quote(owner)}", f"one client per value of {owner}")
+    else:
+        made.set("partition", "dirichlet:0.3,min=2", "label skew; no array with client names was found")
+        made.set("clients", max(2, min(10, n // 20)))
+    made.set("model", "cnn" if arrays["x"].ndim > 2 else "mlp", "unskew models lists all models")
+
+
+def _from_to(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _budget(made: InferredConfig) -> None:
+    """Set the fields of training."""
+    made.set("method", "fedavg", "unskew methods lists all; compositions such as fedprox:mu=0.1+scaffold are allowed")
+    made.set("rounds", 20)
+    made.set("local_epochs", 1, "passes over a client's data in each round; or local_steps")
+    made.set("batch_size", 16)
+    made.set(
+        "lr",
+        0.003 if "optimizer" in made.values else 0.05,
+        "decrease it if the loss grows, increase it if it stagnates",
+    )
+    made.set("seed", 0, "random seed")

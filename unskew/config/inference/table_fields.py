@@ -1,0 +1,263 @@
+"""Fields of a configuration for a table, from the contents of its columns."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unskew.config.inference.client_columns import PERSON, ClientColumns, client_columns, kind_of_client
+from unskew.config.inference.inferred_config import InferredConfig
+from unskew.data.readers.cell_types import why_text
+from unskew.data.readers.column_roles import is_category_text, is_date, is_identifier, is_numeric, is_string
+from unskew.data.readers.files import file_tables
+from unskew.data.readers.image_folders import IMAGES
+from unskew.data.readers.images import image_bytes, is_image, open_image, upright_size
+from unskew.data.readers.labels import is_list_type, metadata_class_names
+from unskew.errors import LONGEST_LIST, ConfigError, DataError, unknown_name
+from unskew.expressions import quote, unquote
+
+LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
+GROUPS = r"(.*[_ .-])?(id|key|code)|[a-z]+Id|[a-z]+ID"
+"""Names of columns that may identify a person or object with several rows."""
+MOST_CLASSES, MOST_VALUES = 100, 50
+"""Maximum numbers of distinct values of a numeric class label, and of a categorical string column."""
+SIDE, KEPT_SIDE = 32, 64
+"""Images are resized to the first side length, unless all have the same size of at most the second."""
+CODES = 12
+"""Integer columns with at most this many distinct values may be category codes."""
+WORDS = 3
+"""Minimum mean number of words per row of a text column."""
+PATHS = 20
+"""Number of values that are examined for paths of image files; minimum number of groups that are not split."""
+
+
+def set_table_fields(
+    made: InferredConfig, path: Path, data: str, label: str | None, clients: str | None, image: str | None
+) -> None:
+    """Set fields for a table from the contents of its columns.
+
+    Args:
+        made: Configuration to complete.
+        path: File or folder of the table.
+        data: Name of the data source.
+        label: Label column, or None.
+        clients: Column that names the clients, or None.
+        image: Column with images or paths of image files, or None.
+
+    Raises:
+        ConfigError: If a column does not exist, or no label is found.
+        DataError: If the label has missing values, or the table cannot be read.
+    """
+    table = file_tables(path)[0]
+    n, columns = table.num_rows, list(table.column_names)
+    label, clients, image = (name and unquote(name) for name in (label, clients, image))
+    for name in filter(None, (label, clients, image)):
+        if name not in columns:
+            raise ConfigError(unknown_name("column", name, columns))
+    folder = path if path.is_dir() else path.parent
+    images = [image] if image else [c for c in columns if _has_images(table.column(c), folder)]
+    nested = [c for c in columns if c in images or is_list_type(table.column(c).type)]
+    distinct = {c: n if c in images else _distinct(table.column(c)) for c in columns}
+    named = [c for c in columns if metadata_class_names(table, c)]
+    guessed = (
+        None
+        if label
+        else next(iter(named), None)
+        or _label([c for c in columns if not table.column(c).null_count and c not in (*nested, clients)], distinct, n)
+    )
+    label = label or guessed
+    if label is None:
+        raise ConfigError(
+            f"{path}: no column without missing values looks like a label (a few values that repeat). Set --label to "
+            f"one of {', '.join(columns[:LONGEST_LIST])}{' ...' if len(columns) > LONGEST_LIST else '.'}"
+        )
+    if table.column(label).null_count:
+        raise DataError(
+            f"{path}: {table.column(label).null_count} of {n} rows have no value in the label column {label}. Remove "
+            "these rows, or set --label to another column."
+        )
+    owners = client_columns(table, [c for c in columns if c not in (label, *nested)], distinct, clients)
+    guess = ", chosen by its name or its few values; --label sets another" if guessed else ""
+    gaps = [
+        c for c in columns if guessed and table.column(c).null_count and distinct[c] <= 1 + min(MOST_CLASSES, n // 4)
+    ]
+    made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values{guess}")
+    if gaps:
+        made.seen.append(f"not considered as labels because of missing values: {', '.join(gaps)}")
+    made.set("data", data)
+    made.set("label", label, f"{distinct[label]} values; --label sets another column")
+    if (
+        label not in named
+        and is_numeric(table.column(label).type)
+        and (distinct[label] > MOST_CLASSES or _has_fractions(table.column(label)))
+    ):
+        made.set("task", "regression", "predict a number, not a class")
+    if images:
+        made.set("image", images[0], "the inputs are the images in this column")
+        column = table.column(images[0])
+        paths = is_string(column.type) and not column.null_count
+        contents = (blob for _, blob in image_bytes(column, str(path), folder))
+        set_image_size(made, [folder / p for p in column.to_pylist()] if paths else [*map(io.BytesIO, contents)])
+        _set_partition(made, owners, distinct, n)
+        made.set("model", "cnn", "unskew models lists all models")
+        return
+    rest = [c for c in columns if c not in (label, owners.chosen)]
+    constant = [c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1]
+    rest = [c for c in rest if c not in (*constant, *owners.named)]
+    numbers = [c for c in rest if is_numeric(table.column(c).type)]
+    texts = [c for c in rest if is_string(table.column(c).type)]
+    categories = [c for c in texts if distinct[c] <= min(MOST_VALUES, n // 4) and is_category_text(table.column(c))]
+    dates = [c for c in rest if is_date(table.column(c).type)]
+    text = max(texts, key=partial(_words, table), default=None)
+    alone = len(rest) == len(texts) and not categories and "task" not in made.values
+    if text is not None and alone and _words(table, text) >= WORDS:
+        made.set("text", text, "each text is tokenized into words and word bigrams")
+        _set_partition(made, owners, distinct, n)
+        made.set("model", "text-mlp", "without download; hf:NAME is a pretrained model")
+        made.set("optimizer", "adam")
+        return
+    reasons = dict.fromkeys(constant, "the same value in every row")
+    for c in rest:
+        unusable = _why_text(table.column(c)) if c in texts and c not in categories else None
+        if unusable is None and is_identifier(table.column(c), c):
+            unusable = f"an identifier, {distinct[c]} values in {n} rows"
+        elif c in numbers and _is_infinite(table.column(c)):
+            unusable = "infinite values"
+        if unusable or (c in texts and c not in categories):
+            reasons[c] = unusable or "too many different strings"
+    reasons |= dict.fromkeys(owners.named, "may name the clients")
+    reasons = {c: reasons[c] for c in columns if c in reasons}
+    if reasons:
+        made.set("exclude", list(reasons), "for the reasons above")
+        made.seen += [f"excluded: {c}: {reason}" for c, reason in reasons.items()]
+    numbers = [c for c in numbers if c not in reasons]
+    _report_codes(made, table, numbers)
+    groups = [c for c in reasons if owners.named.get(c, PERSON if re.fullmatch(GROUPS, c, re.I) else None) == PERSON]
+    group = next((c for c in groups if PATHS <= distinct[c] < n and not table.column(c).null_count), None)
+    if group is not None:
+        made.set(
+            "split_by",
+            quote(group),
+            f"{n} rows with {distinct[group]} values; rows with the same value are never split",
+        )
+    if categories:
+        made.set("categories", categories, "each value gets an embedding")
+    if dates:
+        made.set("dates", dates, "days since 1970")
+    if any(table.column(c).null_count for c in [*numbers, *dates]):
+        made.set("missing", "indicator", "missing numbers are replaced by the mean and marked by an additional input")
+    _set_partition(made, owners, distinct, n)
+    made.set("model", "table-mlp" if categories else "mlp", "unskew models lists all models")
+
+
+def _set_partition(made: InferredConfig, owners: ClientColumns, distinct: Mapping[str, int], n: int) -> None:
+    """Set the partition: by the column that names clients if there is one, otherwise by label or iid."""
+    owner = owners.chosen
+    if owner is not None:
+        made.set(
+            "partition", f"natural:{quote(owner)}", f"one client for each of the {distinct[owner]} values of {owner}"
+        )
+    else:
+        regression = "task" in made.values
+        skew = "" if regression else "label skew; "
+        made.set(
+            "partition", "iid" if regression else "dirichlet:0.3,min=2", f"{skew}no column surely names the clients"
+        )
+        made.set("clients", max(2, min(10, n // 40)))
+    if owners.others:
+        listed = ", ".join(f"{c} ({distinct[c]} values)" for c in owners.others)
+        made.seen.append(
+            f"may {'also ' if owner else ''}name the clients: {listed}; choose one with --clients COLUMN, or partition: "
+            "natural:COLUMN"
+        )
+
+
+def _report_codes(made: InferredConfig, table: Any, numbers: Sequence[str]) -> None:
+    """Report integer columns that may be category codes."""
+    coded = []
+    for column in numbers:
+        values = table.column(column).cast("float64", safe=False).to_numpy()
+        codes = np.unique(values[np.isfinite(values)])
+        if 3 <= len(codes) <= CODES and not (codes % 1).any():
+            coded.append(column)
+    if coded:
+        made.seen.append(
+            f"integers with few values: {', '.join(coded)}; add the columns that contain codes, not amounts, to "
+            f"categories: [{', '.join(coded)}]"
+        )
+
+
+def _has_images(column: Any, folder: Path) -> bool:
+    """Return whether a column has encoded images, or paths of image files of which some exist."""
+    if not is_string(column.type):
+        return is_image(column.type)
+    paths = column.drop_null()[:PATHS].to_pylist()
+    return any(Path(path).suffix.lower() in IMAGES and (folder / path).is_file() for path in paths)
+
+
+def _words(table: Any, column: str) -> float:
+    """Return the mean number of words in a string column."""
+    values = table.column(column).drop_null().to_pylist()
+    return sum(len(value.split()) for value in values) / max(1, len(values))
+
+
+def set_image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
+    """Set the image size, unless all images have the same small size.
+
+    Args:
+        made: Configuration to complete.
+        images: Files, or their contents.
+    """
+    sizes = set()
+    for image in images:
+        try:
+            with open_image(image) as opened:
+                sizes.add(upright_size(opened))
+        except (OSError, ValueError, SyntaxError) as error:
+            name = f"The image {image}" if isinstance(image, Path) else "An image of the table"
+            raise DataError(f"{name} cannot be read ({error}). Repair or remove it.") from error
+    if len(sizes) == 1 and max(width_height := sizes.pop()) <= KEPT_SIDE:
+        made.seen.append("all images have {} x {} pixels, so image_size is not set".format(*width_height))
+    else:
+        made.set("image_size", SIDE, "images are resized to this side length; larger images take longer")
+
+
+def _distinct(column: Any) -> int:
+    """Return the number of distinct values; for types that cannot be compared, such as lists, the number of rows."""
+    import pyarrow as pa
+
+    try:
+        return len(column.unique())
+    except pa.ArrowNotImplementedError:
+        return len(column)
+
+
+def _why_text(column: Any) -> str | None:
+    """Return why strings are not read as numbers, dates or images although most of them look like that; or None."""
+    reason, texts = why_text(column), column.drop_null().to_pylist()
+    if reason is None and 2 * sum(Path(text).suffix.lower() in IMAGES for text in texts) > len(column):
+        return f"paths of images, but there is no file {texts[0]!r} in the folder of the table"
+    return reason
+
+
+def _is_infinite(column: Any) -> bool:
+    return bool(np.isinf(column.cast("float64", safe=False).drop_null().to_numpy()).any())
+
+
+def _has_fractions(column: Any) -> bool:
+    values = column.cast("float64", safe=False).drop_null().to_numpy()
+    return bool((values % 1 != 0).any())
+
+
+def _label(columns: list[str], distinct: dict[str, int], n: int) -> str | None:
+    """Return the most likely label column: the first with a typical name, or else the last with few values."""
+    few = [c for c in columns if 2 <= distinct[c] <= max(2, min(MOST_CLASSES, n // 4))]
+    named = [c for c in few if re.fullmatch(LABELS, c, re.I)]
+    rest = [c for c in few if distinct[c] <= 20 and kind_of_client(c) is None]
+    return named[0] if named else rest[-1] if rest else None

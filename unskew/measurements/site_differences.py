@@ -1,0 +1,212 @@
+"""Differences between sites: rows, outcome, missing values and shifted columns of each client, next to all clients' data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unskew.data.clients import ArrayClients
+from unskew.data.federation import Federation
+from unskew.data.readers.column_roles import INPUT, LABEL
+from unskew.data.readers.encoders import category_counts
+from unskew.tasks.regression import Regression
+
+MANY = 10_000
+"""Maximum number of clients that are all listed; with more, only the measured ones are."""
+WIDEST = 512
+"""Maximum number of inputs, one for each category, of the linear model of the label."""
+LISTED = 5
+"""Number of shifts that a row lists."""
+
+
+@dataclass(frozen=True)
+class SiteDifferences:
+    """Differences between the clients of a federation.
+
+    Attributes:
+        rows: One row per client: ``client``, ``rows`` (training and held-out samples), ``outcome`` with its ``share`` or
+            its ``mean`` and ``std``, ``missing`` (share of the input values), ``missing_columns`` (share by column), and
+            ``shifts``: pairs of a column and its difference from all clients, the largest first.
+        pooled: Row of all clients together, without shifts.
+        between: Share of each target's variance that lies between the clients; classes are targets of 0 and 1.
+        label_between: The same for all targets together, without the share expected by chance; None without labels.
+        label_unexplained: The same for the residuals of a linear model of the inputs that is fitted to all clients, as a
+            share of the targets' variance; None with too many inputs, or without numbers.
+    """
+
+    rows: list[dict[str, Any]]
+    pooled: dict[str, Any]
+    between: dict[str, float]
+    label_between: float | None
+    label_unexplained: float | None
+
+
+def site_differences(
+    federation: Federation, measured: Sequence[int] = (), features: Sequence[str] = ()
+) -> SiteDifferences:
+    """Compare each client of a federation with all clients together.
+
+    The shift of a number is the mean of the client minus that of all clients, divided by the standard deviation over all
+    samples. The shift of categories, and of classes, is their total variation distance. Missing values do not count.
+
+    Args:
+        federation: Data of all clients.
+        measured: Clients to list if there are too many for a table, or if they are loaded one by one.
+        features: Input columns in order, if the user chose them.
+    """
+    every = isinstance(federation.clients, ArrayClients) and len(federation.clients) <= MANY
+    ids = list(range(len(federation.clients)) if every else measured)
+    names, counts, center = _columns(federation, features)
+    wide = sum(count or 1 for count in counts) > WIDEST
+    n, sums, squares, gram = np.zeros(len(ids)), [], [], np.zeros(())  # of 1, the inputs and the targets
+    for i, k in enumerate(ids):
+        client = federation.clients[k]
+        t = _targets(federation, torch.cat([client.y, client.y_test]))
+        skipped = wide and not names
+        x = np.zeros((len(t), 0)) if skipped else _inputs(torch.cat([client.x, client.x_test]), counts, center)
+        values = np.column_stack([np.ones(len(t)), x, t])
+        n[i], inputs = len(t), 1 + x.shape[1]
+        sums.append(values.sum(0))
+        squares.append(np.square(values).sum(0))
+        gram = gram if wide else gram + values.T @ values
+    mean, total = np.stack(sums) / n[:, None].clip(1), np.stack(squares)
+    absent = np.zeros((len(ids), len(names))) if federation.missing is None else federation.missing[ids]
+    outcomes, moved = _outcomes(federation, n, mean[:, inputs:], total[:, inputs:])
+    shifts = moved | _input_shifts(names, counts, n, absent, mean[:, 1:inputs], total[:, 1:inputs].sum(0))
+    rows = []
+    for i, k in enumerate(ids):
+        own = [(name, float(of[i])) for name, of in shifts.items() if np.isfinite(of[i])]
+        missing = {name: float(count / n[i]) for name, count in zip(names, absent[i], strict=True) if count}
+        row = {"client": federation.client_label(k), "rows": int(n[i]), **outcomes[i]}
+        row |= {"missing": sum(missing.values()) / max(1, len(names)), "missing_columns": missing}
+        rows.append({**row, "shifts": sorted(own, key=lambda shift: -abs(shift[1]))[:LISTED]})
+    everyone = {"rows": int(n.sum()), **outcomes[-1], "missing": float(absent.sum() / max(1.0, n.sum() * len(names)))}
+    if not moved:
+        return SiteDifferences(rows, everyone, {}, None, None)
+    pooled = n @ mean / n.sum()
+    scatter = total.sum(0)[inputs:] - n.sum() * pooled[inputs:] ** 2
+    between = n @ np.square(mean - pooled)[:, inputs:]
+    shares = dict(zip(federation.names, (between / scatter.clip(1e-300)).tolist(), strict=True))
+    label = _beyond_chance(between.sum(), scatter.sum(), scatter.sum(), n, 1)
+    if wide:
+        return SiteDifferences(rows, everyone, shares, label, None)
+    # Residuals of least squares are linear in the values, so that their sums follow from those of the values.
+    scale = np.sqrt(np.diag(gram)[:inputs].clip(1e-300))
+    inverse = np.linalg.pinv(gram[:inputs, :inputs] / np.outer(scale, scale), rcond=1e-9, hermitian=True)
+    beta = inverse @ (gram[:inputs, inputs:] / scale[:, None]) / scale[:, None]
+    residual = mean[:, inputs:] - mean[:, :inputs] @ beta
+    left = np.trace(gram[inputs:, inputs:]) - (beta * gram[:inputs, inputs:]).sum()
+    unexplained = _beyond_chance(n @ np.square(residual).sum(1), left, scatter.sum(), n, inputs)
+    return SiteDifferences(rows, everyone, shares, label, unexplained)
+
+
+def _beyond_chance(between: float, scatter: float, variance: float, n: np.ndarray, parameters: int) -> float:
+    """Return the share of a variance that lies between clients, without the share expected by chance (``omega^2``).
+
+    Args:
+        between: Sum of squares between the clients' means.
+        scatter: Sum of squares of all samples.
+        variance: Sum of squares of the targets.
+        n: Samples of each client, ``[K]``.
+        parameters: Number of parameters that were fitted to all samples.
+    """
+    chance = (len(n) - 1) * (scatter - between) / max(1.0, n.sum() - len(n) - parameters + 1)
+    return max(0.0, float((between - chance) / variance)) if variance > 0 else 0.0
+
+
+def _columns(federation: Federation, features: Sequence[str]) -> tuple[list[str], list[int], np.ndarray]:
+    """Return the name of each input of a table, its number of codes (0 for a number), and the number to subtract."""
+    shape, encoders = federation.shape, federation.encoders
+    if federation.task == "language" or federation.test[0].dtype == torch.int64:
+        return [], [WIDEST + 1], np.zeros(1)
+    width = int(np.prod(shape))
+    if encoders:
+        # Imputed values are the mean in float32. With it subtracted, they do not count in sums.
+        center = np.array([encoder.mean for encoder in encoders], np.float32).astype(float)
+        return [encoder.name for encoder in encoders], list(category_counts(encoders))[: len(encoders)], center
+    chosen = features or [name for name, role in federation.columns.items() if role.startswith(INPUT)]
+    named = list(chosen) if len(chosen) == width else [f"input {j}" for j in range(width)]
+    known = federation.normalization
+    center = np.zeros(width) if len(shape) > 1 or known is None else np.array(known.mean) / known.scale
+    return named if len(shape) == 1 else [], [0] * width, center
+
+
+def _inputs(x: Tensor, counts: Sequence[int], center: np.ndarray) -> np.ndarray:
+    """Return the inputs ``[n, F]``: numbers minus ``center``, and an input of 0 and 1 for each code of a category."""
+    values = x.reshape(len(x), -1).double()
+    return torch.cat(
+        [
+            F.one_hot(values[:, j].long(), count).double() if count else values[:, [j]] - center[j]
+            for j, count in enumerate(counts)
+        ],
+        1,
+    ).numpy()
+
+
+def _targets(federation: Federation, y: Tensor) -> np.ndarray:
+    """Return the targets ``[n, C]``; classes as 0 and 1. There are none for language models."""
+    if federation.task == "classification":
+        return F.one_hot(y.long(), federation.classes).double().numpy()
+    return y.double().numpy() if federation.task != "language" else np.zeros((len(y), 0))
+
+
+def _input_shifts(
+    names: Sequence[str], counts: Sequence[int], n: np.ndarray, absent: np.ndarray, mean: np.ndarray, total: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the shift of each column at each client, ``[K]``; NaN where a client has no value."""
+    shifts, start = {}, 0
+    for j, (name, count) in enumerate(zip(names, counts, strict=False)):
+        there = n - absent[:, j]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if count:  # code 0 marks a missing value
+                codes = mean[:, start + 1 : start + count] * n[:, None]
+                shifts[name] = 0.5 * np.abs(codes / there[:, None] - codes.sum(0) / there.sum()).sum(1)
+            else:
+                sums = mean[:, start] * n
+                center = sums.sum() / there.sum()
+                std = np.sqrt(total[start] / there.sum() - center**2)
+                shifts[name] = (sums / there - center) / std
+        start += count or 1
+    return shifts
+
+
+def _outcomes(
+    federation: Federation, n: np.ndarray, mean: np.ndarray, squares: np.ndarray
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Return the outcome of each client and of all clients, and the shift of the label at each client, by its name.
+
+    Args:
+        federation: Data of all clients.
+        n: Samples of each client, ``[K]``.
+        mean: Mean targets of each client, ``[K, C]``.
+        squares: Sums of their squares, ``[K, C]``.
+    """
+    task, names = federation.objective, federation.names
+    pooled = n @ mean / n.sum()
+    title = next((name for name, role in federation.columns.items() if role == LABEL), "label")
+    if federation.task == "language":
+        return [{} for _ in range(len(n) + 1)], {}
+    if isinstance(task, Regression):
+        means, scatter = np.vstack([mean, pooled]), np.vstack([squares, squares.sum(0)])
+        stds = np.sqrt((scatter / np.append(n, n.sum())[:, None].clip(1) - means**2).clip(0))
+        unit, origin = task.std[0], task.mean[0]
+        outcomes: list[dict[str, Any]] = [
+            {"outcome": names[0], "mean": float(m * unit + origin), "std": float(std * unit)}
+            for m, std in zip(means[:, 0], stds[:, 0], strict=True)
+        ]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return outcomes, dict(zip(names, ((mean - pooled) / stds[-1]).T, strict=True))
+    # Of two classes the rarer one is shown, of several the most frequent one at each client.
+    largest = [int(share.argmax()) for share in (*mean, pooled)]
+    shown = largest if len(pooled) > 2 else [1 - largest[-1]] * len(largest)
+    outcomes = [
+        {"outcome": f"{title} = {names[c]}", "share": float(share[c])}
+        for c, share in zip(shown, (*mean, pooled), strict=True)
+    ]
+    return outcomes, {title: np.abs(mean - pooled).sum(1) / (2 if federation.task == "classification" else len(pooled))}

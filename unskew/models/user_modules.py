@@ -1,0 +1,138 @@
+"""Modules of users: copies of them, errors of their code, and the random numbers that they draw."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from unskew.errors import ConfigError
+from unskew.seeding import seeded_globals
+
+LIBRARIES = (Path(__file__).parents[1], Path(traceback.__file__).parent)
+"""Folders whose code a user did not write, in addition to installed packages."""
+
+
+def copy_module(module: nn.Module, shared: dict[int, Any] | None = None) -> nn.Module:
+    """Copy a module, including tensors that a forward pass has stored in it, which ``copy.deepcopy`` rejects.
+
+    Args:
+        module: The module; of one compiled by ``torch.compile``, the module that was compiled is copied.
+        shared: Objects that the copy shares with the module, by their id.
+
+    Raises:
+        ConfigError: If the module cannot be copied.
+    """
+    module = getattr(module, "_orig_mod", module)
+    copies = dict(shared or {})
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigError(
+                "Modules of torch.jit.script and torch.jit.trace cannot be trained by unskew. Pass the nn.Module from which "
+                "the model was made."
+            )
+        for leaf in pytree.tree_leaves(vars(part)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and id(leaf) not in copies:
+                copies[id(leaf)] = _copied_tensor(leaf)
+    try:
+        return copy.deepcopy(module, copies)
+    except Exception as error:  # a class of a user may fail in any way
+        raise ConfigError(
+            f"The model cannot be copied, but each client trains a copy of it: {describe_error(error)}"
+            f"{_uncopied_attribute(module)}. Create such an object in the forward pass, or exclude it from copies with "
+            "__deepcopy__."
+        ) from error
+
+
+def _copied_tensor(tensor: Tensor) -> Tensor:
+    """Copy a tensor without its graph; one of a finished function transform has no values that could be copied."""
+    try:
+        return copy.deepcopy(tensor) if tensor.is_leaf else tensor.detach().clone()
+    except (RuntimeError, NotImplementedError):
+        return torch.empty(0)
+
+
+def _uncopied_attribute(module: nn.Module) -> str:
+    """Return the first attribute that cannot be copied, as the end of a sentence; empty if there is no single one."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            try:
+                copy.deepcopy(None if name.startswith("_") else value)
+            except Exception:
+                return f" (attribute {name!r} of {type(part).__name__})"
+    return ""
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the first line of an error without its final period, and the user's line of code that raised it.
+
+    >>> describe_error(RuntimeError("shapes differ. "))
+    'shapes differ'
+    >>> describe_error(KeyError("q"))
+    "KeyError: 'q'"
+    """
+    text = str(error).strip().partition("\n")[0].rstrip(". ")
+    if not isinstance(error, RuntimeError | ValueError | TypeError | IndexError) or not text:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    paths = [(Path(frame.filename), frame.lineno) for frame in frames if "site-packages" not in frame.filename]
+    own = [(path, line) for path, line in paths if not any(path.is_relative_to(folder) for folder in LIBRARIES)]
+    return f"{text} ({own[-1][0].name}, line {own[-1][1]})" if own else text
+
+
+def random_draws(module: nn.Module, x: Tensor) -> tuple[bool, str | None]:
+    """Run a module twice in training mode with equal seeds, to find the random numbers that it draws.
+
+    Args:
+        module: The module, which is not changed.
+        x: Model inputs of at least two samples.
+
+    Returns:
+        Whether the module draws from the global generators of PyTorch, NumPy or Python; and the first layer whose outputs
+        differ although these generators were seeded equally, or None.
+
+    Raises:
+        ConfigError: If the module raises an error in training mode.
+    """
+    module = copy_module(module).train()
+    layers = [(name, part) for name, part in module.named_modules() if not list(part.children())]
+    outputs: list[tuple[str, list[Tensor]]] = []
+
+    def listen(name: str, output: object) -> None:
+        outputs.append((name, [t.clone() for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]))
+
+    for name, layer in layers:
+        label = f"the layer {name} ({type(layer).__name__})"
+        layer.register_forward_hook(lambda _m, _i, output, label=label: listen(label, output))
+    draws, passes = False, []
+    for _ in range(2):
+        outputs = []
+        tensors = {name: b.clone() for name, b in module.named_buffers()}
+        with torch.no_grad(), seeded_globals(True, 0, x.device):
+            before = _global_states()
+            try:
+                output = functional_call(module, tensors, (x,))
+            except Exception as error:
+                raise ConfigError(f"The model raises an error in training mode: {describe_error(error)}.") from error
+            draws = draws or _global_states() != before
+        listen("the output", output)
+        passes.append(outputs)
+    for (label, first), (_, second) in zip(*passes, strict=False):
+        if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=False)):
+            return draws, label
+    return draws, None
+
+
+def _global_states() -> bytes:
+    """Return the states of all generators that ``seeded_globals`` seeds on a CPU."""
+    state = torch.default_generator.get_state().numpy().tobytes()
+    return state + pickle.dumps((random.getstate(), np.random.get_state()))  # noqa: NPY002
