@@ -274,7 +274,7 @@ def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, ca
     assert found["folder"].endswith("export-torchscript-client-1")
     assert np.allclose(ask("torchscript", found["file"], x), each[1], atol=TOLERANCE, rtol=0)
     assert "client 1" in (ditto / "export-torchscript-client-1" / "README.md").read_text()
-    with pytest.raises(ConfigError, match=r"no client number 3.*numbers from 0 to 2"):
+    with pytest.raises(ConfigError, match=r"no client number 3.*from 0 to 2"):
         unskew.load_predictor(ditto, client_number=3)
 
 
@@ -303,21 +303,19 @@ def test_a_client_is_chosen_by_its_name_or_by_its_number_but_never_by_either(tmp
     assert f"client {names[2]} of" in (run / "export-torchscript-client-2" / "README.md").read_text()
     for options, words in (
         (["--client", "0"], "no client '0'. Known: 1, 2, 3."),
-        (["--client-number", "3"], "no client number 3. Its clients have the numbers from 0 to 2"),
-        (["--client", "1", "--client-number", "1"], "are two choices"),
+        (["--client-number", "3"], "no client number 3. Choose --client-number (client_number) from 0 to 2"),
+        (["--client", "1", "--client-number", "1"], "either by its name"),
         (["--client-number", "one"], "--client-number"),
     ):
         failed = call(capsys, "predict", run, rows, *options)
         assert (failed.code, words in " ".join(failed.err.split())) == (2, True), failed.err
     for wrong in ({"client": 1}, {"client_number": "1"}, {"client_number": True}, {"client": 1.0}):
-        with pytest.raises(ConfigError, match="client takes a name in quotes, and client_number an integer"):
+        with pytest.raises(ConfigError, match="either by its name, a string, or by its number, an integer"):
             unskew.load_predictor(run, **wrong)
 
 
 def test_clients_without_names_are_chosen_by_their_numbers_only(ditto):
-    with pytest.raises(
-        ConfigError, match=r"have no names, so there is no client '1'.*from 0 to 2, with --client-number"
-    ):
+    with pytest.raises(ConfigError, match=r"no client .1., because its clients have no names.*from 0 to 2"):
         unskew.load_predictor(ditto, client="1")
 
 

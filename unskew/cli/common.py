@@ -51,14 +51,6 @@ DeploymentFolder = Annotated[
     ),
 ]
 SuperLinkAddress = Annotated[str | None, typer.Option("--superlink", help="Host and port of the SuperLink.")]
-ClientName = Annotated[
-    str | None,
-    typer.Option("--client", metavar="NAME", help="Use the personal model of this client, not the global model."),
-]
-ClientNumber = Annotated[
-    int | None,
-    typer.Option("--client-number", min=0, help="Number of the client instead of its name, from 0 as in the tables."),
-]
 References = Annotated[
     bool | None,
     typer.Option(

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, ClientName, ClientNumber, TrustCode, console_for, print_json, printed_warnings
+from unskew.cli.common import AsJson, TrustCode, console_for, print_json, printed_warnings
+from unskew.cli.flags import ClientName, ClientNumber
 from unskew.filesystem import check_run, parse_path
 
 

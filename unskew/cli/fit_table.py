@@ -10,8 +10,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from unskew.tasks.formatting import EMPTY
-
 
 class ReflowTable(Table):
     """Table that prints its rows stacked if the terminal is too narrow for its longest words."""
@@ -36,7 +34,7 @@ def omit_empty_columns(table: Table, console: Console) -> None:
         console: Console to print to.
     """
     if table.row_count:
-        columns = [c for c in table.columns if not all(as_text(cell, console).plain in EMPTY for cell in c.cells)]
+        columns = [c for c in table.columns if not all(as_text(cell, console).plain in ("", "-") for cell in c.cells)]
         table.columns = [replace(column, _index=index) for index, column in enumerate(columns)]
 
 

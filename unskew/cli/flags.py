@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from unskew.config.other_names import OF_OTHERS
+
+ClientName = Annotated[
+    str | None,
+    typer.Option("--client", metavar="NAME", help="Use the personal model of this client, not the global model."),
+]
+ClientNumber = Annotated[
+    int | None,
+    typer.Option("--client-number", min=0, help="Number of the client instead of its name, from 0 as in the tables."),
+]
 
 FLAGS: dict[str, tuple[type, str]] = {
     "data": (str, "Data source: digits, cifar10, ..., table:PATH, folder:PATH, npz:PATH, text:PATH."),

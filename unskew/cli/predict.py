@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.common import (
-    AsJson,
-    ClientName,
-    ClientNumber,
-    TrustCode,
-    console_for,
-    escape_controls,
-    print_json,
-    printed_warnings,
-)
+from unskew.cli.common import AsJson, TrustCode, console_for, escape_controls, print_json, printed_warnings
+from unskew.cli.flags import ClientName, ClientNumber
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 

@@ -267,11 +267,9 @@ def folder_name(spelling: str) -> str:
     """
     name = "".join(c if c.isalnum() or c in "+=.,_-" else "-" for c in spelling)
     data = name.encode()
-    if len(data) <= LONGEST_NAME:
-        return name
-    digest = hashlib.sha256(spelling.encode()).hexdigest()[:8]
     start, end = (part.decode(errors="ignore") for part in (data[: LONGEST_NAME // 2], data[-LONGEST_NAME // 2 :]))
-    return f"{start}-{digest}-{end}"
+    digest = hashlib.sha256(spelling.encode()).hexdigest()[:8]
+    return name if len(data) <= LONGEST_NAME else f"{start}-{digest}-{end}"
 
 
 def compare(

@@ -15,15 +15,7 @@ from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
-from unskew.tasks.formatting import (
-    EMPTY,
-    F1,
-    format_megabytes,
-    format_percent,
-    method_title,
-    secondary_metrics,
-    value_text,
-)
+from unskew.tasks.formatting import F1, format_megabytes, format_percent, method_title, secondary_metrics, value_text
 from unskew.tasks.formatting import format_number as loss_text
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
@@ -62,7 +54,7 @@ class Table:
 
     def __post_init__(self) -> None:
         """Omit columns without any value."""
-        keep = [k for k, _ in enumerate(self.columns) if not all(row[k].text in EMPTY for row in self.rows)]
+        keep = [k for k, _ in enumerate(self.columns) if not all(row[k].text in ("", "-") for row in self.rows)]
         self.columns = [self.columns[k] for k in keep]
         self.rows = [[row[k] for k in keep] for row in self.rows]
 

@@ -47,13 +47,10 @@ def find_client(folder: Path, name: str | None, number: int | None) -> ServedCli
         ConfigError: If the run has no such client, or not exactly one of ``name`` and ``number`` is used.
         CheckpointError: If ``clients.jsonl`` is missing or corrupted.
     """
-    if name is not None and number is not None:
-        raise ConfigError(f"The client {name!r} and the client number {number} are two choices. Use one of them.")
-    if not isinstance(name, str | None) or isinstance(number, bool) or not isinstance(number, Integral | None):
-        raise ConfigError(
-            f"client={short_repr(name)}, client_number={short_repr(number)}: client takes a name in quotes, and "
-            "client_number an integer."
-        )
+    kinds = isinstance(name, str | None) and isinstance(number, Integral | None) and not isinstance(number, bool)
+    if not kinds or (name is None) == (number is None):
+        choice = f"client={short_repr(name)}, client_number={short_repr(number)}"
+        raise ConfigError(f"{choice}: choose a client either by its name, a string, or by its number, an integer.")
     path = folder / "clients.jsonl"
     with checkpoint_errors(path):
         rows = [parse_json(line) for line in read_file(path).splitlines()]
@@ -63,14 +60,10 @@ def find_client(folder: Path, name: str | None, number: int | None) -> ServedCli
                 shown = str(row.get("name", row["client"]))
                 return ServedClient(int(row["client"]), shown, row.get("unseen") is True)
         numbers = f"from 0 to {max((int(row['client']) for row in rows), default=0)}"
-    if name is None:
-        raise ConfigError(f"The run in {folder} has no client number {number}. Its clients have the numbers {numbers}.")
-    if not names:
-        raise ConfigError(
-            f"The clients of the run in {folder} have no names, so there is no client {name!r}. Choose one by its "
-            f"number, {numbers}, with --client-number (in Python client_number)."
-        )
-    raise ConfigError(f"{folder}: {unknown_name('client', name, names)}")
+    if name is not None and names:
+        raise ConfigError(f"{folder}: {unknown_name('client', name, names)}")
+    which = f"number {number}" if name is None else f"{name!r}, because its clients have no names"
+    raise ConfigError(f"The run in {folder} has no client {which}. Choose --client-number (client_number) {numbers}.")
 
 
 def model_of_client(

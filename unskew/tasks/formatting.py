@@ -47,8 +47,6 @@ def unit_text(one: MetricInfo) -> str:
 
 LARGEST = 1e6
 """Values of at least this size are formatted with an exponent."""
-EMPTY = ("", "-")
-"""Texts of table cells without a value; columns that contain nothing else are not shown."""
 
 
 def missing_text(value: float | None) -> str:

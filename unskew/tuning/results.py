@@ -65,16 +65,8 @@ class TuningResult(NotebookTable):
     spent: list[dict[str, Any]] = field(default_factory=list)
 
     def _shown(self) -> list[dict[str, object]]:
-        return [
-            {
-                "method": name,
-                best.judged_by: best.value,
-                "before tuning": best.configured,
-                "options": ", ".join(f"{option}={value}" for option, value in best.options.items()),
-                "trials": ", ".join(f"{count} {state}" for state, count in best.trials.items() if count),
-            }
-            for name, best in self.tuned.items()
-        ]
+        values = {name: {best.judged_by: best.value, "before": best.configured} for name, best in self.tuned.items()}
+        return [{"method": name, **row, **self.tuned[name].options} for name, row in values.items()]
 
     def _repr_html_(self) -> str:
         """Return the tuned options and the comparison as tables for notebooks."""
