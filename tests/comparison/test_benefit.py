@@ -138,6 +138,20 @@ def test_undefined_and_small_clients_are_counted_and_named_and_attackers_and_uns
     assert "not tested: B." in sentences
 
 
+@pytest.mark.parametrize(("hits", "words"), [(50, "better"), (32, "not clearly better"), (29, "no better")])
+def test_a_model_is_compared_with_a_constant(hits, words):
+    low, high = wilson_interval(30, 60)
+    ends = {"constant_accuracy": 0.5, "constant_accuracy_low": low, "constant_accuracy_high": high}
+    rows = [row(k, hits + 3 * (k - 1), 60, **ends) for k in range(3)]
+    (_, text) = benefit_sentences(assess_benefit({"a": [summary(0, 0.5)]}, {"a": [rows]}))
+    assert text.startswith(f"a is {words} than a constant (each client's most frequent class, 50.0 %): ahead of it at")
+
+
+def test_clients_that_hold_nothing_out_are_not_called_small():
+    found = assess_benefit({"a": [summary(0, 0.5)]}, {"a": [[{**row(k, 1, 9), "num_held_out": 0} for k in (0, 1)]]})
+    assert found.small == []
+
+
 def test_few_events_make_a_client_small_for_metrics_of_a_class_only():
     def rows(name):
         counts = [{"0": 95, "1": 5}, {"0": 20, "1": 80}]

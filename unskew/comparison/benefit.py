@@ -102,10 +102,17 @@ class Benefit:
 
     @property
     def small(self) -> list[str]:
-        """Labels of the clients with too few held-out samples, or with too few events for a metric of a class."""
+        """Labels of the clients with few held-out samples, or with few events for a metric of a class.
+
+        Clients without held-out samples are compared on the test set.
+        """
         of_classes = self.metric.name not in (self.scored, "loss")
         sizes = {client.label: (client.samples, client.events if of_classes else None) for client in self.clients}
-        return [label for label, counts in sizes.items() if any(n is not None and n < FEWEST for n in counts)]
+        return [
+            label
+            for label, counts in sizes.items()
+            if any(n is not None and n < FEWEST for n in counts) and counts[0] > 0
+        ]
 
     def at_clients(self, model: str, base: str) -> list[Estimate | None]:
         """Return the difference of each client, in order, with p-values corrected by Holm's method over the clients.

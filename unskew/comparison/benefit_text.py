@@ -34,9 +34,12 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
             "Whether federated training helps is not known, because training alone (local) was not compared. unskew compare "
             "adds it, unless --no-references is set."
         )
-    constant = benefit.over_clients("constant")
-    if constant is not None:
-        better = "better" if benefit.improves("federated", "constant") else "no better"
+    constant, minus = benefit.over_clients("constant"), benefit.over_clients("federated", "constant")
+    if constant is not None and minus is not None:
+        above = benefit.metric.rank(minus.value) > 0
+        better = (
+            "better" if benefit.improves("federated", "constant") else "not clearly better" if above else "no better"
+        )
         value = value_text(benefit.metric, constant.value, sign=" %")
         lines.append(
             f"{labels['federated']} is {better} than a constant ({labels['constant']}, {value}): "

@@ -30,10 +30,10 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         if not isinstance(row, dict) or not all(is_usable_number(row.get(name)) for name in ("client", "samples")):
             raise damaged
-        held = [row.get(name, {}) for name in ("class_counts", "held_out_class_counts")]
-        if not all(isinstance(counts, dict) for counts in held):
+        class_counts = [row.get(name, {}) for name in ("class_counts", "held_out_class_counts")]
+        if not all(isinstance(counts, dict) for counts in class_counts):
             raise damaged
-        counted = [item for counts in held for item in counts.items()]
+        counted = [item for counts in class_counts for item in counts.items()]
         if not all(key.isascii() and key.isdigit() and len(key) < 6 for key, _ in counted):
             raise damaged
         shares = [row.get(name) for score in SCORES for name in (score, f"personal_{score}")]
