@@ -326,9 +326,10 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
             counts = [f"{mean[key]} clients" for key in ("all_clients", "difference_clients")]
             counts = counts if last else [f"{row[key]:,}" for key in ("samples", "num_held_out")]
             all_samples, without, along, change = (value_text(metric, row[key]) for key in ("all", *LEFT_OUT))
-            if row.get("difference_interval"):
-                change += f" ({interval_text(metric, *row['difference_interval'], '+')})"
-            ends = interval_text(metric, *(row["all_interval"] or (None, None))) or "-"
+            low, high = row.get("difference_interval") or (None, None)
+            change += f" ({interval_text(metric, low, high, '+')})" if low is not None else ""
+            low, high = row["all_interval"] or (None, None)
+            ends = interval_text(metric, low, high) or "-"
             first = [row["method"]] if len(means) > 1 else []
             table.add_row(
                 *first, row["client"], counts[0], all_samples, ends, counts[1], without, along, change, end_section=last

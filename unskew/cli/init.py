@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +31,9 @@ def init(
         str | None,
         typer.Option("--image", help="Column with images or paths of image files, if it is not detected."),
     ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="Format of CSV files, as csv.field=value. Repeatable.")
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", parser=parse_path, metavar="PATH", help="File to write; it must not exist yet.")
     ] = Path("experiment.yaml"),
@@ -45,9 +48,15 @@ def init(
         raise ConfigError(f"The folder {out.parent} for {out.name} does not exist.")
     from unskew.cli.progress import progress_while_waiting
     from unskew.config.inference.infer import infer_config
+    from unskew.config.loader import set_field
 
+    values: dict[str, Any] = {}
+    for assignment in sets or []:
+        set_field(values, assignment)
+    if values.keys() - {"csv"}:
+        raise ConfigError("init takes only --set csv.field=value. Change other fields in the file that it writes.")
     with progress_while_waiting("init"):
-        inferred = infer_config(data, label, clients=clients, image=image)
+        inferred = infer_config(data, label, clients=clients, image=image, csv=values.get("csv"))
     write_atomic(out, inferred.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
     console = console_for()
     for line in inferred.seen:

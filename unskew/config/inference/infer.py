@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +27,13 @@ RARE = 0.4
 
 
 def infer_config(
-    data: str | None, label: str | None = None, seed: int = 0, *, clients: str | None = None, image: str | None = None
+    data: str | None,
+    label: str | None = None,
+    seed: int = 0,
+    *,
+    clients: str | None = None,
+    image: str | None = None,
+    csv: Mapping[str, Any] | None = None,
 ) -> InferredConfig:
     """Infer a configuration that runs without changes.
 
@@ -36,12 +44,15 @@ def infer_config(
         seed: Random seed of the partition that is described.
         clients: Column of a table, or array, that names the clients; None means that it is inferred.
         image: Column of a table with images or paths of image files; None means that it is inferred.
+        csv: Format of CSV files, as in a configuration; None means that it is detected.
 
     Raises:
         ConfigError: If the data do not exist, or the label cannot be inferred.
         DataError: If the data are not valid.
     """
     inferred = InferredConfig()
+    if csv:
+        inferred.set("csv", dict(csv), "format of the CSV files")
     data = data if data is None else data.removeprefix("table:")
     path = Path(data).expanduser() if data else Path("digits")
     if data is not None and path.exists():

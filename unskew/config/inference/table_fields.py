@@ -19,6 +19,7 @@ from unskew.data.readers.files import file_tables
 from unskew.data.readers.image_folders import IMAGES
 from unskew.data.readers.images import image_bytes, is_image, open_image, upright_size
 from unskew.data.readers.labels import is_list_type, metadata_class_names
+from unskew.data.spec import csv_spec
 from unskew.errors import LONGEST_LIST, ConfigError, DataError, unknown_name
 from unskew.expressions import quote, unquote
 
@@ -54,7 +55,7 @@ def set_table_fields(
         ConfigError: If a column does not exist, or no label is found.
         DataError: If the label has missing values, or the table cannot be read.
     """
-    table = file_tables(path)[0]
+    table = file_tables(path, csv_spec(made.values.get("csv", {})))[0]
     n, columns = table.num_rows, list(table.column_names)
     label, clients, image = (name and unquote(name) for name in (label, clients, image))
     for name in filter(None, (label, clients, image)):
