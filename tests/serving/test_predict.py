@@ -260,7 +260,7 @@ def test_columns_of_the_table_stay_next_to_predictions_of_any_name(tmp_path, cap
     expected = unskew.load_predictor(tmp_path / "run").predict(np.stack([table["a"], table["b"]], 1).astype("float32"))
     found = call(capsys, "predict", tmp_path / "run", path, "--keep", ",".join(kept), "--json").json()
     assert list(found[0]) == ["row_2", *kept, "predicted_cost_3", "predicted_days"]
-    assert [[line[name] for name in kept] for line in found] == [[line[name] for name in kept] for line in lines]
+    assert [[float(line[name]) for name in kept] for line in found] == [[line[name] for name in kept] for line in lines]
     given = [[line["predicted_cost_3"], line["predicted_days"]] for line in found]
     assert np.allclose(given, expected, rtol=1e-5, atol=1e-5)
     for out in (tmp_path / "p.csv", tmp_path / "p.jsonl"):
