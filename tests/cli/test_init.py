@@ -372,3 +372,13 @@ def test_columns_with_commas_and_blanks_are_written_so_that_the_file_runs(capsys
     assert (values["partition"], values["exclude"]) == ('natural:"site, name"', ["patient, id"])
     assert values["split_by"] == '"patient, id"'
     assert runs(capsys)["partition"] == 'natural:"site, name"'
+
+
+def test_a_client_column_with_missing_values_is_named_with_their_number(capsys):
+    rows = [f"{'' if k % 60 == 0 else 'ABC'[k % 3]},{k / 7},{k % 2}" for k in range(240)]
+    Path("t.csv").write_text("\n".join(["hospital,age,ill", *rows]))
+    outcome = call(capsys, "init", "t.csv", "--label", "ill")
+    assert "may name the clients: hospital (3 values, 4 rows without one); choose one" in outcome.out
+    assert yaml.safe_load(Path("experiment.yaml").read_text())["exclude"] == ["hospital"]
+    outcome = call(capsys, "init", "t.csv", "--label", "ill", "--clients", "hospital", "--out", "x.yaml")
+    assert (outcome.code, "missing" in outcome.err) == (2, True), outcome.err

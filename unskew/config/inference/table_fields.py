@@ -105,7 +105,7 @@ def set_table_fields(
         paths = is_string(column.type) and not column.null_count
         contents = (blob for _, blob in image_bytes(column, str(path), folder))
         set_image_size(made, [folder / p for p in column.to_pylist()] if paths else [*map(io.BytesIO, contents)])
-        _set_partition(made, owners, distinct, n)
+        _set_partition(made, owners, distinct, table)
         made.set("model", "cnn", "unskew models lists all models")
         return
     rest = [c for c in columns if c not in (label, owners.chosen)]
@@ -119,7 +119,7 @@ def set_table_fields(
     alone = len(rest) == len(texts) and not categories and "task" not in made.values
     if text is not None and alone and _words(table, text) >= WORDS:
         made.set("text", text, "each text is tokenized into words and word bigrams")
-        _set_partition(made, owners, distinct, n)
+        _set_partition(made, owners, distinct, table)
         made.set("model", "text-mlp", "without download; hf:NAME is a pretrained model")
         made.set("optimizer", "adam")
         return
@@ -153,11 +153,11 @@ def set_table_fields(
         made.set("dates", dates, "days since 1970")
     if any(table.column(c).null_count for c in [*numbers, *dates]):
         made.set("missing", "indicator", "missing numbers are replaced by the mean and marked by an additional input")
-    _set_partition(made, owners, distinct, n)
+    _set_partition(made, owners, distinct, table)
     made.set("model", "table-mlp" if categories else "mlp", "unskew models lists all models")
 
 
-def _set_partition(made: InferredConfig, owners: ClientColumns, distinct: Mapping[str, int], n: int) -> None:
+def _set_partition(made: InferredConfig, owners: ClientColumns, distinct: Mapping[str, int], table: Any) -> None:
     """Set the partition: by the column that names clients if there is one, otherwise by label or iid."""
     owner = owners.chosen
     if owner is not None:
@@ -170,9 +170,13 @@ def _set_partition(made: InferredConfig, owners: ClientColumns, distinct: Mappin
         made.set(
             "partition", "iid" if regression else "dirichlet:0.3,min=2", f"{skew}no column surely names the clients"
         )
-        made.set("clients", max(2, min(10, n // 40)))
+        made.set("clients", max(2, min(10, table.num_rows // 40)))
     if owners.others:
-        listed = ", ".join(f"{c} ({distinct[c]} values)" for c in owners.others)
+        gaps = {c: table.column(c).null_count for c in owners.others}
+        listed = ", ".join(
+            f"{c} ({distinct[c] - bool(gaps[c])} values{f', {gaps[c]} rows without one' if gaps[c] else ''})"
+            for c in gaps
+        )
         made.seen.append(
             f"may {'also ' if owner else ''}name the clients: {listed}; choose one with --clients COLUMN, or partition: "
             "natural:COLUMN"
