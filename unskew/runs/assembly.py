@@ -166,7 +166,7 @@ def assemble(
         plan,
         secret=secret,
     )
-    if not deployed:  # a site validates its own samples
+    if not deployed and rule.steps_without != "clients":  # a site validates its own samples
         check_batch_sizes(setup)
     attackers = None
     if config.attack is not None:
