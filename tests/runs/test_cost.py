@@ -17,6 +17,13 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 QUICK = {"model": "logistic", "local_steps": 2, "batch_size": 8, "engine": "inline"}
 
 
+@pytest.fixture(autouse=True)
+def load(monkeypatch):
+    """The load of the machine that ``cost`` sees, 0 unless a test sets another one."""
+    monkeypatch.setattr(cost.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    return lambda value: monkeypatch.setattr(cost.os, "getloadavg", lambda: (value, 0.0, 0.0))
+
+
 @pytest.fixture
 def fed():
     return unskew.load_federation("digits", partition="dirichlet:0.3", clients=3, max_train_samples=100)
@@ -105,3 +112,9 @@ def test_the_command_has_the_budget(capsys, tmp_path):
     result = call(capsys, "compare", "fedavg", *TINY, "--seeds", "0", "--budget", "0", "--out", str(tmp_path / "x"))
     assert result.code != 0
     assert "A budget of 0.0 minutes is not valid" in result.err
+
+
+def test_an_estimate_on_a_busy_machine_says_so(fed, load):
+    load(1000.0)
+    found = cost.estimate(runs("fedavg"), fed, "logistic", worth=0)
+    assert "Other programs keep this machine busy (load 1000)" in str(found)

@@ -166,7 +166,8 @@ def assemble(
         plan,
         secret=secret,
     )
-    if not deployed and config.rounds * config.participation >= 1:  # sites validate their own samples
+    trains_all = config.rounds * config.participation >= 1 and rule.steps_without != "clients"
+    if trains_all and not deployed:  # sites validate their own samples
         check_batch_sizes(setup)
     attackers = None
     if config.attack is not None:
