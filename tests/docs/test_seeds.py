@@ -5,7 +5,8 @@ import ast
 from support.pages import ROOT
 
 PURPOSES = """
-attack noise; attackers; augment; backdoor images; batches; broadcast compression; canary; client speed; client's generator;
+attack noise; attackers; augment; backdoor images; batches; bootstrap; broadcast compression; canary; client speed;
+client's generator;
 cohort; compression; delay; diagnosed clients; diagnosed images; diagnosed samples; dpsgd client; drop; evaluated clients;
 exemplars; export; feddm client; fedgen client; generator; generator epoch; generator noise; generator sample;
  generator step; generator subset; holdout; ifca models; initial model; keep_samples; key; logistic noise; logistic shuffle;

@@ -19,7 +19,6 @@ from support.named import CLASSES, CLIENTS, federation
 from support.running import TINY, call
 
 import unskew
-from unskew.comparison.intervals import interval95
 from unskew.errors import CheckpointError, ConfigError
 from unskew.measurements.label_skew import label_skew_metrics
 from unskew.reporting.label_distribution import heat_map, skew_statistics
@@ -27,6 +26,7 @@ from unskew.reporting.page import csp_hash, escape_script
 from unskew.reporting.run_description import method_facts
 from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
+from unskew.tasks.intervals import interval95
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unskew.comparison.intervals import interval95
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std
 from unskew.records.recorder import first_reaching
@@ -15,6 +14,7 @@ from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.formatting import F1, format_megabytes, format_percent, method_title, secondary_metrics, value_text
 from unskew.tasks.formatting import format_number as loss_text
+from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 

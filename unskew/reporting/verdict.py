@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from unskew.comparison.intervals import interval95
 from unskew.comparison.summary_statistics import is_usable_number, mean_std
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.tables import can_be_paired
 from unskew.tasks.formatting import format_megabytes, value_text
+from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
 
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unskew.comparison.cost_to_target import traffic_saving
-from unskew.comparison.intervals import interval95
 from unskew.comparison.summary_statistics import mean_std
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
@@ -16,6 +15,7 @@ from unskew.reproduction.legacy_outcomes import without_mark
 from unskew.reproduction.outcomes import Outcome
 from unskew.reproduction.preset import Preset, PresetCell
 from unskew.reproduction.settings import has_same_model, is_comparable, published_settings
+from unskew.tasks.intervals import interval95
 
 VALUES: dict[str, tuple[str, float, int]] = {
     "accuracy": ("accuracy after the last round, %", 100, 2),

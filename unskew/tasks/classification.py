@@ -123,7 +123,8 @@ class MultiLabel(Task):
             torch.stack([part.sum(axis) for part in (right, predicted, actual)]).to(torch.float64) for axis in (0, -1)
         )
         f1 = precision_recall_f1(by_sample)[2]
-        return torch.cat([by_label, by_label.new_tensor([[float(f1.sum())], [len(f1)], [0.0]])], dim=1)
+        by_sample = torch.stack([f1.sum(), f1.new_tensor(len(f1)), f1.new_tensor(0)])
+        return torch.cat([by_label, by_sample[:, None]], dim=1)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
         """Compute macro- and micro-averaged precision, recall and F1, and the mean F1 per sample."""

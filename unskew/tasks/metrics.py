@@ -161,11 +161,13 @@ class MetricSet:
         known: Names of ``METRICS``.
         own: Custom metrics by name.
         class_names: Names of the classes.
+        positive: Number of the positive one of two classes.
     """
 
     known: tuple[str, ...] = ()
     own: Mapping[str, OwnMetric] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
+    positive: int = 1
 
     def __bool__(self) -> bool:
         return bool(self.known or self.own)
@@ -174,6 +176,10 @@ class MetricSet:
     def names(self) -> tuple[str, ...]:
         """Names of the values; ``recall`` has one per class."""
         return (*metric_names(self.known, self.class_names), *self.own)
+
+    def decided(self, scores: np.ndarray) -> np.ndarray:
+        """Return the predicted class of each sample, ``[n]``, given its probabilities ``[n, C]``."""
+        return np.asarray(scores.argmax(1))
 
     def of(self, y: np.ndarray, scores: np.ndarray, where: str, defined: bool = True) -> dict[str, float]:
         """Compute every metric; undefined values are NaN.

@@ -1,0 +1,274 @@
+"""95 % confidence intervals of metrics: Wilson, DeLong, bootstrap, and Student's t for means.
+
+They describe the sampling error of the samples on which a single model is evaluated, not the spread over seeds. Wilson
+1927 (JASA 22); DeLong, DeLong, Clarke-Pearson 1988 (Biometrics 44), on the logit scale; percentiles of Efron's
+bootstrap; Student 1908 (Biometrika 6). An interval is None if it is not defined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from unskew.seeding import numpy_generator
+from unskew.tasks.base import Task
+from unskew.tasks.metrics import MetricSet
+from unskew.tasks.primary_metric import RECALL
+from unskew.tasks.regression import Regression
+
+Interval = tuple[float, float] | None
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""Maps counts ``[r, n]``, the occurrences of each sample in each resample, to the metric of each resample, ``[r]``."""
+
+NORMAL_95 = 1.959963984540054
+"""Quantile of the normal distribution at 97.5 %."""
+TWO_SIDED_95 = (
+    *(12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139),
+    *(2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922, 2.093024, 2.085963),
+    *(2.079614, 2.073873, 2.068658, 2.063899, 2.059539, 2.055529, 2.051831, 2.048407, 2.045230, 2.042272),
+)
+"""Quantiles of Student's t at 97.5 % for 1 to 30 degrees of freedom; the last one is used for more, slightly too wide."""
+RESAMPLES = 1000
+"""Number of bootstrap resamples."""
+CELLS = 1 << 19
+"""Maximum number of counts in memory at once."""
+MOST_SAMPLES = 30_000
+"""Maximum number of samples of a bootstrap, times that of ranked classes; more take seconds, and their error is small."""
+TINY = 1e-15
+"""Smallest probability whose logarithm is taken."""
+DEFINED = 0.9
+"""Minimum share of resamples in which a metric must be defined; a class needs three samples for that."""
+
+
+def interval95(values: Sequence[float]) -> Interval:
+    """Return the interval of the mean of normal values, ``mean -+ t s / sqrt(n)``; None for fewer than two values.
+
+    >>> interval95([1.0, 2.0, 3.0])
+    (-0.484..., 4.484...)
+    """
+    n = len(values)
+    if n < 2:
+        return None
+    mean = math.fsum(values) / n
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    half = TWO_SIDED_95[min(n - 2, len(TWO_SIDED_95) - 1)] * std / math.sqrt(n)
+    return mean - half, mean + half
+
+
+def wilson_interval(hits: int, n: int) -> Interval:
+    """Return the Wilson score interval of a share.
+
+    Args:
+        hits: Number of successes.
+        n: Number of trials; there is no interval for 0.
+
+    >>> wilson_interval(9, 10)
+    (0.5958..., 0.9821...)
+    """
+    if not n:
+        return None
+    share, widening = hits / n, NORMAL_95**2 / n
+    center = (share + widening / 2) / (1 + widening)
+    half = NORMAL_95 * math.sqrt(share * (1 - share) / n + widening / (4 * n)) / (1 + widening)
+    # Rounding must not move the ends away from 0 and 1, which they reach exactly.
+    return (0.0 if hits == 0 else center - half), (1.0 if hits == n else center + half)
+
+
+def auroc_interval(positive: np.ndarray, scores: np.ndarray) -> Interval:
+    """Return DeLong's interval of the AUROC on the logit scale; None with fewer than two samples of a class.
+
+    The variance of an AUROC of 1 is estimated as 0. Its interval is then Wilson's for as many trials as the smaller class
+    has samples: that many pairs are independent, and all of them are ranked correctly. The same holds for 0.
+
+    Args:
+        positive: Whether each sample is positive, ``[n]``.
+        scores: Scores, ``[n]``.
+    """
+    above, below = np.sort(scores[positive]), np.sort(scores[~positive])
+    if min(len(above), len(below)) < 2:
+        return None
+    wins = (np.searchsorted(below, above, "left") + np.searchsorted(below, above, "right")) / (2 * len(below))
+    losses = (np.searchsorted(above, below, "left") + np.searchsorted(above, below, "right")) / (2 * len(above))
+    area = float(wins.mean())
+    if area in (0.0, 1.0):
+        pairs = min(len(above), len(below))
+        return wilson_interval(int(area) * pairs, pairs)
+    variance = wins.var(ddof=1) / len(above) + losses.var(ddof=1) / len(below)
+    center, half = math.log(area / (1 - area)), NORMAL_95 * math.sqrt(variance) / (area * (1 - area))
+    return 1 / (1 + math.exp(half - center)), 1 / (1 + math.exp(-half - center))
+
+
+def bootstrap_interval(statistic: Statistic, groups: np.ndarray) -> Interval:
+    """Return the percentile interval of a statistic over resampled groups.
+
+    There is none for fewer than two groups, if too many resamples leave the statistic undefined, or if all give the same
+    value: they then say nothing about the sampling error.
+
+    Args:
+        statistic: Statistic of resamples; NaN if undefined.
+        groups: Group of each sample, ``[n]``. Groups are drawn as a whole; different numbers resample single samples.
+    """
+    if len(groups) < 2:
+        return None
+    values = np.concatenate([statistic(counts) for counts in resampled_counts(groups)])
+    values = values[np.isfinite(values)]
+    if len(values) < DEFINED * RESAMPLES or np.ptp(values) == 0:
+        return None
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def resampled_counts(groups: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield how often each sample occurs in each of ``RESAMPLES`` resamples, in parts ``[r, n]``.
+
+    Args:
+        groups: Group of each sample, ``[n]``.
+    """
+    names, index = np.unique(groups, return_inverse=True)
+    size, random = len(names), numpy_generator(0, "bootstrap")
+    part = max(1, CELLS // len(groups))
+    for first in range(0, RESAMPLES, part):
+        rows = min(part, RESAMPLES - first)
+        drawn = random.integers(size, size=(rows, size)) + size * np.arange(rows)[:, None]
+        yield np.bincount(drawn.reshape(-1), minlength=rows * size).reshape(rows, size)[:, index.reshape(-1)]
+
+
+def metric_interval(
+    name: str,
+    task: Task,
+    y: np.ndarray,
+    scores: np.ndarray,
+    metrics: MetricSet,
+    groups: np.ndarray | None = None,
+) -> Interval:
+    """Return the 95 % interval of a metric, given the predictions for some samples.
+
+    Accuracy and recall have Wilson's interval, the AUROC of two classes DeLong's, and all other metrics the bootstrap's.
+    With groups, whose samples depend on each other, every interval is the bootstrap's. Custom metrics and metrics of
+    language models have none.
+
+    Args:
+        name: Name of the metric in files, such as ``auprc`` or ``recall/yes``.
+        task: Task of the model.
+        y: True values, as in ``MetricSet.of``.
+        scores: Probabilities, or predictions in the targets' units, as in ``MetricSet.of``.
+        metrics: Class names and positive class.
+        groups: Group of each sample, such as the patient, ``[n]``; None if samples are independent.
+    """
+    if len(y) == 0 or not np.isfinite(scores).all():
+        return None
+    ranked = scores.shape[1] if name in ("auroc", "auprc") and scores.shape[1] > 2 else 1
+    scores = scores.astype(np.float64)
+    if task.name != "classification":
+        statistic = sums_statistic(name, task, y, scores)
+    elif groups is None and (name == "accuracy" or name.startswith(RECALL)):
+        right = metrics.decided(scores) == y
+        if name != "accuracy":
+            right = right[y == metrics.class_names.index(name.removeprefix(RECALL))]
+        return wilson_interval(int(right.sum()), len(right))
+    elif groups is None and name == "auroc" and scores.shape[1] == 2:
+        return auroc_interval(y == metrics.positive, scores[:, metrics.positive])
+    else:
+        statistic = class_statistic(name, y, scores, metrics)
+    if statistic is None or len(y) * ranked > MOST_SAMPLES:
+        return None
+    return bootstrap_interval(statistic, np.arange(len(y)) if groups is None else groups)
+
+
+def class_statistic(name: str, y: np.ndarray, p: np.ndarray, metrics: MetricSet) -> Statistic | None:
+    """Return the statistic of a classification metric; None if it is not a known metric.
+
+    Args:
+        name: Name of the metric.
+        y: Classes, ``[n]``.
+        p: Probabilities, ``[n, C]``.
+        metrics: Class names and positive class.
+    """
+    classes = p.shape[1]
+    judged = [metrics.positive] if classes == 2 else list(range(classes))
+    if name in ("auroc", "auprc"):
+        ranked = [(np.argsort(-p[:, c], kind="stable"), y == c, p[:, c]) for c in judged]
+        return lambda counts: np.mean([curve_area(name, counts, *by_score) for by_score in ranked], axis=0)
+    decided, actual = (np.equal.outer(labels, np.arange(classes)) for labels in (metrics.decided(p), y))
+    if name == "loss":
+        columns = -np.log(np.clip(p[np.arange(len(y)), y], TINY, 1))[:, None]
+        return lambda counts: (counts @ columns)[:, 0] / counts.sum(1)
+    parts = np.stack([decided & actual, decided, actual], axis=1).astype(np.float64)
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        sums = (counts @ parts.reshape(len(y), -1)).reshape(len(counts), 3, classes)
+        hits, predicted, occurring = sums.transpose(1, 0, 2)
+        if name == "accuracy":
+            return np.asarray(hits.sum(1) / counts.sum(1))
+        if name == "f1":
+            return np.asarray((2 * hits / np.maximum(predicted + occurring, 1))[:, judged].mean(1))
+        recalls = hits / np.where(occurring > 0, occurring, np.nan)
+        if name == "balanced_accuracy":
+            return np.asarray(np.nanmean(recalls, axis=1))
+        return np.asarray(recalls[:, metrics.class_names.index(name.removeprefix(RECALL))])
+
+    return statistic if name in ("accuracy", "f1", "balanced_accuracy") or name.startswith(RECALL) else None
+
+
+def curve_area(
+    name: str, counts: np.ndarray, order: np.ndarray, positive: np.ndarray, scores: np.ndarray
+) -> np.ndarray:
+    """Compute the AUROC or the average precision of each resample, ``[r]``; NaN if a class has no samples.
+
+    Args:
+        name: ``auroc`` or ``auprc``.
+        counts: Occurrences of each sample, ``[r, n]``.
+        order: Order of the samples by decreasing score, ``[n]``.
+        positive: Whether each sample is positive, ``[n]``.
+        scores: Scores, ``[n]``.
+    """
+    last = np.append(np.diff(scores[order]) != 0, True)  # last sample of each group of equal scores
+    sorted_counts = counts[:, order]
+    hits = np.cumsum(sorted_counts * positive[order], axis=1)[:, last]
+    others = np.cumsum(sorted_counts, axis=1)[:, last] - hits
+    gained = np.diff(hits, axis=1, prepend=0)
+    defined = (hits[:, -1] > 0) & (others[:, -1] > 0)
+    if name == "auprc":
+        area = (gained * hits / np.maximum(hits + others, 1)).sum(1) / np.maximum(hits[:, -1], 1)
+    else:
+        below = others[:, -1:] - others + np.diff(others, axis=1, prepend=0) / 2  # equal scores count half
+        area = (gained * below).sum(1) / np.maximum(hits[:, -1] * others[:, -1], 1)
+    return np.where(defined, area, np.nan)
+
+
+def sums_statistic(name: str, task: Task, y: np.ndarray, scores: np.ndarray) -> Statistic | None:
+    """Return the statistic of a metric that a task computes from sums over samples; None if there is none.
+
+    Args:
+        name: Name of the metric.
+        task: Multi-label classification or regression.
+        y: Labels of 0 and 1, or targets in their units, ``[n, L]``.
+        scores: Probabilities, or predictions in the targets' units, ``[n, L]``.
+    """
+    predicted, target = (torch.from_numpy(part.reshape(len(y), -1)) for part in (scores, y))
+    if isinstance(task, Regression):
+        mean_of = task.losses(task.standardize(predicted), task.standardize(target)) if name == "loss" else None
+    elif task.name == "multilabel":
+        chance = torch.where(target > 0, predicted, 1 - predicted).clamp(TINY, 1)
+        mean_of = {"loss": -chance.log().mean(1), "accuracy": task.correct(predicted - 0.5, target)}.get(name)
+        predicted = predicted - 0.5  # as logits: a label is predicted above 0
+    else:  # tokens of a text depend on each other
+        return None
+    if mean_of is not None:
+        column = mean_of.to(torch.float64).numpy()
+        return lambda counts: counts @ column / counts.sum(1)
+    if name not in (task.scored, *task.figures):
+        return None
+    # In the targets' units, so that the metrics need no conversion.
+    tallies = torch.vmap(lambda one, y: task.tally(one[None], y[None]))(predicted, target)
+    columns = tallies.reshape(len(y), -1).numpy()
+    unit = Regression() if isinstance(task, Regression) else task
+
+    def statistic(counts: np.ndarray) -> np.ndarray:
+        sums = torch.from_numpy(counts @ columns).reshape(-1, *tallies.shape[1:])
+        return np.array([unit.measure(part, 0.0)[name] for part in sums])
+
+    return statistic
