@@ -36,7 +36,9 @@ def predict(
     ] = None,
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", min=0, max=1, help="Minimum probability to predict the second of two classes."),
+        typer.Option(
+            "--threshold", min=0, max=1, help="Minimum probability to predict the positive one of two classes."
+        ),
     ] = None,
     client: Client = None,
     trust_code: TrustCode = False,
@@ -84,7 +86,8 @@ def predict(
 
     several = predictor.inputs.task == "multilabel"
     binary = not numbers and not several and len(titles) == 2
-    last = titles if numbers else titles[1:] if binary else [] if several else ["probability"]
+    positive = predictor.inputs.metrics.positive
+    last = titles if numbers else [titles[positive]] if binary else [] if several else ["probability"]
     table = Table(header_style="bold")
     for title in ("row", *kept_columns, *([] if numbers else ["label"]), *last):
         table.add_column(Text(escape_controls(title)))
@@ -95,6 +98,15 @@ def predict(
         shown = [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[title]:.4g}" for title in last]
         table.add_row(*(Text(escape_controls(cell)) for cell in [*cells, *shown]))
     console.print(table)
+    if binary and (weights := predictor.inputs.class_weights) and threshold is None:
+        limit = weights[1 - positive] / sum(weights)
+        console.print(
+            f"Because of class_weights, the label is {predictor.class_names[positive]} from a probability of {limit:.3g}; "
+            "--threshold sets another limit.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
     console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)

@@ -22,7 +22,8 @@ from unskew.tasks.formatting import (
     secondary_metrics,
     value_text,
 )
-from unskew.tasks.primary_metric import client_metric_name, metric_info, objective_metric, primary_metric_name
+from unskew.tasks.metrics import METRICS
+from unskew.tasks.primary_metric import client_metric_name, metric_of, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
     from unskew.data.federation import Federation
@@ -36,13 +37,34 @@ def clients_text(summary: dict[str, Any], whose: str) -> str:
         whose: Prefix of the metrics, ``client`` or ``personal``.
     """
     scored = client_metric_name(objective_metric(summary).name, primary_metric_name(summary))
-    judge = metric_info(scored, summary.get("own_metrics"))
+    judge = metric_of(summary, scored)
     mean, std, decile, worst = (
         value_text(judge, summary[f"{whose}_{scored}_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
     )
     name = summary.get(f"{whose}_{scored}_worst_name")
     named = "" if name is None else f" ({name})"
-    return f"mean {mean}, std {std}, worst decile {decile}, worst client {worst}{named}"
+    return f"mean {mean}{undefined_text(summary, whose, scored)}, std {std}, worst decile {decile}, worst client {worst}{named}"
+
+
+def undefined_text(summary: Mapping[str, Any], whose: str, metric: str) -> str:
+    """Return over how many clients a mean is taken if the metric is undefined for some; empty otherwise.
+
+    Args:
+        summary: Summary of the run.
+        whose: Prefix of the metrics, ``client`` or ``personal``.
+        metric: Name of the metric.
+
+    >>> summary = {"clients_evaluated": 24, "client_auprc_undefined": 2, "client_auprc_undefined_names": ["Chile", "Peru"]}
+    >>> undefined_text(summary, "client", "auprc")
+    ' over 22 of 24 clients (undefined for 2 without all classes: Chile, Peru)'
+    """
+    count, names = summary.get(f"{whose}_{metric}_undefined", 0), summary.get(f"{whose}_{metric}_undefined_names", [])
+    if not count:
+        return ""
+    total = summary["unseen_evaluated" if whose.startswith("unseen") else "clients_evaluated"]
+    which = ", ".join(map(str, names)) + (", ..." if len(names) < count else "")
+    why = " without all classes" if metric in METRICS else ""
+    return f" over {total - count} of {total} clients (undefined for {count}{why}: {which})"
 
 
 def format_count(count: int, what: str) -> str:

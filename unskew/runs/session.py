@@ -19,8 +19,8 @@ from unskew.records.result import Result
 from unskew.runs.artifacts import write_artifacts
 from unskew.runs.assembly import RunParts
 from unskew.runs.early_stopping import BestModelKeeper, EarlyStopping
+from unskew.runs.final_evaluation import evaluate_final_model
 from unskew.runs.input_spec import input_spec_of
-from unskew.runs.prediction_curves import classifier_curves
 from unskew.runs.predictor import Predictor
 from unskew.runs.resume import (
     check_data,
@@ -124,6 +124,13 @@ class Session:
                 client_scores["seconds_simulated"] = self.network.clock.now
                 closing |= {"seconds_simulated": self.network.clock.now} if closing else {}
             add_rule_fields(clients, self.server)
+            final = {**self.recorder.history[-1], **closing}
+            if self.best.active:
+                final = kept_metrics(self.recorder.history, self.best.round, self.metrics, closing)
+            accuracy = final.get(("kept_" if self.best.active else "") + self.parts.task.scored)
+            final_results = evaluate_final_model(self.evaluator, self.server, self.metrics, accuracy, self.best.active)
+            if final_results.warning is not None and problem is None:
+                self.recorder.warn(final_results.warning)
         except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
             interruption.folder = self.folder
@@ -131,9 +138,7 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
-        client_scores |= self.stopping.summary()
-        if self.best.active:
-            client_scores |= kept_metrics(self.recorder.history, self.best.round, self.metrics, closing)
+        client_scores |= self.stopping.summary() | final_results.fields | (final if self.best.active else {})
         who = () if attackers is None else attackers.clients
         summary = summarize(
             self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics, who, closing
@@ -141,7 +146,7 @@ class Session:
         if self.folder is not None:
             self.recorder.check_folder()
             write_artifacts(
-                self.folder, config, self.evaluator.federation, self.server, clients, summary, self._curves()
+                self.folder, config, self.evaluator.federation, self.server, clients, summary, final_results.curves
             )
             (self.folder / KEY_FILE).unlink(missing_ok=True)
         for store in (self.server.store, self.server.cache, self.network.store):
@@ -299,10 +304,3 @@ class Session:
         if self.network.clock is not None:
             self.network.clock.now = self.recorder.history[-1].get("seconds_simulated", 0.0)
         return done
-
-    def _curves(self) -> dict[str, Any]:
-        """Compute a classifier's curves if ``metrics`` are requested; they need its probabilities and scikit-learn."""
-        if not self.metrics.computed.known:
-            return {}
-        y, p = self.evaluator.test_scores(self.server.evaluated, self.server.evaluated_b)
-        return classifier_curves(y, p, self.evaluator.federation.names)

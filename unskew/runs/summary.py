@@ -87,6 +87,7 @@ def summarize(
         "clients_per_group": choice.clients_per_group,
         "objective": objective.name,
         **({"own_metrics": metrics.own} if metrics.own else {}),
+        **({"positive": metrics.positive} if metrics.positive is not None else {}),
         task.scored: final[task.scored],
         f"best_{task.scored}": best,
         "best_round": best_round,
@@ -218,6 +219,18 @@ def counted_class_names(federation: Federation) -> tuple[str, ...]:
     return tuple(names) if len(names) <= MOST_CLASSES and len(federation.clients) <= MOST_CLIENTS else ()
 
 
+def held_out_counts(federation: Federation, client: int) -> dict[str, int]:
+    """Return the held-out samples of a client by class, without classes that have none.
+
+    Args:
+        federation: Data of all clients.
+        client: Number of the client.
+    """
+    y = federation.clients[client].y_test
+    counts = federation.objective.counts(y, federation.classes) if federation.objective.labeled else y[:0]
+    return {str(c): count for c, count in enumerate(counts.tolist()) if count}
+
+
 def client_rows(
     federation: Federation,
     scores: ClientScores,
@@ -264,6 +277,7 @@ def client_rows(
             "samples": samples,
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
+            **({"support": held_out_counts(federation, k)} if k in holds and k in figures and num_held_out else {}),
             **finite_or_none(figures.get(k, {})),
         }
         for k, (samples, num_held_out) in sizes.items()

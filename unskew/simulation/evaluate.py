@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +18,14 @@ from unskew.models.execution import BoundModel
 from unskew.models.spec import ModelSpec
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
+from unskew.tasks.intervals import interval95, interval_fields, mean_interval, metric_interval
 from unskew.tasks.metrics import MetricSet
 from unskew.tasks.primary_metric import MetricInfo
 
 BATCH = 500
 CELLS = 1 << 26  # values of the widest layer in memory at once: 256 MB in float32
+NAMED = 20
+"""Maximum number of clients that a summary names for which a metric is undefined."""
 HELD_OUT = "the clients' held-out data"
 BY_CLASS = "the test set, weighted by the clients' classes"
 NOTHING = "nothing"
@@ -60,12 +64,11 @@ class ClientScores:
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
     pooled: Mapping[str, float] = field(default_factory=dict)
 
-    def figures(
-        self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()
-    ) -> dict[str, float | str | None]:
+    def figures(self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()) -> dict[str, Any]:
         """Return the mean, standard deviation, worst client and worst decile of a metric over clients, for the summary.
 
-        Clients for which the metric is undefined are ignored. The variance is divided by the number of clients.
+        Clients for which the metric is undefined are counted and named. The variance is divided by the number of clients.
+        The mean has the interval of Student's t.
 
         Args:
             whose: Prefix of the keys: ``"client"`` or ``"personal"``.
@@ -75,13 +78,18 @@ class ClientScores:
         values = {self.scored: self.accuracies, "loss": self.losses, **self.others}.get(metric.name, np.zeros(0))
         finite = np.flatnonzero(np.isfinite(values))
         name = f"{whose}_{metric.name}"
+        everyone = self.ids if len(self.ids) else np.arange(len(values))
+        without = [client_names[k] if client_names else k for k in np.delete(everyone, finite).tolist()]
+        named = {f"{name}_undefined": len(without), f"{name}_undefined_names": without[:NAMED]} if without else {}
         if not len(finite):
-            return dict.fromkeys([f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")])
-        values, ids = values[finite], self.ids[finite] if len(self.ids) else finite
+            return dict.fromkeys([f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")]) | named
+        values, ids = values[finite], everyone[finite]
         worst = values.argmax() if metric.lower_is_better else values.argmin()
         decile = np.sort(-values if metric.lower_is_better else values)[: max(1, len(values) // 10)].mean()
         return {
             f"{name}_mean": float(values.mean()),
+            **interval_fields(f"{name}_mean", interval95(values.tolist())),
+            **named,
             f"{name}_std": float(values.std()),
             f"{name}_worst": float(values[worst]),
             **({f"{name}_worst_name": client_names[int(ids[worst])]} if client_names else {}),
@@ -235,7 +243,20 @@ class Evaluator:
         metrics = self.task.measure(self.task.tally(logits, y), loss)
         metrics.pop(self.task.scored, None)
         where = f"held-out samples of {self.federation.client_label(client)}"
-        return metrics | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
+        metrics |= self._of_all([logits], y, where, defined=False) if self.metrics else {}
+        return metrics if self.task.name == "language" else metrics | self._intervals(logits, y)
+
+    def _intervals(self, logits: Tensor, y: Tensor) -> dict[str, float]:
+        """Compute the intervals of a client's primary metric and objective; NaN if undefined."""
+        arrays = self._arrays([logits], y)
+        intervals: dict[str, float | None] = {}
+        for name in self.metrics.with_intervals:
+            # The R² of a client is a mean over its samples, because it divides by the variance of all clients.
+            mean = name == self.task.scored and self.task.name == "regression"
+            values = self.task.correct(logits, y).cpu().numpy()
+            interval = mean_interval(values) if mean else metric_interval(name, self.task, *arrays, self.metrics)
+            intervals |= interval_fields(name, interval)
+        return {name: np.nan if end is None else end for name, end in intervals.items()}
 
     def evaluate_clients(
         self,

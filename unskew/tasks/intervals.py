@@ -15,7 +15,7 @@ import torch
 
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
-from unskew.tasks.metrics import MetricSet
+from unskew.tasks.metrics import BINS, TINY, MetricSet, calibration_gaps, squared_errors
 from unskew.tasks.primary_metric import RECALL
 from unskew.tasks.regression import Regression
 
@@ -37,8 +37,6 @@ CELLS = 1 << 19
 """Maximum number of counts in memory at once."""
 MOST_SAMPLES = 30_000
 """Maximum number of samples of a bootstrap, times that of ranked classes; more take seconds, and their error is small."""
-TINY = 1e-15
-"""Smallest probability whose logarithm is taken."""
 DEFINED = 0.9
 """Minimum share of resamples in which a metric must be defined; a class needs three samples for that."""
 
@@ -99,6 +97,30 @@ def auroc_interval(positive: np.ndarray, scores: np.ndarray) -> Interval:
     variance = wins.var(ddof=1) / len(above) + losses.var(ddof=1) / len(below)
     center, half = math.log(area / (1 - area)), NORMAL_95 * math.sqrt(variance) / (area * (1 - area))
     return 1 / (1 + math.exp(half - center)), 1 / (1 + math.exp(-half - center))
+
+
+def interval_fields(name: str, interval: Interval) -> dict[str, float | None]:
+    """Return an interval as the fields ``NAME_low`` and ``NAME_high`` of a file.
+
+    Args:
+        name: Name of the metric.
+        interval: Interval, or None if it is not defined.
+
+    >>> interval_fields("f1", (0.25, 0.5)), interval_fields("f1", None)
+    ({'f1_low': 0.25, 'f1_high': 0.5}, {'f1_low': None, 'f1_high': None})
+    """
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def mean_interval(values: np.ndarray) -> Interval:
+    """Return the bootstrap's interval of the mean of one value per sample, ``[n]``."""
+    return bootstrap_interval(mean_statistic(values), np.arange(len(values)))
+
+
+def mean_statistic(values: np.ndarray) -> Statistic:
+    """Return the statistic that is the mean of one value per sample, ``[n]``."""
+    return lambda counts: counts @ values / counts.sum(1)
 
 
 def bootstrap_interval(statistic: Statistic, groups: np.ndarray) -> Interval:
@@ -187,15 +209,20 @@ def class_statistic(name: str, y: np.ndarray, p: np.ndarray, metrics: MetricSet)
         p: Probabilities, ``[n, C]``.
         metrics: Class names and positive class.
     """
-    classes = p.shape[1]
-    judged = [metrics.positive] if classes == 2 else list(range(classes))
+    classes, judged = p.shape[1], metrics.judged(p)
     if name in ("auroc", "auprc"):
         ranked = [(np.argsort(-p[:, c], kind="stable"), y == c, p[:, c]) for c in judged]
         return lambda counts: np.mean([curve_area(name, counts, *by_score) for by_score in ranked], axis=0)
+    if name in ("loss", "brier"):
+        losses = -np.log(np.clip(p[np.arange(len(y)), y], TINY, 1)) if name == "loss" else squared_errors(p, y, metrics)
+        return mean_statistic(losses)
+    if name == "ece":
+        bins, gaps = calibration_gaps(p, y, metrics)
+        binned = np.equal.outer(bins, np.arange(BINS)) * gaps[:, None]
+        return lambda counts: np.abs(counts @ binned).sum(1) / counts.sum(1)
+    if name == "observed_expected" and classes == 2:
+        return lambda counts: counts @ (y == metrics.positive) / (counts @ p[:, metrics.positive])
     decided, actual = (np.equal.outer(labels, np.arange(classes)) for labels in (metrics.decided(p), y))
-    if name == "loss":
-        columns = -np.log(np.clip(p[np.arange(len(y)), y], TINY, 1))[:, None]
-        return lambda counts: (counts @ columns)[:, 0] / counts.sum(1)
     parts = np.stack([decided & actual, decided, actual], axis=1).astype(np.float64)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
@@ -258,8 +285,7 @@ def sums_statistic(name: str, task: Task, y: np.ndarray, scores: np.ndarray) -> 
     else:  # tokens of a text depend on each other
         return None
     if mean_of is not None:
-        column = mean_of.to(torch.float64).numpy()
-        return lambda counts: counts @ column / counts.sum(1)
+        return mean_statistic(mean_of.to(torch.float64).numpy())
     if name not in (task.scored, *task.figures):
         return None
     # In the targets' units, so that the metrics need no conversion.
