@@ -91,7 +91,7 @@ def evaluation_table(scores: list[dict[str, Any]], by: str | None, inputs: Input
     titles = {name: Text(escape_controls(metric_info(name, positive=positive).title)) for name in names}
     titles |= {name: cell(f"rows of {name.partition('/')[2]}") for name in names if name.startswith("support/")}
     if by is None:
-        single = Table("", Text("value", justify="right"), "95 % interval")
+        single = Table("", "value", "95 % interval")
         for name in ("rows", *names):
             single.add_row(titles.get(name, cell(name)), cell(scores[0][name]), ends(scores[0], name))
         return single

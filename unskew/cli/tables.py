@@ -43,7 +43,24 @@ def clients_text(summary: dict[str, Any], whose: str) -> str:
     )
     name = summary.get(f"{whose}_{scored}_worst_name")
     named = "" if name is None else f" ({name})"
-    return f"mean {mean}{undefined_text(summary, whose, scored)}, std {std}, worst decile {decile}, worst client {worst}{named}"
+    over = undefined_text(summary, whose, scored)
+    return f"mean {mean}{over}, std {std}, worst decile {decile}, worst client {worst}{named}"
+
+
+def interval_text(summary: Mapping[str, Any], key: str) -> str:
+    """Return the 95 % interval of a test metric as text; empty if it is not known.
+
+    Args:
+        summary: Summary of the run.
+        key: Key of the metric.
+    """
+    low, high = summary.get(f"{key}_low"), summary.get(f"{key}_high")
+    judge = metric_of(summary, key.removeprefix("kept_"))
+    return (
+        ""
+        if low is None or high is None
+        else f", 95 % interval {value_text(judge, low, sign='')} to {value_text(judge, high)}"
+    )
 
 
 def undefined_text(summary: Mapping[str, Any], whose: str, metric: str) -> str:
@@ -93,13 +110,22 @@ def summary_table(summary: dict[str, Any]) -> Table:
     kept_score = summary.get(f"kept_{judge.name}")
     errors = "".join(f", {name.upper()} {format_number(summary[name])}" for name in ("mae", "rmse") if name in summary)
     lines = [
-        (f"test {judge.title}, last round", f"{value_text(judge, summary[judge.name])}  (loss {loss}{errors})"),
+        (
+            f"test {judge.title}, last round",
+            f"{value_text(judge, summary[judge.name])}{interval_text(summary, judge.name)}  (loss {loss}{errors})",
+        ),
         (
             f"test {judge.title}, best round",
             f"{value_text(judge, summary[f'best_{judge.name}'])}  (round {summary['best_round']})",
         ),
         *(
-            [(f"test {judge.title}, kept model", f"{value_text(judge, kept_score)}  (round {summary['kept_round']})")]
+            [
+                (
+                    f"test {judge.title}, kept model",
+                    f"{value_text(judge, kept_score)}{interval_text(summary, f'kept_{judge.name}')}  "
+                    f"(round {summary['kept_round']})",
+                )
+            ]
             if kept_score is not None
             else []
         ),

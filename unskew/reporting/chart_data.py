@@ -263,7 +263,7 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
         factor = 100 if one_metric.percent else 1
         for method_runs in part.series:
             scored = sorted(
-                (factor * row[name], client_label(row), run.summary["seed"])
+                (factor * row[name], client_label(row) + MARK * has_few_samples(row), run.summary["seed"])
                 for run in method_runs.runs
                 for row in run.clients
                 if is_usable_number(row.get(name)) and "unseen" not in row
@@ -289,6 +289,17 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
                     "who": [f"{name}, seed {seed}" for _, name, seed in dots],
                 }
     return boxes
+
+
+MARK = " (few samples of a class)"
+"""Text after the name of a client with fewer than ``FEW`` held-out samples of a class."""
+FEW = 10
+"""Held-out samples of a class below which the metrics of a client are marked."""
+
+
+def has_few_samples(row: dict[str, Any]) -> bool:
+    """Return whether a client was evaluated on fewer than ``FEW`` samples of a class."""
+    return min(row.get("support", {}).values(), default=FEW) < FEW
 
 
 def client_label(row: dict[str, Any]) -> str:

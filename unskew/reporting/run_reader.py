@@ -199,12 +199,13 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         if not isinstance(row, dict) or not all(is_usable_number(row.get(name)) for name in ("client", "samples")):
             raise damaged
-        holds = row.get("class_counts", {})
-        if not isinstance(holds, dict) or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in holds):
+        holds, support = row.get("class_counts", {}), row.get("support", {})
+        counted = isinstance(holds, dict) and isinstance(support, dict)
+        if not counted or not all(key.isascii() and key.isdigit() and len(key) < 6 for key in (*holds, *support)):
             raise damaged
         shares = [row.get(name) for score in SCORES for name in (score, f"personal_{score}")]
-        if not all(is_usable_number(count) and count >= 0 for count in (*holds.values(), row["samples"])) or not all(
-            value is None or is_usable_number(value) for value in shares
-        ):
+        if not all(
+            is_usable_number(count) and count >= 0 for count in (*holds.values(), *support.values(), row["samples"])
+        ) or not all(value is None or is_usable_number(value) for value in shares):
             raise damaged
     return rows

@@ -118,7 +118,7 @@ class Predictor:
             return numbers
         if self.inputs.task == "multilabel":
             return [[names[k] for k in np.flatnonzero(row > 0.5)] for row in probabilities]
-        return [names[k] for k in self.inputs.metrics.decided(probabilities)] if len(probabilities) else []
+        return [names[k] for k in self.inputs.metrics.decided(probabilities)]
 
     def prepared(self, x: object) -> Tensor:
         """Convert inputs to a tensor of the model's shape and type, before normalization."""

@@ -11,6 +11,7 @@ from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.auto_select import EngineChoice
 from unskew.protocol.data_preparation import PreparedData
 from unskew.records.recorder import Recorder, best_value_of, finite_or_none, first_reaching
+from unskew.runs.final_evaluation import class_support
 from unskew.runs.metrics import RunMetrics
 from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.run_warnings import divergence_warning
@@ -220,15 +221,14 @@ def counted_class_names(federation: Federation) -> tuple[str, ...]:
 
 
 def held_out_counts(federation: Federation, client: int) -> dict[str, int]:
-    """Return the held-out samples of a client by class, without classes that have none.
+    """Return the held-out samples of a client by class, also of classes that have none.
 
     Args:
         federation: Data of all clients.
         client: Number of the client.
     """
-    y = federation.clients[client].y_test
-    counts = federation.objective.counts(y, federation.classes) if federation.objective.labeled else y[:0]
-    return {str(c): count for c, count in enumerate(counts.tolist()) if count}
+    counts = federation.objective.counts(federation.clients[client].y_test, federation.classes).tolist()
+    return {str(c): count for c, count in enumerate(counts)}
 
 
 def client_rows(
@@ -258,6 +258,7 @@ def client_rows(
         for i, k in enumerate(personal.ids):
             figures[int(k)] |= {f"personal_{name}": float(of[i]) for name, of in known.items()}
     clients, names = federation.clients, federation.client_names
+    counts_support = isinstance(clients, ArrayClients) and "support" in class_support(federation)
     holds: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and counted_class_names(federation):
         counts = enumerate(federation.label_distribution()[0])
@@ -277,7 +278,7 @@ def client_rows(
             "samples": samples,
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
-            **({"support": held_out_counts(federation, k)} if k in holds and k in figures and num_held_out else {}),
+            **({"support": held_out_counts(federation, k)} if counts_support and k in figures and num_held_out else {}),
             **finite_or_none(figures.get(k, {})),
         }
         for k, (samples, num_held_out) in sizes.items()

@@ -15,7 +15,7 @@ import torch
 
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
-from unskew.tasks.metrics import BINS, TINY, MetricSet, calibration_gaps, squared_errors
+from unskew.tasks.metrics import BINS, TINY, ClassPredictions, MetricSet, calibration_gaps, squared_errors
 from unskew.tasks.primary_metric import RECALL
 from unskew.tasks.regression import Regression
 
@@ -183,46 +183,46 @@ def metric_interval(
     if len(y) == 0 or not np.isfinite(scores).all():
         return None
     ranked = scores.shape[1] if name in ("auroc", "auprc") and scores.shape[1] > 2 else 1
-    scores = scores.astype(np.float64)
     if task.name != "classification":
-        statistic = sums_statistic(name, task, y, scores)
-    elif groups is None and (name == "accuracy" or name.startswith(RECALL)):
-        right = metrics.decided(scores) == y
-        if name != "accuracy":
-            right = right[y == metrics.class_names.index(name.removeprefix(RECALL))]
-        return wilson_interval(int(right.sum()), len(right))
-    elif groups is None and name == "auroc" and scores.shape[1] == 2:
-        return auroc_interval(y == metrics.positive, scores[:, metrics.positive])
+        statistic = sums_statistic(name, task, y, scores.astype(np.float64))
     else:
-        statistic = class_statistic(name, y, scores, metrics)
+        of = metrics.predictions(y, scores)
+        if groups is None and (name == "accuracy" or name.startswith(RECALL)):
+            right = of.decided == y
+            if name != "accuracy":
+                right = right[y == metrics.class_names.index(name.removeprefix(RECALL))]
+            return wilson_interval(int(right.sum()), len(right))
+        if groups is None and name == "auroc" and of.positive is not None:
+            return auroc_interval(*of.positive)
+        statistic = class_statistic(name, of, metrics.class_names)
     if statistic is None or len(y) * ranked > MOST_SAMPLES:
         return None
     return bootstrap_interval(statistic, np.arange(len(y)) if groups is None else groups)
 
 
-def class_statistic(name: str, y: np.ndarray, p: np.ndarray, metrics: MetricSet) -> Statistic | None:
-    """Return the statistic of a classification metric; None if it is not a known metric.
+def class_statistic(name: str, of: ClassPredictions, class_names: Sequence[str] = ()) -> Statistic | None:
+    """Return the statistic of a classification metric; None if it has none.
 
     Args:
         name: Name of the metric.
-        y: Classes, ``[n]``.
-        p: Probabilities, ``[n, C]``.
-        metrics: Class names and positive class.
+        of: Predictions of the samples.
+        class_names: Names of the classes, for recalls.
     """
-    classes, judged = p.shape[1], metrics.judged(p)
+    y, classes = of.y, of.p.shape[1]
     if name in ("auroc", "auprc"):
-        ranked = [(np.argsort(-p[:, c], kind="stable"), y == c, p[:, c]) for c in judged]
+        ranked = [(np.argsort(-of.p[:, c], kind="stable"), y == c, of.p[:, c]) for c in of.judged]
         return lambda counts: np.mean([curve_area(name, counts, *by_score) for by_score in ranked], axis=0)
     if name in ("loss", "brier"):
-        losses = -np.log(np.clip(p[np.arange(len(y)), y], TINY, 1)) if name == "loss" else squared_errors(p, y, metrics)
-        return mean_statistic(losses)
+        likelihood = of.p[np.arange(len(y)), y]
+        return mean_statistic(-np.log(np.clip(likelihood, TINY, 1)) if name == "loss" else squared_errors(of))
     if name == "ece":
-        bins, gaps = calibration_gaps(p, y, metrics)
+        bins, gaps = calibration_gaps(of)
         binned = np.equal.outer(bins, np.arange(BINS)) * gaps[:, None]
         return lambda counts: np.abs(counts @ binned).sum(1) / counts.sum(1)
-    if name == "observed_expected" and classes == 2:
-        return lambda counts: counts @ (y == metrics.positive) / (counts @ p[:, metrics.positive])
-    decided, actual = (np.equal.outer(labels, np.arange(classes)) for labels in (metrics.decided(p), y))
+    if name == "observed_expected" and of.positive is not None:
+        positive, chance = of.positive
+        return lambda counts: counts @ positive / (counts @ chance)
+    decided, actual = (np.equal.outer(labels, np.arange(classes)) for labels in (of.decided, y))
     parts = np.stack([decided & actual, decided, actual], axis=1).astype(np.float64)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
@@ -231,11 +231,11 @@ def class_statistic(name: str, y: np.ndarray, p: np.ndarray, metrics: MetricSet)
         if name == "accuracy":
             return np.asarray(hits.sum(1) / counts.sum(1))
         if name == "f1":
-            return np.asarray((2 * hits / np.maximum(predicted + occurring, 1))[:, judged].mean(1))
+            return np.asarray((2 * hits / np.maximum(predicted + occurring, 1))[:, of.judged].mean(1))
         recalls = hits / np.where(occurring > 0, occurring, np.nan)
         if name == "balanced_accuracy":
             return np.asarray(np.nanmean(recalls, axis=1))
-        return np.asarray(recalls[:, metrics.class_names.index(name.removeprefix(RECALL))])
+        return np.asarray(recalls[:, class_names.index(name.removeprefix(RECALL))])
 
     return statistic if name in ("accuracy", "f1", "balanced_accuracy") or name.startswith(RECALL) else None
 

@@ -38,108 +38,124 @@ def metric_names(metrics: Sequence[str], class_names: Sequence[str]) -> list[str
     return [name for metric in metrics for name in (recalls if metric == "recall" else [metric])]
 
 
-def one_vs_rest(
-    score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray, y: np.ndarray, of: MetricSet
-) -> list[float]:
+@dataclass(frozen=True)
+class ClassPredictions:
+    """Predictions of a classifier for some samples.
+
+    Attributes:
+        p: Probabilities, ``[n, C]``.
+        y: True classes, ``[n]``.
+        decided: Predicted classes, ``[n]``.
+        judged: Classes whose metrics are averaged: the positive one of two classes, or all of more classes.
+    """
+
+    p: np.ndarray
+    y: np.ndarray
+    decided: np.ndarray
+    judged: tuple[int, ...]
+
+    @property
+    def positive(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return which samples are positive, and their probabilities, ``[n]`` each; None unless there are two classes."""
+        return (self.y == self.judged[0], self.p[:, self.judged[0]]) if len(self.judged) == 1 else None
+
+
+def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], of: ClassPredictions) -> list[float]:
     """Compute a score for the positive class, or its one-vs-rest mean; NaN if a class has no or all samples.
 
     Args:
         score: Function of true labels (0 or 1) and probabilities of the positive class.
-        p: Probabilities, ``[n, C]``.
-        y: Labels, ``[n]``.
-        of: Positive class.
+        of: Predictions.
     """
-    classes = of.judged(p)
-    if any((y == c).all() or not (y == c).any() for c in classes):
+    if any((of.y == c).all() or not (of.y == c).any() for c in of.judged):
         return [math.nan]
-    return [float(np.mean([score(y == c, p[:, c]) for c in classes]))]
+    return [float(np.mean([score(of.y == c, of.p[:, c]) for c in of.judged]))]
 
 
-def auroc(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
+def auroc(of: ClassPredictions) -> list[float]:
     """Compute the area under the ROC curve."""
     from sklearn.metrics import roc_auc_score
 
-    return one_vs_rest(roc_auc_score, p, y, of)
+    return one_vs_rest(roc_auc_score, of)
 
 
-def auprc(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
+def auprc(of: ClassPredictions) -> list[float]:
     """Compute the average precision."""
     from sklearn.metrics import average_precision_score
 
-    return one_vs_rest(average_precision_score, p, y, of)
+    return one_vs_rest(average_precision_score, of)
 
 
-def f1(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
+def f1(of: ClassPredictions) -> list[float]:
     """Compute F1 of the positive class, or the mean over classes; 0 instead of a division by zero."""
     from sklearn.metrics import f1_score
 
-    return [float(f1_score(y, of.decided(p), labels=of.judged(p), average="macro", zero_division=0))]
+    return [float(f1_score(of.y, of.decided, labels=list(of.judged), average="macro", zero_division=0))]
 
 
-def recall(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
+def recall(of: ClassPredictions) -> list[float]:
     """Compute the recall of each class; NaN for classes without samples."""
-    right = of.decided(p) == y
-    return [float(right[y == c].mean()) if (y == c).any() else math.nan for c in range(p.shape[1])]
+    right = of.decided == of.y
+    return [float(right[of.y == c].mean()) if (of.y == c).any() else math.nan for c in range(of.p.shape[1])]
 
 
-def balanced_accuracy(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
+def balanced_accuracy(of: ClassPredictions) -> list[float]:
     """Compute the mean recall of the classes that have samples."""
-    return [float(np.nanmean(recall(p, y, of)))]
+    return [float(np.nanmean(recall(of)))]
 
 
-def calibration_gaps(p: np.ndarray, y: np.ndarray, of: MetricSet) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bin of each sample's probability, ``[n]``, and the outcome minus this probability, ``[n]``.
+def calibration_gaps(of: ClassPredictions) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bin of each sample's probability and the outcome minus this probability, ``[n]`` each.
 
     With two classes, outcome and probability are those of the positive class: the predicted class would hide
     probabilities that are too high for a rare class. With more classes, they are those of the most probable class.
     """
-    two = p.shape[1] == 2
-    sure, right = (p[:, of.positive], y == of.positive) if two else (p.max(1), p.argmax(1) == y)
+    right, sure = of.positive or (of.p.argmax(1) == of.y, of.p.max(1))
     return np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1), right - sure
 
 
-def ece(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
+def ece(of: ClassPredictions) -> list[float]:
     """Compute the expected calibration error.
 
     This is the distance between mean probability and share of outcomes in ``BINS`` equal bins of the probability,
     weighted by samples.
     """
-    bins, gaps = calibration_gaps(p, y, of)
-    return [float(np.abs(np.bincount(bins, weights=gaps, minlength=BINS)).sum() / len(y))]
+    bins, gaps = calibration_gaps(of)
+    return [float(np.abs(np.bincount(bins, weights=gaps, minlength=BINS)).sum() / len(of.y))]
 
 
-def brier(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
-    """Compute the Brier score: the mean squared error of the probability, with more than two classes summed over them."""
-    return [float(squared_errors(p, y, of).mean())]
-
-
-def squared_errors(p: np.ndarray, y: np.ndarray, of: MetricSet) -> np.ndarray:
+def squared_errors(of: ClassPredictions) -> np.ndarray:
     """Return the squared error of each sample's probabilities, ``[n]``, summed over the judged classes."""
-    return np.asarray(sum((p[:, c] - (y == c)) ** 2 for c in of.judged(p)))
+    return np.asarray(sum((of.p[:, c] - (of.y == c)) ** 2 for c in of.judged))
 
 
-def observed_expected(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
+def brier(of: ClassPredictions) -> list[float]:
+    """Compute the Brier score: the mean squared error of the probability, with more than two classes summed over them."""
+    return [float(squared_errors(of).mean())]
+
+
+def observed_expected(of: ClassPredictions) -> list[float]:
     """Compute the number of positive samples divided by the sum of their probabilities; NaN unless there are two classes."""
-    expected = p[:, of.positive].sum() if p.shape[1] == 2 else 0.0
-    return [float((y == of.positive).sum() / expected) if expected else math.nan]
+    if of.positive is None or not of.positive[1].any():
+        return [math.nan]
+    return [float(of.positive[0].sum() / of.positive[1].sum())]
 
 
-def calibration_slope(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float]:
+def calibration_slope(of: ClassPredictions) -> list[float]:
     """Compute the slope of a logistic regression of the outcome on the logit of its probability.
 
     It is 1 for calibrated probabilities and below 1 for too extreme ones. It is NaN if it is not defined: unless there are
     two classes, or if the probabilities separate them. Newton's method starts at the constant model.
     """
-    positive = y == of.positive
-    if p.shape[1] != 2 or positive.all() or not positive.any():
+    if of.positive is None or of.positive[0].all() or not of.positive[0].any():
         return [math.nan]
-    chance = np.clip(p[:, of.positive], TINY, 1 - TINY)
-    x = np.stack([np.ones(len(y)), np.log(chance) - np.log1p(-chance)], 1)
-    beta = np.array([math.log(positive.mean() / (1 - positive.mean())), 0.0])
+    outcome, chance = of.positive[0], np.clip(of.positive[1], TINY, 1 - TINY)
+    x = np.stack([np.ones(len(chance)), np.log(chance) - np.log1p(-chance)], 1)
+    beta = np.array([math.log(outcome.mean() / (1 - outcome.mean())), 0.0])
     for _ in range(50):
         mean = 1 / (1 + np.exp(np.clip(-x @ beta, -700, 700)))
         try:
-            step = np.linalg.solve(x.T * (mean * (1 - mean)) @ x, x.T @ (positive - mean))
+            step = np.linalg.solve(x.T * (mean * (1 - mean)) @ x, x.T @ (outcome - mean))
         except np.linalg.LinAlgError:
             break
         beta += step
@@ -148,7 +164,7 @@ def calibration_slope(p: np.ndarray, y: np.ndarray, of: MetricSet) -> list[float
     return [math.nan]
 
 
-METRICS: dict[str, Callable[[np.ndarray, np.ndarray, MetricSet], list[float]]] = {
+METRICS: dict[str, Callable[[ClassPredictions], list[float]]] = {
     "auroc": auroc,
     "auprc": auprc,
     "f1": f1,
@@ -159,7 +175,7 @@ METRICS: dict[str, Callable[[np.ndarray, np.ndarray, MetricSet], list[float]]] =
     "calibration_slope": calibration_slope,
     "recall": recall,
 }
-"""Available metrics, computed from probabilities ``[n, C]`` and classes ``[n]``, and the options in ``MetricSet``."""
+"""Available metrics. Each returns one value, and ``recall`` one per class."""
 TWO_CLASSES = ("observed_expected", "calibration_slope")
 """Metrics that are defined only for two classes. Their best value is 1, so they cannot be the objective."""
 
@@ -211,13 +227,20 @@ class MetricSet:
     def decided(self, scores: np.ndarray) -> np.ndarray:
         """Return the predicted class of each sample, ``[n]``, given its probabilities ``[n, C]``.
 
-        This is the class with the largest output of the model, so class weights make rare classes more likely.
+        It has the largest output of the model, so class weights make rare classes more likely.
         """
         return np.asarray((scores * self.trained_with if self.trained_with else scores).argmax(1))
 
-    def judged(self, scores: np.ndarray) -> list[int]:
-        """Return the positive one of two classes, or all of more classes, given probabilities ``[n, C]``."""
-        return [self.positive] if scores.shape[1] == 2 else list(range(scores.shape[1]))
+    def predictions(self, y: np.ndarray, scores: np.ndarray) -> ClassPredictions:
+        """Return the predictions of a classifier.
+
+        Args:
+            y: True classes, ``[n]``.
+            scores: Probabilities, ``[n, C]``.
+        """
+        p = scores.astype(np.float64)
+        judged = (self.positive,) if p.shape[1] == 2 else tuple(range(p.shape[1]))
+        return ClassPredictions(p, y, self.decided(p), judged)
 
     def of(self, y: np.ndarray, scores: np.ndarray, where: str, defined: bool = True) -> dict[str, float]:
         """Compute every metric; undefined values are NaN.
@@ -233,9 +256,11 @@ class MetricSet:
         """
         if not np.isfinite(scores).all():
             return dict.fromkeys(self.names, math.nan)
-        p = scores.astype(np.float64)
-        known = [value for metric in self.known for value in METRICS[metric](p, y, self)]
-        values = dict(zip(metric_names(self.known, self.class_names), known, strict=True))
+        values: dict[str, float] = {}
+        if self.known:
+            of = self.predictions(y, scores)
+            known = [value for metric in self.known for value in METRICS[metric](of)]
+            values = dict(zip(metric_names(self.known, self.class_names), known, strict=True))
         return values | {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
 
 
