@@ -127,7 +127,7 @@ class Evaluator:
     ):
         self.federation = federation
         self.task = task
-        self.metrics = metrics or MetricSet()
+        self.metrics = MetricSet() if metrics is None else metrics
         self.model = BoundModel(spec, device)
         self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
         x, y = federation.test
