@@ -122,7 +122,9 @@ def test_probabilities_of_a_rare_class_are_calibrated_with_balanced_weights():
 
     fed = unskew.Federation.from_arrays([part(1500) for _ in range(3)], test=part(4000))
     options = {"model": "logistic", "rounds": 30, "local_epochs": 1, "lr": 0.1, "engine": "inline"}
-    summary = unskew.run(fed, class_weights="balanced", metrics="observed_expected,calibration_slope", **options).summary
+    summary = unskew.run(
+        fed, class_weights="balanced", metrics="observed_expected,calibration_slope", **options
+    ).summary
     assert summary["observed_expected"] == pytest.approx(1, abs=0.15)
     assert summary["calibration_slope"] == pytest.approx(1, abs=0.15)
 

@@ -35,9 +35,7 @@ def evaluate(
         Path | None,
         typer.Option("--out", parser=parse_path, metavar="PATH", help="Write the metrics to this .csv or .jsonl file."),
     ] = None,
-    intervals: Annotated[
-        bool, typer.Option("--intervals/--no-intervals", help="Also compute the 95 % interval of each metric.")
-    ] = True,
+    no_intervals: Annotated[bool, typer.Option("--no-intervals", help="Compute no 95 % intervals.")] = False,
     client: Client = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
@@ -53,7 +51,7 @@ def evaluate(
     with printed_warnings(), progress_while_waiting("evaluate"):
         predictor = load_predictor(run, client=client, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
-        scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by, intervals)
+        scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by, not no_intervals)
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)
     write_rows(scores, out)

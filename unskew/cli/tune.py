@@ -50,6 +50,7 @@ FIELDS = (
     "eval_every",
     "metrics",
     "objective",
+    "positive",
     "keep",
 )
 
