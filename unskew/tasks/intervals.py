@@ -148,6 +148,9 @@ def resampled_counts(groups: np.ndarray) -> Iterator[np.ndarray]:
 
     Args:
         groups: Group of each sample, ``[n]``.
+
+    Yields:
+        Counts of some resamples, ``[r, n]``.
     """
     names, index = np.unique(groups, return_inverse=True)
     size, random = len(names), numpy_generator(0, "bootstrap")
