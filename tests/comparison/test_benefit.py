@@ -156,7 +156,7 @@ def test_few_events_make_a_client_small_for_metrics_of_a_class_only():
     def rows(name):
         counts = [{"0": 95, "1": 5}, {"0": 20, "1": 80}]
         return [
-            {**row(k, 50, 100), name: 0.5, "class_counts": {"0": 1, "1": 1}, "held_out_class_counts": count}
+            {**row(k, 50, 100), name: 0.5, "class_counts": {"0": 1, "1": 1}, "support": count}
             for k, count in enumerate(counts)
         ]
 
@@ -244,7 +244,7 @@ def test_the_constant_of_a_classifier_is_the_share_of_its_classes(holdout):
         assert found["constant_auroc"] == 0.5
         assert found["constant_auprc"] == pytest.approx(average_precision_score(y, np.full(len(y), share)))
         assert found["constant_loss"] == pytest.approx(log_loss(y, np.full(len(y), share), labels=[0, 1]), rel=1e-5)
-        assert found["held_out_class_counts"] == {str(c): n for c, n in enumerate(np.bincount(y)) if n}
+        assert found["support"] == {str(c): n for c, n in enumerate(np.bincount(y)) if n}
         assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx(
             wilson_interval(round(found["accuracy"] * len(y)), len(y))
         )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn import metrics
+from sklearn.linear_model import LogisticRegression
 from sklearn.utils.class_weight import compute_class_weight
 from support.tolerance import FEW, assert_close, near
 
@@ -13,7 +14,7 @@ import unskew
 from unskew.cli.comparison_tables import metrics_table
 from unskew.errors import ConfigError
 from unskew.tasks.classification import Classification
-from unskew.tasks.metrics import METRICS, compute_metric_values
+from unskew.tasks.metrics import METRICS, MetricSet
 from unskew.tasks.registry import TASKS
 
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 5, "lr": 0.1, "engine": "inline"}
@@ -35,15 +36,19 @@ def test_figures_of_two_classes_are_scikit_learns(fed):
     result = unskew.run(fed, metrics=ASKED, **TINY)
     p, y = result.predictor().predict_proba(fed.test[0]), fed.test[1].numpy()
     said = p.argmax(1)
-    true, sure = metrics.confusion_matrix(y, said, normalize="true").diagonal(), p.max(1)
-    edges = np.linspace(0, 1, 16)
-    parts = [(sure > low) & (sure <= high) for low, high in pairwise(edges)]
+    true, sure = metrics.confusion_matrix(y, said, normalize="true").diagonal(), p[:, 1]
+    parts = [(sure > low) & (sure <= high) for low, high in pairwise(np.linspace(0, 1, 16))]
+    logits = np.log(sure / (1 - sure))[:, None]
+    slope = LogisticRegression(C=1e9, tol=1e-9, max_iter=10_000).fit(logits, y).coef_[0, 0]
     expected = {
         "auroc": metrics.roc_auc_score(y, p[:, 1]),
         "auprc": metrics.average_precision_score(y, p[:, 1]),
         "f1": metrics.f1_score(y, said),
         "balanced_accuracy": metrics.balanced_accuracy_score(y, said),
-        "ece": sum(abs((said == y)[part].mean() - sure[part].mean()) * part.mean() for part in parts if part.any()),
+        "ece": sum(abs(y[part].mean() - sure[part].mean()) * part.mean() for part in parts if part.any()),
+        "brier": metrics.brier_score_loss(y, sure),
+        "observed_expected": y.sum() / sure.sum(),
+        "calibration_slope": slope,
         "recall/no": true[0],
         "recall/yes": true[1],
     }
@@ -54,15 +59,16 @@ def test_figures_of_two_classes_are_scikit_learns(fed):
 def test_figures_of_more_classes_are_means_of_each_against_all_others():
     draws = np.random.default_rng(1)
     p, y = draws.dirichlet(np.ones(4), 60), draws.integers(0, 4, 60)
-    found = compute_metric_values(["auroc", "auprc", "f1", "balanced_accuracy"], p, y, "abcd")
+    found = MetricSet(("auroc", "auprc", "f1", "balanced_accuracy", "brier"), class_names=tuple("abcd")).of(y, p, "")
     each = np.eye(4)[y]
     assert found == near({
         "auroc": metrics.roc_auc_score(y, p, multi_class="ovr"),
         "auprc": metrics.average_precision_score(each, p),
         "f1": metrics.f1_score(y, p.argmax(1), average="macro"),
         "balanced_accuracy": metrics.balanced_accuracy_score(y, p.argmax(1)),
+        "brier": np.square(p - each).sum(1).mean(),
     })  # fmt: skip
-    absent = compute_metric_values(["auroc", "recall"], p, np.minimum(y, 2), "abcd")
+    absent = MetricSet(("auroc", "recall"), class_names=tuple("abcd")).of(np.minimum(y, 2), p, "")
     assert np.isnan(absent["auroc"])
     assert np.isnan(absent["recall/d"])
 
@@ -75,7 +81,7 @@ def test_they_are_null_where_nothing_is_evaluated_and_change_no_model(fed):
         unskew.run(fed, metrics="auroq", **TINY)
     rows = unskew.compare(fed, methods=["fedavg"], seeds=1, metrics="auroc,ece", **TINY).rows()
     shown = metrics_table(rows)
-    assert [column.header for column in shown.columns] == ["method", "AUROC", "ECE"]
+    assert [column.header for column in shown.columns] == ["method", "AUROC", "ECE of yes"]
     assert list(shown.columns[1].cells) == [f"{100 * rows[0]['auroc']:.1f}"]
 
 

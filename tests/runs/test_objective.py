@@ -18,6 +18,7 @@ from unskew.comparison.cost_to_target import target_costs
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.recorder import first_reaching
 from unskew.runs.prediction_curves import classifier_curves
+from unskew.tasks.metrics import MetricSet
 from unskew.tasks.primary_metric import KNOWN_METRICS, metric_info
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -279,7 +280,7 @@ def test_tuning_ranks_by_it(fed):
     options = {**TINY, "rounds": 2, "objective": "auprc", "keep": "best"}
     found = unskew.tune(fed, methods=["fedavg"], trials=3, seeds=1, pruning=False, **options)
     one = found.tuned["fedavg"]
-    assert one.judged_by == "validation AUPRC"
+    assert one.judged_by == "validation AUPRC of yes"
     assert {row["objective"] for row in found.trials} == {"auprc"}
     again = unskew.run(
         fed, seed=0, early_stopping=9, **{**options, **one.options, "local_steps": one.options["local_steps"]}
@@ -320,7 +321,7 @@ def test_every_metric_has_one_entry_with_its_direction():
     named = {*METRICS, *(name for task in TASKS.values() for name in (task.scored, "loss", *task.figures))} - {"recall"}
     assert named <= set(KNOWN_METRICS)
     lower = {name for name, one in KNOWN_METRICS.items() if one.lower_is_better}
-    assert lower == {"loss", "mae", "rmse", "perplexity", "ece"}
+    assert lower == {"loss", "mae", "rmse", "perplexity", "ece", "brier"}
     assert {name for task in TASKS.values() for name in task.lower_is_better} <= lower
 
 
@@ -338,7 +339,7 @@ def test_the_report_shows_it_first(fed, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "c/fedavg/seed-0/clients.jsonl").read_text().splitlines()]
     assert max(row["cost"] for row in rows) <= data["boxes"]["cost"]["fedavg"]["most"] + 1e-4
     assert "Test AUPRC" in text
-    assert "last: AUPRC, points" in text
+    assert "last: AUPRC of yes, points" in text
     assert set(data["classifier"]["lines"]) == {"roc", "pr", "calibration"}
     assert "Confusion matrix of fedavg" in text
     curves = json.loads((tmp_path / "c/fedavg/seed-0/curves.json").read_text())
@@ -355,10 +356,13 @@ def test_the_report_shows_it_first(fed, tmp_path):
 def test_curves_of_many_classes_are_means_of_each_against_all_others():
     draws = np.random.default_rng(1)
     p, y = draws.dirichlet(np.ones(4), 300), draws.integers(0, 4, 300)
-    found = classifier_curves(y, p, tuple("abcd"))
+    found = classifier_curves(y, p, MetricSet(class_names=tuple("abcd")))
     area = np.trapezoid(found["roc"]["y"], found["roc"]["x"])
     assert area == pytest.approx(roc_auc_score(y, p, multi_class="ovr"), abs=0.01)
     assert {len(found[kind]["x"]) for kind in ("roc", "pr")} == {101}
     assert np.array(found["confusion"]["counts"]).sum(1).tolist() == np.bincount(y).tolist()
-    assert set(classifier_curves(np.minimum(y, 2), p, tuple("abcd"))) == {"calibration", "confusion"}
-    assert classifier_curves(y, np.full_like(p, np.nan), tuple("abcd")) == {}
+    assert set(classifier_curves(np.minimum(y, 2), p, MetricSet(class_names=tuple("abcd")))) == {
+        "calibration",
+        "confusion",
+    }
+    assert classifier_curves(y, np.full_like(p, np.nan), MetricSet(class_names=tuple("abcd"))) == {}

@@ -160,8 +160,8 @@ def first_share(y_true, scores):
 @pytest.mark.parametrize("objective", ["auroc", "worst_client", first_share, "recall/1"])
 def test_local_shows_nothing_of_the_untrained_model_for_any_objective(tmp_path, light_page, objective):
     result = unskew.compare(
-        methods=["fedavg"], seeds=1, out=tmp_path / "c", clients=3, max_train_samples=200, references=True,
-        objective=objective, metrics=["balanced_accuracy"], keep="best", early_stopping=2, **QUICK,
+        methods=["fedavg"], seeds=1, out=tmp_path / "c", clients=3, max_train_samples=400, references=True,
+        holdout=0.2, objective=objective, metrics=["balanced_accuracy"], keep="best", early_stopping=2, **QUICK,
     )  # fmt: skip
     name = result.objective.name
     _, pooled, local = result.rows()

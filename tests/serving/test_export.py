@@ -86,6 +86,27 @@ def test_columns_of_a_table_go_in_as_they_are(tmp_path, capsys, kind):
 
 
 @pytest.mark.parametrize("kind", slow_but(["torchscript"], ["torch", "onnx", "torchscript"]))
+def test_probabilities_in_a_file_are_corrected_for_the_class_weights(tmp_path, kind):
+    draws = np.random.default_rng(0)
+    x, y = draws.normal(size=(60, 2)).round(3), np.arange(60) % 5 == 0
+    lines = [f"{a},{b},{'ill' if k else 'well'},{'AB'[n % 2]}" for n, ((a, b), k) in enumerate(zip(x, y, strict=True))]
+    (tmp_path / "t.csv").write_text("a,b,state,site\n" + "\n".join(lines))
+    unskew.run(
+        data=str(tmp_path / "t.csv"), label="state", partition="natural:site", class_weights=[4.0, 0.5], positive="ill",
+        model="logistic", rounds=2, local_steps=5, engine="inline", out=tmp_path / "run",
+    )  # fmt: skip
+    predictor = unskew.load_predictor(tmp_path / "run")
+    written = unskew.export(tmp_path / "run", kind, out=tmp_path / "out")
+    p = ask(kind, written.file, torch.from_numpy(x.astype("float32")))
+    normalized = predictor.normalize(predictor.prepared(x.astype("float32")))
+    raw = torch.softmax(predictor.module(normalized).detach(), 1).numpy() / [4.0, 0.5]
+    assert np.allclose(p, raw / raw.sum(1, keepdims=True), atol=1e-5)
+    assert np.allclose(p, predictor.predict_proba(x.astype("float32")), atol=TOLERANCE)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Samples were weighted by class in training: ill 4, well 0.5. The outputs are corrected." in card
+
+
+@pytest.mark.parametrize("kind", slow_but(["torchscript"], ["torch", "onnx", "torchscript"]))
 @pytest.mark.parametrize("model", ["table-mlp", "logistic"])
 def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind, model):
     draws = np.random.default_rng(0)

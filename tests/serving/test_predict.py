@@ -334,6 +334,34 @@ def test_a_site_may_be_called_like_the_group_of_all_rows(patients, tmp_path, cap
     assert [(row["group"], row["rows"]) for row in found] == [("all", 30), ("all", 20), ("b", 10)]
 
 
+def test_intervals_of_other_data_resample_the_units_of_the_split(tmp_path, capsys):
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(120, 2)).round(3)
+    sick = (draws.random(120) < 1 / (1 + np.exp(1 - x[:, 0]))).astype(int)
+    lines = [f"{'ns'[k % 2]},{k},{x[k, 0]},{x[k, 1]},{('no', 'yes')[sick[k]]}" for k in range(120)]
+    head = "site,patient,age,bmi,sick\n"
+    (tmp_path / "t.csv").write_text(head + "\n".join(lines))
+    (tmp_path / "copies.csv").write_text(head + "\n".join(np.repeat(lines, 4)))
+    unskew.run(
+        data=str(tmp_path / "t.csv"), label="sick", partition="natural:site", split_by="patient", exclude="patient",
+        model="logistic", rounds=2, local_steps=5, engine="inline", positive="no", out=tmp_path / "run",
+    )  # fmt: skip
+    once, copies = (
+        call(capsys, "evaluate", str(tmp_path / "run"), str(tmp_path / name), "--json").json()[0]
+        for name in ("t.csv", "copies.csv")
+    )
+    assert copies["auprc_low"] == pytest.approx(once["auprc_low"])
+    assert (copies["support/no"], copies["support/yes"]) == (4 * (120 - sick.sum()), 4 * sick.sum())
+    assert copies["accuracy_low"] == pytest.approx(once["accuracy_low"])
+    p = unskew.load_predictor(tmp_path / "run").predict_proba(x.astype("float32"))
+    assert once["observed_expected"] == pytest.approx((sick == 0).sum() / p[:, 0].sum(), rel=1e-5)
+    without = call(
+        capsys, "evaluate", str(tmp_path / "run"), str(tmp_path / "t.csv"), "--no-intervals", "--json"
+    ).json()
+    assert not any(name.endswith(("_low", "_high")) for name in without[0])
+    assert "AUPRC of no" in call(capsys, "evaluate", str(tmp_path / "run"), str(tmp_path / "t.csv")).out
+
+
 def test_a_run_without_a_recorded_label_column_cannot_be_evaluated_on_files(patients, tmp_path, capsys):
     run = tmp_path / "older"
     shutil.copytree(patients / "run", run)

@@ -119,7 +119,8 @@ THREE = {
 def test_resampled_class_metrics_are_those_of_scikit_learn_on_repeated_rows(classes, name):
     y, p = probabilities(40, classes)
     counts = next(resampled_counts(np.arange(40)))[:20]
-    values = class_statistic(name, y, p, MetricSet(class_names=("a", "b", "c")[:classes], positive=0))(counts)
+    names = ("a", "b", "c")[:classes]
+    values = class_statistic(name, MetricSet(positive=0).predictions(y, p), names)(counts)
     oracle = {2: TWO, 3: THREE}[classes][name]
     rows = [np.repeat(np.arange(40), row) for row in counts]
     assert values == pytest.approx([oracle(y[row], p[row]) for row in rows], abs=1e-12)

@@ -31,6 +31,7 @@ from unskew.tasks.primary_metric import (
     MetricInfo,
     client_metric_name,
     metric_info,
+    metric_of,
     objective_metric,
     primary_metric_name,
 )
@@ -340,7 +341,7 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
 def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """Build the table of per-client metrics of ``unskew compare``; None if no method has personal models."""
     scored = client_metric_name(objective_metric(rows[0]).name, primary_metric_name(rows[0]))
-    judge = metric_info(scored, rows[0].get("own_metrics"))
+    judge = metric_of(rows[0], scored)
     if all(row.get(f"{whose}_{scored}_mean") is None for row in rows for whose in ("personal", *UNSEEN)):
         return None
     title = f"{judge.title[0].upper()}{judge.title[1:]}{unit_text(judge)} on the clients' own data, last round"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,11 @@ from unskew.cli.common import AsJson, TrustCode, console_for, escape_controls, p
 from unskew.cli.flags import ClientName, ClientNumber
 from unskew.cli.predict import check_output, write_rows
 from unskew.filesystem import check_run, parse_path
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from unskew.runs.input_spec import InputSpec
 
 
 def evaluate(
@@ -33,15 +38,14 @@ def evaluate(
     ] = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
+    no_intervals: Annotated[bool, typer.Option("--no-intervals", help="Compute no 95 % intervals.")] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a trained model on other labeled data, overall and per site."""
     check_run(run)
     check_output(out, run, rows)
-    from unskew.cli.fit_table import ReflowTable
     from unskew.cli.progress import progress_while_waiting
-    from unskew.cli.tables import shorten
     from unskew.serving.evaluation import evaluate_rows
     from unskew.serving.input_files import read_rows
     from unskew.serving.load import load_predictor
@@ -49,21 +53,52 @@ def evaluate(
     with printed_warnings(), progress_while_waiting("evaluate"):
         predictor = load_predictor(run, client=client, client_number=client_number, trust_code=trust_code)
         read = read_rows(rows, predictor.inputs)
-        scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by)
+        scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by, not no_intervals)
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)
     write_rows(scores, out)
     if as_json:
         print_json(scores)
         return
+    console_for().print(evaluation_table(scores, by, predictor.inputs))
+
+
+def evaluation_table(scores: list[dict[str, Any]], by: str | None, inputs: InputSpec) -> Table:
+    """Build the table of metrics: a row per metric, or with groups, a row per group.
+
+    Args:
+        scores: Metrics of each group, from ``evaluate_rows``.
+        by: Column whose values form groups, or None.
+        inputs: Input specification of the model.
+    """
+    from rich.table import Table
     from rich.text import Text
 
+    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.tables import shorten
+    from unskew.tasks.primary_metric import metric_info
+
+    def cell(value: Any) -> Text:
+        return Text(escape_controls(shorten(value) if value is None or isinstance(value, float) else str(value)))
+
+    def ends(row: dict[str, Any], name: str) -> str:
+        low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+        return "" if low is None or high is None else f"{low:.3g} to {high:.3g}"
+
+    intervals = {f"{name}{end}" for name in scores[0] for end in ("_low", "_high")}
+    names = [name for name in scores[0] if name not in intervals and name not in ("group", "rows")]
+    positive = inputs.metrics.class_names[inputs.metrics.positive] if inputs.judges_one_class else None
+    titles = {name: Text(escape_controls(metric_info(name, positive=positive).title)) for name in names}
+    titles |= {name: cell(f"rows of {name.partition('/')[2]}") for name in names if name.startswith("support/")}
+    if by is None:
+        single = Table("", "value", "95 % interval")
+        for name in ("rows", *names):
+            single.add_row(titles.get(name, cell(name)), cell(scores[0][name]), ends(scores[0], name))
+        return single
     table = ReflowTable()
-    for name in scores[0]:
-        table.add_column(
-            Text(by or "rows of" if name == "group" else name), justify="left" if name == "group" else "right"
-        )
+    for title in (cell(by), cell("rows"), *titles.values()):
+        table.add_column(title, justify="right" if table.columns else "left")
     for row in scores:
-        cells = (shorten(v) if v is None or isinstance(v, float) else str(v) for v in row.values())
-        table.add_row(*(Text(escape_controls(cell)) for cell in cells))
-    console_for().print(table)
+        values = [cell(row[name]).append(f" ({ends(row, name)})" if ends(row, name) else "") for name in names]
+        table.add_row(cell(row["group"]), cell(row["rows"]), *values)
+    return table

@@ -71,7 +71,8 @@ FLAGS: dict[str, tuple[type, str]] = {
     "delay": (str, "Rounds until updates arrive: none, fixed:3, half-normal:20, ..."),
     "attack": (str, "Clients that attack the run: signflip:share=0.2,scale=2, labelflip, backdoor, ..."),
     "eval_every": (int, "Number of rounds between evaluations."),
-    "metrics": (str, "Additional metrics: auroc,auprc,f1,balanced_accuracy,ece,recall,package.module:function."),
+    "metrics": (str, "Additional metrics: auroc,auprc,f1,balanced_accuracy,ece,brier,recall,package.module:function."),
+    "positive": (str, "Positive one of two classes, for auprc, f1 and calibration: fraud."),
     "objective": (str, "Metric that judges runs: auto, accuracy, auroc, auprc, loss, r2, worst_client, ..."),
     "early_stopping": (int, "Stop after this number of evaluations without improvement on held-out data."),
     "keep": (str, "Model of the run: last, or best on held-out data."),
@@ -89,7 +90,7 @@ OBJECTIVE = ("loss", "class_weights")
 OPTIMIZER = ("optimizer", "lr", "lr_schedule", "momentum", "weight_decay")
 TRAINING = ("model", "rounds", "participation", "sampling", *BUDGET, *OPTIMIZER, *OBJECTIVE, "client_weighting")
 MACHINE = ("engine", "device", "delay", "attack")
-EVALUATION = ("eval_every", "metrics", "objective", "early_stopping", "keep", "target")
+EVALUATION = ("eval_every", "metrics", "positive", "objective", "early_stopping", "keep", "target")
 PANELS = {
     "Data": (*DATA, *SERVER),
     "Training": ("method", *TRAINING, "seed"),

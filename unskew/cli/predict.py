@@ -41,7 +41,9 @@ def predict(
     ] = None,
     threshold: Annotated[
         float | None,
-        typer.Option("--threshold", min=0, max=1, help="Minimum probability to predict the second of two classes."),
+        typer.Option(
+            "--threshold", min=0, max=1, help="Minimum probability to predict the positive one of two classes."
+        ),
     ] = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
@@ -90,8 +92,9 @@ def predict(
     from rich.text import Text
 
     several = inputs.task == "multilabel"
-    binary = not predictor.numbers and len(titles) == 2
-    last = titles if predictor.numbers else [] if several else titles[1:] if binary else ["probability"]
+    binary = not predictor.numbers and not several and len(titles) == 2
+    positive = inputs.metrics.positive
+    last = titles if predictor.numbers else [titles[positive]] if binary else [] if several else ["probability"]
     shown = [names["row"], *kept_columns, *(names[name] for name in chosen)]
     table = Table(header_style="bold")
     for title in (*shown, *(names.get(title, title) for title in last)):
@@ -101,6 +104,15 @@ def predict(
         cells += [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[names[title]]:.4g}" for title in last]
         table.add_row(*(Text(escape_controls(cell)) for cell in cells))
     console.print(table)
+    if binary and (weights := predictor.inputs.class_weights) and threshold is None:
+        limit = weights[1 - positive] / sum(weights)
+        console.print(
+            f"Because of class_weights, the label is {predictor.class_names[positive]} from a probability of {limit:.3g}; "
+            "--threshold sets another limit.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
     console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)

@@ -22,7 +22,8 @@ from unskew.tasks.formatting import (
     secondary_metrics,
     value_text,
 )
-from unskew.tasks.primary_metric import client_metric_name, metric_info, objective_metric, primary_metric_name
+from unskew.tasks.metrics import METRICS
+from unskew.tasks.primary_metric import client_metric_name, metric_of, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
     from unskew.measurements.site_differences import SiteDifferences
@@ -36,13 +37,51 @@ def clients_text(summary: dict[str, Any], whose: str) -> str:
         whose: Prefix of the metrics, ``client`` or ``personal``.
     """
     scored = client_metric_name(objective_metric(summary).name, primary_metric_name(summary))
-    judge = metric_info(scored, summary.get("own_metrics"))
+    judge = metric_of(summary, scored)
     mean, std, decile, worst = (
         value_text(judge, summary[f"{whose}_{scored}_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
     )
     name = summary.get(f"{whose}_{scored}_worst_name")
     named = "" if name is None else f" ({name})"
-    return f"mean {mean}, std {std}, worst decile {decile}, worst client {worst}{named}"
+    over = undefined_text(summary, whose, scored)
+    return f"mean {mean}{over}, std {std}, worst decile {decile}, worst client {worst}{named}"
+
+
+def interval_text(summary: Mapping[str, Any], key: str) -> str:
+    """Return the 95 % interval of a test metric as text; empty if it is not known.
+
+    Args:
+        summary: Summary of the run.
+        key: Key of the metric.
+    """
+    low, high = summary.get(f"{key}_low"), summary.get(f"{key}_high")
+    judge = metric_of(summary, key.removeprefix("kept_"))
+    return (
+        ""
+        if low is None or high is None
+        else f", 95 % interval {value_text(judge, low, sign='')} to {value_text(judge, high)}"
+    )
+
+
+def undefined_text(summary: Mapping[str, Any], whose: str, metric: str) -> str:
+    """Return over how many clients a mean is taken if the metric is undefined for some; empty otherwise.
+
+    Args:
+        summary: Summary of the run.
+        whose: Prefix of the metrics, ``client`` or ``personal``.
+        metric: Name of the metric.
+
+    >>> summary = {"clients_evaluated": 24, "client_auprc_undefined": 2, "client_auprc_undefined_names": ["Chile", "Peru"]}
+    >>> undefined_text(summary, "client", "auprc")
+    ' over 22 of 24 clients (undefined for 2 without all classes: Chile, Peru)'
+    """
+    count, names = summary.get(f"{whose}_{metric}_undefined", 0), summary.get(f"{whose}_{metric}_undefined_names", [])
+    if not count:
+        return ""
+    total = summary["unseen_evaluated" if whose.startswith("unseen") else "clients_evaluated"]
+    which = ", ".join(map(str, names)) + (", ..." if len(names) < count else "")
+    why = " without all classes" if metric in METRICS else ""
+    return f" over {total - count} of {total} clients (undefined for {count}{why}: {which})"
 
 
 def format_count(count: int, what: str) -> str:
@@ -71,13 +110,22 @@ def summary_table(summary: dict[str, Any]) -> Table:
     kept_score = summary.get(f"kept_{judge.name}")
     errors = "".join(f", {name.upper()} {format_number(summary[name])}" for name in ("mae", "rmse") if name in summary)
     lines = [
-        (f"test {judge.title}, last round", f"{value_text(judge, summary[judge.name])}  (loss {loss}{errors})"),
+        (
+            f"test {judge.title}, last round",
+            f"{value_text(judge, summary[judge.name])}{interval_text(summary, judge.name)}  (loss {loss}{errors})",
+        ),
         (
             f"test {judge.title}, best round",
             f"{value_text(judge, summary[f'best_{judge.name}'])}  (round {summary['best_round']})",
         ),
         *(
-            [(f"test {judge.title}, kept model", f"{value_text(judge, kept_score)}  (round {summary['kept_round']})")]
+            [
+                (
+                    f"test {judge.title}, kept model",
+                    f"{value_text(judge, kept_score)}{interval_text(summary, f'kept_{judge.name}')}  "
+                    f"(round {summary['kept_round']})",
+                )
+            ]
             if kept_score is not None
             else []
         ),

@@ -51,6 +51,7 @@ FIELDS = (
     "eval_every",
     "metrics",
     "objective",
+    "positive",
     "keep",
 )
 

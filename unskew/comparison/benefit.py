@@ -316,7 +316,7 @@ def _client_values(
                 ends = (low, high) if is_usable_number(low) and is_usable_number(high) else (None, None)
                 values.setdefault(model, {})[position] = Estimate(row[key], *ends)
     own = [rows["federated"] for rows in runs.values()]
-    events = [row["held_out_class_counts"].get(rarest, 0) for row in own if rarest and "held_out_class_counts" in row]
+    events = [row["support"].get(rarest, 0) for row in own if rarest and "support" in row]
     samples = fmean(row.get("num_held_out", 0) for row in own)
     return ClientValues(label, group, samples, fmean(events) if events else None, values)
 
@@ -325,7 +325,7 @@ def _rarest_class(rows: Iterable[Row]) -> str | None:
     """Return the number of the class with the fewest held-out samples over all clients; None without classes."""
     totals: dict[str, int] = {}
     for row in rows:
-        held_out = row.get("held_out_class_counts", {})
-        for name in {*row.get("class_counts", ()), *held_out} if "held_out_class_counts" in row else ():
+        held_out = row.get("support", {})
+        for name in {*row.get("class_counts", ()), *held_out} if "support" in row else ():
             totals[name] = totals.get(name, 0) + held_out.get(name, 0)
     return min(totals, key=lambda name: (totals[name], int(name)), default=None)

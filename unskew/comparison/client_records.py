@@ -30,7 +30,7 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
     for row in rows:
         if not isinstance(row, dict) or not all(is_usable_number(row.get(name)) for name in ("client", "samples")):
             raise damaged
-        class_counts = [row.get(name, {}) for name in ("class_counts", "held_out_class_counts")]
+        class_counts = [row.get(name, {}) for name in ("class_counts", "support")]
         if not all(isinstance(counts, dict) for counts in class_counts):
             raise damaged
         counted = [item for counts in class_counts for item in counts.items()]

@@ -168,7 +168,7 @@ class Comparison:
             }
             row["reference"] = is_reference(name)
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
-            row |= {key: summaries[0][key] for key in ("objective", "own_metrics") if key in summaries[0]}
+            row |= {key: summaries[0][key] for key in ("objective", "own_metrics", "positive") if key in summaries[0]}
             figures = [key for key in summaries[0] if is_metric(key)]
             for key in (*averaged_keys(summaries[0]), *figures):
                 values = [s[key] for s in summaries if s.get(key) is not None]

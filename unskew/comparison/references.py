@@ -107,11 +107,7 @@ def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()
     scored = primary_metric_name(row)
     bare = ("loss", "best_round", "best_last_5", scored, *own_metrics)
     for key in metrics:
-        if (
-            key.startswith("unseen_")
-            or is_metric(key.removeprefix("best_"))
-            or key.removeprefix("best_") in bare
-            or key in bare
-        ):
+        name = key.removeprefix("best_").removeprefix("kept_").removesuffix("_low").removesuffix("_high")
+        if key.startswith("unseen_") or is_metric(name) or name in bare or key in bare:
             metrics[key] = None
     return {**metrics, **{whose + key: value for key, value in own.items()}}

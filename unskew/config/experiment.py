@@ -192,7 +192,10 @@ class Experiment(Section):
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """Maximum number of clients to evaluate on their own data at the end of the run; 0 evaluates none."""
     metrics: tuple[MetricField, ...] = ()
-    """Additional metrics: auroc, auprc, f1, balanced_accuracy, ece, recall, or functions ``f(y_true, scores)``."""
+    """Additional metrics: auroc, auprc, f1, balanced_accuracy, ece, brier, observed_expected, calibration_slope, recall, or
+    functions ``f(y_true, scores)``."""
+    positive: str | None = None
+    """Positive one of two classes, for metrics of one class and thresholds; None is the second class in sorted order."""
     objective: ObjectiveField = AUTO
     """Metric that judges the run; ``auto`` is the task's primary metric, accuracy or R²."""
     early_stopping: Annotated[int, Field(ge=1)] | None = None
@@ -219,6 +222,13 @@ class Experiment(Section):
     @classmethod
     def _unseen(cls, value: Any) -> Any:
         return parse_unseen(value)
+
+    @pydantic.field_validator("positive", mode="before")
+    @classmethod
+    def _class_name(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # YAML reads yes as true
+            raise ValueError(f"positive={value}: write the name of the class in quotes, such as 'yes'")
+        return str(value) if isinstance(value, int) else value
 
     @pydantic.field_validator("engine")
     @classmethod

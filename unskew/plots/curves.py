@@ -74,7 +74,10 @@ def plot_convergence(
     for axis in (left, right):
         axis.set_ylabel(literal_text(title))
         axis.grid(alpha=0.3)
-    left.legend(frameon=False)
+    if left.lines:
+        left.legend(frameon=False)
+    else:  # for example if a class of the objective has no test samples
+        left.set_title("undefined in every round")
     return save_or_return(figure, path)
 
 

@@ -11,7 +11,7 @@ from unskew.comparison.summary_statistics import is_usable_number
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
-from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, SCORES, MetricInfo, metric_info
+from unskew.tasks.primary_metric import KNOWN_METRICS, ONE_CLASS, RECALL, SCORES, MetricInfo, metric_info
 
 POINTS = 300
 """Maximum number of points of a curve."""
@@ -34,6 +34,9 @@ EVALUATED = {
     "f1": "F1 (%)",
     "balanced_accuracy": "balanced accuracy (%)",
     "ece": "calibration error, ECE (%)",
+    "brier": "Brier score",
+    "observed_expected": "observed divided by expected",
+    "calibration_slope": "calibration slope",
     "worst_client": "accuracy or R² of the worst client (%)",
     "validation_accuracy": "accuracy on held-out samples of the clients (%)",
     "validation_r2": "R² on held-out samples of the clients (%)",
@@ -78,7 +81,9 @@ def evaluated_metrics(part: RunGroup) -> dict[str, str]:
     summaries = [run.summary for method_runs in part.series for run in method_runs.runs]
     own = {name for summary in summaries for name in summary.get("own_metrics", {})}
     recalls = {name for summary in summaries for name in summary if name.startswith(RECALL)}
-    names = EVALUATED | {name: axis_title(metric_info(name)) for name in sorted({*own, *recalls})}
+    positive = summaries[0].get("positive")
+    named = {*own, *recalls, *(ONE_CLASS if positive else ())}
+    names = EVALUATED | {name: axis_title(metric_info(name, positive=positive)) for name in sorted(named)}
     validation_key = f"validation_{judge.name}"
     names[validation_key] = names.get(validation_key, axis_title(judge, " on held-out samples of the clients"))
     there = {
@@ -244,7 +249,7 @@ def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
         for name in there:
             bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
             if bare in KNOWN_METRICS or bare in own or bare.startswith(RECALL):
-                metrics[name] = metric_info(bare, own)
+                metrics[name] = metric_info(bare, own, runs[0].summary.get("positive"))
     return dict(sorted(metrics.items(), key=lambda pair: pair[1] != part.at_clients))
 
 
@@ -258,7 +263,7 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
         factor = 100 if one_metric.percent else 1
         for method_runs in part.series:
             scored = sorted(
-                (factor * row[name], client_label(row), run.summary["seed"])
+                (factor * row[name], client_label(row) + MARK * has_few_samples(row), run.summary["seed"])
                 for run in method_runs.runs
                 for row in run.clients
                 if is_usable_number(row.get(name)) and "unseen" not in row
@@ -284,6 +289,17 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
                     "who": [f"{name}, seed {seed}" for _, name, seed in dots],
                 }
     return boxes
+
+
+MARK = " (few samples of a class)"
+"""Text after the name of a client with fewer than ``FEW`` held-out samples of a class."""
+FEW = 10
+"""Held-out samples of a class below which the metrics of a client are marked."""
+
+
+def has_few_samples(row: dict[str, Any]) -> bool:
+    """Return whether a client was evaluated on fewer than ``FEW`` samples of a class."""
+    return min(row.get("support", {}).values(), default=FEW) < FEW
 
 
 def client_label(row: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from unskew.tasks.primary_metric import (
     SCORES,
     MetricInfo,
     client_metric_name,
-    metric_info,
+    metric_of,
     objective_metric,
     primary_metric_name,
 )
@@ -105,8 +105,7 @@ class RunGroup:
     @property
     def at_clients(self) -> MetricInfo:
         """Corresponding metric of single clients."""
-        own = self.series[0].runs[0].summary.get("own_metrics")
-        return metric_info(client_metric_name(self.objective.name, self.scored), own)
+        return metric_of(self.series[0].runs[0].summary, client_metric_name(self.objective.name, self.scored))
 
     @property
     def counts(self) -> bool:

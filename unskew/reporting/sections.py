@@ -25,6 +25,8 @@ GENERAL = (
     *("updates/", "server/", "arrivals", "in_flight", "staleness", "discarded"),
 )
 """Round metrics that any method may report, or their prefixes; other metrics of methods are listed before them."""
+FEW_NAMED = 10
+"""Maximum number of named clients that hold out few samples of a class."""
 LABELS = "Label distribution across clients"
 MEASUREMENTS = "Measurements of the methods"
 Styles = Mapping[str, Mapping[str, str]]
@@ -161,12 +163,24 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few."
     gini = gini if part.at_clients.name == "accuracy" else ""
     evaluated_on = sorted({str(run.summary.get("clients_evaluated_on")) for run in _runs(part)})
+    rows = [row for run in _runs(part) for row in run.clients]
+    few = {chart_data.client_label(row) for row in rows if chart_data.has_few_samples(row)}
+    everyone = {chart_data.client_label(row) for row in rows if "support" in row}
+    notes = [gini] if gini else []
+    if few:
+        which = f": {', '.join(sorted(few)[:FEW_NAMED])}{', ...' if len(few) > FEW_NAMED else ''}"
+        notes.append(
+            f"{len(few)} of {len(everyone)} clients hold out fewer than {chart_data.FEW} samples of a class, so their values "
+            f"are uncertain{which}."
+        )
+    if part.at_clients.name == "r2":
+        notes.append("The R² of a client divides by the variance of all clients' targets, not of its own.")
     return render_section(
         "clients",
         title=f"{title[0].upper()}{title[1:]} of clients",
         choices=choices,
         entry=table,
-        note=f"Measured on {', '.join(evaluated_on)}. {gini}",
+        note=f"Measured on {', '.join(evaluated_on)}. {' '.join(notes)}".rstrip(),
     )
 
 

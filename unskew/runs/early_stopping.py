@@ -10,7 +10,7 @@ import numpy as np
 
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
-from unskew.runs.metrics import RunMetrics
+from unskew.runs.metrics import RunMetrics, check_objective_on_held_out
 from unskew.simulation import personal_models
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
@@ -56,6 +56,8 @@ class EarlyStopping:
             raise ConfigError(f"{why} needs held-out samples of clients. Set holdout above 0, such as 0.1.")
         if not config.eval_clients:
             raise ConfigError(f"{why} needs evaluated clients, but eval_clients=0. Set eval_clients above 0.")
+        if self.selects:
+            check_objective_on_held_out(metrics, config, evaluator.federation, why)
 
     def figures(self, server: Server) -> dict[str, float]:
         """Compute validation metrics on the evaluated clients' held-out samples.

@@ -18,10 +18,14 @@ from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT
 from unskew.data.readers.encoders import Encoder
 from unskew.data.readers.text import is_text
+from unskew.data.spec import parse_split
 from unskew.errors import CheckpointError, DataError
 from unskew.filesystem import write_atomic
 from unskew.json_models import read_model
+from unskew.runs.metrics import training_weights
 from unskew.tasks.base import Task
+from unskew.tasks.classification import Classification
+from unskew.tasks.metrics import MetricSet
 from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
 
@@ -97,6 +101,9 @@ class InputSpec(BaseModel):
     csv: CsvConfig = CsvConfig()
     label: str | None = None
     label_separator: str | None = None
+    positive: str | None = None
+    class_weights: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
+    split_group: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -113,7 +120,18 @@ class InputSpec(BaseModel):
         """Task for which the model was trained."""
         if self.task == "regression" and self.targets is not None:
             return Regression(mean=self.targets.mean, std=self.targets.std)
-        return TASKS[self.task]
+        return Classification(trained_with=self.class_weights) if self.class_weights else TASKS[self.task]
+
+    @property
+    def judges_one_class(self) -> bool:
+        """Return whether the model has two classes, of which one is positive."""
+        return self.task == "classification" and self.classes == 2
+
+    @property
+    def metrics(self) -> MetricSet:
+        """Options of the metrics of a classifier: class names, positive class and class weights of the training."""
+        positive = 1 if self.positive is None else self.names.index(self.positive)
+        return MetricSet(class_names=tuple(self.names), positive=positive, trained_with=self.class_weights)
 
     @property
     def known(self) -> Normalization | None:
@@ -156,6 +174,9 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
         csv=config.csv,
         label=config.label,
         label_separator=config.label_separator,
+        positive=config.positive,
+        class_weights=training_weights(objective),
+        split_group=None if config.split_by is None else parse_split(config.split_by).group,
     )
 
 
@@ -198,6 +219,10 @@ def read_inputs(folder: Path) -> InputSpec:
             raise ValueError("the number of means or standard deviations differs from the number of channels")
         if inputs.task not in TASKS or (inputs.task == "regression") != (inputs.targets is not None):
             raise ValueError("this version does not support the task")
+        if inputs.positive is not None and (inputs.positive not in inputs.names or inputs.classes != 2):
+            raise ValueError("the positive class is not one of two classes")
+        if inputs.class_weights and (inputs.task != "classification" or len(inputs.class_weights) != inputs.classes):
+            raise ValueError("the number of class weights differs from the number of classes")
     except (ValueError, DataError) as error:
         raise CheckpointError(f"{path} is corrupted: {error}.") from error
     return inputs

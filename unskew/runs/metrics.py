@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from unskew.config.experiment import Experiment
 from unskew.config.metrics import AUTO, MetricLike, is_custom_metric, metric_name, metric_reference
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.option_parsing import import_callable
+from unskew.simulation.evaluate import evaluated_clients
 from unskew.simulation.update_buffer import TAKEN
-from unskew.tasks.metrics import METRICS, MetricSet, OwnMetric
-from unskew.tasks.primary_metric import RECALL, WORST, MetricInfo, client_metric_name, metric_info
+from unskew.tasks.base import Task
+from unskew.tasks.classification import Classification
+from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet, OwnMetric, missing_classes
+from unskew.tasks.primary_metric import ONE_CLASS, RECALL, WORST, MetricInfo, metric_info
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
@@ -30,9 +35,9 @@ SUMMARY = {
         "gaussian_mu",
     ),
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
-    *("kept_round", "client", "name", "samples", "num_held_out", "class_counts"),
+    *("kept_round", "client", "name", "samples", "num_held_out", "class_counts", "positive", "support"),
     *("attack", "attackers", "attacker", "backdoor_success", "unseen", "max_rounds", "seeds", "reference"),
-    *("test_samples", "held_out_class_counts"),
+    "test_samples",
     *("epsilon", "delta", "noise_multiplier", "clip_norm"),
 }
 """Keys of rounds, summaries and client rows, which are not allowed as names of custom metrics."""
@@ -49,11 +54,13 @@ class RunMetrics:
         objective: Metric by which the run is judged.
         scored: Name of the task's primary metric.
         computed: Metrics computed from all predictions at once.
+        positive: Name of the positive one of two classes; None with more classes and other tasks.
     """
 
     objective: MetricInfo
     scored: str
     computed: MetricSet
+    positive: str | None = None
 
     @property
     def own(self) -> dict[str, str]:
@@ -82,6 +89,14 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     where = f"the task of {federation.name} is {federation.task}"
     if known and task.name != "classification":
         raise ConfigError(f"metrics={known[0]} needs one class per sample, but {where}, which has its own metrics.")
+    if config.positive is not None and (
+        task.name != "classification" or len(names) != 2 or config.positive not in names
+    ):
+        classes = f" of the classes {', '.join(names[:20])}" if task.name == "classification" else ""
+        raise ConfigError(f"positive={config.positive} must be one of two classes, but {where}{classes}.")
+    two_only = [entry for entry in known if entry in TWO_CLASSES]
+    if two_only and len(names) != 2:
+        raise ConfigError(f"metrics={two_only[0]} needs two classes, but {federation.name} has {len(names)}.")
     objective = config.objective
     name = task.scored if objective == AUTO else metric_name(objective)
     if is_custom_metric(objective) and name not in own:
@@ -93,7 +108,10 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.figures, *own]
     if task.name == "classification":
-        possible += [*(entry for entry in METRICS if entry != "recall"), *(f"{RECALL}{entry}" for entry in names)]
+        possible += [
+            *(entry for entry in METRICS if entry not in ("recall", *TWO_CLASSES)),
+            *(f"{RECALL}{entry}" for entry in names),
+        ]
     if name not in possible:
         few = [entry for entry in possible if not entry.startswith(RECALL)]
         more = f", {RECALL}CLASS" if len(few) < len(possible) else ""
@@ -101,10 +119,72 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     base_name = "recall" if name.startswith(RECALL) else name
     if base_name in METRICS and base_name not in known:
         known.append(base_name)
-    computed = MetricSet(tuple(known), own, tuple(names), judged=client_metric_name(name, task.scored))
-    return RunMetrics(
-        metric_info(name, {entry: metric_direction(f) for entry, f in own.items()}), task.scored, computed
-    )
+    index = 1 if config.positive is None else names.index(config.positive)
+    with_intervals = tuple(dict.fromkeys(metric for metric in (task.scored, name) if metric not in (WORST, *own)))
+    computed = MetricSet(tuple(known), own, tuple(names), index, training_weights(task), with_intervals)
+    directions = {entry: metric_direction(f) for entry, f in own.items()}
+    positive = names[index] if task.name == "classification" and len(names) == 2 else None
+    return RunMetrics(metric_info(name, directions, positive), task.scored, computed, positive)
+
+
+def objective_warnings(metrics: RunMetrics, config: Experiment, federation: Federation) -> list[str]:
+    """Return warnings about an objective that the test set cannot measure, or that judges the common class.
+
+    Args:
+        metrics: Metrics of the run.
+        config: Configuration of the run.
+        federation: Data of all clients.
+    """
+    name, title, y = metrics.objective.name, metrics.objective.title, federation.test[1].cpu().numpy()
+    if metrics.scored == "r2" and name == "r2" and bool((y == y[:1]).all(0).any()):
+        return [
+            "The test R² says nothing: all targets in the test set are equal. Use a larger test set or objective=mae."
+        ]
+    if federation.task != "classification":
+        return []
+    if missing := missing_classes(name, y, federation.names):
+        return [
+            f"The {title} is undefined on the test set, which has no sample of the class {', '.join(missing)}: there are "
+            "no test values and no best round. Set objective=balanced_accuracy, or provide more rows of this class."
+        ]
+    share = float((y == 1).mean())
+    if name in ONE_CLASS and metrics.positive is not None and config.positive is None and share > 0.5:
+        rare, common = federation.names
+        return [
+            f"The objective is the {title}, but {common} is the common class ({share:.0%} of the {len(y)} test samples). "
+            f"Set positive={rare} to judge the rare class."
+        ]
+    return []
+
+
+def check_objective_on_held_out(metrics: RunMetrics, config: Experiment, federation: Federation, why: str) -> None:
+    """Validate that the clients' held-out samples can measure the objective.
+
+    Args:
+        metrics: Metrics of the run.
+        config: Configuration of the run.
+        federation: Data of all clients.
+        why: Option that needs the objective on held-out samples.
+
+    Raises:
+        ConfigError: If the objective is undefined because a class has no held-out sample.
+    """
+    name = metrics.objective.name
+    if federation.task != "classification" or not missing_classes(name, np.zeros(0, np.int64), federation.names):
+        return
+    clients = evaluated_clients(len(federation.clients), config.eval_clients, config.seed)
+    y = np.concatenate([federation.clients[k].y_test.cpu().numpy() for k in clients])
+    if missing := missing_classes(name, y, federation.names):
+        raise ConfigError(
+            f"{why} needs the {metrics.objective.title} on the clients' {len(y)} held-out samples, of which none has the "
+            f"class {', '.join(missing)}. Set objective=balanced_accuracy, increase holdout, or provide more rows of this "
+            "class."
+        )
+
+
+def training_weights(task: Task) -> tuple[float, ...]:
+    """Return the class weights with which a model is trained; empty if there are none."""
+    return task.weights if isinstance(task, Classification) else ()
 
 
 def metric_function(value: MetricLike) -> OwnMetric:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from unskew.tasks.metrics import MetricSet
+
 POINTS = 101
 """Points of a curve."""
 BINS = 10
@@ -14,24 +16,24 @@ MOST_CLASSES = 50
 """Maximum number of classes of a confusion matrix."""
 
 
-def classifier_curves(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]) -> dict[str, Any]:
+def classifier_curves(y: np.ndarray, p: np.ndarray, metrics: MetricSet) -> dict[str, Any]:
     """Compute the curves with scikit-learn; curves that need a class without samples are left out.
 
-    With two classes the curves are those of the second class. With more classes, ROC and precision-recall curves are
+    With two classes the curves are those of the positive class. With more classes, ROC and precision-recall curves are
     means of the one-vs-rest curves, and calibration is that of the predicted class.
 
     Args:
         y: True classes, ``[n]``.
         p: Predicted probabilities, ``[n, C]``.
-        class_names: Names of the ``C`` classes.
+        metrics: Names of the ``C`` classes, and the positive class.
     """
     from sklearn.calibration import calibration_curve
     from sklearn.metrics import confusion_matrix, precision_recall_curve, roc_curve
 
     if not np.isfinite(p).all():
         return {}
-    p = p.astype(np.float64)
-    classes = [1] if p.shape[1] == 2 else list(range(p.shape[1]))
+    of = metrics.predictions(y, p)
+    p, classes = of.p, of.judged
     grid = np.linspace(0, 1, POINTS)
     curves: dict[str, Any] = {}
     if all(0 < (y == c).sum() < len(y) for c in classes):
@@ -40,12 +42,12 @@ def classifier_curves(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]
         tpr = np.mean([np.interp(grid, *roc) for roc in rocs], axis=0)
         precision = np.mean([np.interp(grid, recall[::-1], values[::-1]) for values, recall in pairs], axis=0)
         curves["roc"], curves["pr"] = one_curve(grid, tpr), one_curve(grid, precision)
-    right, sure = (y == 1, p[:, 1]) if len(classes) == 1 else (p.argmax(1) == y, p.max(1))
+    right, sure = of.positive or (p.argmax(1) == y, p.max(1))
     share, mean = calibration_curve(right, sure.clip(0, 1), n_bins=BINS)
     curves["calibration"] = one_curve(mean, share)
     if p.shape[1] <= MOST_CLASSES:
-        matrix = confusion_matrix(y, p.argmax(1), labels=range(p.shape[1]))
-        curves["confusion"] = {"classes": list(class_names), "counts": matrix.tolist()}
+        matrix = confusion_matrix(y, of.decided, labels=range(p.shape[1]))
+        curves["confusion"] = {"classes": list(metrics.class_names), "counts": matrix.tolist()}
     return curves
 
 

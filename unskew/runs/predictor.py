@@ -87,8 +87,9 @@ class Predictor:
         return outputs.numpy()
 
     def predict(self, x: object) -> list[Any]:
-        """Predict the name of the most probable class of each input.
+        """Predict the name of the class with the largest output of each input.
 
+        This is the most probable class; after training with ``class_weights``, rare classes are predicted more often.
         Multi-label tasks return the list of labels with a probability above 0.5. Regression returns the number in its
         original unit, or a list of numbers if there are several targets.
         """
@@ -99,7 +100,7 @@ class Predictor:
 
         Args:
             probabilities: Outputs of the model.
-            threshold: Smallest probability for which the second of two classes, or a label, is predicted.
+            threshold: Smallest probability for which the positive one of two classes, or a label, is predicted.
 
         Raises:
             ConfigError: If ``threshold`` is given and the model has more than two classes or predicts numbers.
@@ -110,13 +111,14 @@ class Predictor:
                 return [[names[k] for k in np.flatnonzero(row >= threshold)] for row in probabilities]
             if self.numbers or len(names) != 2:
                 raise ConfigError("A threshold needs a model with two classes or a multi-label model; remove it.")
-            return [names[int(p >= threshold)] for p in probabilities[:, 1]]
+            positive = self.inputs.metrics.positive
+            return [names[positive if p >= threshold else 1 - positive] for p in probabilities[:, positive]]
         if self.numbers:
             numbers: list[Any] = (probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities).tolist()
             return numbers
         if self.inputs.task == "multilabel":
             return [[names[k] for k in np.flatnonzero(row > 0.5)] for row in probabilities]
-        return [names[k] for k in probabilities.argmax(1)] if len(probabilities) else []
+        return [names[k] for k in self.inputs.metrics.decided(probabilities)]
 
     def prepared(self, x: object) -> Tensor:
         """Convert inputs to a tensor of the model's shape and type, before normalization."""

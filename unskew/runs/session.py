@@ -19,8 +19,8 @@ from unskew.records.result import Result
 from unskew.runs.artifacts import write_artifacts
 from unskew.runs.assembly import RunParts
 from unskew.runs.early_stopping import BestModelKeeper, EarlyStopping
+from unskew.runs.final_evaluation import evaluate_final_model
 from unskew.runs.input_spec import input_spec_of
-from unskew.runs.prediction_curves import classifier_curves
 from unskew.runs.predictor import Predictor
 from unskew.runs.resume import (
     check_data,
@@ -38,7 +38,6 @@ from unskew.secret_draws import KEY_FILE
 from unskew.simulation import checkpoint, personal_models, restore, run_warnings
 from unskew.simulation.generated_samples import GeneratedSamplesRecorder
 from unskew.simulation.round_loop import RunInterrupted, run_rounds
-from unskew.tasks.intervals import metric_interval
 
 
 class Session:
@@ -125,6 +124,13 @@ class Session:
                 client_scores["seconds_simulated"] = self.network.clock.now
                 closing |= {"seconds_simulated": self.network.clock.now} if closing else {}
             add_rule_fields(clients, self.server)
+            final = {**self.recorder.history[-1], **closing}
+            if self.best.active:
+                final = kept_metrics(self.recorder.history, self.best.round, self.metrics, closing)
+            accuracy = final.get(("kept_" if self.best.active else "") + self.parts.task.scored)
+            final_results = evaluate_final_model(self.evaluator, self.server, self.metrics, accuracy, self.best.active)
+            if final_results.warning is not None and problem is None:
+                self.recorder.warn(final_results.warning)
         except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
             interruption.folder = self.folder
@@ -132,18 +138,16 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
-        client_scores |= self.stopping.summary()
-        if self.best.active:
-            client_scores |= kept_metrics(self.recorder.history, self.best.round, self.metrics, closing)
+        client_scores |= self.stopping.summary() | final_results.fields | (final if self.best.active else {})
         who = () if attackers is None else attackers.clients
         summary = summarize(
             self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics, who, closing
         )
-        sampling, curves = self._test_set()
-        summary |= sampling
         if self.folder is not None:
             self.recorder.check_folder()
-            write_artifacts(self.folder, config, self.evaluator.federation, self.server, clients, summary, curves)
+            write_artifacts(
+                self.folder, config, self.evaluator.federation, self.server, clients, summary, final_results.curves
+            )
             (self.folder / KEY_FILE).unlink(missing_ok=True)
         for store in (self.server.store, self.server.cache, self.network.store):
             store.close()
@@ -300,17 +304,3 @@ class Session:
         if self.network.clock is not None:
             self.network.clock.now = self.recorder.history[-1].get("seconds_simulated", 0.0)
         return done
-
-    def _test_set(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the sampling error of the test set for the summary, and the curves of a classifier.
-
-        The sampling error is the 95 % interval of the objective. The curves are computed if ``metrics`` are requested.
-        """
-        evaluator, task, metrics = self.evaluator, self.parts.task, self.metrics
-        if task.name == "language":  # too many logits to store
-            return {}, {}
-        y, scores = evaluator.test_scores(self.server.evaluated, self.server.evaluated_b)
-        ends = metric_interval(metrics.objective.name, task, y, scores, metrics.computed)
-        names = [f"{metrics.objective.name}_{end}" for end in ("low", "high")]
-        curves = classifier_curves(y, scores, evaluator.federation.names) if metrics.computed.known else {}
-        return {"test_samples": len(y), **({} if ends is None else dict(zip(names, ends, strict=True)))}, curves

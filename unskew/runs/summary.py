@@ -11,6 +11,7 @@ from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.auto_select import EngineChoice
 from unskew.protocol.data_preparation import PreparedData
 from unskew.records.recorder import Recorder, best_value_of, finite_or_none, first_reaching
+from unskew.runs.final_evaluation import class_support
 from unskew.runs.metrics import RunMetrics
 from unskew.simulation.evaluate import ClientScores
 from unskew.simulation.run_warnings import divergence_warning
@@ -89,6 +90,7 @@ def summarize(
         "clients_per_group": choice.clients_per_group,
         "objective": objective.name,
         **({"own_metrics": metrics.own} if metrics.own else {}),
+        **({"positive": metrics.positive} if metrics.positive is not None else {}),
         task.scored: final[task.scored],
         f"best_{task.scored}": best,
         "best_round": best_round,
@@ -220,6 +222,17 @@ def counted_class_names(federation: Federation) -> tuple[str, ...]:
     return tuple(names) if len(names) <= MOST_CLASSES and len(federation.clients) <= MOST_CLIENTS else ()
 
 
+def held_out_counts(federation: Federation, client: int) -> dict[str, int]:
+    """Return the held-out samples of a client by class, also of classes that have none.
+
+    Args:
+        federation: Data of all clients.
+        client: Number of the client.
+    """
+    counts = federation.objective.counts(federation.clients[client].y_test, federation.classes).tolist()
+    return {str(c): count for c, count in enumerate(counts)}
+
+
 def client_rows(
     federation: Federation,
     scores: ClientScores,
@@ -254,15 +267,11 @@ def client_rows(
     for k, values in (constants or {}).items():
         figures[k] |= {f"constant_{name}": value for name, value in values.items()}
     clients, names = federation.clients, federation.client_names
+    counts_support = isinstance(clients, ArrayClients) and "support" in class_support(federation)
     holds: dict[int, dict[str, int]] = {}
-    tested: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and counted_class_names(federation):
         counts = enumerate(federation.label_distribution()[0])
         holds = {k: {str(c): int(row[c]) for c in row.nonzero()[0]} for k, row in counts}
-        if federation.objective.labeled and constants is not None:  # a server does not know what real sites hold out
-            ends = {k: clients.y[clients.splits[k] : clients.offsets[k + 1]].cpu() for k in figures}
-            rows = {k: federation.objective.counts(y, federation.classes).tolist() for k, y in ends.items()}
-            tested = {k: {str(c): n for c, n in enumerate(row) if n} for k, row in rows.items()}
     if isinstance(clients, ArrayClients):
         num_samples, held_out = federation.sizes, clients.offsets[1:] - clients.splits
         few = len(clients) <= MOST_CLIENTS
@@ -278,7 +287,7 @@ def client_rows(
             "samples": samples,
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
-            **({"held_out_class_counts": tested[k]} if k in tested else {}),
+            **({"support": held_out_counts(federation, k)} if counts_support and k in figures and num_held_out else {}),
             **finite_or_none(figures.get(k, {})),
         }
         for k, (samples, num_held_out) in sizes.items()

@@ -28,7 +28,7 @@ from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.runs.build_model import ModelLike, initial_spec
-from unskew.runs.metrics import run_metrics
+from unskew.runs.metrics import objective_warnings, run_metrics
 from unskew.runs.round_plan import make_round_plan
 
 
@@ -51,7 +51,7 @@ def check_method(
         MethodConflictError: If the method reads individual updates, which secure aggregation forbids.
     """
     check_task(method, federation)
-    run_metrics(config, federation)
+    warnings = objective_warnings(run_metrics(config, federation), config, federation)
     if config.attack is not None:
         if method.name in REFERENCES:
             raise ConfigError(f"{method.name} trains without a server that clients could attack. Remove attack.")
@@ -77,7 +77,7 @@ def check_method(
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
             "Remove client_weighting."
         )
-    warnings = check_sampling(config, run, method)
+    warnings += check_sampling(config, run, method)
     if config.attack is not None:
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
         warnings += unsuspected_attackers(config, federation, method)

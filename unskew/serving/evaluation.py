@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,22 @@ from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import InputRows
 from unskew.tasks.classification import MultiLabel
-from unskew.tasks.metrics import METRICS, compute_metric_values
+from unskew.tasks.intervals import interval_fields, metric_interval
+from unskew.tasks.metrics import METRICS, TWO_CLASSES
 from unskew.tasks.regression import regression_metrics, regression_sums
 
 ALL = "all"
 MOST_RECALLS = 10
-"""Maximum number of classes for which the recall of each class is listed."""
+"""Maximum number of classes whose recalls and numbers of rows are listed."""
 
 
 def evaluate_rows(
-    outputs: np.ndarray, rows: InputRows, inputs: InputSpec, path: Path, by: str | None = None
+    outputs: np.ndarray, rows: InputRows, inputs: InputSpec, path: Path, by: str | None = None, intervals: bool = True
 ) -> list[dict[str, Any]]:
     """Compute the metrics over all rows, and over the rows of each value of a column.
+
+    If the run kept the rows of a patient or another group together (``split_by``) and the file has that column, intervals
+    come from resampled groups.
 
     Args:
         outputs: Probabilities ``[n, C]``, or predicted numbers ``[n, T]``.
@@ -34,9 +39,11 @@ def evaluate_rows(
         inputs: Input specification of the model.
         path: File of the rows.
         by: Column whose values form groups, or None.
+        intervals: Whether to compute intervals.
 
     Returns:
-        Dictionaries with ``group``, ``rows`` and a value for each metric; None if a metric is not defined.
+        Dictionaries with ``group``, ``rows``, ``support/CLASS`` for each class, and for each metric its value and the ends
+        of its 95 % interval, ``NAME_low`` and ``NAME_high``; None if they are not defined.
 
     Raises:
         ConfigError: If images have no column ``by``.
@@ -51,10 +58,34 @@ def evaluate_rows(
             raise DataError(f"{path}: {unknown_name('column', by, rows.table.column_names)}")
         values = np.array([clean_name(str(value)) for value in rows.cells.column(by).to_pylist()])
         groups += [(str(value), np.flatnonzero(values == value)) for value in np.unique(values)]
-    return [
-        {"group": name, "rows": len(own), **nan_to_none(compute_metrics(outputs[own], y[own], inputs))}
-        for name, own in groups
-    ]
+    column = inputs.split_group
+    units = None
+    if rows.table is not None and column in rows.table.column_names:
+        units = np.array([str(value) for value in rows.cells.column(column).to_pylist()])
+    evaluated = []
+    for name, own in groups:
+        row: dict[str, Any] = {"group": name, "rows": len(own), **count_classes(y[own], inputs)}
+        for metric, value in nan_to_none(compute_metrics(outputs[own], y[own], inputs)).items():
+            row[metric] = value
+            if intervals:
+                dependent = None if units is None else units[own]
+                interval = metric_interval(metric, inputs.objective, y[own], outputs[own], inputs.metrics, dependent)
+                row |= interval_fields(metric, None if value is None else interval)
+        evaluated.append(row)
+    return evaluated
+
+
+def count_classes(y: np.ndarray, inputs: InputSpec) -> dict[str, int]:
+    """Return the number of rows of each class or label as ``support/CLASS``; empty for regression and many classes.
+
+    Args:
+        y: Labels, ``[n]`` or ``[n, L]``.
+        inputs: Input specification of the model.
+    """
+    if not inputs.objective.labeled or inputs.classes > MOST_RECALLS:
+        return {}
+    counts = inputs.objective.counts(torch.from_numpy(y), inputs.classes).tolist()
+    return {f"support/{name}": count for name, count in zip(inputs.names, counts, strict=True)}
 
 
 def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
@@ -120,11 +151,12 @@ def compute_metrics(outputs: np.ndarray, y: np.ndarray, inputs: InputSpec) -> di
         tally = MultiLabel().tally(torch.from_numpy(outputs - 0.5), torch.from_numpy(y))
         loss = -np.log(np.where(y > 0, chance, 1 - chance)).mean()
         return {"accuracy": ((outputs > 0.5) == (y > 0)).mean(), "loss": loss, **MultiLabel().measure(tally, loss)}
-    metrics = [name for name in METRICS if name != "recall" or inputs.classes <= MOST_RECALLS]
+    left_out = [*(["recall"] if inputs.classes > MOST_RECALLS else []), *(TWO_CLASSES if inputs.classes != 2 else ())]
+    metrics = replace(inputs.metrics, known=tuple(name for name in METRICS if name not in left_out))
     return {
-        "accuracy": (outputs.argmax(1) == y).mean(),
+        "accuracy": (metrics.decided(outputs) == y).mean(),
         "loss": -np.log(chance[np.arange(len(y)), y]).mean(),
-        **compute_metric_values(metrics, outputs, y, inputs.names),
+        **metrics.of(y, outputs, "the rows"),
     }
 
 

@@ -51,19 +51,20 @@ class ServedModel(Predictor):
             warnings.warn(str(unknown), stacklevel=2)
         return self.predict(rows.x)
 
-    def evaluate_file(self, path: str | Path, by: str | None = None) -> list[dict[str, Any]]:
+    def evaluate_file(self, path: str | Path, by: str | None = None, intervals: bool = True) -> list[dict[str, Any]]:
         """Return the metrics on the labeled rows of a file, overall and for each value of the column ``by``.
 
         Args:
             path: File with labeled rows.
             by: Column whose values form groups; None forms no groups.
+            intervals: Whether to compute 95 % intervals.
 
         Raises:
             ConfigError: If the run does not name a label column, or ``by`` is used with images.
             DataError: If the file does not fit the model, or has other classes.
         """
         rows = read_rows(Path(path), self.inputs)
-        return evaluate_rows(self.outputs(rows.x), rows, self.inputs, Path(path), by)
+        return evaluate_rows(self.outputs(rows.x), rows, self.inputs, Path(path), by, intervals)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from unskew.runs.predictor import shape_text
 from unskew.serving.load import OpenedRun
 from unskew.serving.portable_model import input_shape, output_kind
 from unskew.simulation.checkpoint import checkpoint_errors
-from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name
+from unskew.tasks.primary_metric import SCORES, metric_of, primary_metric_name
 from unskew.tasks.registry import TASKS
 
 PIPELINES = {"uint8": "image-classification", "tokens": "text-classification", "float": "tabular-classification"}
@@ -56,7 +56,7 @@ def _text(found: OpenedRun, kind: str) -> str:
     own = runs[0]
     rows = [
         (key, name, *mean_std_over_seeds(runs, key))
-        for key, name in card_metrics(found.inputs.objective.name, found.config).items()
+        for key, name in card_metrics(found.inputs.objective.name, found.config, own).items()
         if isinstance(own.get(key), int | float)
     ]
     title = f"{found.config.model} on {own['data']}, trained with {own['method']}"
@@ -106,17 +106,18 @@ def _text(found: OpenedRun, kind: str) -> str:
         "## Use",
         use_text(found, kind),
         "## Limitations",
-        "\n".join(f"- {text}" for text in limitations_text(found, own, seeds)),
+        "\n".join(f"- {text}" for text in limitations_text(found, own, kind, seeds)),
     ]
     return "\n\n".join(lines) + "\n"
 
 
-def card_metrics(task: str, config: Experiment) -> dict[str, str]:
+def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str, str]:
     """Return the keys of a summary that the card shows, with their titles.
 
     Args:
         task: Name of the task.
         config: Configuration of the run.
+        own: Summary of the run.
     """
     key = "r2" if task == "regression" else "accuracy"
     further = dict.fromkeys(metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO)
@@ -125,7 +126,7 @@ def card_metrics(task: str, config: Experiment) -> dict[str, str]:
         key: f"Test {name}, last round",
         "loss": "Test loss, last round",
         **{name: f"Test {name}, last round" for name in TASKS[task].figures},
-        **{name: f"Test {metric_info(name).title}, last round" for name in further},
+        **{name: f"Test {metric_of(own, name).title}, last round" for name in further},
         f"client_{key}_mean": f"{name[0].upper()}{name[1:]} at clients, mean",
         f"client_{key}_worst": f"{name[0].upper()}{name[1:]} at clients, worst client",
         f"personal_{key}_mean": f"{name[0].upper()}{name[1:]} of personal models, mean",
@@ -289,18 +290,42 @@ def use_text(found: OpenedRun, kind: str) -> str:
     )
 
 
-def limitations_text(found: OpenedRun, own: dict[str, Any], seeds: int) -> list[str]:
+def weights_text(found: OpenedRun, kind: str) -> list[str]:
+    """Describe the class weights of the training, if there are any.
+
+    Args:
+        found: Run with its model.
+        kind: Format of the export.
+    """
+    inputs = found.inputs
+    if not inputs.class_weights:
+        return []
+    weights = ", ".join(
+        f"{escape_markdown(name)} {weight:.4g}" for name, weight in zip(inputs.names, inputs.class_weights, strict=True)
+    )
+    corrected = (
+        "Divide the probabilities by them and normalize" if kind == "transformers" else "The outputs are corrected"
+    )
+    return [
+        f"Samples were weighted by class in training: {weights}. {corrected}. The predicted class is that of the largest "
+        "corrected probability times weight, so rare classes are predicted more often than they are probable."
+    ]
+
+
+def limitations_text(found: OpenedRun, own: dict[str, Any], kind: str, seeds: int) -> list[str]:
     """List limitations to know before using the model.
 
     Args:
         found: Run with its model.
         own: Summary of the run.
+        kind: Format of the export.
         seeds: Number of runs behind the metrics.
     """
     texts = [
         *([] if own.get("engine") == "flower" else [SIMULATED]),
         f"The model knows only inputs of the kind above, but returns {output_kind(found.inputs)} for any inputs."
-        f"{'' if found.inputs.task == 'regression' else ' They are not calibrated.'}",
+        f"{'' if found.inputs.task == 'regression' else ' They are not calibrated on other data.'}",
+        *weights_text(found, kind),
     ]
     score = primary_metric_name(own)
     worst, mean = own.get(f"client_{score}_worst"), own.get(f"client_{score}_mean")

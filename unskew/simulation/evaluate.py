@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,15 @@ from unskew.models.execution import BoundModel
 from unskew.models.spec import ModelSpec
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
-from unskew.tasks.intervals import interval95, metric_interval
+from unskew.tasks.intervals import interval95, interval_fields, metric_interval
 from unskew.tasks.metrics import MetricSet
 from unskew.tasks.primary_metric import RECALL, MetricInfo
 from unskew.tasks.regression import Regression
 
 BATCH = 500
 CELLS = 1 << 26  # values of the widest layer in memory at once: 256 MB in float32
+NAMED = 20
+"""Maximum number of clients that a summary names for which a metric is undefined."""
 HELD_OUT = "the clients' held-out data"
 BY_CLASS = "the test set, weighted by the clients' classes"
 NOTHING = "nothing"
@@ -64,12 +67,11 @@ class ClientScores:
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
     pooled: Mapping[str, float] = field(default_factory=dict)
 
-    def figures(
-        self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()
-    ) -> dict[str, float | str | None]:
+    def figures(self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()) -> dict[str, Any]:
         """Return the mean, standard deviation, worst client and worst decile of a metric over clients, for the summary.
 
-        Clients for which the metric is undefined are ignored. The variance is divided by the number of clients.
+        Clients for which the metric is undefined are counted and named. The variance is divided by the number of clients.
+        The mean has the interval of Student's t.
 
         Args:
             whose: Prefix of the keys: ``"client"`` or ``"personal"``.
@@ -79,13 +81,18 @@ class ClientScores:
         values = {self.scored: self.accuracies, "loss": self.losses, **self.others}.get(metric.name, np.zeros(0))
         finite = np.flatnonzero(np.isfinite(values))
         name = f"{whose}_{metric.name}"
+        everyone = self.ids if len(self.ids) else np.arange(len(values))
+        without = [client_names[k] if client_names else k for k in np.delete(everyone, finite).tolist()]
+        named = {f"{name}_undefined": len(without), f"{name}_undefined_names": without[:NAMED]} if without else {}
         if not len(finite):
-            return dict.fromkeys([f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")])
-        values, ids = values[finite], self.ids[finite] if len(self.ids) else finite
+            return dict.fromkeys([f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")]) | named
+        values, ids = values[finite], everyone[finite]
         worst = values.argmax() if metric.lower_is_better else values.argmin()
         decile = np.sort(-values if metric.lower_is_better else values)[: max(1, len(values) // 10)].mean()
         return {
             f"{name}_mean": float(values.mean()),
+            **interval_fields(f"{name}_mean", interval95(values.tolist())),
+            **named,
             f"{name}_std": float(values.std()),
             f"{name}_worst": float(values[worst]),
             **({f"{name}_worst_name": client_names[int(ids[worst])]} if client_names else {}),
@@ -238,9 +245,28 @@ class Evaluator:
         y = y.to(logits.device)
         metrics = self.task.measure(self.task.tally(logits, y), loss)
         metrics.pop(self.task.scored, None)
-        metrics |= self._client_interval(logits, y)
         where = f"held-out samples of {self.federation.client_label(client)}"
-        return metrics | (self._of_all([logits], y, where, defined=False) if self.metrics else {})
+        metrics |= self._of_all([logits], y, where, defined=False) if self.metrics else {}
+        return metrics if self.task.name == "language" else metrics | self._intervals(logits, y)
+
+    def _intervals(self, logits: Tensor, y: Tensor) -> dict[str, float]:
+        """Compute the intervals of a client's primary metric and objective; NaN if undefined.
+
+        The R² of a client is a mean over its samples, because it divides by the variance of all clients; its interval is
+        Student's t. For many clients, metrics that need a bootstrap have no interval.
+        """
+        arrays, task = self._arrays([logits], y), self.task
+        few = len(self.federation.clients) <= MOST_BOOTSTRAPS
+        intervals: dict[str, float | None] = {}
+        for name in self.metrics.with_intervals:
+            closed = name == "accuracy" or name.startswith(RECALL) or (name == "auroc" and self.federation.classes == 2)
+            if name == Regression.scored:
+                interval = interval95(task.correct(logits, y).tolist())
+            else:
+                defined = few or (closed and task.name == "classification")
+                interval = metric_interval(name, task, *arrays, self.metrics) if defined else None
+            intervals |= interval_fields(name, interval)
+        return {name: np.nan if end is None else end for name, end in intervals.items()}
 
     def evaluate_clients(
         self,
@@ -381,27 +407,7 @@ class Evaluator:
         }
         if self.metrics:
             metrics |= replace(self.metrics, own={}).of(*self._arrays([logits], y), "a constant")
-        return (
-            metrics | {self.task.scored: float(right.mean()), **self._client_interval(logits, y)} if each else metrics
-        )
-
-    def _client_interval(self, logits: Tensor, y: Tensor) -> dict[str, float]:
-        """Return the ends of the 95 % interval of a client's judged metric; empty if there is none.
-
-        A client's R² is a mean over samples, so its interval is Student's t. Intervals of many clients are computed only
-        if they need no bootstrap.
-        """
-        name, task = self.metrics.judged, self.task
-        if not name or task.name == "language":
-            return {}
-        closed = name == "accuracy" or name.startswith(RECALL) or (name == "auroc" and self.federation.classes == 2)
-        if name == Regression.scored:
-            interval = interval95(task.correct(logits, y).tolist())
-        elif len(self.federation.clients) > MOST_BOOTSTRAPS and not (closed and task.name == "classification"):
-            interval = None
-        else:
-            interval = metric_interval(name, task, *self._arrays([logits], y), self.metrics)
-        return {} if interval is None else dict(zip((f"{name}_low", f"{name}_high"), interval, strict=True))
+        return metrics | {self.task.scored: float(right.mean()), **self._intervals(logits, y)} if each else metrics
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return accuracy and loss on the test set reweighted to the classes in each client's labels, ``[K]`` each."""

@@ -20,33 +20,46 @@ class Classification(Task):
     Attributes:
         name: Name of the task.
         weights: Class weights, by which the loss of each sample is multiplied; empty means no weights.
+        trained_with: Class weights of the training, for which probabilities and loss are corrected; empty means none.
     """
 
     name: ClassVar[str] = "classification"
 
     weights: tuple[float, ...] = ()
+    trained_with: tuple[float, ...] = ()
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the mean cross-entropy of ``logits [B, C]`` and ``y [B]`` (or class probabilities ``[B, C]``)."""
-        return F.cross_entropy(logits, y) if not self.weights else self.losses(logits, y).mean()
+        return F.cross_entropy(self._corrected(logits), y) if not self.weights else self.losses(logits, y).mean()
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the cross-entropy of each sample."""
         weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device) if self.weights else None
-        return F.cross_entropy(logits, y, weights, reduction="none")
+        return F.cross_entropy(self._corrected(logits), y, weights, reduction="none")
 
     @property
     def unweighted(self) -> Task:
-        """Classification without class weights: metrics do not depend on them."""
-        return Classification()
+        """Classification for evaluation, without class weights in the loss."""
+        return Classification(trained_with=self.weights)
+
+    def _corrected(self, logits: Tensor) -> Tensor:
+        """Correct logits for the class weights of the training.
+
+        With weights ``w``, the softmax estimates ``w_c P(c | x)``, normalized, which is the posterior after a shift of the
+        prior (Saerens, Latinne, Decaestecker 2002, Neural Computation 14, Equation 2.4). Dividing by ``w`` restores
+        ``P(c | x)``.
+        """
+        if not self.trained_with:
+            return logits
+        return logits - torch.tensor(self.trained_with, dtype=logits.dtype, device=logits.device).log()
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the softmax over classes."""
-        return torch.softmax(logits, dim=-1)
+        """Return the softmax over classes, corrected for the class weights of the training."""
+        return torch.softmax(self._corrected(logits), dim=-1)
 
     def beliefs(self, logits: Tensor) -> Tensor:
         """Return the log-softmax over classes, ``[B, C]``."""
-        return F.log_softmax(logits, dim=-1)
+        return F.log_softmax(self._corrected(logits), dim=-1)
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return 1.0 for samples whose label has the largest logit, otherwise 0.0."""

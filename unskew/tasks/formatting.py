@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metric_info
+from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metric_of
 
 F1 = {"C-F1": "macro_f1", "O-F1": "micro_f1"}
 """Columns and metrics of the multi-label task: macro-averaged and micro-averaged F1."""
 
-ASKED = ("auroc", "auprc", "f1", "balanced_accuracy", "ece", WORST)
+ASKED = (
+    *("auroc", "auprc", "f1", "balanced_accuracy", "ece", "brier", "observed_expected", "calibration_slope", WORST),
+)
 """Metrics of classification that must be requested; recalls are named after their class."""
 
 
@@ -20,7 +22,7 @@ def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
     own, objective = row.get("own_metrics") or {}, row.get("objective")
     names = [name for name in row if name in ASKED or name in own or name.startswith(RECALL)]
     judged = [name for name in SCORES if name in row and objective not in (None, name)]
-    return [metric_info(name, own) for name in (*judged, *names) if name != objective]
+    return [metric_of(row, name) for name in (*judged, *names) if name != objective]
 
 
 def value_text(one: MetricInfo, value: float | None, spread: float | None = None, sign: str = "%") -> str:

@@ -15,7 +15,7 @@ import torch
 
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
-from unskew.tasks.metrics import MetricSet
+from unskew.tasks.metrics import BINS, TINY, ClassPredictions, MetricSet, calibration_gaps, squared_errors
 from unskew.tasks.primary_metric import RECALL
 from unskew.tasks.regression import Regression
 
@@ -37,8 +37,6 @@ CELLS = 1 << 19
 """Maximum number of counts in memory at once."""
 MOST_SAMPLES = 30_000
 """Maximum number of samples of a bootstrap, times that of ranked classes; more take seconds, and their error is small."""
-TINY = 1e-15
-"""Smallest probability whose logarithm is taken."""
 DEFINED = 0.9
 """Minimum share of resamples in which a metric must be defined; a class needs three samples for that."""
 
@@ -101,6 +99,30 @@ def auroc_interval(positive: np.ndarray, scores: np.ndarray) -> Interval:
     return 1 / (1 + math.exp(half - center)), 1 / (1 + math.exp(-half - center))
 
 
+def interval_fields(name: str, interval: Interval) -> dict[str, float | None]:
+    """Return an interval as the fields ``NAME_low`` and ``NAME_high`` of a file.
+
+    Args:
+        name: Name of the metric.
+        interval: Interval, or None if it is not defined.
+
+    >>> interval_fields("f1", (0.25, 0.5)), interval_fields("f1", None)
+    ({'f1_low': 0.25, 'f1_high': 0.5}, {'f1_low': None, 'f1_high': None})
+    """
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def mean_interval(values: np.ndarray) -> Interval:
+    """Return the bootstrap's interval of the mean of one value per sample, ``[n]``."""
+    return bootstrap_interval(mean_statistic(values), np.arange(len(values)))
+
+
+def mean_statistic(values: np.ndarray) -> Statistic:
+    """Return the statistic that is the mean of one value per sample, ``[n]``."""
+    return lambda counts: counts @ values / counts.sum(1)
+
+
 def bootstrap_interval(statistic: Statistic, groups: np.ndarray) -> Interval:
     """Return the percentile interval of a statistic over resampled groups.
 
@@ -126,6 +148,9 @@ def resampled_counts(groups: np.ndarray) -> Iterator[np.ndarray]:
 
     Args:
         groups: Group of each sample, ``[n]``.
+
+    Yields:
+        Counts of some resamples, ``[r, n]``.
     """
     names, index = np.unique(groups, return_inverse=True)
     size, random = len(names), numpy_generator(0, "bootstrap")
@@ -161,41 +186,46 @@ def metric_interval(
     if len(y) == 0 or not np.isfinite(scores).all():
         return None
     ranked = scores.shape[1] if name in ("auroc", "auprc") and scores.shape[1] > 2 else 1
-    scores = scores.astype(np.float64)
     if task.name != "classification":
-        statistic = sums_statistic(name, task, y, scores)
-    elif groups is None and (name == "accuracy" or name.startswith(RECALL)):
-        right = metrics.decided(scores) == y
-        if name != "accuracy":
-            right = right[y == metrics.class_names.index(name.removeprefix(RECALL))]
-        return wilson_interval(int(right.sum()), len(right))
-    elif groups is None and name == "auroc" and scores.shape[1] == 2:
-        return auroc_interval(y == metrics.positive, scores[:, metrics.positive])
+        statistic = sums_statistic(name, task, y, scores.astype(np.float64))
     else:
-        statistic = class_statistic(name, y, scores, metrics)
+        of = metrics.predictions(y, scores)
+        if groups is None and (name == "accuracy" or name.startswith(RECALL)):
+            right = of.decided == y
+            if name != "accuracy":
+                right = right[y == metrics.class_names.index(name.removeprefix(RECALL))]
+            return wilson_interval(int(right.sum()), len(right))
+        if groups is None and name == "auroc" and of.positive is not None:
+            return auroc_interval(*of.positive)
+        statistic = class_statistic(name, of, metrics.class_names)
     if statistic is None or len(y) * ranked > MOST_SAMPLES:
         return None
     return bootstrap_interval(statistic, np.arange(len(y)) if groups is None else groups)
 
 
-def class_statistic(name: str, y: np.ndarray, p: np.ndarray, metrics: MetricSet) -> Statistic | None:
-    """Return the statistic of a classification metric; None if it is not a known metric.
+def class_statistic(name: str, of: ClassPredictions, class_names: Sequence[str] = ()) -> Statistic | None:
+    """Return the statistic of a classification metric; None if it has none.
 
     Args:
         name: Name of the metric.
-        y: Classes, ``[n]``.
-        p: Probabilities, ``[n, C]``.
-        metrics: Class names and positive class.
+        of: Predictions of the samples.
+        class_names: Names of the classes, for recalls.
     """
-    classes = p.shape[1]
-    judged = [metrics.positive] if classes == 2 else list(range(classes))
+    y, classes = of.y, of.p.shape[1]
     if name in ("auroc", "auprc"):
-        ranked = [(np.argsort(-p[:, c], kind="stable"), y == c, p[:, c]) for c in judged]
+        ranked = [(np.argsort(-of.p[:, c], kind="stable"), y == c, of.p[:, c]) for c in of.judged]
         return lambda counts: np.mean([curve_area(name, counts, *by_score) for by_score in ranked], axis=0)
-    decided, actual = (np.equal.outer(labels, np.arange(classes)) for labels in (metrics.decided(p), y))
-    if name == "loss":
-        columns = -np.log(np.clip(p[np.arange(len(y)), y], TINY, 1))[:, None]
-        return lambda counts: (counts @ columns)[:, 0] / counts.sum(1)
+    if name in ("loss", "brier"):
+        likelihood = of.p[np.arange(len(y)), y]
+        return mean_statistic(-np.log(np.clip(likelihood, TINY, 1)) if name == "loss" else squared_errors(of))
+    if name == "ece":
+        bins, gaps = calibration_gaps(of)
+        binned = np.equal.outer(bins, np.arange(BINS)) * gaps[:, None]
+        return lambda counts: np.abs(counts @ binned).sum(1) / counts.sum(1)
+    if name == "observed_expected" and of.positive is not None:
+        positive, chance = of.positive
+        return lambda counts: counts @ positive / (counts @ chance)
+    decided, actual = (np.equal.outer(labels, np.arange(classes)) for labels in (of.decided, y))
     parts = np.stack([decided & actual, decided, actual], axis=1).astype(np.float64)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
@@ -204,11 +234,11 @@ def class_statistic(name: str, y: np.ndarray, p: np.ndarray, metrics: MetricSet)
         if name == "accuracy":
             return np.asarray(hits.sum(1) / counts.sum(1))
         if name == "f1":
-            return np.asarray((2 * hits / np.maximum(predicted + occurring, 1))[:, judged].mean(1))
+            return np.asarray((2 * hits / np.maximum(predicted + occurring, 1))[:, of.judged].mean(1))
         recalls = hits / np.where(occurring > 0, occurring, np.nan)
         if name == "balanced_accuracy":
             return np.asarray(np.nanmean(recalls, axis=1))
-        return np.asarray(recalls[:, metrics.class_names.index(name.removeprefix(RECALL))])
+        return np.asarray(recalls[:, class_names.index(name.removeprefix(RECALL))])
 
     return statistic if name in ("accuracy", "f1", "balanced_accuracy") or name.startswith(RECALL) else None
 
@@ -258,8 +288,7 @@ def sums_statistic(name: str, task: Task, y: np.ndarray, scores: np.ndarray) -> 
     else:  # tokens of a text depend on each other
         return None
     if mean_of is not None:
-        column = mean_of.to(torch.float64).numpy()
-        return lambda counts: counts @ column / counts.sum(1)
+        return mean_statistic(mean_of.to(torch.float64).numpy())
     if name not in (task.scored, *task.figures):
         return None
     # In the targets' units, so that the metrics need no conversion.

@@ -14,6 +14,8 @@ from unskew.tasks.primary_metric import RECALL
 
 BINS = 15
 """Number of bins of the calibration error, as in Guo et al. 2017, arXiv:1706.04599."""
+TINY = 1e-15
+"""Smallest probability whose logarithm is taken."""
 OwnMetric = Callable[[np.ndarray, np.ndarray], float]
 """Custom metric ``f(y_true, scores)``.
 
@@ -36,121 +38,162 @@ def metric_names(metrics: Sequence[str], class_names: Sequence[str]) -> list[str
     return [name for metric in metrics for name in (recalls if metric == "recall" else [metric])]
 
 
-def compute_metric_values(
-    metrics: Sequence[str], probabilities: np.ndarray, y: np.ndarray, class_names: Sequence[str]
-) -> dict[str, float]:
-    """Compute the requested metrics; NaN if a required class has no samples.
+@dataclass(frozen=True)
+class ClassPredictions:
+    """Predictions of a classifier for some samples.
 
-    With two classes the second one is positive. With more, metrics are one-vs-rest means over classes.
-
-    Args:
-        metrics: Names of ``METRICS``.
-        probabilities: Probabilities, ``[n, C]``.
-        y: Classes, ``[n]``.
-        class_names: Names of the ``C`` classes.
+    Attributes:
+        p: Probabilities, ``[n, C]``.
+        y: True classes, ``[n]``.
+        decided: Predicted classes, ``[n]``.
+        judged: Classes whose metrics are averaged: the positive one of two classes, or all of more classes.
     """
-    if not np.isfinite(probabilities).all():
-        return dict.fromkeys(metric_names(metrics, class_names), float("nan"))
-    values = [figure for metric in metrics for figure in METRICS[metric](probabilities.astype(np.float64), y)]
-    return dict(zip(metric_names(metrics, class_names), values, strict=True))
+
+    p: np.ndarray
+    y: np.ndarray
+    decided: np.ndarray
+    judged: tuple[int, ...]
+
+    @property
+    def positive(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return which samples are positive, and their probabilities, ``[n]`` each; None unless there are two classes."""
+        return (self.y == self.judged[0], self.p[:, self.judged[0]]) if len(self.judged) == 1 else None
 
 
-def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], p: np.ndarray, y: np.ndarray) -> list[float]:
+def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], of: ClassPredictions) -> list[float]:
     """Compute a score for the positive class, or its one-vs-rest mean; NaN if a class has no or all samples.
 
     Args:
         score: Function of true labels (0 or 1) and probabilities of the positive class.
-        p: Probabilities, ``[n, C]``.
-        y: Labels, ``[n]``.
+        of: Predictions.
     """
-    classes = [1] if p.shape[1] == 2 else range(p.shape[1])
-    if any((y == c).all() or not (y == c).any() for c in classes):
-        return [float("nan")]
-    return [float(np.mean([score(y == c, p[:, c]) for c in classes]))]
+    if any((of.y == c).all() or not (of.y == c).any() for c in of.judged):
+        return [math.nan]
+    return [float(np.mean([score(of.y == c, of.p[:, c]) for c in of.judged]))]
 
 
-def auroc(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Compute the area under the ROC curve.
-
-    Args:
-        p: Probabilities, ``[n, C]``.
-        y: Labels, ``[n]``.
-    """
+def auroc(of: ClassPredictions) -> list[float]:
+    """Compute the area under the ROC curve."""
     from sklearn.metrics import roc_auc_score
 
-    return one_vs_rest(roc_auc_score, p, y)
+    return one_vs_rest(roc_auc_score, of)
 
 
-def auprc(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Compute the average precision.
-
-    Args:
-        p: Probabilities, ``[n, C]``.
-        y: Labels, ``[n]``.
-    """
+def auprc(of: ClassPredictions) -> list[float]:
+    """Compute the average precision."""
     from sklearn.metrics import average_precision_score
 
-    return one_vs_rest(average_precision_score, p, y)
+    return one_vs_rest(average_precision_score, of)
 
 
-def f1(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Compute F1 of the positive class, or the mean over classes; 0 instead of a division by zero.
-
-    Args:
-        p: Probabilities, ``[n, C]``.
-        y: Labels, ``[n]``.
-    """
+def f1(of: ClassPredictions) -> list[float]:
+    """Compute F1 of the positive class, or the mean over classes; 0 instead of a division by zero."""
     from sklearn.metrics import f1_score
 
-    labels = [1] if p.shape[1] == 2 else list(range(p.shape[1]))
-    return [float(f1_score(y, p.argmax(1), labels=labels, average="macro", zero_division=0))]
+    return [float(f1_score(of.y, of.decided, labels=list(of.judged), average="macro", zero_division=0))]
 
 
-def recall(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Compute the recall of each class; NaN for classes without samples.
+def recall(of: ClassPredictions) -> list[float]:
+    """Compute the recall of each class; NaN for classes without samples."""
+    right = of.decided == of.y
+    return [float(right[of.y == c].mean()) if (of.y == c).any() else math.nan for c in range(of.p.shape[1])]
 
-    Args:
-        p: Probabilities, ``[n, C]``.
-        y: Labels, ``[n]``.
+
+def balanced_accuracy(of: ClassPredictions) -> list[float]:
+    """Compute the mean recall of the classes that have samples."""
+    return [float(np.nanmean(recall(of)))]
+
+
+def calibration_gaps(of: ClassPredictions) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bin of each sample's probability and the outcome minus this probability, ``[n]`` each.
+
+    With two classes, outcome and probability are those of the positive class: the predicted class would hide
+    probabilities that are too high for a rare class. With more classes, they are those of the most probable class.
     """
-    right = p.argmax(1) == y
-    return [float(right[y == c].mean()) if (y == c).any() else float("nan") for c in range(p.shape[1])]
+    right, sure = of.positive or (of.p.argmax(1) == of.y, of.p.max(1))
+    return np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1), right - sure
 
 
-def balanced_accuracy(p: np.ndarray, y: np.ndarray) -> list[float]:
-    """Compute the mean recall of the classes that have samples.
-
-    Args:
-        p: Probabilities, ``[n, C]``.
-        y: Labels, ``[n]``.
-    """
-    return [float(np.nanmean(recall(p, y)))]
-
-
-def ece(p: np.ndarray, y: np.ndarray) -> list[float]:
+def ece(of: ClassPredictions) -> list[float]:
     """Compute the expected calibration error.
 
-    This is the distance between mean confidence and accuracy in ``BINS`` equal bins of confidence, weighted by samples.
-
-    Args:
-        p: Probabilities, ``[n, C]``.
-        y: Labels, ``[n]``.
+    This is the distance between mean probability and share of outcomes in ``BINS`` equal bins of the probability,
+    weighted by samples.
     """
-    sure, right = p.max(1), p.argmax(1) == y
-    bins = np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1)
-    gap = np.bincount(bins, weights=right - sure, minlength=BINS)
-    return [float(np.abs(gap).sum() / len(y))]
+    bins, gaps = calibration_gaps(of)
+    return [float(np.abs(np.bincount(bins, weights=gaps, minlength=BINS)).sum() / len(of.y))]
 
 
-METRICS: dict[str, Callable[[np.ndarray, np.ndarray], list[float]]] = {
+def squared_errors(of: ClassPredictions) -> np.ndarray:
+    """Return the squared error of each sample's probabilities, ``[n]``, summed over the judged classes."""
+    return np.asarray(sum((of.p[:, c] - (of.y == c)) ** 2 for c in of.judged))
+
+
+def brier(of: ClassPredictions) -> list[float]:
+    """Compute the Brier score: the mean squared error of the probability, with more than two classes summed over them."""
+    return [float(squared_errors(of).mean())]
+
+
+def observed_expected(of: ClassPredictions) -> list[float]:
+    """Compute the number of positive samples divided by the sum of their probabilities; NaN unless there are two classes."""
+    if of.positive is None or not of.positive[1].any():
+        return [math.nan]
+    return [float(of.positive[0].sum() / of.positive[1].sum())]
+
+
+def calibration_slope(of: ClassPredictions) -> list[float]:
+    """Compute the slope of a logistic regression of the outcome on the logit of its probability.
+
+    It is 1 for calibrated probabilities and below 1 for too extreme ones. It is NaN if it is not defined: unless there are
+    two classes, or if the probabilities separate them. Newton's method starts at the constant model.
+    """
+    if of.positive is None or of.positive[0].all() or not of.positive[0].any():
+        return [math.nan]
+    outcome, chance = of.positive[0], np.clip(of.positive[1], TINY, 1 - TINY)
+    x = np.stack([np.ones(len(chance)), np.log(chance) - np.log1p(-chance)], 1)
+    beta = np.array([math.log(outcome.mean() / (1 - outcome.mean())), 0.0])
+    for _ in range(50):
+        mean = 1 / (1 + np.exp(np.clip(-x @ beta, -700, 700)))
+        try:
+            step = np.linalg.solve(x.T * (mean * (1 - mean)) @ x, x.T @ (outcome - mean))
+        except np.linalg.LinAlgError:
+            break
+        beta += step
+        if np.abs(step).max() < 1e-10 * (1 + np.abs(beta).max()):
+            return [float(beta[1])]
+    return [math.nan]
+
+
+METRICS: dict[str, Callable[[ClassPredictions], list[float]]] = {
     "auroc": auroc,
     "auprc": auprc,
     "f1": f1,
     "balanced_accuracy": balanced_accuracy,
     "ece": ece,
+    "brier": brier,
+    "observed_expected": observed_expected,
+    "calibration_slope": calibration_slope,
     "recall": recall,
 }
-"""Available metrics, computed from probabilities ``[n, C]`` and classes ``[n]``."""
+"""Available metrics. Each returns one value, and ``recall`` one per class."""
+TWO_CLASSES = ("observed_expected", "calibration_slope")
+"""Metrics that are defined only for two classes. Their best value is 1, so they cannot be the objective."""
+
+
+def missing_classes(metric: str, y: np.ndarray, class_names: Sequence[str]) -> list[str]:
+    """Return the classes that a metric needs and of which there are no samples; the metric is then undefined.
+
+    Args:
+        metric: Name of the metric.
+        y: Classes of the samples, ``[n]``.
+        class_names: Names of the classes.
+
+    >>> missing_classes("auprc", np.array([0, 0]), ["no", "yes"]), missing_classes("f1", np.array([0]), ["no", "yes"])
+    (['yes'], [])
+    """
+    needed = class_names if metric in ("auroc", "auprc") else [metric.removeprefix(RECALL)]
+    occurring = {class_names[index] for index in np.unique(y).tolist()}
+    return [name for name in class_names if name in needed and name not in occurring]
 
 
 @dataclass(frozen=True)
@@ -161,15 +204,17 @@ class MetricSet:
         known: Names of ``METRICS``.
         own: Custom metrics by name.
         class_names: Names of the classes.
-        judged: Metric of single clients that gets an interval; empty means none.
         positive: Number of the positive one of two classes.
+        trained_with: Class weights of the training, for which the probabilities are corrected; empty means none.
+        with_intervals: Names of the metrics whose intervals a run reports.
     """
 
     known: tuple[str, ...] = ()
     own: Mapping[str, OwnMetric] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
-    judged: str = ""
     positive: int = 1
+    trained_with: tuple[float, ...] = ()
+    with_intervals: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.known or self.own)
@@ -180,8 +225,22 @@ class MetricSet:
         return (*metric_names(self.known, self.class_names), *self.own)
 
     def decided(self, scores: np.ndarray) -> np.ndarray:
-        """Return the predicted class of each sample, ``[n]``, given its probabilities ``[n, C]``."""
-        return np.asarray(scores.argmax(1))
+        """Return the predicted class of each sample, ``[n]``, given its probabilities ``[n, C]``.
+
+        It has the largest output of the model, so class weights make rare classes more likely.
+        """
+        return np.asarray((scores * self.trained_with if self.trained_with else scores).argmax(1))
+
+    def predictions(self, y: np.ndarray, scores: np.ndarray) -> ClassPredictions:
+        """Return the predictions of a classifier.
+
+        Args:
+            y: True classes, ``[n]``.
+            scores: Probabilities, ``[n, C]``.
+        """
+        p = scores.astype(np.float64)
+        judged = (self.positive,) if p.shape[1] == 2 else tuple(range(p.shape[1]))
+        return ClassPredictions(p, y, self.decided(p), judged)
 
     def of(self, y: np.ndarray, scores: np.ndarray, where: str, defined: bool = True) -> dict[str, float]:
         """Compute every metric; undefined values are NaN.
@@ -197,7 +256,11 @@ class MetricSet:
         """
         if not np.isfinite(scores).all():
             return dict.fromkeys(self.names, math.nan)
-        values = compute_metric_values(self.known, scores, y, self.class_names) if self.known else {}
+        values: dict[str, float] = {}
+        if self.known:
+            of = self.predictions(y, scores)
+            known = [value for metric in self.known for value in METRICS[metric](of)]
+            values = dict(zip(metric_names(self.known, self.class_names), known, strict=True))
         return values | {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
 
 

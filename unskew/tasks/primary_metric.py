@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 SCORES: dict[str, str] = {"accuracy": "accuracy", "r2": "R²"}
@@ -68,21 +68,31 @@ KNOWN_METRICS = {
     "f1": MetricInfo("f1", "F1"),
     "balanced_accuracy": MetricInfo("balanced_accuracy", "balanced accuracy"),
     "ece": MetricInfo("ece", "ECE", lower_is_better=True),
+    "brier": MetricInfo("brier", "Brier score", lower_is_better=True, percent=False),
+    "observed_expected": MetricInfo("observed_expected", "observed/expected", percent=False),
+    "calibration_slope": MetricInfo("calibration_slope", "calibration slope", percent=False),
     WORST: MetricInfo(WORST, "worst client"),
 }
 """Metrics that unskew computes, by name, without the per-class recalls."""
+ONE_CLASS = ("auprc", "f1", "ece", "observed_expected")
+"""Metrics of two classes that depend on which of them is positive."""
 
 
-def metric_info(name: str, own: Mapping[str, str] | None = None) -> MetricInfo:
+def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str | None = None) -> MetricInfo:
     """Return the properties of a metric.
 
     Args:
         name: Name in files.
         own: Directions of custom metrics, ``"lower"`` or ``"higher"``, by name.
+        positive: Name of the positive one of two classes, for the title; None with more classes.
 
     >>> metric_info("recall/yes").title, metric_info("cost", {"cost": "lower"}).lower_is_better
     ('recall of yes', True)
+    >>> metric_info("auprc", positive="fraud").title
+    'AUPRC of fraud'
     """
+    if name in ONE_CLASS and positive is not None:
+        return replace(KNOWN_METRICS[name], title=f"{KNOWN_METRICS[name].title} of {positive}")
     if name in KNOWN_METRICS:
         return KNOWN_METRICS[name]
     if name.startswith(RECALL):
@@ -105,7 +115,17 @@ def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
     >>> objective_metric({"objective": "ece"}).title, objective_metric({"r2": 0.5}).title
     ('ECE', 'R²')
     """
-    return metric_info(summary.get("objective") or primary_metric_name(summary), summary.get("own_metrics"))
+    return metric_of(summary, summary.get("objective") or primary_metric_name(summary))
+
+
+def metric_of(summary: Mapping[str, Any], name: str) -> MetricInfo:
+    """Return the properties of a metric of the run of a summary or of a comparison row.
+
+    Args:
+        summary: Summary or row, which has custom metrics and the positive class.
+        name: Name of the metric.
+    """
+    return metric_info(name, summary.get("own_metrics"), summary.get("positive"))
 
 
 def client_metric_name(objective: str, scored: str) -> str:

@@ -25,7 +25,7 @@ from unskew.protocol.search_space import Space
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history, read_summary
 from unskew.runs.build_model import ModelLike
-from unskew.runs.metrics import run_metrics
+from unskew.runs.metrics import check_objective_on_held_out, run_metrics
 from unskew.runs.run import finished_rounds, run_experiment
 from unskew.runs.validation import check_method
 from unskew.simulation.personal_models import has_personal_models
@@ -132,6 +132,7 @@ class TuningPlan:
             )
         if not self.config.eval_clients:
             raise ConfigError("Trials are judged on evaluated clients, but eval_clients is 0. Set it above 0.")
+        check_objective_on_held_out(run_metrics(self.config, self.data), self.config, self.data, "Tuning")
         for name in self.methods:
             first = self.of(name, fixed_fields(self.spaces(name)))
             built = method(first.method)

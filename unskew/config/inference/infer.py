@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from unskew.config.inference.client_columns import kind_of_client
 from unskew.config.inference.inferred_config import InferredConfig
@@ -21,6 +22,7 @@ from unskew.data.sources.registry import SOURCES
 from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.expressions import quote, unquote
+from unskew.tasks.metrics import missing_classes
 
 RARE = 0.4
 """A class is rare if it has less than this share of the samples that it would have with balanced classes."""
@@ -92,9 +94,19 @@ def _imbalance(made: InferredConfig, fed: Federation) -> None:
     share = counts[least] / counts.sum()
     if share * len(counts) >= RARE or len(counts) > MOST_VALUES:
         return
-    made.set("objective", "auprc", "for tuning, stopping and comparison; accuracy is misleading for rare classes")
-    made.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "additional metrics")
-    made.set("class_weights", "balanced", "rare classes count more in the loss; remove it for calibrated probabilities")
+    test, held_out = fed.test[1], [client.y_test for client in fed.clients if len(client.y_test)]
+    parts = [test, *([torch.cat(held_out)] if held_out else [])]
+    missing = {name: 0 for y in parts for name in missing_classes("auprc", y.numpy(), fed.names)}
+    if missing:
+        why = f"AUPRC is undefined: no test or held-out sample of {', '.join(missing)}"
+        made.set("objective", "balanced_accuracy", why)
+        made.set("metrics", ["balanced_accuracy"], "additional metrics")
+    else:
+        made.set("objective", "auprc", "for tuning, stopping and comparison; accuracy is misleading for rare classes")
+        made.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "additional metrics")
+    if len(counts) == 2:
+        made.set("positive", fed.names[least], "the rare class; AUPRC is that of this class")
+    made.set("class_weights", "balanced", "rare classes count more in the loss; probabilities are corrected for it")
     made.seen.append(
         f"the class {fed.label_distribution()[1][least]} has {share:.0%} of the samples, so objective, metrics and "
         "class_weights are set for rare classes"

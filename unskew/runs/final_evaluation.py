@@ -1,0 +1,93 @@
+"""Test set after the last round: intervals of the metrics, samples per class, calibration, and curves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from unskew.data.federation import Federation
+from unskew.runs.metrics import RunMetrics
+from unskew.runs.prediction_curves import classifier_curves
+from unskew.simulation.evaluate import Evaluator
+from unskew.simulation.server import Server
+from unskew.tasks.intervals import NORMAL_95, interval_fields, metric_interval, wilson_interval
+
+MOST_CLASSES = 100
+"""Maximum number of classes whose test samples are counted in the summary."""
+WRONG_BY = 1.5
+"""Factor between mean probability and share from which a run warns: a risk that is wrong by half changes decisions."""
+
+
+@dataclass(frozen=True)
+class FinalEvaluation:
+    """Results of the final model on the test set, in addition to its metrics.
+
+    Attributes:
+        fields: Intervals and class support, for ``summary.json``.
+        curves: Curves of a classifier; empty without requested metrics.
+        warning: Warning about probabilities that are far from the observed share, or None.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    curves: dict[str, Any] = field(default_factory=dict)
+    warning: str | None = None
+
+
+def evaluate_final_model(
+    evaluator: Evaluator, server: Server, metrics: RunMetrics, accuracy: float | None, kept: bool
+) -> FinalEvaluation:
+    """Evaluate the final model of a run on the test set.
+
+    Args:
+        evaluator: Evaluator of the run.
+        server: Server after the last round.
+        metrics: Metrics of the run.
+        accuracy: Primary metric of this model on the test set.
+        kept: Whether this is the best model instead of the last one; the keys of its intervals then begin with ``kept_``.
+    """
+    task, federation, wanted = evaluator.task, evaluator.federation, metrics.computed
+    size, prefix = len(evaluator.test[1]), "kept_" if kept else ""
+    if task.name == "language" or not size:
+        return FinalEvaluation()
+    support = {"test_samples": size, **class_support(federation)}
+    if task.name == "classification" and not wanted and federation.classes > 2:  # saves the predictions
+        interval = None if accuracy is None else wilson_interval(round(accuracy * size), size)
+        return FinalEvaluation(interval_fields(prefix + task.scored, interval) | support)
+    y, scores = evaluator.test_scores(server.evaluated, server.evaluated_b)
+    fields = support
+    for name in wanted.with_intervals:
+        fields |= interval_fields(prefix + name, metric_interval(name, task, y, scores, wanted))
+    curves = classifier_curves(y, scores, wanted) if wanted.known else {}
+    return FinalEvaluation(
+        fields, curves, None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
+    )
+
+
+def class_support(federation: Federation) -> dict[str, Any]:
+    """Return the test samples of each class or label as the field ``support``; empty if there are none or too many."""
+    if not federation.objective.labeled or federation.classes > MOST_CLASSES:
+        return {}
+    counts = federation.objective.counts(federation.test[1], federation.classes).tolist()
+    return {"support": dict(zip(federation.names, counts, strict=True))}
+
+
+def calibration_warning(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]) -> str | None:
+    """Return a warning if the mean probability of one of two classes is far from its share, beyond chance.
+
+    Args:
+        y: Classes, ``[n]``.
+        p: Probabilities, ``[n, 2]``.
+        class_names: Names of the classes.
+    """
+    observed = np.bincount(y, minlength=2) / len(y)
+    rare = int(observed.argmin())  # its factor is the larger one
+    mean, share = float(p[:, rare].mean()), float(observed[rare])
+    chance = NORMAL_95 * float(np.sqrt((p[:, 0] * p[:, 1]).mean() / len(y)))
+    if not abs(mean - share) > chance or max(mean, share) < WRONG_BY * min(mean, share):
+        return None
+    return (
+        f"The probabilities are not risks: the mean probability of {class_names[rare]} is {mean:.1%}, but {share:.1%} of the "
+        f"{len(y)} test samples are {class_names[rare]}. Train for more rounds, or recalibrate the model before using them."
+    )
