@@ -263,11 +263,13 @@ def parse_unseen(value: object) -> Unseen:
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             share = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             share = 1.0
         if 0 <= share < 1:
             return share
         if isinstance(value, float):
             raise ConfigError(f"unseen must be at least 0 and below 1, or names of clients, not {value}.")
-        value = str(value)
-    return parse_names([str(name) for name in value] if isinstance(value, list | tuple) else value)
+        value = [value] if isinstance(value, int) else value
+    if not isinstance(value, list | tuple):
+        return parse_names(value)
+    return parse_names([f"{name:d}" if isinstance(name, int) and abs(name) < 1 << 63 else name for name in value])
