@@ -329,7 +329,7 @@ def test_quoted_columns_of_a_split_may_contain_separators(text, split):
 
 def test_columns_that_differ_only_by_blanks_are_rejected(tmp_path):
     (tmp_path / "t.csv").write_text("hb, hb,y\n" + "1,2,0\n3,4,1\n" * 10)
-    with pytest.raises(DataError, match="The columns 'hb' and ' hb' differ only by blanks at their ends"):
+    with pytest.raises(DataError, match="more than one column named 'hb'"):
         load(f"table:{tmp_path}/t.csv", label="y")
 
 

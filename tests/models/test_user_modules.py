@@ -123,7 +123,7 @@ def test_rejects_a_module_that_cannot_be_copied(model, text):
 @pytest.mark.parametrize(
     ("sizes", "options", "text"),
     [
-        ((20, 1), {}, r"Site B trains on a batch of one sample \(1 sample in batches of 8\)"),
+        ((20, 1), {}, r"The client Site B trains on a batch of one sample \(1 sample in batches of 8\)"),
         ((20, 17), {"local_steps": 3}, r"Site B .* \(17 samples in batches of 8\)"),
         ((20, 12), {"batch_size": 1}, r"Site A .* \(20 samples in batches of 1\)"),
     ],

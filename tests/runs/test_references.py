@@ -86,7 +86,7 @@ def test_references_are_shown_below_the_methods_and_never_ranked(tmp_path, light
         None,
     )
     drawn = []
-    monkeypatch.setattr("unskew.plots.curves.save_figure", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr("unskew.plots.figure.save_figure", lambda figure, path: drawn.append(figure))
     result.plot(tmp_path / "curves.png")
     names = [[line.get_label() for line in axis.get_lines()] for axis in drawn[0].axes]
     assert names == [["scaffold", "fedavg", "pooled"], ["scaffold", "fedavg"]], "pooled sends nothing"

@@ -21,6 +21,7 @@ from unskew.errors import MethodConflictError
 from unskew.methods.registry import method
 from unskew.protocol.training_config import Training
 from unskew.simulation import personal_models
+from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import metric_info
 
 LR, STEPS, MOMENTUM, DECAY = 0.05, 5, 0.9, 0.1
@@ -109,8 +110,11 @@ def test_personal_accuracy_equals_a_plain_torch_loop(buffers):
         says = module.eval()(client.x_test.double()).argmax(1)
         rights.append((says == client.y_test).double().mean().item())
     assert result.summary["clients_evaluated"] == 4
+    ends = interval95(rights)
     assert figures(result) == pytest.approx(
         {
+            "personal_accuracy_mean_low": ends[0],
+            "personal_accuracy_mean_high": ends[1],
             "personal_accuracy_mean": np.mean(rights),
             "personal_accuracy_std": np.std(rights),
             "personal_accuracy_worst": min(rights),
@@ -129,7 +133,7 @@ def test_nothing_but_the_personal_figures_differs(chosen):
     assert [untimed(line) for line in plain.history] == [untimed(line) for line in tuned.history]
     others = {k: v for k, v in untimed(tuned.summary).items() if not k.startswith("personal")}
     assert {**others, "method": chosen} == untimed(plain.summary)
-    assert len(figures(tuned)) == 4
+    assert len(figures(tuned)) == 6
     assert not figures(plain)
 
 

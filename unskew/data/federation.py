@@ -144,6 +144,10 @@ class Federation:
         """Return a client's label for messages and plots: its name, or ``client`` and its index."""
         return self.client_names[client] if self.client_names else f"client {client}"
 
+    def client_title(self, client: int) -> str:
+        """Return a client's label at the beginning of a message, such as ``The client north`` or ``Client 3``."""
+        return f"The client {self.client_names[client]}" if self.client_names else f"Client {client}"
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one input, channels first: ``(C, H, W)`` or ``(f,)``."""

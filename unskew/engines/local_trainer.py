@@ -66,15 +66,15 @@ def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
     return made
 
 
-def single_sample_error(client: str, why: str = "") -> DataError:
+def single_sample_error(who: str, why: str = "") -> DataError:
     """Return the error for a batch of one sample in a model with BatchNorm.
 
     Args:
-        client: Name of the client.
+        who: Client, or the server.
         why: Text that follows "a batch of one sample".
     """
     return DataError(
-        f"{client[:1].upper()}{client[1:]} trains on a batch of one sample{why}, which BatchNorm cannot normalize. Give it "
+        f"{who} trains on a batch of one sample{why}, which BatchNorm cannot normalize. Give it "
         "more samples, set drop_last or another batch_size if this is the last batch of an epoch, or use GroupNorm."
     )
 
@@ -104,7 +104,7 @@ def check_batch_sizes(setup: EngineConfig) -> None:
         lengths = [cut.stop - cut.start for cut in training.cuts(size)]
         if 1 in lengths and training.steps(size, client) > lengths.index(1):
             why = f" ({size} sample{'s' if size > 1 else ''} in batches of {training.batch_size})"
-            raise single_sample_error(federation.client_label(client), why)
+            raise single_sample_error(federation.client_title(client), why)
 
 
 def combined_trainable_mask(
@@ -241,7 +241,7 @@ class LocalTrainer:
                 return self._train(broadcast)
         except ValueError as error:
             if SINGLE_SAMPLE in str(error):
-                raise single_sample_error(self.setup.federation.client_label(broadcast.client)) from error
+                raise single_sample_error(self.setup.federation.client_title(broadcast.client)) from error
             raise
 
     def _train(self, broadcast: Broadcast) -> Update:

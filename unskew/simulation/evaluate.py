@@ -355,10 +355,14 @@ class Evaluator:
     def client_constants(self, like: ClientScores) -> dict[int, dict[str, float]]:
         """Return each client's metrics of a constant: the class shares, or the mean, of its own training samples.
 
+        There are none if clients are loaded one by one, because each would be loaded twice.
+
         Args:
             like: Scores of a model; constants are evaluated for the same clients on the same samples.
         """
-        metrics = {}
+        metrics: dict[int, dict[str, float]] = {}
+        if not isinstance(self.federation.clients, ArrayClients):
+            return metrics
         for client in (self.federation.clients[k] for k in like.ids.tolist()):
             if like.measured_on == BY_CLASS:
                 y = self.test[1]
@@ -371,12 +375,14 @@ class Evaluator:
     def test_constant(self) -> dict[str, float]:
         """Return the metrics of a constant on the test set, from all training samples.
 
-        There are none if clients are loaded one by one, because reading the targets of all would take too long.
+        There are none if clients are loaded one by one.
         """
         clients = self.federation.clients
         if not isinstance(clients, ArrayClients):
             return {}
-        return self._constant_metrics(torch.cat([client.y for client in clients]), self.test[1])
+        held_out_from = np.repeat(clients.splits, np.diff(clients.offsets))
+        training = torch.from_numpy(np.arange(len(held_out_from)) < held_out_from)
+        return self._constant_metrics(clients.y[training.to(clients.y.device)], self.test[1])
 
     def _constant_metrics(
         self, known: Tensor, y: Tensor, weights: Tensor | None = None, each: bool = False

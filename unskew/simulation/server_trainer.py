@@ -167,7 +167,7 @@ class ServerTrainer:
                 g = grad_fn(v, batch)
             except ValueError as error:
                 if SINGLE_SAMPLE in str(error):
-                    raise single_sample_error("the server") from error
+                    raise single_sample_error("The server") from error
                 raise
             v, state = optimizers.optimizer_step(training, v, g, state, step)
             v = v if after is None else after(v)

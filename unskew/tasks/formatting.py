@@ -34,6 +34,7 @@ def value_text(one: MetricInfo, value: float | None, spread: float | None = None
         spread: Standard deviation of the value, or None.
         sign: Text after a percentage.
 
+    >>> from unskew.tasks.primary_metric import metric_info
     >>> value_text(metric_info("auroc"), 0.5), value_text(metric_info("loss"), 0.5, 0.1)
     ('50.0%', '0.5000 ± 0.1000')
     """
