@@ -138,3 +138,16 @@ def test_groups_in_two_files_clients_of_one_group_and_data_without_columns(tmp_p
         unskew.load_federation("digits", split_by="patient")
     with pytest.raises(ConfigError, match="split_by='a,b' is not valid"):
         unskew.run(data="digits", split_by="a,b")
+
+
+@pytest.mark.parametrize("count", range(4, 12))
+def test_every_class_has_test_groups_if_it_has_two(tmp_path, count):
+    patients = {"ill": 2, "well": count}
+    rows = [f"{name}{p},{k},{name}" for name, groups in patients.items() for p in range(groups) for k in range(6)]
+    (tmp_path / "t.csv").write_text("patient,a,y\n" + "\n".join(rows))
+    fed = unskew.load_federation(
+        f"table:{tmp_path / 't.csv'}", label="y", partition="iid", clients=2, split_by="patient", exclude="patient"
+    )
+    counts = np.bincount(fed.test[1], minlength=2)
+    assert counts.min() >= 6
+    assert not (counts % 6).any()

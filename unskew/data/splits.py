@@ -91,8 +91,17 @@ def select_held_out_units(units: SplitUnits, rows: np.ndarray, share: float) -> 
     return np.asarray(names[rank_of <= int(np.abs(sums - share * len(rows)).argmin())])
 
 
-def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, share: float, seed: int) -> np.ndarray:
+def test_row_mask(
+    columns: Mapping[str, np.ndarray],
+    split: Split,
+    rows: int,
+    share: float,
+    seed: int,
+    classes: np.ndarray | None,
+) -> np.ndarray:
     """Return the mask of test rows, boolean ``[n]``.
+
+    If groups are drawn and a class would have no test rows, the groups of each class are drawn separately.
 
     Args:
         columns: Columns of the data by name.
@@ -100,6 +109,7 @@ def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, sh
         rows: Number of rows.
         share: Share of test rows.
         seed: Random seed of the order of groups.
+        classes: Class of each row, ``[n]``, or None.
 
     Raises:
         DataError: If no training or no test rows remain, or the split column has other values than train and test.
@@ -115,6 +125,13 @@ def test_row_mask(columns: Mapping[str, np.ndarray], split: Split, rows: int, sh
     else:
         units = make_units(columns, split, rows, np.random.default_rng(seed))
         held_out = np.isin(units.codes, select_held_out_units(units, np.arange(rows), share))
+        if classes is not None and split.time is None and len({*classes[held_out].tolist()}) < len({*classes.tolist()}):
+            class_of = classes[np.unique(units.codes, return_index=True)[1]][
+                units.codes
+            ]  # that of the group's first row
+            strata = [np.flatnonzero(class_of == name) for name in np.unique(class_of)]
+            chosen = [select_held_out_units(units, stratum, share) for stratum in strata]
+            held_out = np.isin(units.codes, np.concatenate(chosen))
     if not held_out.any() or held_out.all():
         raise DataError(
             f"split_by leaves no rows to {'train' if held_out.any() else 'test'} on. The column "

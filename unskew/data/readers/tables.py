@@ -284,7 +284,8 @@ def train_test_tables(
             check_no_shared_groups(train.columns, test[0].columns, split)
         return train, test[0]
     if split is not None:
-        chosen = test_row_mask(train.columns, split, len(train), share, SPLIT_SEED)
+        classes = train.y.numpy() if train.y.dim() == 1 else None
+        chosen = test_row_mask(train.columns, split, len(train), share, SPLIT_SEED, classes)
         return train.rows(np.flatnonzero(~chosen)), train.rows(np.flatnonzero(chosen))
     strata = train.y if train.y.dim() == 1 else train.y.new_zeros(len(train))
     rows, test_rows = split_rows(strata.numpy(), share)
