@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from html import escape
-from itertools import chain, permutations, product
+from itertools import chain, permutations
 from numbers import Integral
 from pathlib import Path
 from statistics import fmean
@@ -28,7 +27,14 @@ from unskew.comparison.references import (
 )
 from unskew.comparison.same_settings import check_same_settings
 from unskew.comparison.single_run import Given, last, run_or_resume
-from unskew.comparison.summary_statistics import averaged_keys, is_metric, mean_std, std_key
+from unskew.comparison.summary_statistics import (
+    averaged_keys,
+    is_metric,
+    mean_std,
+    paired_differences,
+    std_key,
+    usable_values,
+)
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
@@ -39,7 +45,7 @@ from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
 from unskew.privacy.composition import composition_note
-from unskew.records.notebook import format_mean_std, html_table, notebook_progress, to_data_frame
+from unskew.records.notebook import NotebookTable, format_mean_std, notebook_progress, to_data_frame
 from unskew.records.recorder import Callback, first_reaching, with_closing
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
@@ -73,7 +79,7 @@ def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(NotebookTable):
     """Results of a comparison.
 
     Attributes:
@@ -118,12 +124,14 @@ class Comparison:
         """
         if self.benefit is None:
             return []
-        best, name = self.benefit.labels["federated"], self.objective.name
-        values = [summary[name] for summary in self.summaries[best] if summary.get(name) is not None]
+        best = self.benefit.labels["federated"]
+        values = usable_values(self.summaries[best], self.objective.name)
         lines, sampling = benefit_sentences(self.benefit), test_set_text(self.summaries[best], self.objective)
         if values and sampling:
             lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
         return lines
+
+    _sentences = answers
 
     def notes(self) -> list[str]:
         """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
@@ -217,10 +225,6 @@ class Comparison:
             lines.append("  " + ", ".join(known[:3]))
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Return whether it helps, and a table for notebooks: means ± standard deviations over seeds."""
-        return "".join(f"<p>{escape(line)}</p>" for line in self.answers()) + html_table(self._shown())
-
     def differences(self, metric: str | None = None) -> list[dict[str, Any]]:
         """Return the differences of a metric between all pairs of methods and references, paired by seed.
 
@@ -233,12 +237,7 @@ class Comparison:
         """
         key, rows = metric or self.objective.name, []
         for base, name in permutations(self.summaries, 2):
-            values = [
-                run[key] - other[key]
-                for run, other in product(self.summaries[name], self.summaries[base])
-                if all(run[same] == other[same] for same in ("seed", "partition_hash"))
-                and None not in (run.get(key), other.get(key))
-            ]
+            values = paired_differences(self.summaries[name], self.summaries[base], key)
             if values:
                 low, high = interval95(values) or (None, None)
                 row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}
@@ -458,10 +457,7 @@ def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
     """
     groups = list(groups)
     objective = objective_metric(groups[0][0])
-    values = [
-        [s[key] for s in group if s.get(key) is not None] for group in groups for key in [f"best_{objective.name}"]
-    ]
-    means = [mean_std(each)[0] for each in values if each]
+    means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
     return objective.default_target(max(means, key=objective.rank)) if means else 0.0
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from unskew.comparison.summary_statistics import is_usable_number
+from unskew.comparison.benefit import FEWEST, client_label
+from unskew.comparison.summary_statistics import is_usable_number, usable_values
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
@@ -216,14 +217,11 @@ def best_classifiers(part: RunGroup) -> list[MethodRuns]:
     judge = part.objective
 
     def rank(method_runs: MethodRuns) -> float:
-        values = [
-            float(run.summary[judge.name]) for run in method_runs.runs if is_usable_number(run.summary.get(judge.name))
-        ]
+        values = usable_values((run.summary for run in method_runs.runs), judge.name)
         return judge.rank(float(np.mean(values))) if values else -np.inf
 
-    return sorted((method_runs for method_runs in part.series if method_runs.runs[0].curves), key=rank, reverse=True)[
-        :BEST
-    ]
+    classifiers = [method_runs for method_runs in part.series if method_runs.runs[0].curves]
+    return sorted(classifiers, key=rank, reverse=True)[:BEST]
 
 
 def classifier_curves(part: RunGroup) -> dict[str, Any]:
@@ -292,20 +290,12 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
 
 
 MARK = " (few samples of a class)"
-"""Text after the name of a client with fewer than ``FEW`` held-out samples of a class."""
-FEW = 10
-"""Held-out samples of a class below which the metrics of a client are marked."""
+"""Text after the name of a client with fewer than ``FEWEST`` held-out samples of a class."""
 
 
 def has_few_samples(row: dict[str, Any]) -> bool:
-    """Return whether a client was evaluated on fewer than ``FEW`` samples of a class."""
-    return min(row.get("support", {}).values(), default=FEW) < FEW
-
-
-def client_label(row: dict[str, Any]) -> str:
-    """Return the label of a client on the page: its name, otherwise its number."""
-    name = row.get("name")
-    return name if isinstance(name, str) else f"client {row['client']}"
+    """Return whether a client was evaluated on fewer than ``FEWEST`` samples of a class."""
+    return min(row.get("support", {}).values(), default=FEWEST) < FEWEST
 
 
 def mean_worst_decile(values: Sequence[float] | np.ndarray) -> float:

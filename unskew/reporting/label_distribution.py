@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from unskew.comparison.benefit import client_label
 from unskew.plots.curves import prevalence
-from unskew.reporting.chart_data import client_label, evenly_spaced, gini
+from unskew.reporting.chart_data import evenly_spaced, gini
 from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.run_reader import RunFiles
 

@@ -24,30 +24,13 @@ from unskew.tasks.primary_metric import (
 PLACE = ("data", "partition", "clients", "server_data", "model")
 """Fields in the title of a group."""
 SHARED = (
-    *PLACE,
-    "max_classes",
-    "max_train_samples",
-    "image_size",
-    "holdout",
-    "reserve_test_samples",
-    "model_options",
-    "unseen",
-    "shift",
+    *(*PLACE, "max_classes", "max_train_samples", "image_size", "holdout", "reserve_test_samples", "model_options"),
+    *("unseen", "shift"),
 )
 """Fields that all runs of a group share."""
 HOW = (
-    *(
-        "seed",
-        "method",
-        "engine",
-        "workers",
-        "stall_warning_seconds",
-        "device",
-        "trackers",
-        "checkpoint_every",
-        "target",
-    ),
-    *("save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from", "objective"),
+    *("seed", "method", "engine", "workers", "stall_warning_seconds", "device", "trackers", "checkpoint_every"),
+    *("target", "save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from", "objective"),
 )
 """Fields that may differ between the runs of one method."""
 

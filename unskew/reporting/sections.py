@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from unskew.comparison.benefit import FEWEST, client_label
+from unskew.comparison.benefit_text import names_text
 from unskew.reporting import chart_data, run_description, tables
 from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
@@ -25,8 +27,6 @@ GENERAL = (
     *("updates/", "server/", "arrivals", "in_flight", "staleness", "discarded"),
 )
 """Round metrics that any method may report, or their prefixes; other metrics of methods are listed before them."""
-FEW_NAMED = 10
-"""Maximum number of named clients that hold out few samples of a class."""
 LABELS = "Label distribution across clients"
 MEASUREMENTS = "Measurements of the methods"
 Styles = Mapping[str, Mapping[str, str]]
@@ -154,7 +154,7 @@ def _short(value: float) -> str:
 
 def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     table = tables.fairness_table(part)
-    title = part.at_clients.title if table else "accuracy"
+    title = part.at_clients.heading if table else "Accuracy"
     known = chart_data.per_client_metrics(part) if shown else {}
     choices = {
         name: f"{known[name].title}, {'own models' if name.startswith('personal_') else 'global model'}"
@@ -164,20 +164,19 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     gini = gini if part.at_clients.name == "accuracy" else ""
     evaluated_on = sorted({str(run.summary.get("clients_evaluated_on")) for run in _runs(part)})
     rows = [row for run in _runs(part) for row in run.clients]
-    few = {chart_data.client_label(row) for row in rows if chart_data.has_few_samples(row)}
-    everyone = {chart_data.client_label(row) for row in rows if "support" in row}
+    few = {client_label(row) for row in rows if chart_data.has_few_samples(row)}
+    everyone = {client_label(row) for row in rows if "support" in row}
     notes = [gini] if gini else []
     if few:
-        which = f": {', '.join(sorted(few)[:FEW_NAMED])}{', ...' if len(few) > FEW_NAMED else ''}"
         notes.append(
-            f"{len(few)} of {len(everyone)} clients hold out fewer than {chart_data.FEW} samples of a class, so their values "
-            f"are uncertain{which}."
+            f"{len(few)} of {len(everyone)} clients hold out fewer than {FEWEST} samples of a class, so their values "
+            f"are uncertain: {names_text(sorted(few))}."
         )
     if part.at_clients.name == "r2":
         notes.append("The R² of a client divides by the variance of all clients' targets, not of its own.")
     return render_section(
         "clients",
-        title=f"{title[0].upper()}{title[1:]} of clients",
+        title=f"{title} of clients",
         choices=choices,
         entry=table,
         note=f"Measured on {', '.join(evaluated_on)}. {' '.join(notes)}".rstrip(),

@@ -8,14 +8,33 @@ from typing import Any
 
 from unskew.comparison.benefit import Benefit
 from unskew.comparison.benefit_text import benefit_title, displayed
+from unskew.comparison.references import TITLE as REFERENCES_TITLE
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import LEVEL, holm, paired_p
-from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std, std_key
+from unskew.comparison.summary_statistics import (
+    CLIENT_MODELS,
+    OVER_CLIENTS,
+    UNSEEN,
+    is_usable_number,
+    mean_or_none,
+    mean_std,
+    paired_differences,
+    pairs_by_seed,
+    std_key,
+)
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
-from unskew.tasks.formatting import F1, format_megabytes, format_percent, method_title, secondary_metrics, value_text
+from unskew.tasks.formatting import (
+    F1,
+    format_megabytes,
+    format_percent,
+    interval_text,
+    method_title,
+    secondary_metrics,
+    value_text,
+)
 from unskew.tasks.formatting import format_number as loss_text
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
@@ -176,11 +195,7 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
     what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
     if references:
-        caption = (
-            "References, not ranked: all data in one place (pooled); each client alone, with its own model (local). Unless "
-            "tuned themselves, they use another method's settings, so pooled is no upper bound"
-        )
-        return Table("references", caption, titles, lines)
+        return Table("references", REFERENCES_TITLE, titles, lines)
     return Table("comparison", f"{what}, {std_note(part)}", titles, lines)
 
 
@@ -188,29 +203,24 @@ def difference_table(part: RunGroup) -> Table | None:
     """Build a table of differences between methods, paired by seed on the same partition; None for a single method."""
     judge = metric_info("loss") if part.language else part.objective
     names = (judge.name, f"best_{judge.name}")
-    factor = 100 if judge.percent else 1
+    summaries = part.comparison().ranked
     rows, groups = [], []
-    for base in part.ranked:
+    for base, others in summaries.items():
         own_rows, tests = [], []
-        for method_runs in part.ranked:
-            pairs = [(a, b) for a in method_runs.runs for b in base.runs if can_be_paired(a, b)]
-            if method_runs is base or not pairs:
+        for label, own in summaries.items():
+            pairs = pairs_by_seed(own, others)
+            if label == base or not pairs:
                 continue
-            own_rows.append([Cell(method_runs.label), Cell(base.label), number_cell(len(pairs), 0)])
+            own_rows.append([Cell(label), Cell(base), number_cell(len(pairs), 0)])
             for name in names:
-                values = [
-                    factor * (a.summary[name] - b.summary[name])
-                    for a, b in pairs
-                    if is_usable_number(a.summary.get(name)) and is_usable_number(b.summary.get(name))
-                ]
-                tests.append(values)
-                own_rows[-1] += _difference(values, 1 if judge.percent else 4)
+                tests.append(paired_differences(own, others, name))
+                own_rows[-1] += _difference(judge, tests[-1])
         for offset, at in enumerate((5, 8)):  # each column is a family of tests
             corrected = holm([paired_p(values) for values in tests[offset :: len(names)]])
             for row, p in zip(own_rows, corrected, strict=True):
                 row[at] = row[at] if row[at].text == "-" else Cell(f"{'yes' if p <= LEVEL else 'no'} (p {p:.3f})", p)
         rows += own_rows
-        groups += [base.label] * len(own_rows)
+        groups += [base] * len(own_rows)
     if not rows:
         return None
     unit = f"{judge.title}, points" if judge.percent else judge.title
@@ -239,29 +249,14 @@ def benefit_tables(benefit: Benefit) -> tuple[Table, Table]:
     return Table("benefit", title, [*overview[0]], cells[0]), one_by_one
 
 
-def can_be_paired(a: RunFiles, b: RunFiles) -> bool:
-    """Return whether two runs have the same seed and partition, so that they can be paired.
-
-    Args:
-        a: A run.
-        b: Another run.
-    """
-    return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
-
-
-def _difference(values: Sequence[float], digits: int) -> list[Cell]:
+def _difference(judge: MetricInfo, values: Sequence[float]) -> list[Cell]:
     if not values:
         return [Cell("-")] * 3
-    mean, interval = mean_std(values)[0], interval95(values)
-    cell = Cell(f"{mean:+.{digits}f}", mean)
+    mean, interval, factor = mean_std(values)[0], interval95(values), 100 if judge.percent else 1
+    cell = Cell(f"{factor * mean:+.{1 if judge.percent else 4}f}", factor * mean)
     if interval is None:
         return [cell, Cell("needs 2 seeds"), Cell("-")]
-    low, high = interval
-    return [
-        cell,
-        Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
-        Cell("yes"),
-    ]
+    return [cell, Cell(interval_text(judge, interval, "+"), factor * interval[0]), Cell("yes")]
 
 
 def target_table(part: RunGroup) -> Table | None:
@@ -291,17 +286,12 @@ def fairness_table(part: RunGroup) -> Table | None:
     """Build the table of the distribution of the objective over clients, for the global and the personal models."""
     rows, judge = [], part.at_clients
     for method_runs in part.series:
-        for label, whose, name in (
-            ("global", "client", judge.name),
-            ("personal", "personal", f"personal_{judge.name}"),
-            ("global, unseen clients", "unseen", judge.name),
-            ("personal, unseen clients", "unseen_personal", f"personal_{judge.name}"),
-        ):
-            keys = [f"{whose}_{judge.name}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
+        for whose, label in CLIENT_MODELS.items():
+            keys = [f"{whose}_{judge.name}_{what}" for what in OVER_CLIENTS]
             means = [mean_or_none([run.summary.get(key) for run in method_runs.runs]) for key in keys]
             if means[0] is None:
                 continue
-            unseen = whose in UNSEEN
+            unseen, name = whose in UNSEEN, f"personal_{judge.name}" if "personal" in whose else judge.name
             scored = [
                 [
                     row[name]
@@ -328,14 +318,8 @@ def fairness_table(part: RunGroup) -> Table | None:
         "Gini",
         "clients it serves better, %",
     ]
-    caption = f"{judge.title[0].upper()}{judge.title[1:]} over clients after the last round, mean over seeds"
+    caption = f"{judge.heading} over clients after the last round, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
-
-
-def mean_or_none(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values; None if there are none."""
-    numbers = [value for value in values if value is not None]
-    return mean_std(numbers)[0] if numbers else None
 
 
 def _better(run: RunFiles, judge: MetricInfo) -> float | None:

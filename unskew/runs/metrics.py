@@ -22,23 +22,11 @@ from unskew.tasks.primary_metric import ONE_CLASS, RECALL, WORST, MetricInfo, me
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
-    *(
-        "model",
-        "parameters",
-        "buffers",
-        "client_weighting",
-        "engine",
-        "clients_per_group",
-        "target",
-        "synthetic",
-        "privacy",
-        "gaussian_mu",
-    ),
+    *("model", "parameters", "buffers", "client_weighting", "engine", "clients_per_group", "target", "synthetic"),
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
-    *("kept_round", "client", "name", "samples", "num_held_out", "class_counts", "positive", "support"),
-    *("attack", "attackers", "attacker", "backdoor_success", "unseen", "max_rounds", "seeds", "reference"),
-    "test_samples",
-    *("epsilon", "delta", "noise_multiplier", "clip_norm"),
+    *("kept_round", "client", "name", "samples", "num_held_out", "class_counts", "positive", "support", "unseen"),
+    *("attack", "attackers", "attacker", "backdoor_success", "max_rounds", "seeds", "reference", "test_samples"),
+    *("epsilon", "delta", "noise_multiplier", "clip_norm", "privacy", "gaussian_mu"),
 }
 """Keys of rounds, summaries and client rows, which are not allowed as names of custom metrics."""
 PREFIXES = ("synthetic_", "best_", "constant_", "client_", "clients_", "personal_", "validation_", "local_", "server_",

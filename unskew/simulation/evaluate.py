@@ -20,7 +20,7 @@ from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
 from unskew.tasks.intervals import interval95, interval_fields, metric_interval
 from unskew.tasks.metrics import MetricSet
-from unskew.tasks.primary_metric import RECALL, MetricInfo
+from unskew.tasks.primary_metric import MetricInfo
 from unskew.tasks.regression import Regression
 
 BATCH = 500
@@ -85,7 +85,7 @@ class ClientScores:
         without = [client_names[k] if client_names else k for k in np.delete(everyone, finite).tolist()]
         named = {f"{name}_undefined": len(without), f"{name}_undefined_names": without[:NAMED]} if without else {}
         if not len(finite):
-            return dict.fromkeys([f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")]) | named
+            return dict.fromkeys(f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")) | named
         values, ids = values[finite], everyone[finite]
         worst = values.argmax() if metric.lower_is_better else values.argmin()
         decile = np.sort(-values if metric.lower_is_better else values)[: max(1, len(values) // 10)].mean()
@@ -97,6 +97,14 @@ class ClientScores:
             f"{name}_worst": float(values[worst]),
             **({f"{name}_worst_name": client_names[int(ids[worst])]} if client_names else {}),
             f"{name}_worst_decile": float(-decile if metric.lower_is_better else decile),
+        }
+
+    def by_client(self, prefix: str = "") -> dict[int, dict[str, float]]:
+        """Return the metrics of each client; with a prefix of their names, for a further model, without the loss."""
+        metrics = {self.scored: self.accuracies, **({} if prefix else {"loss": self.losses}), **self.others}
+        return {
+            int(k): {f"{prefix}{name}": float(values[i]) for name, values in metrics.items()}
+            for i, k in enumerate(self.ids)
         }
 
     def without(self, clients: Collection[int]) -> ClientScores:
@@ -255,18 +263,16 @@ class Evaluator:
         The R² of a client is a mean over its samples, because it divides by the variance of all clients; its interval is
         Student's t. For many clients, metrics that need a bootstrap have no interval.
         """
-        arrays, task = self._arrays([logits], y), self.task
-        few = len(self.federation.clients) <= MOST_BOOTSTRAPS
-        intervals: dict[str, float | None] = {}
+        arrays, few = self._arrays([logits], y), len(self.federation.clients) <= MOST_BOOTSTRAPS
+        intervals: dict[str, float] = {}
         for name in self.metrics.with_intervals:
-            closed = name == "accuracy" or name.startswith(RECALL) or (name == "auroc" and self.federation.classes == 2)
             if name == Regression.scored:
-                interval = interval95(task.correct(logits, y).tolist())
+                interval = interval95(self.task.correct(logits, y).tolist())
             else:
-                defined = few or (closed and task.name == "classification")
-                interval = metric_interval(name, task, *arrays, self.metrics) if defined else None
-            intervals |= interval_fields(name, interval)
-        return {name: np.nan if end is None else end for name, end in intervals.items()}
+                interval = metric_interval(name, self.task, *arrays, self.metrics, bootstrap=few)
+            low, high = interval or (np.nan, np.nan)
+            intervals |= {f"{name}_low": low, f"{name}_high": high}
+        return intervals
 
     def evaluate_clients(
         self,
@@ -358,15 +364,16 @@ class Evaluator:
         Args:
             like: Scores of a model; constants are evaluated for the same clients on the same samples.
         """
-        metrics = {}
+        constants = {}
         for client in (self.federation.clients[k] for k in like.ids.tolist()):
             if like.measured_on == BY_CLASS:
                 y = self.test[1]
                 weights = self.task.counts(client.y, self.federation.classes).to(y.device, torch.float64)[y]
-                metrics[client.id] = self._constant_metrics(client.y, y, weights)
+                metrics = self._constant_metrics(client.y, y, weights)
             else:
-                metrics[client.id] = self._constant_metrics(client.y, client.y_test, each=True)
-        return metrics
+                metrics = self._constant_metrics(client.y, client.y_test, each=True)
+            constants[client.id] = {f"constant_{name}": value for name, value in metrics.items()}
+        return constants
 
     def test_constant(self) -> dict[str, float]:
         """Return the metrics of a constant on the test set, from all training samples.
@@ -396,18 +403,14 @@ class Evaluator:
         if constant is None:
             return {}
         logits = constant.expand(len(y), *constant.shape)
-        right = self.task.correct(logits, y)
+        right, scored = self.task.correct(logits, y), self.task.scored
         if weights is not None:
-            return {self.task.scored: float(right @ weights / weights.sum())}
+            return {scored: float(right @ weights / weights.sum())}
         loss = float(self.task.losses(logits, y).to(torch.float64).mean())
-        metrics = {
-            self.task.scored: float(right.mean()),
-            "loss": loss,
-            **self.task.measure(self.task.tally(logits, y), loss),
-        }
+        metrics = {scored: float(right.mean()), "loss": loss, **self.task.measure(self.task.tally(logits, y), loss)}
         if self.metrics:
             metrics |= replace(self.metrics, own={}).of(*self._arrays([logits], y), "a constant")
-        return metrics | {self.task.scored: float(right.mean()), **self._intervals(logits, y)} if each else metrics
+        return metrics | {scored: float(right.mean()), **self._intervals(logits, y)} if each else metrics
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return accuracy and loss on the test set reweighted to the classes in each client's labels, ``[K]`` each."""
