@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import binomtest, t
 from sklearn.metrics import average_precision_score, f1_score, log_loss
-from unskew.config.infer import infer_config
+from unskew.config.inference.infer import infer_config
 
 import unskew
 from unskew.cli.tables import clients_text, summary_table

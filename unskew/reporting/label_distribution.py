@@ -24,9 +24,7 @@ MAPS = 5
 def label_distributions(part: RunGroup) -> list[dict[str, Any]]:
     """Return an entry for each partition of the group, of the first seeds; none if run folders lack label counts."""
     distributions: dict[str, RunFiles] = {}
-    for run in sorted(
-        (run for method_runs in part.series for run in method_runs.runs), key=lambda run: int(run.summary["seed"])
-    ):
+    for run in sorted(part.runs, key=lambda run: int(run.summary["seed"])):
         if run.clients:
             trained = [row for row in run.clients if "unseen" not in row]
             distributions.setdefault(run.summary["partition_hash"], replace(run, clients=trained))

@@ -86,12 +86,8 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
     uneven = weighting_mismatch_note(
         {method_runs.label: method_runs.runs[0].summary.get("client_weighting") for method_runs in part.ranked}
     )
-    unequal = any(
-        len({row["samples"] for row in run.clients}) > 1 for method_runs in part.series for run in method_runs.runs
-    )
-    if (
-        together := composition_note(run.summary for method_runs in part.series for run in method_runs.runs)
-    ) is not None:
+    unequal = any(len({row["samples"] for row in run.clients}) > 1 for run in part.runs)
+    if (together := composition_note(run.summary for run in part.runs)) is not None:
         entries = [("all runs", together), *entries]
     return [("all runs", uneven), *entries] if uneven and unequal else entries
 

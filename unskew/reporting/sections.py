@@ -15,7 +15,6 @@ from unskew.reporting import chart_data, run_description, tables
 from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
 from unskew.reporting.run_groups import RunGroup
-from unskew.reporting.run_reader import RunFiles
 from unskew.reporting.section_errors import guard_section, section_html
 from unskew.reporting.synthetic_vs_real import synthetic_and_real
 from unskew.reporting.templating import render_section
@@ -84,10 +83,6 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
         ("Run it again", partial(_repeat, part)),
     ]
     return [html for title, write in sections if (html := section_html(title, write))]
-
-
-def _runs(part: RunGroup) -> list[RunFiles]:
-    return [run for method_runs in part.series for run in method_runs.runs]
 
 
 def _result(part: RunGroup) -> str:
@@ -162,8 +157,8 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     }
     gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few."
     gini = gini if part.at_clients.name == "accuracy" else ""
-    evaluated_on = sorted({str(run.summary.get("clients_evaluated_on")) for run in _runs(part)})
-    rows = [row for run in _runs(part) for row in run.clients]
+    evaluated_on = sorted({str(run.summary.get("clients_evaluated_on")) for run in part.runs})
+    rows = [row for run in part.runs for row in run.clients]
     few = {client_label(row) for row in rows if chart_data.has_few_samples(row)}
     everyone = {client_label(row) for row in rows if "support" in row}
     notes = [gini] if gini else []
@@ -193,7 +188,7 @@ def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
 
 
 def _costs(part: RunGroup) -> str:
-    server_measured = any("server/gflops" in run.summary for run in _runs(part))
+    server_measured = any("server/gflops" in run.summary for run in part.runs)
     return render_section("cost", entry=tables.cost_table(part), server_measured=server_measured)
 
 
@@ -240,18 +235,18 @@ def _repeat(part: RunGroup) -> str:
         commands=run_description.repeat_commands(part)[:20],
         runs=tables.runs_table(part),
         configurations=configurations,
-        machines=run_description.versions_and_machines(_runs(part)),
+        machines=run_description.versions_and_machines(part.runs),
     )
 
 
 def summary_line(part: RunGroup) -> str:
     """Return a one-line description of a group."""
-    seeds = sorted({run.summary["seed"] for run in _runs(part)})
-    rounds = sorted({run.summary["rounds"] for run in _runs(part)})
+    seeds = sorted({run.summary["seed"] for run in part.runs})
+    rounds = sorted({run.summary["rounds"] for run in part.runs})
     methods = part.ranked or part.series
     references = ", with references" if len(methods) < len(part.series) else ""
     line = f"{len(methods)} method{'s' if len(methods) > 1 else ''}{references}, seeds {', '.join(map(str, seeds))}"
     target = f", target {value_text(part.objective, part.target, sign=' %')}" if part.counts else ""
-    newest = max((run.folder / "summary.json").stat().st_mtime for run in _runs(part))
+    newest = max((run.folder / "summary.json").stat().st_mtime for run in part.runs)
     day = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
     return f"{line}, {' or '.join(map(str, rounds))} rounds{target}; finished on {day}"

@@ -21,6 +21,7 @@ from unskew.comparison.summary_statistics import (
     paired_differences,
     pairs_by_seed,
     std_key,
+    usable_values,
 )
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
@@ -143,10 +144,8 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         part: Runs of the group.
         references: Whether to list references instead of methods.
     """
-    everything = part.comparison().rows()
-    judge = part.objective
-    own = part.at_clients
-    rows = [row for row in everything if row["reference"] == references]
+    judge, own = part.objective, part.at_clients
+    rows = [row for row in part.comparison().rows() if row["reference"] == references]
     if not rows:
         return None
     several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
@@ -161,16 +160,11 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         shown_columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
         columns |= {metric_title(title, judge): (metric_cell(judge), name) for title, name in shown_columns.items()}
         columns |= {f"{title}, %": (percent_cell, name) for title, name in several.items()}
-        columns |= {
-            metric_title(metric.title, metric): (metric_cell(metric), metric.name)
-            for metric in secondary_metrics(rows[0])
-        }
-        private = {"epsilon": "epsilon", "epsilon if secret": "epsilon_if_secret"}
-        columns |= {
-            title: (loss_cell, name)
-            for title, name in private.items()
-            if any(row.get(name) is not None for row in rows)
-        }
+        more = secondary_metrics(rows[0])
+        columns |= {metric_title(metric.title, metric): (metric_cell(metric), metric.name) for metric in more}
+        for name in ("epsilon", "epsilon_if_secret"):
+            if any(row.get(name) is not None for row in rows):
+                columns[name.replace("_", " ")] = (loss_cell, name)
         if "backdoor_success" in rows[0]:
             columns["attack success, %"] = (percent_cell, "backdoor_success")
         columns["loss"] = (loss_cell, "loss")
@@ -186,9 +180,8 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         spread = row["seeds"] > 1
         cells = [write(row.get(name), row.get(std_key(name)) if spread else None) for write, name in columns.values()]
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
-        reached = (
-            [] if not part.counts else [number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
-        )
+        rounds = number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed
+        reached = [rounds] if part.counts else []
         costs = [megabytes_cell(row["bytes_up"]), megabytes_cell(row["bytes_down"]), number_cell(row["seconds"])]
         lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, *reached, *costs])
     counted = [f"rounds to {value_text(judge, part.target, sign=' %')}"] if part.counts else []
@@ -243,9 +236,8 @@ def benefit_tables(benefit: Benefit) -> tuple[Table, Table]:
     rest = len(clients) - MOST_ROWS
     groups = [f"the {MOST_ROWS} that gain least"] * MOST_ROWS + [f"{rest} others"] * rest if rest > 0 else []
     cells = [[[Cell(*entry) for entry in row.values()] for row in rows] for rows in (overview, clients)]
-    one_by_one = Table(
-        "benefit of clients", f"{title}, client by client", [*clients[0]], cells[1], 1, groups, "clients"
-    )
+    caption = f"{title}, client by client"
+    one_by_one = Table("benefit of clients", caption, [*clients[0]], cells[1], 1, groups, "clients")
     return Table("benefit", title, [*overview[0]], cells[0]), one_by_one
 
 
@@ -266,9 +258,8 @@ def target_table(part: RunGroup) -> Table | None:
     rows, judge = [], part.objective
     timed = ["simulated seconds" for first in part.ranked[:1] if "seconds_simulated" in first.runs[0].summary]
     for method_runs in part.ranked:
-        reached = [
-            row for run in method_runs.runs if (row := first_reaching(run.history, part.target, judge)) is not None
-        ]
+        firsts = (first_reaching(run.history, part.target, judge) for run in method_runs.runs)
+        reached = [row for row in firsts if row is not None]
         cells = [Cell("")] * (3 + len(timed))
         if len(reached) == len(method_runs.runs):
             rounds, seconds = (mean_std([row[name] for row in reached])[0] for name in ("round", "seconds"))
@@ -292,44 +283,30 @@ def fairness_table(part: RunGroup) -> Table | None:
             if means[0] is None:
                 continue
             unseen, name = whose in UNSEEN, f"personal_{judge.name}" if "personal" in whose else judge.name
-            scored = [
-                [
-                    row[name]
-                    for row in run.clients
-                    if is_usable_number(row.get(name)) and row.get("unseen", False) is unseen
-                ]
-                for run in method_runs.runs
-            ]
+            rows_of = [[row for row in run.clients if row.get("unseen", False) is unseen] for run in method_runs.runs]
+            scored = [usable_values(own, name) for own in rows_of]
             better = mean_or_none([_better(run, judge) for run in method_runs.runs]) if label == "personal" else None
-            shares = (
-                judge.percent and judge.name != "r2" and not judge.lower_is_better
-            )  # R² may be negative, so a share of the total is not defined
+            # R² may be negative, so a share of the total is not defined.
+            shares = judge.percent and judge.name != "r2" and not judge.lower_is_better
             gap = mean_or_none([gini(values) for values in scored if values]) if shares else None
             cells = [metric_cell(judge)(value) for value in means]
             label = "own" if is_local(method_runs.method) else label
             rows.append([Cell(method_runs.label), Cell(label), *cells, number_cell(gap, 3), percent_cell(better)])
     if not rows:
         return None
-    columns = [
-        metric_title("mean", judge),
-        "std over clients",
-        metric_title("worst decile", judge),
-        metric_title("worst client", judge),
-        "Gini",
-        "clients it serves better, %",
-    ]
+    mean, decile, worst = (metric_title(title, judge) for title in ("mean", "worst decile", "worst client"))
+    columns = [mean, "std over clients", decile, worst, "Gini", "clients it serves better, %"]
     caption = f"{judge.heading} over clients after the last round, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 
 
 def _better(run: RunFiles, judge: MetricInfo) -> float | None:
     """Return the share of clients for which the personal model is better than the global one."""
+    personal = f"personal_{judge.name}"
     pairs = [
-        (row[f"personal_{judge.name}"], row[judge.name])
+        (row[personal], row[judge.name])
         for row in run.clients
-        if is_usable_number(row.get(f"personal_{judge.name}"))
-        and is_usable_number(row.get(judge.name))
-        and "unseen" not in row
+        if "unseen" not in row and all(is_usable_number(row.get(name)) for name in (personal, judge.name))
     ]
     return mean_or_none([float(judge.rank(own_value) > judge.rank(everyones)) for own_value, everyones in pairs])
 
@@ -373,7 +350,7 @@ def cost_table(part: RunGroup) -> Table:
     costs = {
         name: [mean_or_none([_cost(run, name) for run in method_runs.runs]) for method_runs in part.series]
         for name in COSTS
-        if any(_cost(run, name) for method_runs in part.series for run in method_runs.runs)
+        if any(_cost(run, name) for run in part.runs)
     }
     rows = [
         [Cell(method_runs.label), *(COSTS[name][1](values[index]) for name, values in costs.items())]
@@ -393,12 +370,10 @@ def runs_table(part: RunGroup) -> Table:
     """Build the table of all runs with the metrics of their ``summary.json``."""
     judge, own = part.objective, part.at_clients
     write, per = metric_cell(judge), " %" if own.percent else ""
-    pairs: list[tuple[MethodRuns, RunFiles]] = [
-        (method_runs, run) for method_runs in part.series for run in method_runs.runs
-    ]
+    pairs = [(method_runs.label, run, run.summary) for method_runs in part.series for run in method_runs.runs]
     rows = [
         [
-            Cell(method_title({"method": method_runs.label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
+            Cell(method_title({"method": label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
             Cell(str(run.folder)),
             number_cell(s["seed"], 0),
             write(s.get(judge.name)),
@@ -410,15 +385,14 @@ def runs_table(part: RunGroup) -> Table:
             megabytes_cell(s["bytes_down"]),
             number_cell(s["seconds"]),
         ]
-        for method_runs, run in pairs
-        for s in (run.summary,)
+        for label, run, s in pairs
     ]
-    columns = [
-        metric_title("last round", judge),
-        metric_title("best round", judge),
+    columns = [metric_title(title, judge) for title in ("last round", "best round")]
+    columns += [
         "best round",
         "loss",
         f"clients, mean{per}",
+        *(metric_title(f"worst {k}", own) for k in ("decile", "client")),
     ]
-    columns += [metric_title("worst decile", own), metric_title("worst client", own), "MB up", "MB down", "seconds"]
+    columns += ["MB up", "MB down", "seconds"]
     return Table("runs", "All runs, as in their summary.json", ["method", "folder", "seed", *columns], rows, 2)
