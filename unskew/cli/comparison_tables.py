@@ -81,10 +81,8 @@ class MethodRows(Table):
     def __init__(self, title: str, methods: Iterable[str], *columns: str, first: str = "method"):
         super().__init__(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         names = [first, *methods]
-        self.most, self.least = (
-            max(map(len, names)),
-            max(len(part) for name in names for part in split_expression(name)),
-        )
+        self.most = max(map(len, names))
+        self.least = max(len(part) for name in names for part in split_expression(name))
         self.add_column(first)
         for name in columns:
             self.add_column(name, justify="left" if name in WORDS else "right")
@@ -242,14 +240,12 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     metrics = secondary_metrics(rows[0])
     if not metrics:
         return None
-    title = (
-        f"Test set{' in %' if all(metric.percent for metric in metrics) else ''}, last round, {mean_std_text(rows[0])}"
-    )
+    unit = " in %" if all(metric.percent for metric in metrics) else ""
+    title = f"Test set{unit}, last round, {mean_std_text(rows[0])}"
     table = MethodRows(title, map(method_title, rows), *(metric.title for metric in metrics))
     for row in rows:
-        table.add_row(
-            MethodExpressionCell(method_title(row)), *(value_cell(row, metric, metric.name) for metric in metrics)
-        )
+        values = (value_cell(row, metric, metric.name) for metric in metrics)
+        table.add_row(MethodExpressionCell(method_title(row)), *values)
     return table
 
 
@@ -306,9 +302,8 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
             change += f" ({ends})" if ends else ""
             ends = interval_text(metric, row["all_interval"]) or "-"
             first = [row["method"]] if len(means) > 1 else []
-            table.add_row(
-                *first, row["client"], counts[0], all_samples, ends, counts[1], without, along, change, end_section=last
-            )
+            held_out = (counts[1], without, along, change)
+            table.add_row(*first, row["client"], counts[0], all_samples, ends, *held_out, end_section=last)
     return table
 
 
@@ -325,7 +320,6 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
         for whose, label in CLIENT_MODELS.items():
             keys = [f"{whose}_{scored}_{name}" for name in OVER_CLIENTS]
             if row.get(keys[0]) is not None:
-                table.add_row(
-                    MethodExpressionCell(method_title(row)), label, *(value_cell(row, judge, key) for key in keys)
-                )
+                values = (value_cell(row, judge, key) for key in keys)
+                table.add_row(MethodExpressionCell(method_title(row)), label, *values)
     return table

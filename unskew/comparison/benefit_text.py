@@ -37,10 +37,8 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
         )
     constant, minus = benefit.over_clients("constant"), benefit.over_clients("federated", "constant")
     if constant is not None and minus is not None:
-        above = benefit.metric.rank(minus.value) > 0
-        better = (
-            "better" if benefit.improves("federated", "constant") else "not clearly better" if above else "no better"
-        )
+        unclear = "not clearly better" if benefit.metric.rank(minus.value) > 0 else "no better"
+        better = "better" if benefit.improves("federated", "constant") else unclear
         value = value_text(benefit.metric, constant.value, sign=" %")
         lines.append(
             f"{labels['federated']} is {better} than a constant ({labels['constant']}, {value}): "

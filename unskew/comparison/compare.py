@@ -66,9 +66,7 @@ if TYPE_CHECKING:
 
 def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
     """Return a note if methods weight clients of different sizes differently; None if all use one weighting."""
-    by_samples, alike = (
-        [name for name, weighting in weights.items() if weighting == which] for which in ("samples", "uniform")
-    )
+    by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
     if not (by_samples and alike):
         return None
     return (
@@ -140,9 +138,7 @@ class Comparison(NotebookTable):
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             notes.append(f"The methods were trained for different numbers of rounds: {each}.")
-        uneven = weighting_mismatch_note(
-            {name: summaries[0].get("client_weighting") for name, summaries in self.ranked.items()}
-        )
+        uneven = weighting_mismatch_note({name: own[0].get("client_weighting") for name, own in self.ranked.items()})
         if self.unequal and uneven:
             notes.append(uneven)
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
@@ -421,9 +417,7 @@ def compare(
                 history, summary, rows = run
                 if is_local(name):
                     own_metrics = summary.get("own_metrics", ())
-                    history, rows = (
-                        [without_global_model(row, own_metrics) for row in part] for part in (history, rows)
-                    )
+                    history, rows = ([without_global_model(row, own_metrics) for row in t] for t in (history, rows))
                     summary = without_global_model(summary, own_metrics)
                 result.histories.setdefault(name, []).append(history)
                 result.summaries.setdefault(name, []).append(summary)

@@ -19,7 +19,7 @@ WHOLE = ("clients", "seed", "rounds", "parameters")
 NUMBERS = ("bytes_up", "bytes_down", "seconds")
 Spread = tuple[float, float]
 Summary = Mapping[str, Any]
-FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {
+FIGURES = {name for task in TASKS.values() for name in (*task.figures, *task.lower_is_better)} - {"loss"} | {
     "best_loss"
 }
 

@@ -120,10 +120,8 @@ def repeat_commands(part: RunGroup) -> list[str]:
     plain = all(method_runs.label == method_runs.method for method_runs in series) and len(seeds) == 1
     if not plain or len(runs) == 1 or any(run.config.get("start_from") for run in runs):
         return [shlex.join(["unskew", "run", str(run.folder / "config.yaml")]) for run in runs]
-    files, which = (
-        [str(method_runs.runs[0].folder / "config.yaml") for method_runs in series],
-        ["--seeds", ",".join(map(str, *seeds))],
-    )
+    files = [str(method_runs.runs[0].folder / "config.yaml") for method_runs in series]
+    which = ["--seeds", ",".join(map(str, *seeds))]
     if same_comparison(method_runs.runs[0].config for method_runs in series):
         words = ["unskew", "compare", *(method_runs.method for method_runs in series), *which, "--config", files[0]]
     else:  # each method has its own fields, as after tuning

@@ -40,15 +40,14 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
     """
     curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
+    classifier: dict[str, Any] = {"axes": {}, "lines": {}}
     return {
         "methods": [{"label": entry.label, **styles[entry.label]} for entry in part.series],
         "curves": guard_section("Curves", lambda: chart_data.learning_curves(part), lambda _: curves),
         "measured": guard_section(MEASUREMENTS, lambda: chart_data.diagnostic_charts(part), lambda _: measured),
         "holdings": guard_section(LABELS, lambda: label_distributions(part), lambda _: []),
         "boxes": guard_section("Accuracy of clients", lambda: chart_data.client_boxes(part), lambda _: {}),
-        "classifier": guard_section(
-            "Classifier", lambda: chart_data.classifier_curves(part), lambda _: {"axes": {}, "lines": {}}
-        ),
+        "classifier": guard_section("Classifier", lambda: chart_data.classifier_curves(part), lambda _: classifier),
         "axes": {
             name: chart_data.axis_title(entry, " on a client's own data")
             for name, entry in chart_data.per_client_metrics(part).items()
@@ -95,20 +94,17 @@ def _benefit(part: RunGroup) -> str:
     if benefit is None or not benefit.clients:
         return ""
     overview, clients = tables.benefit_tables(benefit)
-    return render_section(
-        "benefit", overview=overview, clients=clients, same=benefit.same_clients, scored=part.at_clients.name
-    )
+    scored, same = part.at_clients.name, benefit.same_clients
+    return render_section("benefit", overview=overview, clients=clients, same=same, scored=scored)
 
 
 def _warnings(part: RunGroup) -> str:
     lines = [f"{text} ({runs})" for runs, text in run_description.collect_warnings(part)]
-    lines += [
-        f"{run.summary['updates_skipped']} updates were not finite and were skipped "
-        f"({method_runs.label}, seed {run.summary['seed']})"
-        for method_runs in part.series
-        for run in method_runs.runs
-        if run.summary.get("updates_skipped")
-    ]
+    for method_runs in part.series:
+        for own in (run.summary for run in method_runs.runs):
+            if skipped := own.get("updates_skipped"):
+                which = f"({method_runs.label}, seed {own['seed']})"
+                lines.append(f"{skipped} updates were not finite and were skipped {which}")
     return render_section("warnings", lines=lines) if lines else ""
 
 
@@ -137,8 +133,8 @@ def _differences(part: RunGroup) -> str:
 def _label_distribution(shown: Sequence[Mapping[str, Any]], group: str) -> str:
     partitions = []
     for entry in shown:
-        numbers = {name: _short(value) for name, value in entry["figures"].items()}
-        partitions.append({"title": entry["title"], "numbers": {**numbers, "partition hash": entry["hash"]}})
+        numbers = {name: _short(value) for name, value in entry["figures"].items()} | {"partition hash": entry["hash"]}
+        partitions.append({"title": entry["title"], "numbers": numbers})
     has_map = any("map" in entry for entry in shown)
     return render_section("label_distribution", partitions=partitions, group=group, has_map=has_map)
 
@@ -210,17 +206,10 @@ def _methods(part: RunGroup, shown: Mapping[str, Any], images: bool) -> str:
         generated = images and run_description.generates_data(method_runs)
         generated = generated and any(synthetic_folders(run) for run in method_runs.runs)
         client, rows = (synthetic_and_real(method_runs) if generated else None) or (None, [])
-        entries.append(
-            {
-                "label": method_runs.label,
-                "facts": facts,
-                "periods": run_description.averaging_periods(method_runs),
-                "pictures": run_description.sample_pictures(method_runs) if images else [],
-                "generated": generated,
-                "client": client,
-                "rows": rows,
-            }
-        )
+        entry = {"label": method_runs.label, "facts": facts, "generated": generated, "client": client, "rows": rows}
+        entry["periods"] = run_description.averaging_periods(method_runs)
+        entry["pictures"] = run_description.sample_pictures(method_runs) if images else []
+        entries.append(entry)
     return render_section("methods", options=options, entries=entries)
 
 

@@ -60,9 +60,8 @@ def evaluate_final_model(
     for name in wanted.with_intervals:
         fields |= interval_fields(prefix + name, metric_interval(name, task, y, scores, wanted))
     curves = classifier_curves(y, scores, wanted) if wanted.known else {}
-    return FinalEvaluation(
-        fields, curves, None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
-    )
+    warning = None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
+    return FinalEvaluation(fields, curves, warning)
 
 
 def class_support(federation: Federation) -> dict[str, Any]:
