@@ -195,9 +195,9 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             MethodExpressionCell(method_title(row)),
-            *(value_cell(row, metric, name) for metric, name in columns.values()),
+            *(value_cell(row, *column) for column in columns.values()),
             rounds_cell(row),
-            *(value_cell(row, metric, name) for metric, name in further.values()),
+            *(value_cell(row, *column) for column in further.values()),
             *("-" if row.get(name) is None else f"{row[name]:.3g}" for name in private.values()),
             *cost_cells(row),
         )
@@ -223,15 +223,9 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
     for row in rows:
         faster = "-" if row.speed_up is None else f"{'>' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
         saving = "-" if row.saving is None else f"{'>' if row.saving_at_least else ''}{100 * row.saving:.1f}"
-        table.add_row(
-            MethodExpressionCell(row.method),
-            f">{row.limit}" if row.rounds is None else f"{row.rounds:.1f}",
-            faster,
-            row.against or "",
-            format_megabytes(row.bytes),
-            saving,
-            *([format_number(row.seconds)] if timed else []),
-        )
+        rounds = f">{row.limit}" if row.rounds is None else f"{row.rounds:.1f}"
+        cells = [rounds, faster, row.against or "", format_megabytes(row.bytes), saving, format_number(row.seconds)]
+        table.add_row(MethodExpressionCell(row.method), *cells[: len(figures)])
     return table
 
 

@@ -64,18 +64,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
-    """Return a note if methods weight clients of different sizes differently; None if all use one weighting."""
-    by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
-    if not (by_samples and alike):
-        return None
-    return (
-        f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
-        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
-        "--client-weighting samples (or uniform) to use one weighting for all."
-    )
-
-
 @dataclass(frozen=True)
 class Comparison(NotebookTable):
     """Results of a comparison.
@@ -138,9 +126,7 @@ class Comparison(NotebookTable):
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             notes.append(f"The methods were trained for different numbers of rounds: {each}.")
-        uneven = weighting_mismatch_note({name: own[0].get("client_weighting") for name, own in self.ranked.items()})
-        if self.unequal and uneven:
-            notes.append(uneven)
+        notes += self.weighting_notes()
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
         if lost:
             which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
@@ -149,6 +135,18 @@ class Comparison(NotebookTable):
             notes.append(f"Diverged, so the metrics do not describe the method: {which}. {remedy}")
         together = composition_note(chain.from_iterable(self.summaries.values()))
         return notes if together is None else [*notes, together]
+
+    def weighting_notes(self) -> list[str]:
+        """Return a note if methods weight clients of different sizes differently."""
+        weights = {name: own[0].get("client_weighting") for name, own in self.ranked.items()}
+        by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
+        if not (self.unequal and by_samples and alike):
+            return []
+        return [
+            f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
+            f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
+            "--client-weighting samples (or uniform) to use one weighting for all."
+        ]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
@@ -165,12 +163,8 @@ class Comparison(NotebookTable):
                 for history, summary in zip(histories, summaries, strict=True)
             )
             rounds = [first["round"] for first in reached if first is not None]
-            row: dict[str, Any] = {
-                "method": name,
-                "seeds": len(summaries),
-                "client_weighting": summaries[0].get("client_weighting"),
-            }
-            row["reference"] = is_reference(name)
+            row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
+            row |= {"client_weighting": summaries[0].get("client_weighting"), "reference": is_reference(name)}
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
             row |= {key: summaries[0][key] for key in ("objective", "own_metrics", "positive") if key in summaries[0]}
             figures = [key for key in summaries[0] if is_metric(key)]
@@ -185,12 +179,10 @@ class Comparison(NotebookTable):
                 "target": self.target,
                 "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,
                 "seeds_reaching_target": len(rounds),
-                "bytes_up": mean_std([s["bytes_up"] for s in summaries])[0],
-                "bytes_down": mean_std([s["bytes_down"] for s in summaries])[0],
-                "seconds": mean_std([s["seconds"] for s in summaries])[0],
             }
-            timed = [s["seconds_simulated"] for s in summaries if "seconds_simulated" in s]
-            row |= {"seconds_simulated": mean_std(timed)[0]} if timed else {}
+            for key in ("bytes_up", "bytes_down", "seconds", "seconds_simulated"):
+                costs = [s[key] for s in summaries if key in s]
+                row |= {key: fmean(costs)} if costs else {}
             table.append({**row, "bytes_up": None, "bytes_down": None} if row["reference"] else row)
         return table
 
@@ -386,15 +378,9 @@ def compare(
             result = replace(result, left_out=tuple(left_out))
             configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
-            (counts, classes), title = data.label_distribution(), f"{data.name}, {data.partition}, seed {which[0]}"
-            plot_clients_by_class(
-                counts,
-                classes,
-                folder / "clients.png",
-                title,
-                client_names=data.client_names,
-                exclusive=data.task != "multilabel",
-            )
+            title, image = f"{data.name}, {data.partition}, seed {which[0]}", folder / "clients.png"
+            plot = partial(plot_clients_by_class, client_names=data.client_names, exclusive=data.task != "multilabel")
+            plot(*data.label_distribution(), image, title)
         at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
             finished_ones = {config for config in configs if is_finished(arguments(*config)[2], configs[config])}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ WHOLE = ("clients", "seed", "rounds", "parameters")
 NUMBERS = ("bytes_up", "bytes_down", "seconds")
 Spread = tuple[float, float]
 Summary = Mapping[str, Any]
-FIGURES = {name for task in TASKS.values() for name in (*task.figures, *task.lower_is_better)} - {"loss"} | {
-    "best_loss"
+FIGURES = {*chain.from_iterable((*task.figures, *task.lower_is_better) for task in TASKS.values()), "best_loss"} - {
+    "loss"
 }
 
 

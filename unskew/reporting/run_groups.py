@@ -102,13 +102,12 @@ class RunGroup:
 
     def comparison(self) -> Comparison:
         """Return the group as a result of ``unskew.compare``."""
-        return Comparison(
-            {method_runs.label: [run.history for run in method_runs.runs] for method_runs in self.series},
-            {method_runs.label: [run.summary for run in method_runs.runs] for method_runs in self.series},
-            self.target,
-            None,
-            clients={method_runs.label: [run.clients for run in method_runs.runs] for method_runs in self.series},
+        histories, summaries, clients = (
+            {method_runs.label: [getattr(run, part) for run in method_runs.runs] for method_runs in self.series}
+            for part in ("history", "summary", "clients")
         )
+        unequal = any(len({row["samples"] for row in run.clients}) > 1 for run in self.runs)
+        return Comparison(histories, summaries, self.target, None, unequal, clients=clients)
 
 
 def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:

@@ -151,13 +151,13 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
         name: f"{known[name].title}, {'own models' if name.startswith('personal_') else 'global model'}"
         for name in shown
     }
-    gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few."
-    gini = gini if part.at_clients.name == "accuracy" else ""
     evaluated_on = sorted({str(run.summary.get("clients_evaluated_on")) for run in part.runs})
     rows = [row for run in part.runs for row in run.clients]
     few = {client_label(row) for row in rows if chart_data.has_few_samples(row)}
     everyone = {client_label(row) for row in rows if "support" in row}
-    notes = [gini] if gini else []
+    notes = [f"Measured on {', '.join(evaluated_on)}."]
+    if part.at_clients.name == "accuracy":
+        notes.append("Gini: 0 = all clients equally well served, 1 = all benefit goes to few.")
     if few:
         notes.append(
             f"{len(few)} of {len(everyone)} clients hold out fewer than {FEWEST} samples of a class, so their values "
@@ -165,13 +165,7 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
         )
     if part.at_clients.name == "r2":
         notes.append("The R² of a client divides by the variance of all clients' targets, not of its own.")
-    return render_section(
-        "clients",
-        title=f"{title} of clients",
-        choices=choices,
-        entry=table,
-        note=f"Measured on {', '.join(evaluated_on)}. {' '.join(notes)}".rstrip(),
-    )
+    return render_section("clients", title=f"{title} of clients", choices=choices, entry=table, note=" ".join(notes))
 
 
 def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:

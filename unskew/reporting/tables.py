@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,9 @@ from unskew.tasks.formatting import (
 from unskew.tasks.formatting import format_number as loss_text
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
+
+COST = ("MB up", "MB down", "seconds")
+"""Titles of the columns of costs."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,11 @@ def loss_cell(value: float | None, spread: float | None = None) -> Cell:
     return Cell(loss_text(value, spread), value, spread)
 
 
+def cost_cells(row: Mapping[str, Any]) -> list[Cell]:
+    """Return the cells of the columns ``COST``, given a summary or a row of a comparison."""
+    return [megabytes_cell(row["bytes_up"]), megabytes_cell(row["bytes_down"]), number_cell(row["seconds"])]
+
+
 def std_note(part: RunGroup) -> str:
     """Return a note on the number of seeds and on standard deviations."""
     most = max(len(method_runs.runs) for method_runs in part.series)
@@ -182,10 +190,9 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
         rounds = number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed
         reached = [rounds] if part.counts else []
-        costs = [megabytes_cell(row["bytes_up"]), megabytes_cell(row["bytes_down"]), number_cell(row["seconds"])]
-        lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, *reached, *costs])
+        lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, *reached, *cost_cells(row)])
     counted = [f"rounds to {value_text(judge, part.target, sign=' %')}"] if part.counts else []
-    titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
+    titles = ["method", "seeds", *columns, *counted, *COST]
     what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
     if references:
         return Table("references", REFERENCES_TITLE, titles, lines)
@@ -381,18 +388,10 @@ def runs_table(part: RunGroup) -> Table:
             number_cell(_cost(run, "best_round"), 0),
             loss_cell(s.get("loss")),
             *(metric_cell(own)(s.get(f"client_{own.name}_{what}")) for what in ("mean", "worst_decile", "worst")),
-            megabytes_cell(s["bytes_up"]),
-            megabytes_cell(s["bytes_down"]),
-            number_cell(s["seconds"]),
+            *cost_cells(s),
         ]
         for label, run, s in pairs
     ]
-    columns = [metric_title(title, judge) for title in ("last round", "best round")]
-    columns += [
-        "best round",
-        "loss",
-        f"clients, mean{per}",
-        *(metric_title(f"worst {k}", own) for k in ("decile", "client")),
-    ]
-    columns += ["MB up", "MB down", "seconds"]
+    columns = [*(metric_title(title, judge) for title in ("last round", "best round")), "best round", "loss"]
+    columns += [f"clients, mean{per}", *(metric_title(f"worst {which}", own) for which in ("decile", "client")), *COST]
     return Table("runs", "All runs, as in their summary.json", ["method", "folder", "seed", *columns], rows, 2)

@@ -104,9 +104,7 @@ def summarize(
         "updates_skipped": server.num_skipped,
         "seconds": round(recorder.seconds, 3),
         # Total time of a client that takes part in every round.
-        "client_seconds": sum(
-            (row["setup_seconds"] or 0.0) + (row["train_seconds"] or 0.0) for row in recorder.history
-        ),
+        "client_seconds": sum((row["setup_seconds"] or 0) + (row["train_seconds"] or 0.0) for row in recorder.history),
     }
     reserved = {*summary}
     if divergence_warning(final):

@@ -109,9 +109,8 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         if inputs.task == "regression":
             return np.asarray(read_targets({str(path): rows.table}, inputs.class_names).ys[0])
         label, column = str(inputs.label), rows.table.column(str(inputs.label))
-        names, (labels,), _ = read_labels(
-            {str(path): column}, label, metadata_class_names(rows.table, label), inputs.label_separator
-        )
+        known = metadata_class_names(rows.table, label)
+        names, (labels,), _ = read_labels({str(path): column}, label, known, inputs.label_separator)
     strange = [name for name in names if name not in inputs.names]
     if strange:
         choose = f" Evaluate one of its parts, such as {path / strange[0]}." if strange[0] in SPLITS else ""

@@ -319,9 +319,8 @@ class Evaluator:
         language = self.task.name == "language"
         kept_scores: list[Tensor] | None = [] if (each or pooled) and not language else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
-        right, sums_of, summed, tally = self._samples(
-            v, b, inputs, [c.y_test for c in evaluated], single=True, kept=kept_scores
-        )
+        targets = [c.y_test for c in evaluated]
+        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, kept=kept_scores)
         sizes = [len(c.y_test) for c in evaluated]
         parts = zip(*(torch.split(t, sizes) for t in (right, sums_of, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
@@ -335,7 +334,7 @@ class Evaluator:
             pooled_metrics = self.task.measure(tally, float(summed.sum() / sums_of.sum().clamp_min(1)))
             pooled_metrics.pop(scored, None)
             if kept_scores is not None and self.metrics:
-                y = torch.cat([c.y_test.to(self.model.device) for c in evaluated])
+                y = torch.cat(targets).to(self.model.device)
                 pooled_metrics |= self._of_all(kept_scores, y, "the held-out samples of the clients")
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 

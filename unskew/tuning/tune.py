@@ -206,15 +206,9 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
         ConfigError: If the folder belongs to another tuning.
     """
     config = {k: v for k, v in without_data_locations(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
-    options = {
-        "methods": plan.methods,
-        "trials": plan.trials,
-        "seeds": seeds,
-        "pruning": plan.pruning,
-        "space": {key: str(value) for key, value in plan.given.items()},
-        **config,
-    }
-    options = json.loads(json.dumps(options))
+    space = {key: str(value) for key, value in plan.given.items()}
+    options = {"methods": plan.methods, "trials": plan.trials, "seeds": seeds, "pruning": plan.pruning, "space": space}
+    options = json.loads(json.dumps(options | config))
     path = folder / "plan.json"
     with file_lock(folder / ".plan", 60.0):
         if not path.exists():
