@@ -48,9 +48,8 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
         "trackers": (),
         "diagnose": (),
     }
-    result = run_experiment(
-        config.model_copy(update=changes), federation=tiny, model=setting.model, method=replace(method, data=())
-    )
+    light = config.model_copy(update=changes)
+    result = run_experiment(light, federation=tiny, model=setting.model, method=replace(method, data=()))
     # The first round is atypical, because some tensors do not exist yet, such as a method's first variates.
     first, last = (row["bytes_up"] + row["bytes_down"] for row in (result.history[0], result.history[-1]))
     each = (last - first) / (ROUNDS - 1) / len(few) * max(1, round(config.participation * len(fed.clients)))

@@ -145,7 +145,7 @@ def _short(value: float) -> str:
 
 def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     table = tables.fairness_table(part)
-    title = part.at_clients.heading if table else "Accuracy"
+    title = f"{part.at_clients.heading if table else 'Accuracy'} of clients"
     known = chart_data.per_client_metrics(part) if shown else {}
     choices = {
         name: f"{known[name].title}, {'own models' if name.startswith('personal_') else 'global model'}"
@@ -165,7 +165,7 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
         )
     if part.at_clients.name == "r2":
         notes.append("The R² of a client divides by the variance of all clients' targets, not of its own.")
-    return render_section("clients", title=f"{title} of clients", choices=choices, entry=table, note=" ".join(notes))
+    return render_section("clients", title=title, choices=choices, entry=table, note=" ".join(notes))
 
 
 def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
