@@ -7,11 +7,11 @@ import pytest
 import torch
 from scipy.stats import binomtest, t
 from sklearn.metrics import average_precision_score, f1_score, log_loss
-from unskew.config.inference.infer import infer_config
 
 import unskew
 from unskew.cli.tables import clients_text, summary_table
 from unskew.comparison.references import without_global_model
+from unskew.config.inference.infer import infer_config
 from unskew.errors import ConfigError
 from unskew.reporting.chart_data import has_few_samples
 from unskew.runs.final_evaluation import calibration_warning

@@ -166,13 +166,8 @@ def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
             line = mean_line(method_runs, name)
             if line is not None:
                 lines.setdefault(name, {})[method_runs.label] = {key: line[key] for key in ("round", "mean", "std")}
-            marks = [
-                (row["round"], value)
-                for row in method_runs.runs[0].history
-                if isinstance(row.get(name), list)
-                for value in row[name]
-                if is_usable_number(value)
-            ]
+            lists = [row for row in method_runs.runs[0].history if isinstance(row.get(name), list)]
+            marks = [(row["round"], value) for row in lists for value in row[name] if is_usable_number(value)]
             if marks:
                 marked = [marks[index] for index in evenly_spaced(len(marks), MARKS)]
                 columns = {"round": [r for r, _ in marked], "value": [v for _, v in marked]}

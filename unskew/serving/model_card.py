@@ -130,16 +130,10 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     """
     others = []
     if re.fullmatch(r"seed-\d+", folder.resolve().name):
-        own = without_seed(folder)
-        beside = sorted(
-            folder_path for folder_path in folder.resolve().parent.glob("seed-*") if folder_path != folder.resolve()
-        )
-        others = [
-            folder_path
-            for folder_path in beside
-            if (folder_path / "summary.json").is_file() and without_seed(folder_path) == own
-        ]
-    runs = [read_summary(folder_path) for folder_path in (folder, *others)]
+        own, this = without_seed(folder), folder.resolve()
+        beside = sorted(path for path in this.parent.glob("seed-*") if path != this)
+        others = [path for path in beside if (path / "summary.json").is_file() and without_seed(path) == own]
+    runs = [read_summary(path) for path in (folder, *others)]
     return [{k: v for k, v in own.items() if not (privacy_sentences(own) and CLIENT_METRIC.match(k))} for own in runs]
 
 
