@@ -108,7 +108,7 @@ def _entry(metric: MetricInfo, estimate: Estimate, sign: str = "") -> Entry:
     return f"{text} ({interval})" if interval else text, 100 * estimate.value if metric.percent else estimate.value
 
 
-def test_set_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) -> str:
+def sampling_error_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) -> str:
     """Describe the sampling error of the test set and the value of a constant, to follow a method's mean over seeds.
 
     Args:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
 from unskew.comparison.benefit import Benefit, assess_benefit
-from unskew.comparison.benefit_text import benefit_sentences, test_set_text
+from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -112,7 +112,7 @@ class Comparison(NotebookTable):
             return []
         best = self.benefit.labels["federated"]
         values = usable_values(self.summaries[best], self.objective.name)
-        lines, sampling = benefit_sentences(self.benefit), test_set_text(self.summaries[best], self.objective)
+        lines, sampling = benefit_sentences(self.benefit), sampling_error_text(self.summaries[best], self.objective)
         if values and sampling:
             lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
         return lines

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from unskew.comparison.benefit_text import benefit_sentences, test_set_text
+from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
 from unskew.comparison.significance import LEVEL, paired_p
 from unskew.comparison.summary_statistics import paired_differences, usable_values
 from unskew.reporting.run_groups import RunGroup
@@ -33,7 +33,7 @@ def verdict(part: RunGroup) -> list[str]:
     what, value = f"test {judge.title}", value_text(judge, means[best], sign=" %")
     seeds = len(summaries[best])
     over = f", mean over {seeds} seeds" if seeds > 1 else ""
-    over += test_set_text(summaries[best], judge)
+    over += sampling_error_text(summaries[best], judge)
     if not others:
         text = f"{best} reaches a {what} of {value} after the last round{over}."
         return [*answers, text, f"{_cost(best, summaries)}."]

@@ -34,7 +34,7 @@ def value_text(one: MetricInfo, value: float | None, spread: float | None = None
         spread: Standard deviation of the value, or None.
         sign: Text after a percentage.
 
-    >>> value_text(metric_info("auroc"), 0.5), value_text(metric_info("loss"), 0.5, 0.1)
+    >>> value_text(MetricInfo("auroc", "AUROC"), 0.5), value_text(MetricInfo("loss", "loss", percent=False), 0.5, 0.1)
     ('50.0%', '0.5000 ± 0.1000')
     """
     if one.percent and value is not None:
@@ -50,8 +50,10 @@ def interval_text(metric: MetricInfo, interval: Sequence[float] | None, sign: st
         interval: Lower and upper end, or None.
         sign: ``+`` writes signs, for differences.
 
-    >>> interval_text(metric_info("auroc"), (0.5, 0.75)), interval_text(metric_info("loss"), (-1, 1), "+")
-    ('50.0 to 75.0', '-1.0000 to +1.0000')
+    >>> interval_text(MetricInfo("auroc", "AUROC"), (0.5, 0.75))
+    '50.0 to 75.0'
+    >>> interval_text(MetricInfo("loss", "loss", percent=False), (-1, 1), "+")
+    '-1.0000 to +1.0000'
     """
     digits, factor = (1, 100) if metric.percent else (4, 1)
     return "" if interval is None else " to ".join(f"{factor * end:{sign}.{digits}f}" for end in interval)
