@@ -116,9 +116,9 @@ def sampling_error_text(summaries: Sequence[Mapping[str, Any]], metric: MetricIn
         metric: Metric on the test set.
     """
     value, constant = (mean_or_none(usable_values(summaries, f"{whose}{metric.name}")) for whose in ("", "constant_"))
-    samples, kept = summaries[0].get("test_samples"), f"kept_{metric.name}" in summaries[0]
+    samples, keeps_best = summaries[0].get("test_samples"), f"kept_{metric.name}" in summaries[0]
     # With keep=best, the interval is that of another round.
-    interval = None if kept or not is_usable_number(samples) else interval_of(summaries, metric.name)
+    interval = None if keeps_best or not is_usable_number(samples) else interval_of(summaries, metric.name)
     ends = interval_text(metric, interval)
     text = f" (95 % interval {ends}, sampling error of {samples:,} test samples)" if ends else ""
     if value is None or constant is None:

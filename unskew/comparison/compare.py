@@ -126,7 +126,7 @@ class Comparison(NotebookTable):
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             notes.append(f"The methods were trained for different numbers of rounds: {each}.")
-        notes += self.weighting_notes()
+        notes += weighting_notes(self)
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
         if lost:
             which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
@@ -135,18 +135,6 @@ class Comparison(NotebookTable):
             notes.append(f"Diverged, so the metrics do not describe the method: {which}. {remedy}")
         together = composition_note(chain.from_iterable(self.summaries.values()))
         return notes if together is None else [*notes, together]
-
-    def weighting_notes(self) -> list[str]:
-        """Return a note if methods weight clients of different sizes differently."""
-        weights = {name: own[0].get("client_weighting") for name, own in self.ranked.items()}
-        by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
-        if not (self.unequal and by_samples and alike):
-            return []
-        return [
-            f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
-            f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
-            "--client-weighting samples (or uniform) to use one weighting for all."
-        ]
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
@@ -240,6 +228,19 @@ class Comparison(NotebookTable):
         """
         curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
         return plot_convergence(curves, path, self.objective, list(filter(is_reference, curves)))
+
+
+def weighting_notes(comparison: Comparison) -> list[str]:
+    """Return a note if methods weight clients of different sizes differently."""
+    weights = {name: own[0].get("client_weighting") for name, own in comparison.ranked.items()}
+    by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
+    if not (comparison.unequal and by_samples and alike):
+        return []
+    return [
+        f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
+        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
+        "--client-weighting samples (or uniform) to use one weighting for all."
+    ]
 
 
 LONGEST_NAME = 200

@@ -78,7 +78,12 @@ def is_usable_number(value: object) -> bool:
 
 
 def usable_values(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
-    """Return the values of a key in summaries or other rows, without missing ones."""
+    """Return the values of a key, without missing ones.
+
+    Args:
+        rows: Summaries or other rows.
+        key: Key in the rows.
+    """
     return [row[key] for row in rows if is_usable_number(row.get(key))]
 
 
@@ -89,13 +94,23 @@ def mean_or_none(values: Iterable[float | None]) -> float | None:
 
 
 def interval_of(rows: Sequence[Summary], name: str) -> tuple[float, float] | None:
-    """Return the interval ``NAME_low`` to ``NAME_high`` of a metric, means over rows; None without one."""
+    """Return the interval of a metric, means of its ends over rows; None without one.
+
+    Args:
+        rows: Rows with the ends ``NAME_low`` and ``NAME_high``.
+        name: Name of the metric.
+    """
     low, high = (mean_or_none(usable_values(rows, f"{name}_{end}")) for end in ("low", "high"))
     return None if low is None or high is None else (low, high)
 
 
 def pairs_by_seed(runs: Iterable[Summary], others: Iterable[Summary]) -> list[tuple[Summary, Summary]]:
-    """Return the pairs of summaries with the same seed and partition, from two methods."""
+    """Return the pairs of summaries with the same seed and partition.
+
+    Args:
+        runs: Summaries of a method.
+        others: Summaries of another method.
+    """
     return [
         (run, other)
         for run, other in product(runs, others)
@@ -104,7 +119,13 @@ def pairs_by_seed(runs: Iterable[Summary], others: Iterable[Summary]) -> list[tu
 
 
 def paired_differences(runs: Iterable[Summary], others: Iterable[Summary], key: str) -> list[float]:
-    """Return the values of a key minus those of another method, paired by seed."""
+    """Return the differences of a metric between two methods, paired by seed.
+
+    Args:
+        runs: Summaries of a method.
+        others: Summaries of the method that is subtracted.
+        key: Key of the metric.
+    """
     return [
         run[key] - other[key]
         for run, other in pairs_by_seed(runs, others)
