@@ -54,7 +54,7 @@ def test_the_differences_to_training_alone_are_those_of_a_plain_loop(benefit):
     minus = shares["fedavg"] - shares["local"]
     mean = benefit.over_clients("federated", "local")
     assert mean.value == pytest.approx(minus.mean())
-    assert (mean.low, mean.high) == pytest.approx(stats.t.interval(0.95, 5, minus.mean(), stats.sem(minus)), abs=1e-6)
+    assert mean.interval == pytest.approx(stats.t.interval(0.95, 5, minus.mean(), stats.sem(minus)), abs=1e-6)
     ends = {m: np.array([[wilson_interval(h, N) for h in seed] for seed in of]).mean(0) for m, of in HITS.items()}
     p = []
     for a, b, low, high in zip(shares["fedavg"], shares["local"], ends["fedavg"], ends["local"], strict=True):
@@ -66,7 +66,7 @@ def test_the_differences_to_training_alone_are_those_of_a_plain_loop(benefit):
     assert (gain, loss) == (2, 1)
     first = benefit.overview()[0]
     assert [first[name] for name in ("gain", "tie", "loss")] == [2, 3, 1]
-    assert (first["minus_local"], first["minus_local_low"]) == (mean.value, mean.low)
+    assert (first["minus_local"], first["minus_local_low"]) == (mean.value, mean.interval[0])
     sentence = benefit_sentences(benefit)[0]
     assert sentence.startswith(
         "It is undecided whether federated training helps: fedavg, the best of 2 methods, is ahead"
@@ -121,7 +121,7 @@ def test_clients_of_seeds_with_other_partitions_are_other_clients():
     assert (same.same_clients, other.same_clients) == (True, False)
     assert [client.label for client in other.clients][::4] == ["client 0 of seed 0", "client 0 of seed 1"]
     means = [each.over_clients("federated", "local") for each in (same, other)]
-    assert (means[0].low, means[0].clients) == (pytest.approx(means[1].low), means[1].clients / 2)
+    assert (means[0].interval, means[0].clients) == (pytest.approx(means[1].interval), means[1].clients / 2)
 
 
 def test_undefined_and_small_clients_are_counted_and_named_and_attackers_and_unseen_clients_left_out():

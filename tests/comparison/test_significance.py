@@ -9,7 +9,7 @@ from unskew.tasks.intervals import wilson_interval
 
 
 def share(hits, n):
-    return Estimate(hits / n, *wilson_interval(hits, n))
+    return Estimate(hits / n, wilson_interval(hits, n))
 
 
 @pytest.mark.parametrize(
@@ -24,22 +24,22 @@ def share(hits, n):
 )
 def test_the_difference_of_two_shares_has_newcombes_interval(a, b, low, high):
     found = difference(a, b)
-    assert (found.low, found.high) == pytest.approx((low, high), abs=5.1e-5)
+    assert found.interval == pytest.approx((low, high), abs=5.1e-5)
     back = difference(b, a)
-    assert (back.low, back.high) == pytest.approx((-found.high, -found.low))
+    assert back.interval == pytest.approx((-found.interval[1], -found.interval[0]))
     assert back.p == found.p
 
 
 @pytest.mark.parametrize("b", [share(30, 60), share(38, 60), share(40, 60), share(20, 60)])
 def test_the_p_value_is_below_the_level_exactly_if_the_interval_excludes_zero(b):
     found = difference(share(30, 60), b)
-    assert (found.p < 0.05) == (not found.low <= 0 <= found.high)
+    assert (found.p < 0.05) == (not found.interval[0] <= 0 <= found.interval[1])
 
 
 def test_equal_estimates_tie_and_estimates_without_intervals_are_not_tested():
     assert difference(share(3, 9), share(3, 9)).p == 1
-    assert difference(Estimate(0.5, 0.5, 0.5), Estimate(0.5, 0.5, 0.5)).decision(False) == "tie"
-    assert difference(Estimate(0.6, 0.6, 0.6), Estimate(0.5, 0.5, 0.5)).decision(False) == "gain"
+    assert difference(Estimate(0.5, (0.5, 0.5)), Estimate(0.5, (0.5, 0.5))).decision(False) == "tie"
+    assert difference(Estimate(0.6, (0.6, 0.6)), Estimate(0.5, (0.5, 0.5))).decision(False) == "gain"
     assert difference(Estimate(0.9), share(3, 9)).decision(False) == "untested"
     assert difference(share(95, 100), share(30, 100)).decision(lower_is_better=True) == "loss"
 
@@ -48,14 +48,14 @@ def test_the_mean_over_clients_has_an_interval_of_student():
     values = np.random.default_rng(0).normal(size=12)
     found = mean_over_clients([values])
     wanted = stats.t.interval(0.95, 11, values.mean(), stats.sem(values))
-    assert (found.low, found.high) == pytest.approx(wanted, abs=1e-6)
+    assert found.interval == pytest.approx(wanted, abs=1e-6)
     assert mean_over_clients([[1.0]]) == Estimate(1.0)
 
 
 def test_repeating_the_same_clients_in_more_seeds_does_not_narrow_the_interval():
     values = [1.0, 4.0, 2.0, 7.0]
     one, many = mean_over_clients([values]), mean_over_clients([values] * 5)
-    assert (one.value, one.low, one.high) == pytest.approx((many.value, many.low, many.high))
+    assert (one.value, *one.interval) == pytest.approx((many.value, *many.interval))
     assert (one.clients, many.clients) == (4, 20)
 
 

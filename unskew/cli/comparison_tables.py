@@ -12,15 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from unskew.cli.fit_table import ReflowTable, as_text, omit_empty_columns, stacked_below
-from unskew.comparison.benefit_text import benefit_title, displayed, interval_text
+from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.leave_one_out import LeaveOneOut
-from unskew.comparison.summary_statistics import UNSEEN, std_key
+from unskew.comparison.references import TITLE as REFERENCES
+from unskew.comparison.summary_statistics import CLIENT_MODELS, OVER_CLIENTS, UNSEEN, std_key
 from unskew.tasks.formatting import (
     F1,
     format_megabytes,
     format_number,
-    format_percent,
+    interval_text,
     method_title,
     secondary_metrics,
     unit_text,
@@ -39,10 +40,6 @@ from unskew.tasks.primary_metric import (
 if TYPE_CHECKING:
     from unskew.comparison.compare import Comparison
 
-REFERENCES = (
-    "References, not ranked: all data in one place (pooled), each client alone (local). Unless tuned themselves\n(unskew "
-    "tune), they use another method's settings, so pooled is no upper bound"
-)
 WORDS = ("model", "over")
 """Columns of words, which are left-aligned."""
 NO_GUARANTEE = "epsilon if secret"
@@ -84,10 +81,8 @@ class MethodRows(Table):
     def __init__(self, title: str, methods: Iterable[str], *columns: str, first: str = "method"):
         super().__init__(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         names = [first, *methods]
-        self.most, self.least = (
-            max(map(len, names)),
-            max(len(part) for name in names for part in split_expression(name)),
-        )
+        self.most = max(map(len, names))
+        self.least = max(len(part) for name in names for part in split_expression(name))
         self.add_column(first)
         for name in columns:
             self.add_column(name, justify="left" if name in WORDS else "right")
@@ -121,7 +116,7 @@ def cost_columns(row: dict[str, Any]) -> tuple[str, ...]:
 
 def cost_cells(row: dict[str, Any]) -> list[str]:
     """Format the costs of a method for the columns of ``cost_columns``."""
-    cells = [megabytes_cell(row["bytes_up"]), megabytes_cell(row["bytes_down"]), f"{row['seconds']:.1f}"]
+    cells = [format_megabytes(row["bytes_up"]), format_megabytes(row["bytes_down"]), f"{row['seconds']:.1f}"]
     return [*cells, f"{row['seconds_simulated']:.1f}"] if "seconds_simulated" in row else cells
 
 
@@ -138,35 +133,6 @@ def std_text(row: dict[str, Any], name: str) -> float | None:
         name: Name of the metric.
     """
     return row.get(std_key(name)) if row["seeds"] > 1 else None
-
-
-def epsilon_cell(value: float | None) -> str:
-    """Format epsilon; ``-`` for methods without differential privacy."""
-    return "-" if value is None else f"{value:.3g}"
-
-
-def megabytes_cell(value: float | None) -> str:
-    """Format traffic in MB; ``-`` for references, which have none."""
-    return "-" if value is None else format_megabytes(value)
-
-
-def language_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Build the table of ``unskew compare`` for language models, with losses (lower is better)."""
-    title = f"Test loss in nats per token (lower is better), {mean_std_text(rows[0])}"
-    title = REFERENCES if rows[0].get("reference") else title
-    figures = ("last round", "best round", "perplexity", "next token %", "clients, mean %", rounds_title(rows[0]))
-    table = MethodRows(title, map(method_title, rows), *figures, *cost_columns(rows[0]))
-    for row in rows:
-        losses = [format_number(row.get(name), std_text(row, name)) for name in ("loss", "best_loss", "perplexity")]
-        shares = [format_percent(row[name], std_text(row, name)) for name in ("accuracy", "client_accuracy_mean")]
-        table.add_row(
-            MethodExpressionCell(method_title(row)),
-            *losses,
-            *shares,
-            rounds_cell(row),
-            *cost_cells(row),
-        )
-    return table
 
 
 def rounds_title(row: dict[str, Any]) -> str:
@@ -200,32 +166,39 @@ def comparison_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Build the table that ``unskew compare`` prints: one row per method, means over seeds."""
-    judge = objective_metric(rows[0])
-    if "perplexity" in rows[0] and judge.name in (*SCORES, "loss", "perplexity"):
-        return language_table(rows)
-    several = F1 if rows[0].get("micro_f1") is not None else {}
-    errors = [name for name in ("mae", "rmse") if name in rows[0]]
-    attack = {"attack success": "backdoor_success"} if "backdoor_success" in rows[0] else {}
-    private = {"epsilon": "epsilon", NO_GUARANTEE: "epsilon_if_secret"}
-    private = {title: name for title, name in private.items() if any(row.get(name) is not None for row in rows)}
-    own = client_metric_name(judge.name, primary_metric_name(rows[0]))
-    columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
-    columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
-    columns |= {"clients, mean": f"client_{own}_mean", "worst client": f"client_{own}_worst"}
-    better = " (lower is better)" if judge.lower_is_better else ""
-    title = f"Test {judge.title}{unit_text(judge)}{better}, {mean_std_text(rows[0])}"
-    title = REFERENCES if rows[0].get("reference") else title
-    extra = (*errors, *several, *attack, *private, *cost_columns(rows[0]))
-    table = MethodRows(title, map(method_title, rows), *columns, rounds_title(rows[0]), *extra)
+    """Build the table that ``unskew compare`` prints: one row per method, means over seeds.
+
+    The table of language models contains losses.
+    """
+    first, judge = rows[0], objective_metric(rows[0])
+    accuracy, loss = metric_info("accuracy"), metric_info("loss")
+    private: dict[str, str] = {}
+    further: dict[str, tuple[MetricInfo, str]] = {}
+    if "perplexity" in first and judge.name in (*SCORES, "loss", "perplexity"):
+        title = "Test loss in nats per token (lower is better)"
+        columns = {"last round": (loss, "loss"), "best round": (loss, "best_loss"), "perplexity": (loss, "perplexity")}
+        columns |= {"next token %": (accuracy, "accuracy"), "clients, mean %": (accuracy, "client_accuracy_mean")}
+    else:
+        title = f"Test {judge.title}{unit_text(judge)}{' (lower is better)' if judge.lower_is_better else ''}"
+        own = client_metric_name(judge.name, primary_metric_name(first))
+        columns = {"last round": (judge, judge.name), "best round": (judge, f"best_{judge.name}")}
+        columns |= {"kept model": (judge, f"kept_{judge.name}")} if f"kept_{judge.name}" in first else {}
+        columns |= {"clients, mean": (judge, f"client_{own}_mean"), "worst client": (judge, f"client_{own}_worst")}
+        further = {name: (loss, name) for name in ("mae", "rmse") if name in first}
+        shares = (F1 if first.get("micro_f1") is not None else {}) | {"attack success": "backdoor_success"}
+        further |= {title: (accuracy, name) for title, name in shares.items() if name in first}
+        private = {"epsilon": "epsilon", NO_GUARANTEE: "epsilon_if_secret"}
+        private = {title: name for title, name in private.items() if any(row.get(name) is not None for row in rows)}
+    title = REFERENCES if first.get("reference") else f"{title}, {mean_std_text(first)}"
+    names = (*columns, rounds_title(first), *further, *private, *cost_columns(first))
+    table = MethodRows(title, map(method_title, rows), *names)
     for row in rows:
         table.add_row(
             MethodExpressionCell(method_title(row)),
-            *(value_cell(row, judge, name) for name in columns.values()),
+            *(value_cell(row, *column) for column in columns.values()),
             rounds_cell(row),
-            *(format_number(row.get(name), std_text(row, name)) for name in errors),
-            *(format_percent(row.get(name), std_text(row, name)) for name in (several | attack).values()),
-            *(epsilon_cell(row.get(name)) for name in private.values()),
+            *(value_cell(row, *column) for column in further.values()),
+            *("-" if row.get(name) is None else f"{row[name]:.3g}" for name in private.values()),
             *cost_cells(row),
         )
     return table
@@ -250,15 +223,9 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
     for row in rows:
         faster = "-" if row.speed_up is None else f"{'>' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
         saving = "-" if row.saving is None else f"{'>' if row.saving_at_least else ''}{100 * row.saving:.1f}"
-        table.add_row(
-            MethodExpressionCell(row.method),
-            f">{row.limit}" if row.rounds is None else f"{row.rounds:.1f}",
-            faster,
-            row.against or "",
-            "-" if row.bytes is None else format_megabytes(row.bytes),
-            saving,
-            *([format_number(row.seconds)] if timed else []),
-        )
+        rounds = f">{row.limit}" if row.rounds is None else f"{row.rounds:.1f}"
+        cells = [rounds, faster, row.against or "", format_megabytes(row.bytes), saving, format_number(row.seconds)]
+        table.add_row(MethodExpressionCell(row.method), *cells[: len(figures)])
     return table
 
 
@@ -267,14 +234,12 @@ def metrics_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     metrics = secondary_metrics(rows[0])
     if not metrics:
         return None
-    title = (
-        f"Test set{' in %' if all(metric.percent for metric in metrics) else ''}, last round, {mean_std_text(rows[0])}"
-    )
+    unit = " in %" if all(metric.percent for metric in metrics) else ""
+    title = f"Test set{unit}, last round, {mean_std_text(rows[0])}"
     table = MethodRows(title, map(method_title, rows), *(metric.title for metric in metrics))
     for row in rows:
-        table.add_row(
-            MethodExpressionCell(method_title(row)), *(value_cell(row, metric, metric.name) for metric in metrics)
-        )
+        values = (value_cell(row, metric, metric.name) for metric in metrics)
+        table.add_row(MethodExpressionCell(method_title(row)), *values)
     return table
 
 
@@ -327,14 +292,12 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
             counts = [f"{mean[key]} clients" for key in ("all_clients", "difference_clients")]
             counts = counts if last else [f"{row[key]:,}" for key in ("samples", "num_held_out")]
             all_samples, without, along, change = (value_text(metric, row[key]) for key in ("all", *LEFT_OUT))
-            low, high = row.get("difference_interval") or (None, None)
-            change += f" ({interval_text(metric, low, high, '+')})" if low is not None else ""
-            low, high = row["all_interval"] or (None, None)
-            ends = interval_text(metric, low, high) or "-"
+            ends = interval_text(metric, row.get("difference_interval"), "+")
+            change += f" ({ends})" if ends else ""
+            ends = interval_text(metric, row["all_interval"]) or "-"
             first = [row["method"]] if len(means) > 1 else []
-            table.add_row(
-                *first, row["client"], counts[0], all_samples, ends, counts[1], without, along, change, end_section=last
-            )
+            held_out = (counts[1], without, along, change)
+            table.add_row(*first, row["client"], counts[0], all_samples, ends, *held_out, end_section=last)
     return table
 
 
@@ -344,15 +307,13 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     judge = metric_of(rows[0], scored)
     if all(row.get(f"{whose}_{scored}_mean") is None for row in rows for whose in ("personal", *UNSEEN)):
         return None
-    title = f"{judge.title[0].upper()}{judge.title[1:]}{unit_text(judge)} on the clients' own data, last round"
+    title = f"{judge.heading}{unit_text(judge)} on the clients' own data, last round"
     figures = ("model", "mean", "std over clients", "worst decile", "worst client")
     table = MethodRows(title, map(method_title, rows), *figures)
     for row in rows:
-        groups = {"client": "global", "personal": "personal", "unseen": "global, unseen clients"}
-        for whose, label in {**groups, "unseen_personal": "personal, unseen clients"}.items():
-            keys = [f"{whose}_{scored}_{name}" for name in ("mean", "std", "worst_decile", "worst")]
+        for whose, label in CLIENT_MODELS.items():
+            keys = [f"{whose}_{scored}_{name}" for name in OVER_CLIENTS]
             if row.get(keys[0]) is not None:
-                table.add_row(
-                    MethodExpressionCell(method_title(row)), label, *(value_cell(row, judge, key) for key in keys)
-                )
+                values = (value_cell(row, judge, key) for key in keys)
+                table.add_row(MethodExpressionCell(method_title(row)), label, *values)
     return table

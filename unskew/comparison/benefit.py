@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import Estimate, difference, holm, mean_over_clients
-from unskew.comparison.summary_statistics import is_usable_number
+from unskew.comparison.summary_statistics import Summary, interval_of, is_usable_number, usable_values
+from unskew.tasks.intervals import interval_fields
 from unskew.tasks.primary_metric import (
     MetricInfo,
     client_metric_name,
@@ -24,7 +25,8 @@ PREFIXES = {"personal": "personal_", "constant": "constant_"}
 """Compared models whose metrics have a prefix in the rows of ``clients.jsonl``."""
 FEWEST = 10
 """Number of held-out samples, or of events, below which a client's metric is mostly chance."""
-Row = Mapping[str, Any]
+MODELS = ("federated", "personal", "pooled", "local", "constant")
+"""Compared models, in the order of tables."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class ClientValues:
             base: Model whose values in the same seeds are subtracted, or None.
         """
         models = [self.values.get(name, {}) for name in (model, base) if name is not None]
-        seeds = [seed for seed in models[0] if all(seed in values for values in models)]
+        seeds = set(models[0]).intersection(*models)
         if not seeds:
             return None
         means = [_mean([values[seed] for seed in seeds]) for values in models]
@@ -63,11 +65,14 @@ class ClientValues:
 
 
 def _mean(estimates: Sequence[Estimate]) -> Estimate:
-    value = fmean(entry.value for entry in estimates)
-    lows = [entry.low for entry in estimates if entry.low is not None]
-    highs = [entry.high for entry in estimates if entry.high is not None]
-    known = len(lows) == len(highs) == len(estimates)
-    return Estimate(value, fmean(lows), fmean(highs)) if known else Estimate(value)
+    value, intervals = (
+        fmean(entry.value for entry in estimates),
+        [entry.interval for entry in estimates if entry.interval],
+    )
+    if len(intervals) < len(estimates):
+        return Estimate(value)
+    lows, highs = zip(*intervals, strict=True)
+    return Estimate(value, (fmean(lows), fmean(highs)))
 
 
 @dataclass(frozen=True)
@@ -107,11 +112,11 @@ class Benefit:
         Clients without held-out samples are compared on the test set.
         """
         of_classes = self.metric.name not in (self.scored, "loss")
-        sizes = {client.label: (client.samples, client.events if of_classes else None) for client in self.clients}
         return [
-            label
-            for label, counts in sizes.items()
-            if any(n is not None and n < FEWEST for n in counts) and counts[0] > 0
+            client.label
+            for client in self.clients
+            if 0 < client.samples < FEWEST
+            or (of_classes and client.samples and client.events is not None and client.events < FEWEST)
         ]
 
     def at_clients(self, model: str, base: str) -> list[Estimate | None]:
@@ -123,9 +128,11 @@ class Benefit:
             model: Compared model.
             base: Model whose values are subtracted.
         """
-        pairs, small = [client.estimate(model, base) for client in self.clients], {*self.small}
-        untested = [client.label in small for client in self.clients]
-        pairs = [replace(pair, p=None) if pair and skip else pair for pair, skip in zip(pairs, untested, strict=True)]
+        small = {*self.small}
+        pairs = [client.estimate(model, base) for client in self.clients]
+        for k, client in enumerate(self.clients):
+            if (pair := pairs[k]) and client.label in small:
+                pairs[k] = replace(pair, p=None)
         corrected = iter(holm([pair.p for pair in pairs if pair and pair.p is not None]))
         return [replace(pair, p=next(corrected)) if pair and pair.p is not None else pair for pair in pairs]
 
@@ -148,10 +155,10 @@ class Benefit:
             model: Compared model.
             base: Model that it is compared with.
         """
-        count, half, mean = self.decisions(model, base), len(self.clients) / 2, self.over_clients(model, base)
-        if mean is not None and mean.low is not None and mean.high is not None and not mean.low <= 0 <= mean.high:
-            return (mean.low > 0) != self.metric.lower_is_better
-        if not min(count["gain"], count["loss"]) and max(count["gain"], count["loss"]) > half:
+        count, mean = self.decisions(model, base), self.over_clients(model, base)
+        if mean is not None and mean.interval is not None and not mean.interval[0] <= 0 <= mean.interval[1]:
+            return self.metric.rank(mean.value) > 0
+        if not min(count["gain"], count["loss"]) and max(count["gain"], count["loss"]) > len(self.clients) / 2:
             return count["gain"] > 0
         return None
 
@@ -167,9 +174,10 @@ class Benefit:
             if (entry := client.estimate(model, base)) is not None:
                 groups.setdefault(client.group, []).append(entry.value)
         mean = mean_over_clients(list(groups.values())) if groups else None
-        if mean is None or mean.low is None or mean.high is None or base is not None or not self.metric.percent:
+        if mean is None or mean.interval is None or base is not None or not self.metric.percent:
             return mean
-        return replace(mean, low=mean.low if self.scored == "r2" else max(0.0, mean.low), high=min(1.0, mean.high))
+        low, high = mean.interval
+        return replace(mean, interval=(low if self.scored == "r2" else max(0.0, low), min(1.0, high)))
 
     def overview(self) -> list[dict[str, Any]]:
         """Return a row for each compared model: its mean over clients, and its difference to training alone.
@@ -206,12 +214,12 @@ class Benefit:
         pairs = {model: self.at_clients(model, "local") for model in compared}
         rows: list[dict[str, Any]] = []
         counted = any(client.events is not None for client in self.clients)
-        for position, client in enumerate(self.clients):
+        for k, client in enumerate(self.clients):
             row = {"client": client.label, "n": client.samples, **({"events": client.events} if counted else {})}
             for model in self.labels:
                 row |= _fields(model, client.estimate(model))
-            for model, own in pairs.items():
-                pair = own[position]
+            for model, differences in pairs.items():
+                pair = differences[k]
                 row |= {**_fields(f"{model}_minus_local", pair), f"{model}_minus_local_p": pair.p if pair else None}
             rows.append(row)
         first = "federated_minus_local" if pairs else "federated"
@@ -220,12 +228,12 @@ class Benefit:
 
 def _fields(name: str, estimate: Estimate | None) -> dict[str, float | None]:
     """Return the fields of an estimate in a row."""
-    value = Estimate(math.nan) if estimate is None else estimate
-    return {name: None if estimate is None else value.value, f"{name}_low": value.low, f"{name}_high": value.high}
+    value, interval = (None, None) if estimate is None else (estimate.value, estimate.interval)
+    return {name: value, **interval_fields(name, interval)}
 
 
 def assess_benefit(
-    summaries: Mapping[str, Sequence[Row]], clients: Mapping[str, Sequence[Sequence[Row]]]
+    summaries: Mapping[str, Sequence[Summary]], clients: Mapping[str, Sequence[Sequence[Summary]]]
 ) -> Benefit | None:
     """Compare the best methods with the references and a constant; None if no client was evaluated.
 
@@ -243,60 +251,53 @@ def assess_benefit(
     objective, scored = objective_metric(first), primary_metric_name(first)
     metric = metric_info(client_metric_name(objective.name, scored), first.get("own_metrics"))
     labels, candidates = {"federated": ranked[0]}, {"federated": 1}
-    for model, key, info in (
-        ("federated", objective.name, objective),
-        ("personal", f"personal_{metric.name}_mean", metric),
-    ):
-        values = {name: [s[key] for s in summaries[name] if is_usable_number(s.get(key))] for name in ranked}
-        ranks = {name: info.rank(fmean(own)) for name, own in values.items() if own}
-        if ranks:
-            labels[model], candidates[model] = max(ranks, key=lambda name: ranks[name]), len(ranks)
+    personal = f"personal_{metric.name}_mean"
+    for model, key, info in (("federated", objective.name, objective), ("personal", personal, metric)):
+        means = {name: fmean(values) for name in ranked if (values := usable_values(summaries[name], key))}
+        if means:
+            labels[model] = max(means, key=lambda name: info.rank(means[name]))
+            candidates[model] = len(means)
     labels |= {("local" if is_local(name) else "pooled"): name for name in summaries if is_reference(name)}
-    own_constant = (
-        "own mean" if scored == "r2" else "most frequent class" if metric.name == "accuracy" else "class shares"
-    )
-    labels["constant"] = f"each client's {own_constant}"
-    rows = {
+    other = "most frequent class" if metric.name == "accuracy" else "class shares"
+    labels["constant"] = f"each client's {'own mean' if scored == 'r2' else other}"
+    rows = {  # of each model, in each seed and partition, by client
         model: {
             (summary["seed"], summary["partition_hash"]): {row["client"]: row for row in own if "unseen" not in row}
             for summary, own in zip(summaries[name], clients.get(name, ()), strict=False)
         }
         for model, name in {**labels, "constant": labels["federated"]}.items()
     }
-    federated = {
-        seed: {k: row for k, row in own.items() if "attacker" not in row} for seed, own in rows["federated"].items()
-    }
-    seeds, everyone = list(federated), [row for own in federated.values() for row in own.values()]
+    seeds = list(rows["federated"])
+    trained = [[row for row in rows["federated"][seed].values() if "attacker" not in row] for seed in seeds]
+    everyone = list(chain.from_iterable(trained))
     named, rarest = all(isinstance(row.get("name"), str) for row in everyone), _rarest_class(everyone)
     same = named or len({partition for _, partition in seeds}) == 1
-    collected: dict[tuple[int, Any], dict[int, dict[str, Row]]] = {}
+    runs: dict[tuple[int, str], dict[int, dict[str, Summary]]] = {}
     for position, seed in enumerate(seeds):
-        for client, row in federated[seed].items():
-            if metric.name in row:
-                own = {
-                    model: of_seed[seed][client] for model, of_seed in rows.items() if client in of_seed.get(seed, ())
-                }
-                unit = (0 if same else position, row["name"] if named else client)
-                collected.setdefault(unit, {})[position] = own
-    units = []
-    for (group, client), runs in collected.items():
-        label = str(client) if named else f"client {client}" if same else f"client {client} of seed {seeds[group][0]}"
-        units.append(_client_values(label, group, runs, metric.name, rarest))
-    present = {model for unit in units for model in unit.values}
-    needed = {"federated", "local"} & {*labels}
+        for row in (row for row in trained[position] if metric.name in row):
+            k = row["client"]
+            label = client_label(row) if same else f"client {k} of seed {seed[0]}"
+            own = {model: of_seed[seed][k] for model, of_seed in rows.items() if k in of_seed.get(seed, ())}
+            runs.setdefault((0 if same else position, label), {})[position] = own
+    units = [_client_values(label, group, own, metric.name, rarest) for (group, label), own in runs.items()]
+    needed, present = {"federated", "local"} & {*labels}, {model for unit in units for model in unit.values}
     if not needed <= present:
         return None
     defined = [unit for unit in units if needed <= {*unit.values}]
     undefined = [unit.label for unit in units if not needed <= {*unit.values}]
-    order = [model for model in ("federated", "personal", "pooled", "local", "constant") if model in present]
+    models = {model: labels[model] for model in MODELS if model in present}
     where = str(first.get("clients_evaluated_on"))
-    return Benefit(
-        metric, scored, {name: labels[name] for name in order}, candidates, defined, undefined, len(seeds), where
-    )
+    return Benefit(metric, scored, models, candidates, defined, undefined, len(seeds), where)
+
+
+def client_label(row: Summary) -> str:
+    """Return the label of a client in sentences and reports: its name, otherwise its number."""
+    name = row.get("name")
+    return name if isinstance(name, str) else f"client {row['client']}"
 
 
 def _client_values(
-    label: str, group: int, runs: Mapping[int, Mapping[str, Row]], name: str, rarest: str | None
+    label: str, group: int, runs: Mapping[int, Mapping[str, Summary]], name: str, rarest: str | None
 ) -> ClientValues:
     """Return the values of a client.
 
@@ -311,21 +312,18 @@ def _client_values(
     for position, rows in runs.items():
         for model, row in rows.items():
             key = PREFIXES.get(model, "") + name
-            value, low, high = (row.get(entry) for entry in (key, f"{key}_low", f"{key}_high"))
-            if is_usable_number(value):
-                ends = (low, high) if is_usable_number(low) and is_usable_number(high) else (None, None)
-                values.setdefault(model, {})[position] = Estimate(row[key], *ends)
+            if is_usable_number(row.get(key)):
+                values.setdefault(model, {})[position] = Estimate(row[key], interval_of([row], key))
     own = [rows["federated"] for rows in runs.values()]
     events = [row["support"].get(rarest, 0) for row in own if rarest and "support" in row]
     samples = fmean(row.get("num_held_out", 0) for row in own)
     return ClientValues(label, group, samples, fmean(events) if events else None, values)
 
 
-def _rarest_class(rows: Iterable[Row]) -> str | None:
+def _rarest_class(rows: Iterable[Summary]) -> str | None:
     """Return the number of the class with the fewest held-out samples over all clients; None without classes."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for row in rows:
-        held_out = row.get("support", {})
-        for name in {*row.get("class_counts", ()), *held_out} if "support" in row else ():
-            totals[name] = totals.get(name, 0) + held_out.get(name, 0)
+        if "support" in row:
+            totals.update({**dict.fromkeys(row.get("class_counts", ()), 0), **row["support"]})
     return min(totals, key=lambda name: (totals[name], int(name)), default=None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from unskew.comparison.benefit import FEWEST, Benefit
 from unskew.comparison.significance import Estimate
-from unskew.comparison.summary_statistics import is_usable_number
-from unskew.tasks.formatting import value_text
+from unskew.comparison.summary_statistics import interval_of, is_usable_number, mean_or_none, usable_values
+from unskew.tasks.formatting import interval_text, unit_text, value_text
 from unskew.tasks.primary_metric import MetricInfo
 
 Entry = tuple[str, float | None]
@@ -36,10 +37,8 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
         )
     constant, minus = benefit.over_clients("constant"), benefit.over_clients("federated", "constant")
     if constant is not None and minus is not None:
-        above = benefit.metric.rank(minus.value) > 0
-        better = (
-            "better" if benefit.improves("federated", "constant") else "not clearly better" if above else "no better"
-        )
+        unclear = "not clearly better" if benefit.metric.rank(minus.value) > 0 else "no better"
+        better = "better" if benefit.improves("federated", "constant") else unclear
         value = value_text(benefit.metric, constant.value, sign=" %")
         lines.append(
             f"{labels['federated']} is {better} than a constant ({labels['constant']}, {value}): "
@@ -47,16 +46,15 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
         )
     total = len(benefit.clients) + len(benefit.undefined)
     if benefit.undefined:
-        title = _title(benefit.metric)
         lines.append(
-            f"{title} is undefined at {len(benefit.undefined)} of {total} clients, which are left out: "
-            f"{_named(benefit.undefined)}."
+            f"{benefit.metric.heading} is undefined at {len(benefit.undefined)} of {total} clients, which are left out: "
+            f"{names_text(benefit.undefined)}."
         )
     if benefit.small:
         what = "held-out samples" if benefit.metric.name == benefit.scored else "held-out samples or events"
         lines.append(
             f"{len(benefit.small)} of {total} clients have fewer than {FEWEST} {what}, so their metric is mostly chance and "
-            f"not tested: {_named(benefit.small)}."
+            f"not tested: {names_text(benefit.small)}."
         )
     return lines
 
@@ -92,62 +90,40 @@ def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
         return text
     unit = " points" if metric.percent else ""
     clients = f"{mean.clients} clients" if benefit.same_clients else f"the clients of each of {benefit.seeds} seeds"
-    text += f"; on average {_entry(metric, mean, '+', False)[0]}{unit}"
-    ends = interval_text(metric, mean.low, mean.high, "+")
+    text += f"; on average {_entry(metric, replace(mean, interval=None), '+')[0]}{unit}"
+    ends = interval_text(metric, mean.interval, "+")
     return f"{text} (95 % interval {ends}, paired over {clients})" if ends else text
 
 
-def _title(metric: MetricInfo) -> str:
-    return f"{metric.title[0].upper()}{metric.title[1:]}"
-
-
-def _named(labels: Sequence[str]) -> str:
+def names_text(labels: Sequence[str]) -> str:
+    """Return the first names of a list, and the number of the others."""
     return ", ".join(labels[:NAMED]) + (f" and {len(labels) - NAMED} more" if len(labels) > NAMED else "")
 
 
-def interval_text(metric: MetricInfo, low: float | None, high: float | None, sign: str = "") -> str:
-    """Format an interval; empty without one.
-
-    Args:
-        metric: Metric of the interval.
-        low: Lower end, or None.
-        high: Upper end, or None.
-        sign: ``+`` writes signs, for differences.
-    """
-    if low is None or high is None:
-        return ""
-    digits, factor = (1, 100) if metric.percent else (4, 1)
-    return f"{factor * low:{sign}.{digits}f} to {factor * high:{sign}.{digits}f}"
-
-
-def _entry(metric: MetricInfo, estimate: Estimate | None, sign: str = "", ends: bool = True) -> Entry:
+def _entry(metric: MetricInfo, estimate: Estimate, sign: str = "") -> Entry:
     """Format an estimate, with a sign if it is a difference and with its interval if it has one."""
-    if estimate is None:
-        return "-", None
     text = value_text(metric, estimate.value, sign="")
     text = f"+{text}" if sign and estimate.value >= 0 else text
-    interval = interval_text(metric, estimate.low, estimate.high, sign) if ends else ""
+    interval = interval_text(metric, estimate.interval, sign)
     return f"{text} ({interval})" if interval else text, 100 * estimate.value if metric.percent else estimate.value
 
 
-def test_set_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) -> str:
+def sampling_error_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) -> str:
     """Describe the sampling error of the test set and the value of a constant, to follow a method's mean over seeds.
 
     Args:
         summaries: Summaries of the method's runs.
         metric: Metric on the test set.
     """
-    keys = (metric.name, f"{metric.name}_low", f"{metric.name}_high", f"constant_{metric.name}")
-    columns = [[s[key] for s in summaries if is_usable_number(s.get(key))] for key in keys]
-    value, low, high, constant = (sum(column) / len(column) if column else None for column in columns)
-    samples = summaries[0].get("test_samples")
-    if f"kept_{metric.name}" in summaries[0] or not is_usable_number(samples):
-        low = high = None  # with keep=best, the interval is that of another round
-    ends = interval_text(metric, low, high)
+    value, constant = (mean_or_none(usable_values(summaries, f"{whose}{metric.name}")) for whose in ("", "constant_"))
+    samples, keeps_best = summaries[0].get("test_samples"), f"kept_{metric.name}" in summaries[0]
+    # With keep=best, the interval is that of another round.
+    interval = None if keeps_best or not is_usable_number(samples) else interval_of(summaries, metric.name)
+    ends = interval_text(metric, interval)
     text = f" (95 % interval {ends}, sampling error of {samples:,} test samples)" if ends else ""
     if value is None or constant is None:
         return text
-    inside = low is not None and high is not None and low <= constant <= high
+    inside = interval is not None and interval[0] <= constant <= interval[1]
     clear = metric.rank(value) > metric.rank(constant) and not inside
     than = "a constant scores" if clear else "no better than a constant, which scores"
     return f"{text}; {than} {value_text(metric, constant, sign=' %')}"
@@ -156,8 +132,7 @@ def test_set_text(summaries: Sequence[Mapping[str, Any]], metric: MetricInfo) ->
 def benefit_title(benefit: Benefit) -> str:
     """Return the title of the tables: the metric, the evaluated samples and the number of clients."""
     count = f"{len(benefit.clients)} clients" if benefit.same_clients else f"the clients of {benefit.seeds} seeds"
-    unit = " in %" if benefit.metric.percent else ""
-    return f"{_title(benefit.metric)}{unit} on {benefit.measured_on}, {count}, with 95 % intervals"
+    return f"{benefit.metric.heading}{unit_text(benefit.metric)} on {benefit.measured_on}, {count}, with 95 % intervals"
 
 
 def displayed(
@@ -176,10 +151,6 @@ def displayed(
         for name, value in row.items():
             if name in without or name.endswith(("_low", "_high", "_p", "method")):
                 continue
-            difference, estimate = (
-                name.endswith("minus_local"),
-                Estimate(value, row.get(f"{name}_low"), row.get(f"{name}_high")),
-            )
             if name == "model":
                 label = row["method"]
                 entry: Entry = (label if label.startswith(value) else f"{label} ({value})", None)
@@ -188,8 +159,9 @@ def displayed(
             elif name in COUNTS:
                 entry = f"{value:.4g}", value
             else:
-                ends = difference or "interval" not in without
-                entry = _entry(benefit.metric, estimate, "+" if difference else "", ends)
+                sign = "+" if name.endswith("minus_local") else ""
+                estimate = Estimate(value, interval_of([row], name) if sign or "interval" not in without else None)
+                entry = _entry(benefit.metric, estimate, sign)
             cells[name.replace("_", " ")] = entry
             if (p := f"{name}_p") in row:
                 decision = Estimate(value or 0.0, p=row[p]).decision(benefit.metric.lower_is_better)

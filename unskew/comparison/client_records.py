@@ -27,19 +27,23 @@ def read_clients(path: Path) -> list[dict[str, Any]]:
         rows = [parse_json(line) for line in read_file(path).splitlines()]
     except (OSError, ValueError, RecursionError) as error:
         raise damaged from error
-    for row in rows:
-        if not isinstance(row, dict) or not all(is_usable_number(row.get(name)) for name in ("client", "samples")):
-            raise damaged
-        class_counts = [row.get(name, {}) for name in ("class_counts", "support")]
-        if not all(isinstance(counts, dict) for counts in class_counts):
-            raise damaged
-        counted = [item for counts in class_counts for item in counts.items()]
-        if not all(key.isascii() and key.isdigit() and len(key) < 6 for key, _ in counted):
-            raise damaged
-        shares = [row.get(name) for score in SCORES for name in (score, f"personal_{score}")]
-        counts = [row["samples"], row.get("num_held_out", 0), *(count for _, count in counted)]
-        if not all(is_usable_number(count) and count >= 0 for count in counts) or not all(
-            value is None or is_usable_number(value) for value in shares
-        ):
-            raise damaged
+    if not all(map(_is_client_row, rows)):
+        raise damaged
     return rows
+
+
+def _is_client_row(row: Any) -> bool:
+    """Return whether a record has numbers where reports and comparisons read numbers."""
+    if not isinstance(row, dict) or not all(is_usable_number(row.get(name)) for name in ("client", "samples")):
+        return False
+    class_counts = [row.get(name, {}) for name in ("class_counts", "support")]
+    if not all(isinstance(counts, dict) for counts in class_counts):
+        return False
+    counted = [item for counts in class_counts for item in counts.items()]
+    counts = [row["samples"], row.get("num_held_out", 0), *(count for _, count in counted)]
+    shares = [row.get(name) for score in SCORES for name in (score, f"personal_{score}")]
+    return (
+        all(key.isascii() and key.isdigit() and len(key) < 6 for key, _ in counted)
+        and all(is_usable_number(count) and count >= 0 for count in counts)
+        and all(value is None or is_usable_number(value) for value in shares)
+    )

@@ -7,8 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from html import escape
-from itertools import chain, permutations, product
+from itertools import chain, permutations
 from numbers import Integral
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
 from unskew.comparison.benefit import Benefit, assess_benefit
-from unskew.comparison.benefit_text import benefit_sentences, test_set_text
+from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
@@ -28,7 +27,14 @@ from unskew.comparison.references import (
 )
 from unskew.comparison.same_settings import check_same_settings
 from unskew.comparison.single_run import Given, last, run_or_resume
-from unskew.comparison.summary_statistics import averaged_keys, is_metric, mean_std, std_key
+from unskew.comparison.summary_statistics import (
+    averaged_keys,
+    is_metric,
+    mean_std,
+    paired_differences,
+    std_key,
+    usable_values,
+)
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
@@ -39,7 +45,7 @@ from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class, plot_convergence
 from unskew.privacy.composition import composition_note
-from unskew.records.notebook import format_mean_std, html_table, notebook_progress, to_data_frame
+from unskew.records.notebook import NotebookTable, format_mean_std, notebook_progress, to_data_frame
 from unskew.records.recorder import Callback, first_reaching, with_closing
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
@@ -58,22 +64,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def weighting_mismatch_note(weights: Mapping[str, str | None]) -> str | None:
-    """Return a note if methods weight clients of different sizes differently; None if all use one weighting."""
-    by_samples, alike = (
-        [name for name, weighting in weights.items() if weighting == which] for which in ("samples", "uniform")
-    )
-    if not (by_samples and alike):
-        return None
-    return (
-        f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
-        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
-        "--client-weighting samples (or uniform) to use one weighting for all."
-    )
-
-
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(NotebookTable):
     """Results of a comparison.
 
     Attributes:
@@ -118,12 +110,14 @@ class Comparison:
         """
         if self.benefit is None:
             return []
-        best, name = self.benefit.labels["federated"], self.objective.name
-        values = [summary[name] for summary in self.summaries[best] if summary.get(name) is not None]
-        lines, sampling = benefit_sentences(self.benefit), test_set_text(self.summaries[best], self.objective)
+        best = self.benefit.labels["federated"]
+        values = usable_values(self.summaries[best], self.objective.name)
+        lines, sampling = benefit_sentences(self.benefit), sampling_error_text(self.summaries[best], self.objective)
         if values and sampling:
             lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
         return lines
+
+    _sentences = answers
 
     def notes(self) -> list[str]:
         """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
@@ -132,11 +126,7 @@ class Comparison:
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             notes.append(f"The methods were trained for different numbers of rounds: {each}.")
-        uneven = weighting_mismatch_note(
-            {name: summaries[0].get("client_weighting") for name, summaries in self.ranked.items()}
-        )
-        if self.unequal and uneven:
-            notes.append(uneven)
+        notes += weighting_notes(self)
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
         if lost:
             which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
@@ -161,12 +151,8 @@ class Comparison:
                 for history, summary in zip(histories, summaries, strict=True)
             )
             rounds = [first["round"] for first in reached if first is not None]
-            row: dict[str, Any] = {
-                "method": name,
-                "seeds": len(summaries),
-                "client_weighting": summaries[0].get("client_weighting"),
-            }
-            row["reference"] = is_reference(name)
+            row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
+            row |= {"client_weighting": summaries[0].get("client_weighting"), "reference": is_reference(name)}
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
             row |= {key: summaries[0][key] for key in ("objective", "own_metrics", "positive") if key in summaries[0]}
             figures = [key for key in summaries[0] if is_metric(key)]
@@ -181,12 +167,10 @@ class Comparison:
                 "target": self.target,
                 "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,
                 "seeds_reaching_target": len(rounds),
-                "bytes_up": mean_std([s["bytes_up"] for s in summaries])[0],
-                "bytes_down": mean_std([s["bytes_down"] for s in summaries])[0],
-                "seconds": mean_std([s["seconds"] for s in summaries])[0],
             }
-            timed = [s["seconds_simulated"] for s in summaries if "seconds_simulated" in s]
-            row |= {"seconds_simulated": mean_std(timed)[0]} if timed else {}
+            for key in ("bytes_up", "bytes_down", "seconds", "seconds_simulated"):
+                costs = [s[key] for s in summaries if key in s]
+                row |= {key: fmean(costs)} if costs else {}
             table.append({**row, "bytes_up": None, "bytes_down": None} if row["reference"] else row)
         return table
 
@@ -217,10 +201,6 @@ class Comparison:
             lines.append("  " + ", ".join(known[:3]))
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Return whether it helps, and a table for notebooks: means ± standard deviations over seeds."""
-        return "".join(f"<p>{escape(line)}</p>" for line in self.answers()) + html_table(self._shown())
-
     def differences(self, metric: str | None = None) -> list[dict[str, Any]]:
         """Return the differences of a metric between all pairs of methods and references, paired by seed.
 
@@ -233,12 +213,7 @@ class Comparison:
         """
         key, rows = metric or self.objective.name, []
         for base, name in permutations(self.summaries, 2):
-            values = [
-                run[key] - other[key]
-                for run, other in product(self.summaries[name], self.summaries[base])
-                if all(run[same] == other[same] for same in ("seed", "partition_hash"))
-                and None not in (run.get(key), other.get(key))
-            ]
+            values = paired_differences(self.summaries[name], self.summaries[base], key)
             if values:
                 low, high = interval95(values) or (None, None)
                 row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}
@@ -253,6 +228,19 @@ class Comparison:
         """
         curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
         return plot_convergence(curves, path, self.objective, list(filter(is_reference, curves)))
+
+
+def weighting_notes(comparison: Comparison) -> list[str]:
+    """Return a note if methods weight clients of different sizes differently."""
+    weights = {name: own[0].get("client_weighting") for name, own in comparison.ranked.items()}
+    by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
+    if not (comparison.unequal and by_samples and alike):
+        return []
+    return [
+        f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
+        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
+        "--client-weighting samples (or uniform) to use one weighting for all."
+    ]
 
 
 LONGEST_NAME = 200
@@ -391,15 +379,9 @@ def compare(
             result = replace(result, left_out=tuple(left_out))
             configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
-            (counts, classes), title = data.label_distribution(), f"{data.name}, {data.partition}, seed {which[0]}"
-            plot_clients_by_class(
-                counts,
-                classes,
-                folder / "clients.png",
-                title,
-                client_names=data.client_names,
-                exclusive=data.task != "multilabel",
-            )
+            title, image = f"{data.name}, {data.partition}, seed {which[0]}", folder / "clients.png"
+            plot = partial(plot_clients_by_class, client_names=data.client_names, exclusive=data.task != "multilabel")
+            plot(*data.label_distribution(), image, title)
         at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
             finished_ones = {config for config in configs if is_finished(arguments(*config)[2], configs[config])}
@@ -422,9 +404,7 @@ def compare(
                 history, summary, rows = run
                 if is_local(name):
                     own_metrics = summary.get("own_metrics", ())
-                    history, rows = (
-                        [without_global_model(row, own_metrics) for row in part] for part in (history, rows)
-                    )
+                    history, rows = ([without_global_model(row, own_metrics) for row in t] for t in (history, rows))
                     summary = without_global_model(summary, own_metrics)
                 result.histories.setdefault(name, []).append(history)
                 result.summaries.setdefault(name, []).append(summary)
@@ -458,10 +438,7 @@ def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
     """
     groups = list(groups)
     objective = objective_metric(groups[0][0])
-    values = [
-        [s[key] for s in group if s.get(key) is not None] for group in groups for key in [f"best_{objective.name}"]
-    ]
-    means = [mean_std(each)[0] for each in values if each]
+    means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
     return objective.default_target(max(means, key=objective.rank)) if means else 0.0
 
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from unskew.comparison.compare import Comparison, compare, folder_name, seed_list
 from unskew.comparison.references import is_reference
 from unskew.comparison.single_run import last
-from unskew.comparison.summary_statistics import is_usable_number
+from unskew.comparison.summary_statistics import mean_or_none, usable_values
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
@@ -59,10 +57,12 @@ class LeaveOneOut:
             entry: dict[str, Any] = {"method": name}
             for key in ("all", "without", "with", "difference"):
                 # Of the clients where it is defined with and without them in training, so that the means can be compared.
-                paired = [row for row in own if row["all" if key == "all" else "difference"] is not None]
-                values = [row[key] for row in paired]
-                entry |= {key: float(np.mean(values)) if values else None, f"{key}_interval": interval95(values)}
-                entry[f"{key}_clients"] = len(values)
+                values = [row[key] for row in own if row["all" if key == "all" else "difference"] is not None]
+                entry |= {
+                    key: mean_or_none(values),
+                    f"{key}_interval": interval95(values),
+                    f"{key}_clients": len(values),
+                }
             table.append(entry)
         return table
 
@@ -113,14 +113,9 @@ def leave_one_out(
         def followers(method: str, seed: int, config: Experiment, site: str = site) -> Sequence[Callback]:
             return [] if callback_factory is None else callback_factory(f"{method} without {site}", seed, config)
 
+        without = {"unseen": [site], "references": False, "callback_factory": followers, **options}
         again = resume and own is not None and own.exists()
-        without: dict[str, Any] = {
-            "unseen": [site],
-            "references": False,
-            "resume": again,
-            "callback_factory": followers,
-        }
-        left_out = compare(federation, methods=methods, out=own, **without, **options)
+        left_out = compare(federation, methods=methods, out=own, resume=again, **without)
         for method, rows in by_method.items():
             rows.append(site_row(method, site, complete.clients[method], left_out.clients[method], name))
     rows = [row for rows in by_method.values() for row in rows]
@@ -178,8 +173,8 @@ def site_row(
     along = [next((row for row in rows if str(row.get("name", row["client"])) == site), {}) for rows in seen]
 
     def mean(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-        values = [float(row[key]) for row in rows if is_usable_number(row.get(key))]
-        return float(np.mean(values)) if len(values) == len(rows) else None
+        values = usable_values(rows, key)
+        return mean_or_none(values) if len(values) == len(rows) else None
 
     personal = f"personal_{metric}"
     served = personal if all(personal in row for row in (*without, *along)) else metric

@@ -22,9 +22,7 @@ def overrides_by_method(each: Any, names: Sequence[str]) -> dict[str, dict[str, 
     Raises:
         ConfigError: If a method is not in the comparison, or a field is set by the comparison itself.
     """
-    if not isinstance(each, Mapping | None) or not all(
-        isinstance(override, Mapping) for override in (each or {}).values()
-    ):
+    if not isinstance(each, Mapping | None) or not all(isinstance(fields, Mapping) for fields in (each or {}).values()):
         raise ConfigError(f"overrides must be a mapping such as {{'fedavg': {{'lr': 0.1}}}}, not {short_repr(each)}.")
     by_method = {name: dict(fields) for name, fields in (each or {}).items()}
     for name, fields in by_method.items():

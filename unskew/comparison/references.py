@@ -16,6 +16,11 @@ from unskew.tasks.primary_metric import primary_metric_name
 
 BY_DEFAULT = True
 """Default of ``references``."""
+TITLE = (
+    "References, not ranked: all data in one place (pooled), each client alone (local). Unless tuned themselves\n(unskew "
+    "tune), they use another method's settings, so pooled is no upper bound"
+)
+"""Title of tables of references."""
 ROUNDS = 10_000_000
 """Larger than any number of rounds: as ``eval_every``, it evaluates a model after the last round only."""
 OF_CLIENTS = "personal_"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unskew.tasks.intervals import NORMAL_95, TWO_SIDED_95
+from unskew.tasks.intervals import NORMAL_95, Interval, student_95
 
 LEVEL = 0.05
 """Significance level of all decisions."""
@@ -24,15 +24,13 @@ class Estimate:
 
     Attributes:
         value: Value or difference.
-        low: Lower end of the 95 % interval; None without an interval.
-        high: Upper end of the 95 % interval; None without an interval.
+        interval: 95 % interval, or None.
         p: p-value of a difference; None without a test.
         clients: Number of clients.
     """
 
     value: float
-    low: float | None = None
-    high: float | None = None
+    interval: Interval = None
     p: float | None = None
     clients: int = 1
 
@@ -55,12 +53,13 @@ def difference(a: Estimate, b: Estimate) -> Estimate:
         b: Estimate of the model that it is compared with.
     """
     value = a.value - b.value
-    if a.low is None or a.high is None or b.low is None or b.high is None:
+    if a.interval is None or b.interval is None:
         return Estimate(value)
-    below, above = math.hypot(a.value - a.low, b.high - b.value), math.hypot(a.high - a.value, b.value - b.low)
+    (a_low, a_high), (b_low, b_high) = a.interval, b.interval
+    below, above = math.hypot(a.value - a_low, b_high - b.value), math.hypot(a_high - a.value, b.value - b_low)
     spread = below if value > 0 else above
     z = 0.0 if value == 0 else math.inf if spread == 0 else NORMAL_95 * abs(value) / spread
-    return Estimate(value, value - below, value + above, math.erfc(z / math.sqrt(2)))
+    return Estimate(value, (value - below, value + above), math.erfc(z / math.sqrt(2)))
 
 
 def mean_over_clients(groups: Sequence[Sequence[float]]) -> Estimate:
@@ -75,16 +74,12 @@ def mean_over_clients(groups: Sequence[Sequence[float]]) -> Estimate:
     >>> mean_over_clients([[1.0, 2.0, 3.0]]) == mean_over_clients([[1.0, 2.0, 3.0]])
     True
     """
-    mean, count, smallest = (
-        float(np.mean([np.mean(group) for group in groups])),
-        sum(map(len, groups)),
-        min(map(len, groups)),
-    )
-    if smallest < 2:
-        return Estimate(mean, clients=count)
+    mean, sizes = float(np.mean([np.mean(group) for group in groups])), list(map(len, groups))
+    if min(sizes) < 2:
+        return Estimate(mean, clients=sum(sizes))
     variance = float(np.mean([np.var(group, ddof=1) / len(group) for group in groups]))
-    half = TWO_SIDED_95[min(smallest - 2, len(TWO_SIDED_95) - 1)] * math.sqrt(variance)
-    return Estimate(mean, mean - half, mean + half, clients=count)
+    half = student_95(min(sizes)) * math.sqrt(variance)
+    return Estimate(mean, (mean - half, mean + half), clients=sum(sizes))
 
 
 def paired_p(differences: Sequence[float]) -> float:

@@ -47,12 +47,7 @@ last = FederationCache()
 
 
 def run_or_resume(
-    given: Given,
-    name: str,
-    config: Experiment,
-    folder: Path | None,
-    shared: Path | None,
-    callbacks: Sequence[Callback],
+    given: Given, name: str, config: Experiment, folder: Path | None, shared: Path | None, callbacks: Sequence[Callback]
 ) -> Figures:
     """Run a method, resume its run, or read its results if it is finished.
 

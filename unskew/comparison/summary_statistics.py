@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ WORDS = ("method", "data", "partition", "partition_hash", "model", "client_weigh
 WHOLE = ("clients", "seed", "rounds", "parameters")
 NUMBERS = ("bytes_up", "bytes_down", "seconds")
 Spread = tuple[float, float]
-FIGURES = {figure for task in TASKS.values() for figure in (*task.figures, *task.lower_is_better)} - {"loss"} | {
-    "best_loss"
+Summary = Mapping[str, Any]
+FIGURES = {*chain.from_iterable((*task.figures, *task.lower_is_better) for task in TASKS.values()), "best_loss"} - {
+    "loss"
 }
 
 
@@ -38,7 +40,15 @@ def std_key(name: str) -> str:
 
 UNSEEN = ("unseen", "unseen_personal")
 """Prefixes of the metrics over unseen clients, of the global model and of personal models."""
-OVER_CLIENTS = ("mean", "std", "worst", "worst_decile")
+OVER_CLIENTS = ("mean", "std", "worst_decile", "worst")
+"""Statistics of a metric over clients."""
+CLIENT_MODELS = {
+    "client": "global",
+    "personal": "personal",
+    "unseen": "global, unseen clients",
+    "unseen_personal": "personal, unseen clients",
+}
+"""Prefixes of these statistics, with the evaluated model."""
 
 
 def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
@@ -65,6 +75,62 @@ def mean_std(values: Sequence[float]) -> Spread:
 def is_usable_number(value: object) -> bool:
     """Return whether a value from a file is a usable number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def usable_values(rows: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """Return the values of a key, without missing ones.
+
+    Args:
+        rows: Summaries or other rows.
+        key: Key in the rows.
+    """
+    return [row[key] for row in rows if is_usable_number(row.get(key))]
+
+
+def mean_or_none(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None if there are none."""
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers else None
+
+
+def interval_of(rows: Sequence[Summary], name: str) -> tuple[float, float] | None:
+    """Return the interval of a metric, means of its ends over rows; None without one.
+
+    Args:
+        rows: Rows with the ends ``NAME_low`` and ``NAME_high``.
+        name: Name of the metric.
+    """
+    low, high = (mean_or_none(usable_values(rows, f"{name}_{end}")) for end in ("low", "high"))
+    return None if low is None or high is None else (low, high)
+
+
+def pairs_by_seed(runs: Iterable[Summary], others: Iterable[Summary]) -> list[tuple[Summary, Summary]]:
+    """Return the pairs of summaries with the same seed and partition.
+
+    Args:
+        runs: Summaries of a method.
+        others: Summaries of another method.
+    """
+    return [
+        (run, other)
+        for run, other in product(runs, others)
+        if all(run[same] == other[same] for same in ("seed", "partition_hash"))
+    ]
+
+
+def paired_differences(runs: Iterable[Summary], others: Iterable[Summary], key: str) -> list[float]:
+    """Return the differences of a metric between two methods, paired by seed.
+
+    Args:
+        runs: Summaries of a method.
+        others: Summaries of the method that is subtracted.
+        key: Key of the metric.
+    """
+    return [
+        run[key] - other[key]
+        for run, other in pairs_by_seed(runs, others)
+        if len(usable_values((run, other), key)) == 2
+    ]
 
 
 def check_summary(summary: dict[str, Any], path: Path) -> None:

@@ -199,9 +199,8 @@ class SkewFeatures:
         gradient2 = figures["gradient2"] or 0.0
         excess = max(0.0, zeta2 - sigma2 / max(1.0, seen))
         distance, chance = labels.get("label_distance_mean") or 0.0, labels.get("label_distance_chance") or 0.0
-        linear = sum(
-            p.numel() for m in setting.spec.module.modules() if isinstance(m, nn.Linear) for p in m.parameters()
-        )
+        layers = [m for m in setting.spec.module.modules() if isinstance(m, nn.Linear)]
+        linear = sum(p.numel() for layer in layers for p in layer.parameters())
         return cls(
             task=fed.task,
             pixels=int(max(x.shape[2:])) if x.dim() == 4 else 0,

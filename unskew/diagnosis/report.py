@@ -98,19 +98,11 @@ class DiagnosisReport(NotebookTable):
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields as plain values; unknown values are None."""
-        return {
-            **self.facts,
-            **self.labels,
-            "sites": self.sites.rows,
-            "models": [
-                {
-                    "model": location.place,
-                    **_plain(location.metrics),
-                    "shares": [_plain(row) for row in location.shares],
-                }
-                for location in self.places
-            ],
-        }
+        models = []
+        for location in self.places:
+            shares = [_plain(row) for row in location.shares]
+            models.append({"model": location.place, **_plain(location.metrics), "shares": shares})
+        return {**self.facts, **self.labels, "sites": self.sites.rows, "models": models}
 
     def _sentences(self) -> list[str]:
         return [self.summary()]

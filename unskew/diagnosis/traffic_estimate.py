@@ -33,28 +33,23 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
     tiny = replace(fed, clients=few, test=(x[:SAMPLES], y[:SAMPLES]), server=server, client_names=(), text_groups=None)
     changes: dict[str, Any] = {
         "rounds": ROUNDS,
+        "eval_every": ROUNDS,
         "clients": len(few),
         "participation": 1.0,
         "local_steps": 1,
-        "local_epochs": None,
         "batch_size": 2,
-        "eval_every": ROUNDS,
         "eval_clients": 0,
         "engine": "inline",
         "base_run": True,
-        "early_stopping": None,
+        "save_samples": False,
+        **dict.fromkeys(("local_epochs", "early_stopping", "attack", "start_from", "target")),
         "lr_schedule": "constant",
         "network": type(config.network)(),
-        "attack": None,
         "trackers": (),
-        "save_samples": False,
         "diagnose": (),
-        "start_from": None,
-        "target": None,
     }
-    result = run_experiment(
-        config.model_copy(update=changes), federation=tiny, model=setting.model, method=replace(method, data=())
-    )
+    light = config.model_copy(update=changes)
+    result = run_experiment(light, federation=tiny, model=setting.model, method=replace(method, data=()))
     # The first round is atypical, because some tensors do not exist yet, such as a method's first variates.
     first, last = (row["bytes_up"] + row["bytes_down"] for row in (result.history[0], result.history[-1]))
     each = (last - first) / (ROUNDS - 1) / len(few) * max(1, round(config.participation * len(fed.clients)))

@@ -30,19 +30,14 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Figures:
     task, sizes = federation.objective, federation.sizes.astype(float)
     effective = float(sizes.sum() ** 2 / np.square(sizes).sum())
     if not task.labeled:
-        nothing = dict.fromkeys(
-            ("label_distance_mean", "label_distance_max", "label_distance_chance", "label_entropy_gap")
-        )
-        return {**nothing, "effective_clients": effective, "effective_classes": None}
-    counts = np.stack([task.counts(federation.clients[k].y.cpu(), federation.classes).numpy() for k in ids]).astype(
-        float
-    )
+        names = ("distance_mean", "distance_max", "distance_chance", "entropy_gap")
+        return {**{f"label_{name}": None for name in names}, "effective_clients": effective, "effective_classes": None}
+    counts = np.array([task.counts(federation.clients[k].y, federation.classes).tolist() for k in ids], float)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     total = counts.sum(0) / max(1.0, counts.sum())
-    distances = 0.5 * np.abs(shares - total).sum(1)
+    distances, entropies = label_distances(counts)
     with np.errstate(divide="ignore", invalid="ignore"):
         gaps = np.where(shares > 0, shares * np.log(shares / total), 0.0).sum(1)
-        entropies = -np.where(shares > 0, shares * np.log(shares), 0.0).sum(1)
     return {
         "label_distance_mean": float(distances.mean()),
         "label_distance_max": float(distances.max()),
@@ -51,6 +46,17 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Figures:
         "effective_clients": effective,
         "effective_classes": float(np.exp(entropies).mean()),
     }
+
+
+def label_distances(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the total variation distance of each client's labels from all labels, and their entropy, ``[K]`` each.
+
+    Args:
+        counts: Samples per client and class, ``[K, C]``.
+    """
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+    return 0.5 * np.abs(shares - counts.sum(0) / max(1.0, counts.sum())).sum(1), -(shares * logs).sum(1)
 
 
 def label_distance_by_chance(shares: np.ndarray, sizes: Sequence[int]) -> float:

@@ -142,9 +142,8 @@ def plot_clients_by_class(
     total = len(counts)
     shown = np.arange(total) if total <= most else np.linspace(0, total - 1, most).round().astype(int)
     counts = counts[shown]
-    figure, ((axis,),) = new_figure(
-        max(4.0, 0.28 * len(shown) + 2), max(3.0, 0.28 * counts.shape[1] + 1.5) + bool(client_names)
-    )
+    height = max(3.0, 0.28 * counts.shape[1] + 1.5) + bool(client_names)
+    figure, ((axis,),) = new_figure(max(4.0, 0.28 * len(shown) + 2), height)
     if exclusive and counts.shape[1] == 2:
         rare, (share, low, high), pooled = prevalence(counts)
         bars = 100 * np.array([share - low, high - share])

@@ -64,9 +64,8 @@ class NotebookTable:
         lines = []
         for row in self._shown():
             (_, title), *rest = row.items()
-            lines.append(
-                f"{title}: {', '.join(f'{name} {cell_text(value)}' for name, value in rest if cell_text(value))}"
-            )
+            cells = ", ".join(f"{name} {cell_text(value)}" for name, value in rest if cell_text(value))
+            lines.append(f"{title}: {cells}")
         return "\n  ".join([f"{type(self).__name__}:", *self._sentences(), *lines])
 
     def _repr_html_(self) -> str:

@@ -216,16 +216,7 @@ class Recorder:
 MEASURED = ("loss", "bytes_up", "bytes_down", "setup_seconds", "train_seconds")
 """Metrics of every round that the summary reads."""
 SCALARS = {
-    *MEASURED,
-    "accuracy",
-    "r2",
-    "updates",
-    "skipped",
-    "late",
-    "retries",
-    "seconds",
-    "seconds_simulated",
-    "epsilon",
+    *(*MEASURED, "accuracy", "r2", "updates", "skipped", "late", "retries", "seconds", "seconds_simulated", "epsilon")
 }
 """Metrics with a single value."""
 

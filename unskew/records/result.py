@@ -96,9 +96,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
-        row = {name: format_mean_std(v) if isinstance(v, float) else v for name, v in self._shown().items()}
         sent = {f"MB {way}": format_mean_std(self.summary[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
-        return html_table([{**row, **sent, "seconds": format_mean_std(self.summary["seconds"])}])
+        return html_table([{**self._shown(), **sent, "seconds": format_mean_std(self.summary["seconds"])}])
 
 
 class Summary(JsonModel):

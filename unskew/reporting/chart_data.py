@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from unskew.comparison.summary_statistics import is_usable_number
+from unskew.comparison.benefit import FEWEST, client_label
+from unskew.comparison.summary_statistics import is_usable_number, usable_values
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
@@ -78,7 +79,7 @@ def evenly_spaced(count: int, most: int = POINTS) -> list[int]:
 def evaluated_metrics(part: RunGroup) -> dict[str, str]:
     """Return the round metrics of the model with their titles, the objective first."""
     judge = part.objective
-    summaries = [run.summary for method_runs in part.series for run in method_runs.runs]
+    summaries = [run.summary for run in part.runs]
     own = {name for summary in summaries for name in summary.get("own_metrics", {})}
     recalls = {name for summary in summaries for name in summary if name.startswith(RECALL)}
     positive = summaries[0].get("positive")
@@ -86,17 +87,9 @@ def evaluated_metrics(part: RunGroup) -> dict[str, str]:
     names = EVALUATED | {name: axis_title(metric_info(name, positive=positive)) for name in sorted(named)}
     validation_key = f"validation_{judge.name}"
     names[validation_key] = names.get(validation_key, axis_title(judge, " on held-out samples of the clients"))
-    there = {
-        name
-        for method_runs in part.series
-        for run in method_runs.runs
-        for row in run.history
-        for name in row
-        if is_usable_number(row[name])
-    }
-    first = (
-        (judge.name, validation_key) if judge.name not in SCORES else ("loss", "perplexity") if part.language else ()
-    )
+    there = {name for run in part.runs for row in run.history for name in row if is_usable_number(row[name])}
+    first = ("loss", "perplexity") if part.language else ()
+    first = first if judge.name in SCORES else (judge.name, validation_key)
     return {name: names[name] for name in dict.fromkeys([*first, *names]) if name in there}
 
 
@@ -119,10 +112,8 @@ def learning_curves(part: RunGroup) -> dict[str, Any]:
         "target": (100 if part.objective.percent else 1) * part.target if part.counts else None,
         "unit": " %" if part.objective.percent else "",
         "lines": {
-            method_runs.label: {
-                name: mean_line(method_runs, name, title.endswith("(%)")) for name, title in titles.items()
-            }
-            for method_runs in part.series
+            entry.label: {name: mean_line(entry, name, title.endswith("(%)")) for name, title in titles.items()}
+            for entry in part.series
         },
     }
 
@@ -160,11 +151,8 @@ def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list
 
 def method_metric_titles() -> dict[str, str]:
     """Return the titles of the metrics of registered methods."""
-    return {
-        metric.name: metric.title
-        for kind in map(rule_class, METHODS)
-        for metric in getattr(kind, "summary_metrics", ())
-    }
+    metrics = (metric for name in METHODS for metric in getattr(rule_class(name), "summary_metrics", ()))
+    return {metric.name: metric.title for metric in metrics}
 
 
 def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
@@ -172,32 +160,18 @@ def diagnostic_charts(part: RunGroup) -> dict[str, Any]:
     declared, known = method_metric_titles(), {*ALWAYS, *evaluated_metrics(part)}
     lines: dict[str, dict[str, Any]] = {}
     dots: dict[str, dict[str, Any]] = {}
-    names = dict.fromkeys(
-        name
-        for method_runs in part.series
-        for run in method_runs.runs
-        for row in run.history
-        for name in row
-        if name not in known
-    )
+    names = dict.fromkeys(name for run in part.runs for row in run.history for name in row if name not in known)
     for name in names:
         for method_runs in part.series:
             line = mean_line(method_runs, name)
             if line is not None:
                 lines.setdefault(name, {})[method_runs.label] = {key: line[key] for key in ("round", "mean", "std")}
-            marks = [
-                (row["round"], value)
-                for row in method_runs.runs[0].history
-                if isinstance(row.get(name), list)
-                for value in row[name]
-                if is_usable_number(value)
-            ]
+            lists = [row for row in method_runs.runs[0].history if isinstance(row.get(name), list)]
+            marks = [(row["round"], value) for row in lists for value in row[name] if is_usable_number(value)]
             if marks:
                 marked = [marks[index] for index in evenly_spaced(len(marks), MARKS)]
-                dots.setdefault(name, {})[method_runs.label] = {
-                    "round": [r for r, _ in marked],
-                    "value": [v for _, v in marked],
-                }
+                columns = {"round": [r for r, _ in marked], "value": [v for _, v in marked]}
+                dots.setdefault(name, {})[method_runs.label] = columns
     return {"titles": {name: declared.get(name, name) for name in names}, "lines": lines, "dots": dots}
 
 
@@ -216,32 +190,23 @@ def best_classifiers(part: RunGroup) -> list[MethodRuns]:
     judge = part.objective
 
     def rank(method_runs: MethodRuns) -> float:
-        values = [
-            float(run.summary[judge.name]) for run in method_runs.runs if is_usable_number(run.summary.get(judge.name))
-        ]
+        values = usable_values((run.summary for run in method_runs.runs), judge.name)
         return judge.rank(float(np.mean(values))) if values else -np.inf
 
-    return sorted((method_runs for method_runs in part.series if method_runs.runs[0].curves), key=rank, reverse=True)[
-        :BEST
-    ]
+    classifiers = [method_runs for method_runs in part.series if method_runs.runs[0].curves]
+    return sorted(classifiers, key=rank, reverse=True)[:BEST]
 
 
 def classifier_curves(part: RunGroup) -> dict[str, Any]:
     """Return the classifier curves of the first seed of the best methods, by kind and method."""
-    lines = {
-        kind: {
-            classifier.label: classifier.runs[0].curves[kind]
-            for classifier in best_classifiers(part)
-            if kind in classifier.runs[0].curves
-        }
-        for kind in KINDS
-    }
+    curves = {classifier.label: classifier.runs[0].curves for classifier in best_classifiers(part)}
+    lines = {kind: {label: own[kind] for label, own in curves.items() if kind in own} for kind in KINDS}
     return {"axes": {kind: KINDS[kind][1:] for kind in KINDS}, "lines": lines}
 
 
 def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
     """Return the metrics in ``clients.jsonl`` by their key, those of the objective first."""
-    runs = [run for method_runs in part.series for run in method_runs.runs]
+    runs = part.runs
     own = {name: way for run in runs for name, way in run.summary.get("own_metrics", {}).items()}
     there = dict.fromkeys(name for run in runs for row in run.clients for name in row if is_usable_number(row[name]))
     metrics = {}
@@ -269,14 +234,11 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
                 if is_usable_number(row.get(name)) and "unseen" not in row
             )
             if scored:
-                values = np.array([value for value, _, _ in scored])
+                values, seeds = np.array([value for value, _, _ in scored]), np.array([seed for *_, seed in scored])
                 low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
                 dots = [scored[index] for index in evenly_spaced(len(scored), DOTS)]
-                sign = -1 if one_metric.lower_is_better else 1
-                deciles = [
-                    sign * mean_worst_decile([sign * value for value, _, at in scored if at == seed])
-                    for seed in {s for *_, s in scored}
-                ]
+                sign = int(one_metric.rank(1))
+                deciles = [sign * mean_worst_decile(sign * values[seeds == seed]) for seed in {*seeds.tolist()}]
                 boxes.setdefault(name, {})[method_runs.label] = {
                     "low": low,
                     "median": median,
@@ -292,20 +254,12 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
 
 
 MARK = " (few samples of a class)"
-"""Text after the name of a client with fewer than ``FEW`` held-out samples of a class."""
-FEW = 10
-"""Held-out samples of a class below which the metrics of a client are marked."""
+"""Text after the name of a client with fewer than ``FEWEST`` held-out samples of a class."""
 
 
 def has_few_samples(row: dict[str, Any]) -> bool:
-    """Return whether a client was evaluated on fewer than ``FEW`` samples of a class."""
-    return min(row.get("support", {}).values(), default=FEW) < FEW
-
-
-def client_label(row: dict[str, Any]) -> str:
-    """Return the label of a client on the page: its name, otherwise its number."""
-    name = row.get("name")
-    return name if isinstance(name, str) else f"client {row['client']}"
+    """Return whether a client was evaluated on fewer than ``FEWEST`` samples of a class."""
+    return min(row.get("support", {}).values(), default=FEWEST) < FEWEST
 
 
 def mean_worst_decile(values: Sequence[float] | np.ndarray) -> float:

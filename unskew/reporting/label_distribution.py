@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from unskew.comparison.benefit import client_label
+from unskew.measurements.label_skew import label_distances
 from unskew.plots.curves import prevalence
-from unskew.reporting.chart_data import client_label, evenly_spaced, gini
+from unskew.reporting.chart_data import evenly_spaced, gini
 from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.run_reader import RunFiles
 
@@ -23,9 +25,7 @@ MAPS = 5
 def label_distributions(part: RunGroup) -> list[dict[str, Any]]:
     """Return an entry for each partition of the group, of the first seeds; none if run folders lack label counts."""
     distributions: dict[str, RunFiles] = {}
-    for run in sorted(
-        (run for method_runs in part.series for run in method_runs.runs), key=lambda run: int(run.summary["seed"])
-    ):
+    for run in sorted(part.runs, key=lambda run: int(run.summary["seed"])):
         if run.clients:
             trained = [row for row in run.clients if "unseen" not in row]
             distributions.setdefault(run.summary["partition_hash"], replace(run, clients=trained))
@@ -101,13 +101,8 @@ def heat_map(counts: np.ndarray, names: list[str], classes: list[str]) -> dict[s
         rows = [f"mostly {labels[int(shares[some].mean(0).argmax())]} ({len(some)} clients)" for some in bins]
         counts, shares = (np.stack([values[some].mean(0) for some in bins]) for values in (counts, shares))
         note = f"{len(names)} clients in {ROWS} rows: each row is the mean of clients with the same main class. {note}"
-    return {
-        "rows": rows,
-        "classes": labels,
-        "counts": counts.round(1).tolist(),
-        "shares": shares.round(3).tolist(),
-        "note": note.strip(),
-    }
+    values = {"counts": counts.round(1).tolist(), "shares": shares.round(3).tolist()}
+    return {"rows": rows, "classes": labels, **values, "note": note.strip()}
 
 
 def size_statistics(sizes: np.ndarray) -> dict[str, float]:
@@ -129,14 +124,11 @@ def skew_statistics(counts: np.ndarray) -> dict[str, float]:
     counts = counts[counts.sum(1) > 0]
     if not len(counts):
         return {}
-    shares = counts / counts.sum(1, keepdims=True)
-    total = counts.sum(0) / counts.sum()
-    distances = 0.5 * np.abs(shares - total).sum(1)
-    logs = np.log(shares, where=shares > 0, out=np.zeros_like(shares))
+    distances, entropies = label_distances(counts)
     return {
         "classes per client, median": float(np.median((counts > 0).sum(1))),
-        "effective number of classes per client, mean": float(np.exp(-(shares * logs).sum(1)).mean()),
-        "share of a client's main class, mean": float(shares.max(1).mean()),
+        "effective number of classes per client, mean": float(np.exp(entropies).mean()),
+        "share of a client's main class, mean": float((counts.max(1) / counts.sum(1)).mean()),
         "distance of a client's labels from all (total variation), mean": float(distances.mean()),
         "distance of a client's labels from all, largest": float(distances.max()),
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import weighting_mismatch_note
+from unskew.comparison.compare import weighting_notes
 from unskew.comparison.summary_statistics import is_usable_number
 from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS, REFERENCES, check_expression, rule_class
@@ -83,17 +83,9 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
             for text in [*run.warnings, *trust_notes(run)]:
                 messages.setdefault(text, []).append(f"{method_runs.label}, seed {run.summary['seed']}")
     entries = [("; ".join(runs), text) for text, runs in messages.items()]
-    uneven = weighting_mismatch_note(
-        {method_runs.label: method_runs.runs[0].summary.get("client_weighting") for method_runs in part.ranked}
-    )
-    unequal = any(
-        len({row["samples"] for row in run.clients}) > 1 for method_runs in part.series for run in method_runs.runs
-    )
-    if (
-        together := composition_note(run.summary for method_runs in part.series for run in method_runs.runs)
-    ) is not None:
-        entries = [("all runs", together), *entries]
-    return [("all runs", uneven), *entries] if uneven and unequal else entries
+    together = composition_note(run.summary for run in part.runs)
+    of_all = [*weighting_notes(part.comparison()), *([] if together is None else [together])]
+    return [*(("all runs", text) for text in of_all), *entries]
 
 
 def trust_notes(run: RunFiles) -> list[str]:
@@ -124,10 +116,8 @@ def repeat_commands(part: RunGroup) -> list[str]:
     plain = all(method_runs.label == method_runs.method for method_runs in series) and len(seeds) == 1
     if not plain or len(runs) == 1 or any(run.config.get("start_from") for run in runs):
         return [shlex.join(["unskew", "run", str(run.folder / "config.yaml")]) for run in runs]
-    files, which = (
-        [str(method_runs.runs[0].folder / "config.yaml") for method_runs in series],
-        ["--seeds", ",".join(map(str, *seeds))],
-    )
+    files = [str(method_runs.runs[0].folder / "config.yaml") for method_runs in series]
+    which = ["--seeds", ",".join(map(str, *seeds))]
     if same_comparison(method_runs.runs[0].config for method_runs in series):
         words = ["unskew", "compare", *(method_runs.method for method_runs in series), *which, "--config", files[0]]
     else:  # each method has its own fields, as after tuning
@@ -150,16 +140,12 @@ def averaging_periods(one: MethodRuns) -> Table | None:
     if not isinstance(periods, list) or not periods or not all(map(is_usable_number, periods)):
         return None
     steps = run.config.get("local_steps")
-    counted = is_usable_number(steps)
+    factors = [1, *([steps] if is_usable_number(steps) else [])]
     rows = [
-        [
-            Cell(str(layer), layer),
-            Cell(f"{period:g}", period),
-            *([Cell(f"{period * steps:g}", period * steps)] if counted else []),
-        ]
+        [Cell(str(layer), layer), *(Cell(f"{period * factor:g}", period * factor) for factor in factors)]
         for layer, period in enumerate(periods, 1)
     ]
-    columns = ["layer", "averaged every, rounds", *(["averaged every, local steps"] * counted)]
+    columns = ["layer", "averaged every, rounds", "averaged every, local steps"][: 1 + len(factors)]
     return Table(f"periods of {one.label}", f"How often {one.label} averages each layer", columns, rows, 0)
 
 

@@ -24,30 +24,13 @@ from unskew.tasks.primary_metric import (
 PLACE = ("data", "partition", "clients", "server_data", "model")
 """Fields in the title of a group."""
 SHARED = (
-    *PLACE,
-    "max_classes",
-    "max_train_samples",
-    "image_size",
-    "holdout",
-    "reserve_test_samples",
-    "model_options",
-    "unseen",
-    "shift",
+    *(*PLACE, "max_classes", "max_train_samples", "image_size", "holdout", "reserve_test_samples", "model_options"),
+    *("unseen", "shift"),
 )
 """Fields that all runs of a group share."""
 HOW = (
-    *(
-        "seed",
-        "method",
-        "engine",
-        "workers",
-        "stall_warning_seconds",
-        "device",
-        "trackers",
-        "checkpoint_every",
-        "target",
-    ),
-    *("save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from", "objective"),
+    *("seed", "method", "engine", "workers", "stall_warning_seconds", "device", "trackers", "checkpoint_every"),
+    *("target", "save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from", "objective"),
 )
 """Fields that may differ between the runs of one method."""
 
@@ -82,6 +65,11 @@ class RunGroup:
     target: float
 
     @property
+    def runs(self) -> list[RunFiles]:
+        """Runs of all methods."""
+        return [run for method_runs in self.series for run in method_runs.runs]
+
+    @property
     def ranked(self) -> list[MethodRuns]:
         """Methods without the reference rows."""
         return [method_runs for method_runs in self.series if not is_reference(method_runs.method)]
@@ -90,22 +78,22 @@ class RunGroup:
     def language(self) -> bool:
         """Return whether losses are shown instead of accuracies."""
         usual = self.objective.name in (*SCORES, "loss", "perplexity")
-        return usual and all("perplexity" in run.summary for method_runs in self.series for run in method_runs.runs)
+        return usual and all("perplexity" in run.summary for run in self.runs)
 
     @property
     def scored(self) -> str:
         """Name of the task's primary metric."""
-        return primary_metric_name(self.series[0].runs[0].summary)
+        return primary_metric_name(self.runs[0].summary)
 
     @property
     def objective(self) -> MetricInfo:
         """Metric by which methods are compared."""
-        return objective_metric(self.series[0].runs[0].summary)
+        return objective_metric(self.runs[0].summary)
 
     @property
     def at_clients(self) -> MetricInfo:
         """Corresponding metric of single clients."""
-        return metric_of(self.series[0].runs[0].summary, client_metric_name(self.objective.name, self.scored))
+        return metric_of(self.runs[0].summary, client_metric_name(self.objective.name, self.scored))
 
     @property
     def counts(self) -> bool:
@@ -114,13 +102,12 @@ class RunGroup:
 
     def comparison(self) -> Comparison:
         """Return the group as a result of ``unskew.compare``."""
-        return Comparison(
-            {method_runs.label: [run.history for run in method_runs.runs] for method_runs in self.series},
-            {method_runs.label: [run.summary for run in method_runs.runs] for method_runs in self.series},
-            self.target,
-            None,
-            clients={method_runs.label: [run.clients for run in method_runs.runs] for method_runs in self.series},
+        histories, summaries, clients = (
+            {method_runs.label: [getattr(run, part) for run in method_runs.runs] for method_runs in self.series}
+            for part in ("history", "summary", "clients")
         )
+        unequal = any(len({row["samples"] for row in run.clients}) > 1 for run in self.runs)
+        return Comparison(histories, summaries, self.target, None, unequal, clients=clients)
 
 
 def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:
@@ -196,12 +183,10 @@ def _target(series: Sequence[MethodRuns]) -> float:
     """Return the target of the runs or of ``unskew compare``, otherwise its default."""
     own_targets = [run.config.get("target") for method_runs in series for run in method_runs.runs]
     listed = [row.get("target") for row in _table(series)]
-    targets: list[float] = [
-        value for value in (*own_targets, *listed) if isinstance(value, int | float) and is_usable_number(value)
-    ]
+    for value in (*own_targets, *listed):
+        if isinstance(value, int | float) and is_usable_number(value):
+            return float(value)
     ranked = [method_runs for method_runs in series if not is_reference(method_runs.method)] or series
-    if targets:
-        return float(targets[0])
     return default_target([run.summary for run in method_runs.runs] for method_runs in ranked)
 
 

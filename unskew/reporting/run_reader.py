@@ -72,18 +72,14 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunFiles], list[str]]:
             raise ConfigError(
                 f"{folder} {what}. Name run folders, folders of comparisons, or folders that contain them."
             )
-        found_folders = run_folders(folder)
-        finished = [path for path in found_folders if (path / "summary.json").is_file()]
+        begun = run_folders(folder)
+        finished = [path for path in begun if (path / "summary.json").is_file()]
         if not finished:
+            remedy = f" {begun[0]} is not finished; continue with: unskew resume {begun[0]}" if begun else ""
             raise ConfigError(
-                f"{folder} contains no finished run: a run folder has config.yaml, metrics.jsonl and summary.json."
-                + (
-                    f" {found_folders[0]} is not finished; continue with: unskew resume {found_folders[0]}"
-                    if found_folders
-                    else ""
-                )
+                f"{folder} contains no finished run: a run folder has config.yaml, metrics.jsonl and summary.json.{remedy}"
             )
-        notes += [f"{path} is not finished and is left out." for path in found_folders if path not in finished]
+        notes += [f"{path} is not finished and is left out." for path in begun if path not in finished]
         run_of |= {path.resolve(): path for path in finished}
     if len(run_of) > MOST_RUNS:
         raise ConfigError(
@@ -130,29 +126,20 @@ def read_run(folder: Path) -> RunFiles:
     if not all(isinstance(name, str) for name in config):
         raise ConfigError(f"{folder / 'config.yaml'} is not the configuration of a run.")
     about = read_about(folder)
-    warnings_file = folder / "warnings.txt"
+    path = folder / "warnings.txt"
     try:
-        warnings = (
-            warnings_file.read_text(encoding="utf-8", errors="replace").splitlines() if warnings_file.is_file() else []
-        )
+        warnings = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     except OSError as error:
-        raise CheckpointError(f"{warnings_file} cannot be read: {error.strerror}.") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     clients = read_clients(folder / "clients.jsonl")
     alone = is_local(summary["method"])  # without a global model
     if alone:
         own_metrics = summary.get("own_metrics", ())
         history, clients = ([without_global_model(row, own_metrics) for row in rows] for rows in (history, clients))
         summary = without_global_model(summary, own_metrics)
-    return RunFiles(
-        folder,
-        config,
-        summary,
-        history,
-        clients,
-        about,
-        list(dict.fromkeys(filter(None, map(strip_warning_prefix, warnings)))),
-        {} if alone else read_curves(folder / "curves.json"),
-    )
+    texts = list(dict.fromkeys(filter(None, map(strip_warning_prefix, warnings))))
+    curves = {} if alone else read_curves(folder / "curves.json")
+    return RunFiles(folder, config, summary, history, clients, about, texts, curves)
 
 
 def read_curves(path: Path) -> dict[str, Any]:

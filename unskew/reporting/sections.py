@@ -9,11 +9,12 @@ from typing import Any
 
 import yaml
 
+from unskew.comparison.benefit import FEWEST, client_label
+from unskew.comparison.benefit_text import names_text
 from unskew.reporting import chart_data, run_description, tables
 from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
 from unskew.reporting.run_groups import RunGroup
-from unskew.reporting.run_reader import RunFiles
 from unskew.reporting.section_errors import guard_section, section_html
 from unskew.reporting.synthetic_vs_real import synthetic_and_real
 from unskew.reporting.templating import render_section
@@ -25,8 +26,6 @@ GENERAL = (
     *("updates/", "server/", "arrivals", "in_flight", "staleness", "discarded"),
 )
 """Round metrics that any method may report, or their prefixes; other metrics of methods are listed before them."""
-FEW_NAMED = 10
-"""Maximum number of named clients that hold out few samples of a class."""
 LABELS = "Label distribution across clients"
 MEASUREMENTS = "Measurements of the methods"
 Styles = Mapping[str, Mapping[str, str]]
@@ -41,15 +40,14 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
     """
     curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
+    classifier: dict[str, Any] = {"axes": {}, "lines": {}}
     return {
         "methods": [{"label": entry.label, **styles[entry.label]} for entry in part.series],
         "curves": guard_section("Curves", lambda: chart_data.learning_curves(part), lambda _: curves),
         "measured": guard_section(MEASUREMENTS, lambda: chart_data.diagnostic_charts(part), lambda _: measured),
         "holdings": guard_section(LABELS, lambda: label_distributions(part), lambda _: []),
         "boxes": guard_section("Accuracy of clients", lambda: chart_data.client_boxes(part), lambda _: {}),
-        "classifier": guard_section(
-            "Classifier", lambda: chart_data.classifier_curves(part), lambda _: {"axes": {}, "lines": {}}
-        ),
+        "classifier": guard_section("Classifier", lambda: chart_data.classifier_curves(part), lambda _: classifier),
         "axes": {
             name: chart_data.axis_title(entry, " on a client's own data")
             for name, entry in chart_data.per_client_metrics(part).items()
@@ -86,10 +84,6 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
     return [html for title, write in sections if (html := section_html(title, write))]
 
 
-def _runs(part: RunGroup) -> list[RunFiles]:
-    return [run for method_runs in part.series for run in method_runs.runs]
-
-
 def _result(part: RunGroup) -> str:
     lines = verdict(part)
     return render_section("result", lines=lines) if lines else ""
@@ -100,20 +94,17 @@ def _benefit(part: RunGroup) -> str:
     if benefit is None or not benefit.clients:
         return ""
     overview, clients = tables.benefit_tables(benefit)
-    return render_section(
-        "benefit", overview=overview, clients=clients, same=benefit.same_clients, scored=part.at_clients.name
-    )
+    scored, same = part.at_clients.name, benefit.same_clients
+    return render_section("benefit", overview=overview, clients=clients, same=same, scored=scored)
 
 
 def _warnings(part: RunGroup) -> str:
     lines = [f"{text} ({runs})" for runs, text in run_description.collect_warnings(part)]
-    lines += [
-        f"{run.summary['updates_skipped']} updates were not finite and were skipped "
-        f"({method_runs.label}, seed {run.summary['seed']})"
-        for method_runs in part.series
-        for run in method_runs.runs
-        if run.summary.get("updates_skipped")
-    ]
+    for method_runs in part.series:
+        for own in (run.summary for run in method_runs.runs):
+            if skipped := own.get("updates_skipped"):
+                which = f"({method_runs.label}, seed {own['seed']})"
+                lines.append(f"{skipped} updates were not finite and were skipped {which}")
     return render_section("warnings", lines=lines) if lines else ""
 
 
@@ -142,8 +133,8 @@ def _differences(part: RunGroup) -> str:
 def _label_distribution(shown: Sequence[Mapping[str, Any]], group: str) -> str:
     partitions = []
     for entry in shown:
-        numbers = {name: _short(value) for name, value in entry["figures"].items()}
-        partitions.append({"title": entry["title"], "numbers": {**numbers, "partition hash": entry["hash"]}})
+        numbers = {name: _short(value) for name, value in entry["figures"].items()} | {"partition hash": entry["hash"]}
+        partitions.append({"title": entry["title"], "numbers": numbers})
     has_map = any("map" in entry for entry in shown)
     return render_section("label_distribution", partitions=partitions, group=group, has_map=has_map)
 
@@ -154,34 +145,27 @@ def _short(value: float) -> str:
 
 def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     table = tables.fairness_table(part)
-    title = part.at_clients.title if table else "accuracy"
+    title = f"{part.at_clients.heading if table else 'Accuracy'} of clients"
     known = chart_data.per_client_metrics(part) if shown else {}
     choices = {
         name: f"{known[name].title}, {'own models' if name.startswith('personal_') else 'global model'}"
         for name in shown
     }
-    gini = "Gini: 0 = all clients equally well served, 1 = all benefit goes to few."
-    gini = gini if part.at_clients.name == "accuracy" else ""
-    evaluated_on = sorted({str(run.summary.get("clients_evaluated_on")) for run in _runs(part)})
-    rows = [row for run in _runs(part) for row in run.clients]
-    few = {chart_data.client_label(row) for row in rows if chart_data.has_few_samples(row)}
-    everyone = {chart_data.client_label(row) for row in rows if "support" in row}
-    notes = [gini] if gini else []
+    evaluated_on = sorted({str(run.summary.get("clients_evaluated_on")) for run in part.runs})
+    rows = [row for run in part.runs for row in run.clients]
+    few = {client_label(row) for row in rows if chart_data.has_few_samples(row)}
+    everyone = {client_label(row) for row in rows if "support" in row}
+    notes = [f"Measured on {', '.join(evaluated_on)}."]
+    if part.at_clients.name == "accuracy":
+        notes.append("Gini: 0 = all clients equally well served, 1 = all benefit goes to few.")
     if few:
-        which = f": {', '.join(sorted(few)[:FEW_NAMED])}{', ...' if len(few) > FEW_NAMED else ''}"
         notes.append(
-            f"{len(few)} of {len(everyone)} clients hold out fewer than {chart_data.FEW} samples of a class, so their values "
-            f"are uncertain{which}."
+            f"{len(few)} of {len(everyone)} clients hold out fewer than {FEWEST} samples of a class, so their values "
+            f"are uncertain: {names_text(sorted(few))}."
         )
     if part.at_clients.name == "r2":
         notes.append("The R² of a client divides by the variance of all clients' targets, not of its own.")
-    return render_section(
-        "clients",
-        title=f"{title[0].upper()}{title[1:]} of clients",
-        choices=choices,
-        entry=table,
-        note=f"Measured on {', '.join(evaluated_on)}. {' '.join(notes)}".rstrip(),
-    )
+    return render_section("clients", title=title, choices=choices, entry=table, note=" ".join(notes))
 
 
 def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
@@ -194,7 +178,7 @@ def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
 
 
 def _costs(part: RunGroup) -> str:
-    server_measured = any("server/gflops" in run.summary for run in _runs(part))
+    server_measured = any("server/gflops" in run.summary for run in part.runs)
     return render_section("cost", entry=tables.cost_table(part), server_measured=server_measured)
 
 
@@ -216,17 +200,10 @@ def _methods(part: RunGroup, shown: Mapping[str, Any], images: bool) -> str:
         generated = images and run_description.generates_data(method_runs)
         generated = generated and any(synthetic_folders(run) for run in method_runs.runs)
         client, rows = (synthetic_and_real(method_runs) if generated else None) or (None, [])
-        entries.append(
-            {
-                "label": method_runs.label,
-                "facts": facts,
-                "periods": run_description.averaging_periods(method_runs),
-                "pictures": run_description.sample_pictures(method_runs) if images else [],
-                "generated": generated,
-                "client": client,
-                "rows": rows,
-            }
-        )
+        entry = {"label": method_runs.label, "facts": facts, "generated": generated, "client": client, "rows": rows}
+        entry["periods"] = run_description.averaging_periods(method_runs)
+        entry["pictures"] = run_description.sample_pictures(method_runs) if images else []
+        entries.append(entry)
     return render_section("methods", options=options, entries=entries)
 
 
@@ -241,18 +218,18 @@ def _repeat(part: RunGroup) -> str:
         commands=run_description.repeat_commands(part)[:20],
         runs=tables.runs_table(part),
         configurations=configurations,
-        machines=run_description.versions_and_machines(_runs(part)),
+        machines=run_description.versions_and_machines(part.runs),
     )
 
 
 def summary_line(part: RunGroup) -> str:
     """Return a one-line description of a group."""
-    seeds = sorted({run.summary["seed"] for run in _runs(part)})
-    rounds = sorted({run.summary["rounds"] for run in _runs(part)})
+    seeds = sorted({run.summary["seed"] for run in part.runs})
+    rounds = sorted({run.summary["rounds"] for run in part.runs})
     methods = part.ranked or part.series
     references = ", with references" if len(methods) < len(part.series) else ""
     line = f"{len(methods)} method{'s' if len(methods) > 1 else ''}{references}, seeds {', '.join(map(str, seeds))}"
     target = f", target {value_text(part.objective, part.target, sign=' %')}" if part.counts else ""
-    newest = max((run.folder / "summary.json").stat().st_mtime for run in _runs(part))
+    newest = max((run.folder / "summary.json").stat().st_mtime for run in part.runs)
     day = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
     return f"{line}, {' or '.join(map(str, rounds))} rounds{target}; finished on {day}"

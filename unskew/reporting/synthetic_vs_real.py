@@ -51,14 +51,8 @@ def synthetic_and_real(one: MethodRuns) -> tuple[str, list[ImageRow]] | None:
 
 def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
     """Load a run's synthetic set and original data, without network access and without code named by the folder."""
-    folder = next(
-        (
-            images_folder
-            for images_folder in synthetic_folders(run)
-            if (images_folder / synthetic_dataset.ABOUT).is_file()
-        ),
-        None,
-    )
+    folders = [folder for folder in synthetic_folders(run) if (folder / synthetic_dataset.ABOUT).is_file()]
+    folder = folders[0] if folders else None
     if folder is None or "://" in str(run.config.get("data")) + str(run.config.get("data_path")):
         return None
     try:

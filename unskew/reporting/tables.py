@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from unskew.comparison.benefit import Benefit
 from unskew.comparison.benefit_text import benefit_title, displayed
+from unskew.comparison.references import TITLE as REFERENCES_TITLE
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import LEVEL, holm, paired_p
-from unskew.comparison.summary_statistics import UNSEEN, is_usable_number, mean_std, std_key
+from unskew.comparison.summary_statistics import (
+    CLIENT_MODELS,
+    OVER_CLIENTS,
+    UNSEEN,
+    is_usable_number,
+    mean_or_none,
+    mean_std,
+    paired_differences,
+    pairs_by_seed,
+    std_key,
+    usable_values,
+)
 from unskew.records.recorder import first_reaching
 from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
-from unskew.tasks.formatting import F1, format_megabytes, format_percent, method_title, secondary_metrics, value_text
+from unskew.tasks.formatting import (
+    F1,
+    format_megabytes,
+    format_percent,
+    interval_text,
+    method_title,
+    secondary_metrics,
+    value_text,
+)
 from unskew.tasks.formatting import format_number as loss_text
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
+
+COST = ("MB up", "MB down", "seconds")
+"""Titles of the columns of costs."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +134,11 @@ def loss_cell(value: float | None, spread: float | None = None) -> Cell:
     return Cell(loss_text(value, spread), value, spread)
 
 
+def cost_cells(row: Mapping[str, Any]) -> list[Cell]:
+    """Return the cells of the columns ``COST``, given a summary or a row of a comparison."""
+    return [megabytes_cell(row["bytes_up"]), megabytes_cell(row["bytes_down"]), number_cell(row["seconds"])]
+
+
 def std_note(part: RunGroup) -> str:
     """Return a note on the number of seeds and on standard deviations."""
     most = max(len(method_runs.runs) for method_runs in part.series)
@@ -124,10 +152,8 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         part: Runs of the group.
         references: Whether to list references instead of methods.
     """
-    everything = part.comparison().rows()
-    judge = part.objective
-    own = part.at_clients
-    rows = [row for row in everything if row["reference"] == references]
+    judge, own = part.objective, part.at_clients
+    rows = [row for row in part.comparison().rows() if row["reference"] == references]
     if not rows:
         return None
     several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
@@ -142,16 +168,11 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         shown_columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
         columns |= {metric_title(title, judge): (metric_cell(judge), name) for title, name in shown_columns.items()}
         columns |= {f"{title}, %": (percent_cell, name) for title, name in several.items()}
-        columns |= {
-            metric_title(metric.title, metric): (metric_cell(metric), metric.name)
-            for metric in secondary_metrics(rows[0])
-        }
-        private = {"epsilon": "epsilon", "epsilon if secret": "epsilon_if_secret"}
-        columns |= {
-            title: (loss_cell, name)
-            for title, name in private.items()
-            if any(row.get(name) is not None for row in rows)
-        }
+        more = secondary_metrics(rows[0])
+        columns |= {metric_title(metric.title, metric): (metric_cell(metric), metric.name) for metric in more}
+        for name in ("epsilon", "epsilon_if_secret"):
+            if any(row.get(name) is not None for row in rows):
+                columns[name.replace("_", " ")] = (loss_cell, name)
         if "backdoor_success" in rows[0]:
             columns["attack success, %"] = (percent_cell, "backdoor_success")
         columns["loss"] = (loss_cell, "loss")
@@ -167,20 +188,14 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         spread = row["seeds"] > 1
         cells = [write(row.get(name), row.get(std_key(name)) if spread else None) for write, name in columns.values()]
         missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
-        reached = (
-            [] if not part.counts else [number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed]
-        )
-        costs = [megabytes_cell(row["bytes_up"]), megabytes_cell(row["bytes_down"]), number_cell(row["seconds"])]
-        lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, *reached, *costs])
+        rounds = number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed
+        reached = [rounds] if part.counts else []
+        lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, *reached, *cost_cells(row)])
     counted = [f"rounds to {value_text(judge, part.target, sign=' %')}"] if part.counts else []
-    titles = ["method", "seeds", *columns, *counted, "MB up", "MB down", "seconds"]
+    titles = ["method", "seeds", *columns, *counted, *COST]
     what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
     if references:
-        caption = (
-            "References, not ranked: all data in one place (pooled); each client alone, with its own model (local). Unless "
-            "tuned themselves, they use another method's settings, so pooled is no upper bound"
-        )
-        return Table("references", caption, titles, lines)
+        return Table("references", REFERENCES_TITLE, titles, lines)
     return Table("comparison", f"{what}, {std_note(part)}", titles, lines)
 
 
@@ -188,29 +203,24 @@ def difference_table(part: RunGroup) -> Table | None:
     """Build a table of differences between methods, paired by seed on the same partition; None for a single method."""
     judge = metric_info("loss") if part.language else part.objective
     names = (judge.name, f"best_{judge.name}")
-    factor = 100 if judge.percent else 1
+    summaries = part.comparison().ranked
     rows, groups = [], []
-    for base in part.ranked:
+    for base, others in summaries.items():
         own_rows, tests = [], []
-        for method_runs in part.ranked:
-            pairs = [(a, b) for a in method_runs.runs for b in base.runs if can_be_paired(a, b)]
-            if method_runs is base or not pairs:
+        for label, own in summaries.items():
+            pairs = pairs_by_seed(own, others)
+            if label == base or not pairs:
                 continue
-            own_rows.append([Cell(method_runs.label), Cell(base.label), number_cell(len(pairs), 0)])
+            own_rows.append([Cell(label), Cell(base), number_cell(len(pairs), 0)])
             for name in names:
-                values = [
-                    factor * (a.summary[name] - b.summary[name])
-                    for a, b in pairs
-                    if is_usable_number(a.summary.get(name)) and is_usable_number(b.summary.get(name))
-                ]
-                tests.append(values)
-                own_rows[-1] += _difference(values, 1 if judge.percent else 4)
+                tests.append(paired_differences(own, others, name))
+                own_rows[-1] += _difference(judge, tests[-1])
         for offset, at in enumerate((5, 8)):  # each column is a family of tests
             corrected = holm([paired_p(values) for values in tests[offset :: len(names)]])
             for row, p in zip(own_rows, corrected, strict=True):
                 row[at] = row[at] if row[at].text == "-" else Cell(f"{'yes' if p <= LEVEL else 'no'} (p {p:.3f})", p)
         rows += own_rows
-        groups += [base.label] * len(own_rows)
+        groups += [base] * len(own_rows)
     if not rows:
         return None
     unit = f"{judge.title}, points" if judge.percent else judge.title
@@ -233,35 +243,19 @@ def benefit_tables(benefit: Benefit) -> tuple[Table, Table]:
     rest = len(clients) - MOST_ROWS
     groups = [f"the {MOST_ROWS} that gain least"] * MOST_ROWS + [f"{rest} others"] * rest if rest > 0 else []
     cells = [[[Cell(*entry) for entry in row.values()] for row in rows] for rows in (overview, clients)]
-    one_by_one = Table(
-        "benefit of clients", f"{title}, client by client", [*clients[0]], cells[1], 1, groups, "clients"
-    )
+    caption = f"{title}, client by client"
+    one_by_one = Table("benefit of clients", caption, [*clients[0]], cells[1], 1, groups, "clients")
     return Table("benefit", title, [*overview[0]], cells[0]), one_by_one
 
 
-def can_be_paired(a: RunFiles, b: RunFiles) -> bool:
-    """Return whether two runs have the same seed and partition, so that they can be paired.
-
-    Args:
-        a: A run.
-        b: Another run.
-    """
-    return all(a.summary[name] == b.summary[name] for name in ("seed", "partition_hash"))
-
-
-def _difference(values: Sequence[float], digits: int) -> list[Cell]:
+def _difference(judge: MetricInfo, values: Sequence[float]) -> list[Cell]:
     if not values:
         return [Cell("-")] * 3
-    mean, interval = mean_std(values)[0], interval95(values)
-    cell = Cell(f"{mean:+.{digits}f}", mean)
+    mean, interval, factor = mean_std(values)[0], interval95(values), 100 if judge.percent else 1
+    cell = Cell(f"{factor * mean:+.{1 if judge.percent else 4}f}", factor * mean)
     if interval is None:
         return [cell, Cell("needs 2 seeds"), Cell("-")]
-    low, high = interval
-    return [
-        cell,
-        Cell(f"{low:+.{digits}f} to {high:+.{digits}f}", low),
-        Cell("yes"),
-    ]
+    return [cell, Cell(interval_text(judge, interval, "+"), factor * interval[0]), Cell("yes")]
 
 
 def target_table(part: RunGroup) -> Table | None:
@@ -271,9 +265,8 @@ def target_table(part: RunGroup) -> Table | None:
     rows, judge = [], part.objective
     timed = ["simulated seconds" for first in part.ranked[:1] if "seconds_simulated" in first.runs[0].summary]
     for method_runs in part.ranked:
-        reached = [
-            row for run in method_runs.runs if (row := first_reaching(run.history, part.target, judge)) is not None
-        ]
+        firsts = (first_reaching(run.history, part.target, judge) for run in method_runs.runs)
+        reached = [row for row in firsts if row is not None]
         cells = [Cell("")] * (3 + len(timed))
         if len(reached) == len(method_runs.runs):
             rounds, seconds = (mean_std([row[name] for row in reached])[0] for name in ("round", "seconds"))
@@ -291,61 +284,36 @@ def fairness_table(part: RunGroup) -> Table | None:
     """Build the table of the distribution of the objective over clients, for the global and the personal models."""
     rows, judge = [], part.at_clients
     for method_runs in part.series:
-        for label, whose, name in (
-            ("global", "client", judge.name),
-            ("personal", "personal", f"personal_{judge.name}"),
-            ("global, unseen clients", "unseen", judge.name),
-            ("personal, unseen clients", "unseen_personal", f"personal_{judge.name}"),
-        ):
-            keys = [f"{whose}_{judge.name}_{what}" for what in ("mean", "std", "worst_decile", "worst")]
+        for whose, label in CLIENT_MODELS.items():
+            keys = [f"{whose}_{judge.name}_{what}" for what in OVER_CLIENTS]
             means = [mean_or_none([run.summary.get(key) for run in method_runs.runs]) for key in keys]
             if means[0] is None:
                 continue
-            unseen = whose in UNSEEN
-            scored = [
-                [
-                    row[name]
-                    for row in run.clients
-                    if is_usable_number(row.get(name)) and row.get("unseen", False) is unseen
-                ]
-                for run in method_runs.runs
-            ]
+            unseen, name = whose in UNSEEN, f"personal_{judge.name}" if "personal" in whose else judge.name
+            rows_of = [[row for row in run.clients if row.get("unseen", False) is unseen] for run in method_runs.runs]
+            scored = [usable_values(own, name) for own in rows_of]
             better = mean_or_none([_better(run, judge) for run in method_runs.runs]) if label == "personal" else None
-            shares = (
-                judge.percent and judge.name != "r2" and not judge.lower_is_better
-            )  # R² may be negative, so a share of the total is not defined
+            # R² may be negative, so a share of the total is not defined.
+            shares = judge.percent and judge.name != "r2" and not judge.lower_is_better
             gap = mean_or_none([gini(values) for values in scored if values]) if shares else None
             cells = [metric_cell(judge)(value) for value in means]
             label = "own" if is_local(method_runs.method) else label
             rows.append([Cell(method_runs.label), Cell(label), *cells, number_cell(gap, 3), percent_cell(better)])
     if not rows:
         return None
-    columns = [
-        metric_title("mean", judge),
-        "std over clients",
-        metric_title("worst decile", judge),
-        metric_title("worst client", judge),
-        "Gini",
-        "clients it serves better, %",
-    ]
-    caption = f"{judge.title[0].upper()}{judge.title[1:]} over clients after the last round, mean over seeds"
+    mean, decile, worst = (metric_title(title, judge) for title in ("mean", "worst decile", "worst client"))
+    columns = [mean, "std over clients", decile, worst, "Gini", "clients it serves better, %"]
+    caption = f"{judge.heading} over clients after the last round, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
-
-
-def mean_or_none(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values; None if there are none."""
-    numbers = [value for value in values if value is not None]
-    return mean_std(numbers)[0] if numbers else None
 
 
 def _better(run: RunFiles, judge: MetricInfo) -> float | None:
     """Return the share of clients for which the personal model is better than the global one."""
+    personal = f"personal_{judge.name}"
     pairs = [
-        (row[f"personal_{judge.name}"], row[judge.name])
+        (row[personal], row[judge.name])
         for row in run.clients
-        if is_usable_number(row.get(f"personal_{judge.name}"))
-        and is_usable_number(row.get(judge.name))
-        and "unseen" not in row
+        if "unseen" not in row and all(is_usable_number(row.get(name)) for name in (personal, judge.name))
     ]
     return mean_or_none([float(judge.rank(own_value) > judge.rank(everyones)) for own_value, everyones in pairs])
 
@@ -389,7 +357,7 @@ def cost_table(part: RunGroup) -> Table:
     costs = {
         name: [mean_or_none([_cost(run, name) for run in method_runs.runs]) for method_runs in part.series]
         for name in COSTS
-        if any(_cost(run, name) for method_runs in part.series for run in method_runs.runs)
+        if any(_cost(run, name) for run in part.runs)
     }
     rows = [
         [Cell(method_runs.label), *(COSTS[name][1](values[index]) for name, values in costs.items())]
@@ -409,12 +377,10 @@ def runs_table(part: RunGroup) -> Table:
     """Build the table of all runs with the metrics of their ``summary.json``."""
     judge, own = part.objective, part.at_clients
     write, per = metric_cell(judge), " %" if own.percent else ""
-    pairs: list[tuple[MethodRuns, RunFiles]] = [
-        (method_runs, run) for method_runs in part.series for run in method_runs.runs
-    ]
+    pairs = [(method_runs.label, run, run.summary) for method_runs in part.series for run in method_runs.runs]
     rows = [
         [
-            Cell(method_title({"method": method_runs.label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
+            Cell(method_title({"method": label, "seeds": 1, "diverged": bool(s.get("diverged"))})),
             Cell(str(run.folder)),
             number_cell(s["seed"], 0),
             write(s.get(judge.name)),
@@ -422,19 +388,10 @@ def runs_table(part: RunGroup) -> Table:
             number_cell(_cost(run, "best_round"), 0),
             loss_cell(s.get("loss")),
             *(metric_cell(own)(s.get(f"client_{own.name}_{what}")) for what in ("mean", "worst_decile", "worst")),
-            megabytes_cell(s["bytes_up"]),
-            megabytes_cell(s["bytes_down"]),
-            number_cell(s["seconds"]),
+            *cost_cells(s),
         ]
-        for method_runs, run in pairs
-        for s in (run.summary,)
+        for label, run, s in pairs
     ]
-    columns = [
-        metric_title("last round", judge),
-        metric_title("best round", judge),
-        "best round",
-        "loss",
-        f"clients, mean{per}",
-    ]
-    columns += [metric_title("worst decile", own), metric_title("worst client", own), "MB up", "MB down", "seconds"]
+    columns = [*(metric_title(title, judge) for title in ("last round", "best round")), "best round", "loss"]
+    columns += [f"clients, mean{per}", *(metric_title(f"worst {which}", own) for which in ("decile", "client")), *COST]
     return Table("runs", "All runs, as in their summary.json", ["method", "folder", "seed", *columns], rows, 2)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from unskew.comparison.benefit_text import benefit_sentences, test_set_text
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
 from unskew.comparison.significance import LEVEL, paired_p
-from unskew.comparison.summary_statistics import is_usable_number, mean_std
-from unskew.reporting.run_groups import MethodRuns, RunGroup
-from unskew.reporting.tables import can_be_paired
-from unskew.tasks.formatting import format_megabytes, value_text
+from unskew.comparison.summary_statistics import paired_differences, usable_values
+from unskew.reporting.run_groups import RunGroup
+from unskew.tasks.formatting import format_megabytes, interval_text, value_text
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
+
+Summaries = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def verdict(part: RunGroup) -> list[str]:
@@ -19,76 +24,57 @@ def verdict(part: RunGroup) -> list[str]:
     """
     answers = benefit_sentences(part.comparison().benefit)
     judge = metric_info("loss") if part.language else part.objective
-    name, low = judge.name, judge.lower_is_better
-    means = {
-        method_runs.label: mean_std(_values(method_runs, name))[0]
-        for method_runs in part.ranked
-        if _values(method_runs, name)
-    }
-    ranked = sorted(
-        (method_runs for method_runs in part.ranked if method_runs.label in means),
-        key=lambda method_runs: means[method_runs.label],
-        reverse=not low,
-    )
+    summaries = part.comparison().ranked
+    means = {label: fmean(values) for label, own in summaries.items() if (values := usable_values(own, judge.name))}
+    ranked = sorted(means, key=lambda label: judge.rank(means[label]), reverse=True)
     if not ranked:
         return answers
     best, others = ranked[0], ranked[1:]
-    what, value = f"test {judge.title}", value_text(judge, means[best.label], sign=" %")
-    sure = test_set_text([run.summary for run in best.runs], judge)
-    over = f", mean over {len(best.runs)} seeds" if len(best.runs) > 1 else ""
+    what, value = f"test {judge.title}", value_text(judge, means[best], sign=" %")
+    seeds = len(summaries[best])
+    over = f", mean over {seeds} seeds" if seeds > 1 else ""
+    over += sampling_error_text(summaries[best], judge)
     if not others:
-        return [
-            *answers,
-            f"{best.label} reaches a {what} of {value} after the last round{over}{sure}.",
-            f"{_cost(best)}.",
-        ]
+        text = f"{best} reaches a {what} of {value} after the last round{over}."
+        return [*answers, text, f"{_cost(best, summaries)}."]
     return [
         *answers,
-        f"{best.label} is the best of {len(ranked)} methods: {what} {value} after the last round{over}{sure}.",
-        _lead(best, others[0], judge, len(others)),
-        f"{_cost(best)}; {_cost(others[0])}.",
+        f"{best} is the best of {len(ranked)} methods: {what} {value} after the last round{over}.",
+        _lead(best, others, judge, summaries),
+        f"{_cost(best, summaries)}; {_cost(others[0], summaries)}.",
     ]
 
 
-def _values(one: MethodRuns, name: str) -> list[float]:
-    return [run.summary[name] for run in one.runs if is_usable_number(run.summary.get(name))]
-
-
-def _lead(best: MethodRuns, second: MethodRuns, judge: MetricInfo, others: int) -> str:
+def _lead(best: str, others: Sequence[str], judge: MetricInfo, summaries: Summaries) -> str:
     """Return the lead of the best method over the second, and whether it is conclusive.
 
     The best was chosen among all methods, so its p-value is multiplied by the number of others (Bonferroni).
 
     Args:
         best: Best method.
-        second: Second best method.
+        others: Other methods, the second best first.
         judge: Metric of the comparison.
-        others: Number of methods except the best.
+        summaries: Summaries of each method.
     """
-    name, factor = judge.name, judge.rank(100.0 if judge.percent else 1.0)
-    pairs = [(a.summary, b.summary) for a in best.runs for b in second.runs if can_be_paired(a, b)]
-    leads = [
-        factor * (a[name] - b[name])
-        for a, b in pairs
-        if is_usable_number(a.get(name)) and is_usable_number(b.get(name))
-    ]
+    second, sign = others[0], judge.rank(1.0)
+    leads = [sign * lead for lead in paired_differences(summaries[best], summaries[second], judge.name)]
     if not leads:
-        return f"It cannot be compared with {second.label}, the second best: they have no seed in common."
-    digits, unit = (1, " points") if judge.percent else (4, "")
-    text = f"It is ahead of {second.label}, the second best, by {mean_std(leads)[0]:.{digits}f}{unit}"
+        return f"It cannot be compared with {second}, the second best: they have no seed in common."
+    lead = f"{100 * fmean(leads):.1f} points" if judge.percent else f"{fmean(leads):.4f}"
+    text = f"It is ahead of {second}, the second best, by {lead}"
     interval = interval95(leads)
     if interval is None:
         return f"{text}; one seed cannot show whether that is more than chance."
-    lead_text = f"{text} (95 % interval {interval[0]:+.{digits}f} to {interval[1]:+.{digits}f}, paired by seed"
-    p = min(1.0, others * paired_p(leads))
-    lead_text += f"; p {p:.3f}, corrected for {others} comparisons)" if others > 1 else f"; p {p:.3f})"
+    text += f" (95 % interval {interval_text(judge, interval, '+')}, paired by seed"
+    p = min(1.0, len(others) * paired_p(leads))
+    text += f"; p {p:.3f}, corrected for {len(others)} comparisons)" if len(others) > 1 else f"; p {p:.3f})"
     if interval[0] > 0 and p <= LEVEL:
-        return f"{lead_text}: conclusive for these samples, which all seeds share."
-    return f"{lead_text}: inconclusive. More seeds narrow the interval."
+        return f"{text}: conclusive for these samples, which all seeds share."
+    return f"{text}: inconclusive. More seeds narrow the interval."
 
 
-def _cost(one: MethodRuns) -> str:
+def _cost(method: str, summaries: Summaries) -> str:
     """Return traffic and time of a method, means over seeds."""
-    sent = mean_std([run.summary["bytes_up"] + run.summary["bytes_down"] for run in one.runs])[0]
-    seconds = mean_std([run.summary["seconds"] for run in one.runs])[0]
-    return f"{one.label} sent {format_megabytes(sent)} MB and took {seconds:,.1f} s per run"
+    sent = fmean(own["bytes_up"] + own["bytes_down"] for own in summaries[method])
+    seconds = fmean(own["seconds"] for own in summaries[method])
+    return f"{method} sent {format_megabytes(sent)} MB and took {seconds:,.1f} s per run"

@@ -41,10 +41,6 @@ SHARE, LIMIT = 0.02, 10.0
 """Time limit of a method's measurement: this share of the plain estimate, but at least ``LIMIT`` seconds."""
 
 
-BUSY = 1.5
-"""Load per core from which the estimate says that it is uncertain."""
-
-
 class TooLongError(Exception):
     """The measurement of a method reached its limit."""
 
@@ -193,12 +189,6 @@ def estimate(
         seconds[name] = estimated
     if not seconds:
         return None
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load > BUSY * num_cores():
-        notes.append(
-            f"Other programs keep the {num_cores()} cores busy (load {load:.1f}), so the estimate may be several times too "
-            "long or too short."
-        )
     counts = {name: runs[name][2] for name in seconds}
     total = sum(seconds[name] * count for name, count in counts.items())
     number = sum(counts.values())

@@ -60,17 +60,15 @@ def evaluate_final_model(
     for name in wanted.with_intervals:
         fields |= interval_fields(prefix + name, metric_interval(name, task, y, scores, wanted))
     curves = classifier_curves(y, scores, wanted) if wanted.known else {}
-    return FinalEvaluation(
-        fields, curves, None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
-    )
+    warning = None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
+    return FinalEvaluation(fields, curves, warning)
 
 
 def class_support(federation: Federation) -> dict[str, Any]:
     """Return the test samples of each class or label as the field ``support``; empty if there are none or too many."""
     if not federation.objective.labeled or federation.classes > MOST_CLASSES:
         return {}
-    counts = federation.objective.counts(federation.test[1], federation.classes).tolist()
-    return {"support": dict(zip(federation.names, counts, strict=True))}
+    return {"support": federation.objective.named_counts(federation.test[1], federation.names)}
 
 
 def calibration_warning(y: np.ndarray, p: np.ndarray, class_names: tuple[str, ...]) -> str | None:

@@ -136,10 +136,8 @@ class InputSpec(BaseModel):
     @property
     def known(self) -> Normalization | None:
         """Normalization of inputs as a ``Normalization`` object, or None."""
-        normalization = self.normalization
-        return (
-            None if normalization is None else Normalization(normalization.mean, normalization.std, normalization.scale)
-        )
+        known = self.normalization
+        return None if known is None else Normalization(known.mean, known.std, known.scale)
 
 
 def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:

@@ -17,28 +17,16 @@ from unskew.simulation.evaluate import evaluated_clients
 from unskew.simulation.update_buffer import TAKEN
 from unskew.tasks.base import Task
 from unskew.tasks.classification import Classification
-from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet, OwnMetric, missing_classes
+from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet, OwnMetric, metric_names, missing_classes
 from unskew.tasks.primary_metric import ONE_CLASS, RECALL, WORST, MetricInfo, metric_info
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
-    *(
-        "model",
-        "parameters",
-        "buffers",
-        "client_weighting",
-        "engine",
-        "clients_per_group",
-        "target",
-        "synthetic",
-        "privacy",
-        "gaussian_mu",
-    ),
+    *("model", "parameters", "buffers", "client_weighting", "engine", "clients_per_group", "target", "synthetic"),
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
-    *("kept_round", "client", "name", "samples", "num_held_out", "class_counts", "positive", "support"),
-    *("attack", "attackers", "attacker", "backdoor_success", "unseen", "max_rounds", "seeds", "reference"),
-    "test_samples",
-    *("epsilon", "delta", "noise_multiplier", "clip_norm"),
+    *("kept_round", "client", "name", "samples", "num_held_out", "class_counts", "positive", "support", "unseen"),
+    *("attack", "attackers", "attacker", "backdoor_success", "max_rounds", "seeds", "reference", "test_samples"),
+    *("epsilon", "delta", "noise_multiplier", "clip_norm", "privacy", "gaussian_mu"),
 }
 """Keys of rounds, summaries and client rows, which are not allowed as names of custom metrics."""
 PREFIXES = ("synthetic_", "best_", "constant_", "client_", "clients_", "personal_", "validation_", "local_", "server_",
@@ -89,9 +77,8 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     where = f"the task of {federation.name} is {federation.task}"
     if known and task.name != "classification":
         raise ConfigError(f"metrics={known[0]} needs one class per sample, but {where}, which has its own metrics.")
-    if config.positive is not None and (
-        task.name != "classification" or len(names) != 2 or config.positive not in names
-    ):
+    two_classes = task.name == "classification" and len(names) == 2
+    if config.positive is not None and not (two_classes and config.positive in names):
         classes = f" of the classes {', '.join(names[:20])}" if task.name == "classification" else ""
         raise ConfigError(f"positive={config.positive} must be one of two classes, but {where}{classes}.")
     two_only = [entry for entry in known if entry in TWO_CLASSES]
@@ -108,10 +95,7 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.figures, *own]
     if task.name == "classification":
-        possible += [
-            *(entry for entry in METRICS if entry not in ("recall", *TWO_CLASSES)),
-            *(f"{RECALL}{entry}" for entry in names),
-        ]
+        possible += metric_names([entry for entry in METRICS if entry not in TWO_CLASSES], names)
     if name not in possible:
         few = [entry for entry in possible if not entry.startswith(RECALL)]
         more = f", {RECALL}CLASS" if len(few) < len(possible) else ""
@@ -123,7 +107,7 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     with_intervals = tuple(dict.fromkeys(metric for metric in (task.scored, name) if metric not in (WORST, *own)))
     computed = MetricSet(tuple(known), own, tuple(names), index, training_weights(task), with_intervals)
     directions = {entry: metric_direction(f) for entry, f in own.items()}
-    positive = names[index] if task.name == "classification" and len(names) == 2 else None
+    positive = names[index] if two_classes else None
     return RunMetrics(metric_info(name, directions, positive), task.scored, computed, positive)
 
 
@@ -218,8 +202,7 @@ def metric_direction(function: OwnMetric) -> str:
 
 def check_metric_names_free(own: Mapping[str, OwnMetric]) -> None:
     """Validate that no custom metric has the name of an existing metric or key (raises ``ConfigError`` otherwise)."""
-    taken = sorted(
-        name for name in own if name in {*TAKEN, *SUMMARY} or name.startswith(PREFIXES) or name.endswith(SUFFIXES)
-    )
+    names = {*TAKEN, *SUMMARY}
+    taken = sorted(name for name in own if name in names or name.startswith(PREFIXES) or name.endswith(SUFFIXES))
     if taken:
         raise ConfigError(f"The metric {taken[0]} has the name of an existing metric; rename the function.")

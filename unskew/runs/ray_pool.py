@@ -233,8 +233,7 @@ class RayJobPool:
                     "resumed."
                 ) from error
             notify_warning(
-                flying.busy.callbacks,
-                f"The node running {name} died; restarting it from its last checkpoint. {reason}",
+                flying.busy.callbacks, f"The node running {name} died; restarting it from its last checkpoint. {reason}"
             )
             flying.attempts += 1
             self._submit(flying, marks)

@@ -298,9 +298,8 @@ class Session:
         """Start from the end of the run ``start_from``, if any; returns its number of rounds, otherwise 0."""
         if self.config.start_from is None:
             return 0
-        done = warm_start(
-            Path(self.config.start_from), self.config, self.server, self.recorder, data_identity(self.prepared)
-        )
+        parent, data = Path(self.config.start_from), data_identity(self.prepared)
+        done = warm_start(parent, self.config, self.server, self.recorder, data)
         if self.network.clock is not None:
             self.network.clock.now = self.recorder.history[-1].get("seconds_simulated", 0.0)
         return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -19,14 +20,7 @@ from unskew.simulation.server import Server
 from unskew.tasks.primary_metric import WORST
 
 MEASURED = (
-    "setup_seconds",
-    "train_seconds",
-    "local_",
-    "consensus/",
-    "generalization/",
-    "gradients/",
-    "updates/",
-    "server/",
+    *("setup_seconds", "train_seconds", "local_", "consensus/", "generalization/", "gradients/", "updates/", "server/"),
     "backdoor_success",
 )
 """Names, or prefixes of names, of the last round's metrics that are copied to the summary."""
@@ -110,9 +104,7 @@ def summarize(
         "updates_skipped": server.num_skipped,
         "seconds": round(recorder.seconds, 3),
         # Total time of a client that takes part in every round.
-        "client_seconds": sum(
-            (row["setup_seconds"] or 0.0) + (row["train_seconds"] or 0.0) for row in recorder.history
-        ),
+        "client_seconds": sum((row["setup_seconds"] or 0) + (row["train_seconds"] or 0.0) for row in recorder.history),
     }
     reserved = {*summary}
     if divergence_warning(final):
@@ -222,17 +214,6 @@ def counted_class_names(federation: Federation) -> tuple[str, ...]:
     return tuple(names) if len(names) <= MOST_CLASSES and len(federation.clients) <= MOST_CLIENTS else ()
 
 
-def held_out_counts(federation: Federation, client: int) -> dict[str, int]:
-    """Return the held-out samples of a client by class, also of classes that have none.
-
-    Args:
-        federation: Data of all clients.
-        client: Number of the client.
-    """
-    counts = federation.objective.counts(federation.clients[client].y_test, federation.classes).tolist()
-    return {str(c): count for c, count in enumerate(counts)}
-
-
 def client_rows(
     federation: Federation,
     scores: ClientScores,
@@ -253,21 +234,20 @@ def client_rows(
         personal: Scores of personal models, or None.
         took_part: Clients whose updates were aggregated.
         attackers: Clients that attack; their rows are marked.
-        constants: Metrics of a constant prediction by client, or None.
+        constants: Metrics of a constant prediction by client, with their prefix, or None.
         complete: Scores of the final model on all samples of clients that train on none, or None.
     """
-    scored = federation.objective.scored
-    known = {scored: scores.accuracies, "loss": scores.losses, **scores.others}
-    figures = {int(k): {name: float(of[i]) for name, of in known.items()} for i, k in enumerate(scores.ids)}
-    for prefix, other in (("personal_", personal), (ALL_SAMPLES, complete)):
-        if other is not None:
-            known = {scored: other.accuracies, **other.others}
-            for i, k in enumerate(other.ids):
-                figures.setdefault(int(k), {}).update({f"{prefix}{name}": float(of[i]) for name, of in known.items()})
-    for k, values in (constants or {}).items():
-        figures[k] |= {f"constant_{name}": value for name, value in values.items()}
+    figures = scores.by_client()
+    further = [other.by_client(prefix) for prefix, other in (("personal_", personal), (ALL_SAMPLES, complete)) if other]
+    for k, values in chain.from_iterable(metrics.items() for metrics in (*further, constants or {})):
+        figures.setdefault(k, {}).update(values)
     clients, names = federation.clients, federation.client_names
-    counts_support = isinstance(clients, ArrayClients) and "support" in class_support(federation)
+    has_support = isinstance(clients, ArrayClients) and "support" in class_support(federation)
+    classes = [str(c) for c in range(federation.classes)]
+
+    def support(client: int) -> dict[str, int]:
+        return federation.objective.named_counts(clients[client].y_test, classes)
+
     holds: dict[int, dict[str, int]] = {}
     if isinstance(clients, ArrayClients) and counted_class_names(federation):
         counts = enumerate(federation.label_distribution()[0])
@@ -287,7 +267,7 @@ def client_rows(
             "samples": samples,
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
-            **({"support": held_out_counts(federation, k)} if counts_support and k in figures and num_held_out else {}),
+            **({"support": support(k)} if has_support and k in figures and num_held_out else {}),
             **finite_or_none(figures.get(k, {})),
         }
         for k, (samples, num_held_out) in sizes.items()

@@ -17,7 +17,7 @@ from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import InputRows
 from unskew.tasks.classification import MultiLabel
 from unskew.tasks.intervals import interval_fields, metric_interval
-from unskew.tasks.metrics import METRICS, TWO_CLASSES
+from unskew.tasks.metrics import METRICS, TINY, TWO_CLASSES
 from unskew.tasks.regression import regression_metrics, regression_sums
 
 ALL = "all"
@@ -64,7 +64,10 @@ def evaluate_rows(
         units = np.array([str(value) for value in rows.cells.column(column).to_pylist()])
     evaluated = []
     for name, own in groups:
-        row: dict[str, Any] = {"group": name, "rows": len(own), **count_classes(y[own], inputs)}
+        row: dict[str, Any] = {"group": name, "rows": len(own)}
+        if inputs.objective.labeled and inputs.classes <= MOST_RECALLS:
+            counts = inputs.objective.named_counts(torch.from_numpy(y[own]), inputs.names)
+            row |= {f"support/{label}": count for label, count in counts.items()}
         for metric, value in nan_to_none(compute_metrics(outputs[own], y[own], inputs)).items():
             row[metric] = value
             if intervals:
@@ -73,19 +76,6 @@ def evaluate_rows(
                 row |= interval_fields(metric, None if value is None else interval)
         evaluated.append(row)
     return evaluated
-
-
-def count_classes(y: np.ndarray, inputs: InputSpec) -> dict[str, int]:
-    """Return the number of rows of each class or label as ``support/CLASS``; empty for regression and many classes.
-
-    Args:
-        y: Labels, ``[n]`` or ``[n, L]``.
-        inputs: Input specification of the model.
-    """
-    if not inputs.objective.labeled or inputs.classes > MOST_RECALLS:
-        return {}
-    counts = inputs.objective.counts(torch.from_numpy(y), inputs.classes).tolist()
-    return {f"support/{name}": count for name, count in zip(inputs.names, counts, strict=True)}
 
 
 def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
@@ -119,9 +109,8 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         if inputs.task == "regression":
             return np.asarray(read_targets({str(path): rows.table}, inputs.class_names).ys[0])
         label, column = str(inputs.label), rows.table.column(str(inputs.label))
-        names, (labels,), _ = read_labels(
-            {str(path): column}, label, metadata_class_names(rows.table, label), inputs.label_separator
-        )
+        known = metadata_class_names(rows.table, label)
+        names, (labels,), _ = read_labels({str(path): column}, label, known, inputs.label_separator)
     strange = [name for name in names if name not in inputs.names]
     if strange:
         choose = f" Evaluate one of its parts, such as {path / strange[0]}." if strange[0] in SPLITS else ""
@@ -146,7 +135,7 @@ def compute_metrics(outputs: np.ndarray, y: np.ndarray, inputs: InputSpec) -> di
     """
     if inputs.task == "regression":
         return regression_metrics(regression_sums(torch.from_numpy(outputs), torch.from_numpy(y)))
-    chance = np.clip(outputs, 1e-15, 1 - 1e-15)
+    chance = np.clip(outputs, TINY, 1 - TINY)
     if inputs.task == "multilabel":
         tally = MultiLabel().tally(torch.from_numpy(outputs - 0.5), torch.from_numpy(y))
         loss = -np.log(np.where(y > 0, chance, 1 - chance)).mean()

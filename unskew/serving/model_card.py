@@ -20,7 +20,7 @@ from unskew.runs.predictor import shape_text
 from unskew.serving.load import OpenedRun
 from unskew.serving.portable_model import input_shape, output_kind
 from unskew.simulation.checkpoint import checkpoint_errors
-from unskew.tasks.primary_metric import SCORES, metric_of, primary_metric_name
+from unskew.tasks.primary_metric import KNOWN_METRICS, SCORES, metric_of, primary_metric_name
 from unskew.tasks.registry import TASKS
 
 PIPELINES = {"uint8": "image-classification", "tokens": "text-classification", "float": "tabular-classification"}
@@ -63,35 +63,21 @@ def _text(found: OpenedRun, kind: str) -> str:
     # Programs that do not know front matter show it as Markdown, where entities would be part of a name.
     name, data = (re.sub(r"[^\w .,;:%()'=/+-]", " ", value) for value in (title, str(own["data"])))
     seeds = len(runs)
+    metrics = [{"type": key, "name": name, "value": round(mean, 6)} for key, name, mean, _ in rows]
+    result = {"task": {"type": hub_task(found)}, "dataset": {"name": data, "type": data}, "metrics": metrics}
     front: dict[str, Any] = {
         "library_name": LIBRARIES[kind],
         "pipeline_tag": hub_task(found),
         "tags": ["federated-learning", "unskew", *re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))],
-        "model-index": [
-            {
-                "name": name,
-                "results": [
-                    {
-                        "task": {"type": hub_task(found)},
-                        "dataset": {"name": data, "type": data},
-                        "metrics": [
-                            {"type": key, "name": name, "value": round(mean, 6)} for key, name, mean, _ in rows
-                        ],
-                    }
-                ],
-            }
-        ],
+        "model-index": [{"name": name, "results": [result]}],
     }
     whose = (
         "the global model of a federation"
         if found.client is None or found.note
         else f"the personal model of client {escape_markdown(found.client.name)} of a federation"
     )
-    averaged_over = (
-        f"mean and standard deviation over {seeds} runs of different seeds"
-        if seeds > 1
-        else "one run, so no spread is known"
-    )
+    several = f"mean and standard deviation over {seeds} runs of different seeds"
+    averaged_over = several if seeds > 1 else "one run, so no spread is known"
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escape_markdown(title)}",
@@ -121,16 +107,13 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
     """
     key = "r2" if task == "regression" else "accuracy"
     further = dict.fromkeys(metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO)
-    name = SCORES[key]
-    return {
-        key: f"Test {name}, last round",
-        "loss": "Test loss, last round",
-        **{name: f"Test {name}, last round" for name in TASKS[task].figures},
-        **{name: f"Test {metric_of(own, name).title}, last round" for name in further},
-        f"client_{key}_mean": f"{name[0].upper()}{name[1:]} at clients, mean",
-        f"client_{key}_worst": f"{name[0].upper()}{name[1:]} at clients, worst client",
-        f"personal_{key}_mean": f"{name[0].upper()}{name[1:]} of personal models, mean",
-        f"personal_{key}_worst": f"{name[0].upper()}{name[1:]} of personal models, worst client",
+    titles = {key: SCORES[key], "loss": "loss", **{name: name for name in TASKS[task].figures}}
+    titles |= {name: metric_of(own, name).title for name in further}
+    at_clients = {"client": "at clients", "personal": "of personal models"}
+    return {name: f"Test {title}, last round" for name, title in titles.items()} | {
+        f"{whose}_{key}_{statistic}": f"{KNOWN_METRICS[key].heading} {models}, {title}"
+        for whose, models in at_clients.items()
+        for statistic, title in (("mean", "mean"), ("worst", "worst client"))
     }
 
 
@@ -147,16 +130,10 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     """
     others = []
     if re.fullmatch(r"seed-\d+", folder.resolve().name):
-        own = without_seed(folder)
-        beside = sorted(
-            folder_path for folder_path in folder.resolve().parent.glob("seed-*") if folder_path != folder.resolve()
-        )
-        others = [
-            folder_path
-            for folder_path in beside
-            if (folder_path / "summary.json").is_file() and without_seed(folder_path) == own
-        ]
-    runs = [read_summary(folder_path) for folder_path in (folder, *others)]
+        own, this = without_seed(folder), folder.resolve()
+        beside = sorted(path for path in this.parent.glob("seed-*") if path != this)
+        others = [path for path in beside if (path / "summary.json").is_file() and without_seed(path) == own]
+    runs = [read_summary(path) for path in (folder, *others)]
     return [{k: v for k, v in own.items() if not (privacy_sentences(own) and CLIENT_METRIC.match(k))} for own in runs]
 
 
@@ -300,12 +277,10 @@ def weights_text(found: OpenedRun, kind: str) -> list[str]:
     inputs = found.inputs
     if not inputs.class_weights:
         return []
-    weights = ", ".join(
-        f"{escape_markdown(name)} {weight:.4g}" for name, weight in zip(inputs.names, inputs.class_weights, strict=True)
-    )
-    corrected = (
-        "Divide the probabilities by them and normalize" if kind == "transformers" else "The outputs are corrected"
-    )
+    pairs = zip(inputs.names, inputs.class_weights, strict=True)
+    weights = ", ".join(f"{escape_markdown(name)} {weight:.4g}" for name, weight in pairs)
+    remedy = "Divide the probabilities by them and normalize"
+    corrected = remedy if kind == "transformers" else "The outputs are corrected"
     return [
         f"Samples were weighted by class in training: {weights}. {corrected}. The predicted class is that of the largest "
         "corrected probability times weight, so rare classes are predicted more often than they are probable."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
 from unskew.tasks.intervals import interval95, interval_fields, metric_interval
 from unskew.tasks.metrics import MetricSet
-from unskew.tasks.primary_metric import RECALL, MetricInfo
+from unskew.tasks.primary_metric import MetricInfo
 from unskew.tasks.regression import Regression
 
 BATCH = 500
@@ -85,7 +86,7 @@ class ClientScores:
         without = [client_names[k] if client_names else k for k in np.delete(everyone, finite).tolist()]
         named = {f"{name}_undefined": len(without), f"{name}_undefined_names": without[:NAMED]} if without else {}
         if not len(finite):
-            return dict.fromkeys([f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")]) | named
+            return dict.fromkeys(f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")) | named
         values, ids = values[finite], everyone[finite]
         worst = values.argmax() if metric.lower_is_better else values.argmin()
         decile = np.sort(-values if metric.lower_is_better else values)[: max(1, len(values) // 10)].mean()
@@ -97,6 +98,14 @@ class ClientScores:
             f"{name}_worst": float(values[worst]),
             **({f"{name}_worst_name": client_names[int(ids[worst])]} if client_names else {}),
             f"{name}_worst_decile": float(-decile if metric.lower_is_better else decile),
+        }
+
+    def by_client(self, prefix: str = "") -> dict[int, dict[str, float]]:
+        """Return the metrics of each client; with a prefix of their names, for a further model, without the loss."""
+        metrics = {self.scored: self.accuracies, **({} if prefix else {"loss": self.losses}), **self.others}
+        return {
+            int(k): {f"{prefix}{name}": float(values[i]) for name, values in metrics.items()}
+            for i, k in enumerate(self.ids)
         }
 
     def without(self, clients: Collection[int]) -> ClientScores:
@@ -255,18 +264,16 @@ class Evaluator:
         The R² of a client is a mean over its samples, because it divides by the variance of all clients; its interval is
         Student's t. For many clients, metrics that need a bootstrap have no interval.
         """
-        arrays, task = self._arrays([logits], y), self.task
-        few = len(self.federation.clients) <= MOST_BOOTSTRAPS
-        intervals: dict[str, float | None] = {}
+        arrays, few = self._arrays([logits], y), len(self.federation.clients) <= MOST_BOOTSTRAPS
+        intervals: dict[str, float] = {}
         for name in self.metrics.with_intervals:
-            closed = name == "accuracy" or name.startswith(RECALL) or (name == "auroc" and self.federation.classes == 2)
             if name == Regression.scored:
-                interval = interval95(task.correct(logits, y).tolist())
+                interval = interval95(self.task.correct(logits, y).tolist())
             else:
-                defined = few or (closed and task.name == "classification")
-                interval = metric_interval(name, task, *arrays, self.metrics) if defined else None
-            intervals |= interval_fields(name, interval)
-        return {name: np.nan if end is None else end for name, end in intervals.items()}
+                interval = metric_interval(name, self.task, *arrays, self.metrics, bootstrap=few)
+            low, high = interval or (np.nan, np.nan)
+            intervals |= {f"{name}_low": low, f"{name}_high": high}
+        return intervals
 
     def evaluate_clients(
         self,
@@ -313,9 +320,8 @@ class Evaluator:
         language = self.task.name == "language"
         kept_scores: list[Tensor] | None = [] if (each or pooled) and not language else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
-        right, sums_of, summed, tally = self._samples(
-            v, b, inputs, [c.y_test for c in evaluated], single=True, kept=kept_scores
-        )
+        targets = [c.y_test for c in evaluated]
+        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, kept=kept_scores)
         sizes = [len(c.y_test) for c in evaluated]
         parts = zip(*(torch.split(t, sizes) for t in (right, sums_of, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
@@ -329,7 +335,7 @@ class Evaluator:
             pooled_metrics = self.task.measure(tally, float(summed.sum() / sums_of.sum().clamp_min(1)))
             pooled_metrics.pop(scored, None)
             if kept_scores is not None and self.metrics:
-                y = torch.cat([c.y_test.to(self.model.device) for c in evaluated])
+                y = torch.cat(targets).to(self.model.device)
                 pooled_metrics |= self._of_all(kept_scores, y, "the held-out samples of the clients")
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
@@ -360,17 +366,18 @@ class Evaluator:
         Args:
             like: Scores of a model; constants are evaluated for the same clients on the same samples.
         """
-        metrics: dict[int, dict[str, float]] = {}
+        constants: dict[int, dict[str, float]] = {}
         if not isinstance(self.federation.clients, ArrayClients):
-            return metrics
+            return constants
         for client in (self.federation.clients[k] for k in like.ids.tolist()):
             if like.measured_on == BY_CLASS:
                 y = self.test[1]
                 weights = self.task.counts(client.y, self.federation.classes).to(y.device, torch.float64)[y]
-                metrics[client.id] = self._constant_metrics(client.y, y, weights)
+                metrics = self._constant_metrics(client.y, y, weights)
             else:
-                metrics[client.id] = self._constant_metrics(client.y, client.y_test, each=True)
-        return metrics
+                metrics = self._constant_metrics(client.y, client.y_test, each=True)
+            constants[client.id] = {f"constant_{name}": value for name, value in metrics.items()}
+        return constants
 
     def test_constant(self) -> dict[str, float]:
         """Return the metrics of a constant on the test set, from all training samples.
@@ -389,7 +396,7 @@ class Evaluator:
     ) -> dict[str, float]:
         """Evaluate the constant for the targets ``known`` on the targets ``y``; empty for a task without constants.
 
-        Custom metrics are left out, because their functions need not accept constants.
+        A constant is not trained, so no class weights correct it. Custom metrics are left out, because their functions need not accept constants.
 
         Args:
             known: Targets that the constant describes.
@@ -397,23 +404,21 @@ class Evaluator:
             weights: Weights of these samples; only the primary metric is then computed.
             each: Whether the samples are those of one client, for which R² is a mean over samples.
         """
-        y = y.to(self.model.device)
-        constant = self.task.constant(known.to(y.device), self.federation.classes)
+        plain, y = copy.copy(self), y.to(self.model.device)
+        plain.task = task = self.task.unweighted
+        plain.metrics = replace(self.metrics, own={}, trained_with=())
+        constant = task.constant(known.to(y.device), self.federation.classes)
         if constant is None:
             return {}
         logits = constant.expand(len(y), *constant.shape)
-        right = self.task.correct(logits, y)
+        right, scored = task.correct(logits, y), task.scored
         if weights is not None:
-            return {self.task.scored: float(right @ weights / weights.sum())}
-        loss = float(self.task.losses(logits, y).to(torch.float64).mean())
-        metrics = {
-            self.task.scored: float(right.mean()),
-            "loss": loss,
-            **self.task.measure(self.task.tally(logits, y), loss),
-        }
-        if self.metrics:
-            metrics |= replace(self.metrics, own={}).of(*self._arrays([logits], y), "a constant")
-        return metrics | {self.task.scored: float(right.mean()), **self._intervals(logits, y)} if each else metrics
+            return {scored: float(right @ weights / weights.sum())}
+        loss = float(task.losses(logits, y).to(torch.float64).mean())
+        metrics = {scored: float(right.mean()), "loss": loss, **task.measure(task.tally(logits, y), loss)}
+        if plain.metrics:
+            metrics |= plain._of_all([logits], y, "a constant")
+        return metrics | {scored: float(right.mean()), **plain._intervals(logits, y)} if each else metrics
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return accuracy and loss on the test set reweighted to the classes in each client's labels, ``[K]`` each."""

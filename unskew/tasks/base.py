@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import ClassVar
 
 import torch
@@ -105,6 +106,15 @@ class Task:
     def truth(self, y: Tensor) -> Tensor:
         """Return the true values that correspond to ``scores``."""
         return y
+
+    def named_counts(self, y: Tensor, names: Collection[str]) -> dict[str, int]:
+        """Return the number of samples of each class or label by its name.
+
+        Args:
+            y: Targets, ``[n]`` or ``[n, L]``.
+            names: Names of all classes or labels.
+        """
+        return dict(zip(names, self.counts(y, len(names)).tolist(), strict=True))
 
     def constant(self, y: Tensor, classes: int) -> Tensor | None:
         """Return the best output that is the same for every input, ``[C]``; None if the task has none.

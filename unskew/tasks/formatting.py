@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metric_of
@@ -34,13 +34,29 @@ def value_text(one: MetricInfo, value: float | None, spread: float | None = None
         spread: Standard deviation of the value, or None.
         sign: Text after a percentage.
 
-    >>> from unskew.tasks.primary_metric import metric_info
-    >>> value_text(metric_info("auroc"), 0.5), value_text(metric_info("loss"), 0.5, 0.1)
+    >>> value_text(MetricInfo("auroc", "AUROC"), 0.5), value_text(MetricInfo("loss", "loss", percent=False), 0.5, 0.1)
     ('50.0%', '0.5000 ± 0.1000')
     """
     if one.percent and value is not None:
         return format_percent(value, spread) + sign
     return format_number(value, spread)
+
+
+def interval_text(metric: MetricInfo, interval: Sequence[float] | None, sign: str = "") -> str:
+    """Format an interval; empty without one.
+
+    Args:
+        metric: Metric of the interval.
+        interval: Lower and upper end, or None.
+        sign: ``+`` writes signs, for differences.
+
+    >>> interval_text(MetricInfo("auroc", "AUROC"), (0.5, 0.75))
+    '50.0 to 75.0'
+    >>> interval_text(MetricInfo("loss", "loss", percent=False), (-1, 1), "+")
+    '-1.0000 to +1.0000'
+    """
+    digits, factor = (1, 100) if metric.percent else (4, 1)
+    return "" if interval is None else " to ".join(f"{factor * end:{sign}.{digits}f}" for end in interval)
 
 
 def unit_text(one: MetricInfo) -> str:
@@ -86,12 +102,14 @@ def format_percent(value: float | None, spread: float | None = None) -> str:
     return _with_spread(value, spread, 100, lambda size: 1)
 
 
-def format_megabytes(value: float) -> str:
-    """Format bytes as MB (10^6).
+def format_megabytes(value: float | None) -> str:
+    """Format bytes as MB (10^6); ``-`` if they are not known.
 
     >>> format_megabytes(4_520), format_megabytes(88e6), format_megabytes(12e9)
     ('0.0045', '88.0', '12,000')
     """
+    if value is None:
+        return "-"
     if value >= 1e9:
         return f"{value / 1e6:,.0f}"
     return f"{value / 1e6:.1f}" if value >= 1e6 else f"{value / 1e6:.2g}"

@@ -41,6 +41,11 @@ DEFINED = 0.9
 """Minimum share of resamples in which a metric must be defined; a class needs three samples for that."""
 
 
+def student_95(n: int) -> float:
+    """Return the quantile of Student's t at 97.5 % for the mean of ``n`` values."""
+    return TWO_SIDED_95[min(n - 2, len(TWO_SIDED_95) - 1)]
+
+
 def interval95(values: Sequence[float]) -> Interval:
     """Return the interval of the mean of normal values, ``mean -+ t s / sqrt(n)``; None for fewer than two values.
 
@@ -52,7 +57,7 @@ def interval95(values: Sequence[float]) -> Interval:
         return None
     mean = math.fsum(values) / n
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    half = TWO_SIDED_95[min(n - 2, len(TWO_SIDED_95) - 1)] * std / math.sqrt(n)
+    half = student_95(n) * std / math.sqrt(n)
     return mean - half, mean + half
 
 
@@ -113,11 +118,6 @@ def interval_fields(name: str, interval: Interval) -> dict[str, float | None]:
     return {f"{name}_low": low, f"{name}_high": high}
 
 
-def mean_interval(values: np.ndarray) -> Interval:
-    """Return the bootstrap's interval of the mean of one value per sample, ``[n]``."""
-    return bootstrap_interval(mean_statistic(values), np.arange(len(values)))
-
-
 def mean_statistic(values: np.ndarray) -> Statistic:
     """Return the statistic that is the mean of one value per sample, ``[n]``."""
     return lambda counts: counts @ values / counts.sum(1)
@@ -168,6 +168,7 @@ def metric_interval(
     scores: np.ndarray,
     metrics: MetricSet,
     groups: np.ndarray | None = None,
+    bootstrap: bool = True,
 ) -> Interval:
     """Return the 95 % interval of a metric, given the predictions for some samples.
 
@@ -182,6 +183,7 @@ def metric_interval(
         scores: Probabilities, or predictions in the targets' units, as in ``MetricSet.of``.
         metrics: Class names and positive class.
         groups: Group of each sample, such as the patient, ``[n]``; None if samples are independent.
+        bootstrap: Whether to resample samples; otherwise the metrics that need it have no interval.
     """
     if len(y) == 0 or not np.isfinite(scores).all():
         return None
@@ -198,7 +200,7 @@ def metric_interval(
         if groups is None and name == "auroc" and of.positive is not None:
             return auroc_interval(*of.positive)
         statistic = class_statistic(name, of, metrics.class_names)
-    if statistic is None or len(y) * ranked > MOST_SAMPLES:
+    if statistic is None or not bootstrap or len(y) * ranked > MOST_SAMPLES:
         return None
     return bootstrap_interval(statistic, np.arange(len(y)) if groups is None else groups)
 

@@ -165,15 +165,8 @@ def calibration_slope(of: ClassPredictions) -> list[float]:
 
 
 METRICS: dict[str, Callable[[ClassPredictions], list[float]]] = {
-    "auroc": auroc,
-    "auprc": auprc,
-    "f1": f1,
-    "balanced_accuracy": balanced_accuracy,
-    "ece": ece,
-    "brier": brier,
-    "observed_expected": observed_expected,
-    "calibration_slope": calibration_slope,
-    "recall": recall,
+    metric.__name__: metric
+    for metric in (auroc, auprc, f1, balanced_accuracy, ece, brier, observed_expected, calibration_slope, recall)
 }
 """Available metrics. Each returns one value, and ``recall`` one per class."""
 TWO_CLASSES = ("observed_expected", "calibration_slope")

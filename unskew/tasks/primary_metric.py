@@ -30,6 +30,11 @@ class MetricInfo:
     lower_is_better: bool = False
     percent: bool = True
 
+    @property
+    def heading(self) -> str:
+        """Title with a capital letter."""
+        return self.title[0].upper() + self.title[1:]
+
     def rank(self, value: float) -> float:
         """Return a number that is higher for better values.
 

@@ -106,11 +106,9 @@ def rule_spaces(name: str) -> dict[str, Space]:
     for option, space in cls.spaces.items():
         if option not in option_defaults(cls):
             raise ConfigError(unknown_name("option", str(option), option_defaults(cls), f"The class of {name}"))
-        check = partial(_check_option, cls, option, name)
-        if isinstance(space, RangeSpace | CategoricalSpace):
-            spaces[option] = space
-        else:
-            spaces[option] = read_space(space, f"{name}.{option}", check)
+        if not isinstance(space, RangeSpace | CategoricalSpace):
+            space = read_space(space, f"{name}.{option}", partial(_check_option, cls, option, name))
+        spaces[option] = space
     return spaces
 
 

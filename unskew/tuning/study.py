@@ -256,13 +256,12 @@ class Study:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row per trial."""
+        states = {"COMPLETE": "finished", "PRUNED": "ended early", "FAIL": "failed"}
         return [
             {
                 "method": self.name,
                 "trial": trial.number,
-                "state": {"COMPLETE": "finished", "PRUNED": "ended early", "FAIL": "failed"}.get(
-                    trial.state.name, "begun"
-                ),
+                "state": states.get(trial.state.name, "begun"),
                 "value": trial.value if trial.state.name == "COMPLETE" else None,
                 "rounds": trial.user_attrs.get("rounds", trial.last_step),
                 "options": self.params_of(trial),

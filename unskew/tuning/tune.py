@@ -19,15 +19,7 @@ from unskew.config.paths import without_data_locations
 from unskew.data.federation import Federation
 from unskew.engines.cpu import exit_with_parent
 from unskew.errors import ConfigError, UnskewError, list_items, short_repr
-from unskew.filesystem import (
-    check_plain,
-    file_lock,
-    is_occupied,
-    make_folder,
-    parse_path,
-    unmake_folder,
-    write_atomic,
-)
+from unskew.filesystem import check_plain, file_lock, is_occupied, make_folder, parse_path, unmake_folder, write_atomic
 from unskew.json_models import read_model
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, model_object
@@ -214,15 +206,9 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
         ConfigError: If the folder belongs to another tuning.
     """
     config = {k: v for k, v in without_data_locations(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
-    options = {
-        "methods": plan.methods,
-        "trials": plan.trials,
-        "seeds": seeds,
-        "pruning": plan.pruning,
-        "space": {key: str(value) for key, value in plan.given.items()},
-        **config,
-    }
-    options = json.loads(json.dumps(options))
+    space = {key: str(value) for key, value in plan.given.items()}
+    options = {"methods": plan.methods, "trials": plan.trials, "seeds": seeds, "pruning": plan.pruning, "space": space}
+    options = json.loads(json.dumps(options | config))
     path = folder / "plan.json"
     with file_lock(folder / ".plan", 60.0):
         if not path.exists():
