@@ -13,6 +13,7 @@ import numpy as np
 
 from unskew.config.inference.client_columns import PERSON, ClientColumns, client_columns, kind_of_client
 from unskew.config.inference.inferred_config import InferredConfig
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import is_category_text, is_date, is_identifier, is_numeric, is_string
 from unskew.data.readers.files import file_tables
@@ -235,8 +236,6 @@ def set_image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) ->
 
 def _distinct(column: Any) -> int:
     """Return the number of distinct values; for types that cannot be compared, such as lists, the number of rows."""
-    import pyarrow as pa
-
     try:
         return len(column.unique())
     except pa.ArrowNotImplementedError:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
 from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
 from unskew.data.readers.names import clean_name
@@ -68,7 +69,6 @@ def check_nesting(path: Path) -> None:
 
 def read_parquet(path: Path) -> Any:
     """Read a parquet file in batches, so that data larger than expected are noticed before they fill the memory."""
-    import pyarrow as pa
     from pyarrow import parquet
 
     file, stored = parquet.ParquetFile(path), path.stat().st_size
@@ -88,8 +88,6 @@ def read_parquet(path: Path) -> Any:
 
 def decoded(column: Any) -> Any | None:
     """Return a binary column as strings if its values are UTF-8 text, as Hive and Impala write them; otherwise None."""
-    import pyarrow as pa
-
     first = column.slice(0, 100).drop_null()[:1]
     try:  # images differ from text in their first bytes
         first.cast(pa.string())
@@ -148,8 +146,6 @@ def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:
     Raises:
         DataError: If the file cannot be read.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
     from pyarrow import csv as arrow_csv
 
     with readable(path):
@@ -201,8 +197,6 @@ def checked_names(path: Path, names: Sequence[str | None], cells: Any) -> dict[i
     Raises:
         DataError: If two columns have the same name.
     """
-    import pyarrow.compute as pc
-
     stored: dict[int, str] = {}
     for position, name in enumerate(names):
         if name is None and not pc.any(pc.not_equal(pc.utf8_trim_whitespace(cells.column(position)), "")).as_py():
@@ -228,8 +222,6 @@ def read_ragged(path: Path, layout: CsvLayout) -> Any:
     Raises:
         DataError: If a row has another number of values than the header.
     """
-    import pyarrow as pa
-
     encoding, count = str(layout.dialect.encoding), len(layout.names)
     columns: list[list[str]] = [[] for _ in range(count)]
     with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, newline="") as file:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.spec import CsvSpec
 from unskew.errors import DataError
 
@@ -102,8 +103,6 @@ def type_columns(
     Raises:
         DataError: If ``csv.decimal`` contradicts the cells, or a label may be missing.
     """
-    import pyarrow as pa
-
     typed: list[dict[str, Any]] = [dict.fromkeys(table.cells.column_names) for table in tables]
     for name in dict.fromkeys(name for table in tables for name in table.cells.column_names):
         files = [k for k, columns in enumerate(typed) if name in columns]
@@ -137,9 +136,6 @@ class ColumnCells:
     """
 
     def __init__(self, name: str, tables: Sequence[TextTable]) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         self.name, self.tables = name, tables
         texts, trimmed, plain = [], [], []
         for table in tables:
@@ -159,9 +155,6 @@ class ColumnCells:
             kind: Kind of the column if it is known.
             codes_are_numbers: Whether codes such as 007 are numbers.
         """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         if kind == "text":
             return None
         if self.trimmed.null_count == len(self.trimmed):
@@ -190,8 +183,6 @@ class ColumnCells:
 
     def _report_placeholders(self, texts: list[str], absent: Any) -> None:
         """Log which texts count as missing values."""
-        import pyarrow.compute as pc
-
         unusual = sorted(set(texts) - NOT_AVAILABLE)
         if unusual:
             many, rows = pc.sum(absent).as_py(), len(absent)
@@ -207,9 +198,6 @@ class ColumnCells:
             cells: Trimmed cells.
             plain: The same with decimal points and without thousands marks.
         """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         first = plain.slice(0, SAMPLE).drop_null().to_pylist()
         if first and not any(is_number(text) for text in first):
             return None
@@ -231,9 +219,6 @@ class ColumnCells:
 
     def _without_missing(self, numbers: Any) -> Any:
         """Replace numbers that ``csv.missing`` lists in another notation, and report numbers that may mean missing."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         listed = [float(text) for text in self.missing or () if is_number(text)]
         if listed:
             absent = pc.is_in(numbers.cast(pa.float64()), pa.array(listed, pa.float64()))
@@ -258,9 +243,6 @@ class ColumnCells:
             cells: Trimmed cells.
             _: Not used.
         """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         if not set(cells.slice(0, SAMPLE).drop_null().to_pylist()) <= TRUTH.keys():
             return None
         index = pc.index_in(cells, pa.array(list(TRUTH)), skip_nulls=True)
@@ -275,9 +257,6 @@ class ColumnCells:
             cells: Trimmed cells.
             _: Not used.
         """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         present = cells.drop_null()
         if not re.match(r"\d{1,4}[./-]", present[0].as_py()) and self.tables[0].dialect.dates is None:
             return None
@@ -301,9 +280,6 @@ class ColumnCells:
         Raises:
             DataError: If the decimal mark of the user contradicts the cells, or a label may be missing.
         """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         dialect, path = self.tables[0].dialect, self.tables[0].path
         with_point = pc.filter(self.trimmed, pc.match_substring(self.trimmed, "."))
         if (
@@ -353,8 +329,6 @@ def kind_of_names(names: Collection[str]) -> Kind:
 
 def concatenate_columns(columns: Sequence[Any]) -> Any:
     """Return chunked arrays one after the other."""
-    import pyarrow as pa
-
     return pa.chunked_array([chunk for column in columns for chunk in column.chunks], columns[0].type)
 
 
@@ -373,8 +347,6 @@ def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
         cells: Trimmed cells.
         dialect: Format of the file.
     """
-    import pyarrow.compute as pc
-
     decimal, thousands = dialect.decimal or ".", dialect.thousands
     if thousands is not None:
         mark = "[ \u00a0\u202f]" if thousands == " " else re.escape(thousands)
@@ -414,8 +386,6 @@ def parse_dates(cells: Any, form: str) -> Any | None:
         cells: Trimmed cells.
         form: Format as for ``strptime``.
     """
-    import pyarrow.compute as pc
-
     parsed = pc.strptime(cells, form, "s", error_is_null=True)
     return parsed if parsed.null_count == cells.null_count else None
 
@@ -429,9 +399,6 @@ def why_text(column: Any) -> str | None:
     Returns:
         The reason with its remedy; None if the column contains text.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     texts = pc.utf8_trim_whitespace(column.cast(pa.string())).drop_null()
 
     def every(pattern: str, values: Any = texts) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.cell_types import ColumnUses, why_text
 from unskew.data.spec import parse_names
 from unskew.errors import ConfigError, DataError, unknown_name
@@ -280,8 +281,6 @@ def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:
 
 def exclusion_reason(column: Any) -> str:
     """Return the reason why a column that is not numeric is not an input."""
-    import pyarrow as pa
-
     if pa.types.is_null(column.type):
         return "left out: empty"
     if not is_string(column.type):
@@ -291,31 +290,22 @@ def exclusion_reason(column: Any) -> str:
 
 def is_empty(kind: Any) -> bool:
     """Return whether a pyarrow type is the null type of a column without values."""
-    import pyarrow as pa
-
     return bool(pa.types.is_null(kind))
 
 
 def is_numeric(kind: Any) -> bool:
     """Return whether a pyarrow type is numeric or boolean."""
-    import pyarrow as pa
-
     t = pa.types
     return bool(t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_decimal(kind))
 
 
 def is_date(kind: Any) -> bool:
     """Return whether a pyarrow type is a date, with or without time."""
-    import pyarrow as pa
-
     return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind))
 
 
 def is_category(column: Any) -> bool:
     """Return whether the values of a column can be categories: strings, whole numbers or truth values."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if pa.types.is_floating(column.type):
         return pc.all(pc.equal(column, pc.round(column))).as_py() is not False
     return is_string(column.type) or is_numeric(column.type)
@@ -329,8 +319,6 @@ def is_category_text(column: Any) -> bool:
 
 def is_string(kind: Any) -> bool:
     """Return whether a pyarrow type is a string type, or a dictionary of strings."""
-    import pyarrow as pa
-
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
@@ -355,8 +343,6 @@ def is_identifier(column: Any, name: str) -> bool:
         return 2 * repeated <= n
     if is_string(known.type) or repeated == 0 or 10 * repeated > n:
         return 10 * repeated <= n
-    import pyarrow.compute as pc
-
     ends = pc.min_max(known).as_py()
     size = 1.0 + float(ends["max"]) - float(ends["min"])
     return repeated < (n + size * math.expm1(-n / size)) / 2  # n - size (1 - exp(-n / size)) repetitions by chance
@@ -364,9 +350,6 @@ def is_identifier(column: Any, name: str) -> bool:
 
 def names_or_whole_numbers(column: Any) -> Any:
     """Return the values of a column without missing ones if they are strings or whole numbers; otherwise None."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     kind = column.type
     if is_string(kind) or pa.types.is_integer(kind):
         return column.drop_null()

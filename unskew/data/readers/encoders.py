@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_sums, global_moments, sums_of_squares
 from unskew.data.normalization import Normalization
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
 from unskew.data.readers.names import clean_name, clean_names
 from unskew.data.validation import OFFSET_RATIO
@@ -99,8 +100,6 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
         what: Description of the column, for errors.
         remedy: Advice at the end of the error for missing or infinite values.
     """
-    import pyarrow as pa
-
     empty = pa.types.is_null(column.type)
     if one.kind == "category":
         if not empty and not is_category(column):
@@ -136,8 +135,6 @@ def first_mismatch(column: Any, kind: Any) -> str:
     >>> first_mismatch(pa.chunked_array([["true", None, "2", "maybe"]]), pa.float64())
     "'maybe' in row 3"
     """
-    import pyarrow as pa
-
     if is_string(column.type):
         for row, value in enumerate(column.to_pylist()):
             truth = pa.types.is_floating(kind) and value in ("true", "false")  # booleans count as numbers
@@ -150,9 +147,6 @@ def first_mismatch(column: Any, kind: Any) -> str:
 
 def to_texts(column: Any) -> np.ndarray:
     """Return the values as names: clean strings, whole numbers without a decimal point; missing values are None."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if pa.types.is_floating(column.type):
         is_whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
         integers = pc.if_else(is_whole, column, 0.0).cast(pa.int64()).cast(pa.string())

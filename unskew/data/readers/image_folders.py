@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.column_roles import abbreviate
 from unskew.errors import DataError
 
@@ -83,8 +84,6 @@ def _folders(path: Path) -> list[Path]:
 
 def path_column(files: Iterable[Path | str]) -> Any:
     """Return a pyarrow column with the paths of files."""
-    import pyarrow as pa
-
     try:
         return pa.chunked_array([pa.array([str(file) for file in files], pa.string())])
     except UnicodeEncodeError as error:
@@ -100,8 +99,6 @@ def folder_tables(path: Path) -> tuple[Any, Any | None]:
     Raises:
         DataError: If the folders are not valid.
     """
-    import pyarrow as pa
-
     tables, skipped = [], []
     splits = class_folders(path)
     for folders in splits:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.data.federation import concatenate_inputs
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.validation import as_inputs
 from unskew.errors import DataError
@@ -192,8 +193,6 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[t
     Yields:
         Name of each image (its file, or row and data) and its encoded bytes.
     """
-    import pyarrow as pa
-
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
     if not is_image(column.type) and not text:
         raise DataError(
@@ -215,15 +214,11 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[t
 
 def is_image(kind: Any) -> bool:
     """Return whether a pyarrow type is that of encoded images: bytes, or the Hub's struct of bytes and path."""
-    import pyarrow as pa
-
     return is_binary(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
 def is_binary(kind: Any) -> bool:
     """Return whether a pyarrow type is binary."""
-    import pyarrow as pa
-
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.column_roles import is_numeric
 from unskew.data.readers.images import is_binary
 from unskew.data.readers.names import clean_names
@@ -81,8 +82,6 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
     Raises:
         DataError: If a value is missing, infinite or not a number.
     """
-    import pyarrow as pa
-
     ys = []
     for where, part in parts.items():
         for column in columns:
@@ -104,8 +103,6 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
 
 def is_list_type(kind: Any) -> bool:
     """Return whether a pyarrow type is a list."""
-    import pyarrow as pa
-
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
@@ -149,8 +146,6 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
         label: Name of the label column.
         where: Name of the data, for errors.
     """
-    import pyarrow as pa
-
     if column.null_count:
         raise DataError(
             f"The label column {label!r} of {where} has {column.null_count} missing values. If each string may contain "
@@ -192,9 +187,6 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
     Returns:
         The row of each label, and its value (an integer or a string).
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if separator is not None:
         if pa.types.is_nested(column.type) or is_binary(column.type):
             raise DataError(

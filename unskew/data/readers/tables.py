@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unskew.data.federation import take_rows
 from unskew.data.normalization import Normalization
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import (
     CATEGORY,
@@ -325,8 +326,6 @@ def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]
         table: Rows of the data.
         skip: Further columns to skip.
     """
-    import pyarrow as pa
-
     return {
         field.name: table.column(field.name).to_numpy()
         for field in table.schema

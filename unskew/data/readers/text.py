@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import ColumnUses
 from unskew.data.readers.files import (
@@ -225,8 +226,6 @@ def row_texts(table: Any, columns: Sequence[str], where: str) -> list[Text]:
     Raises:
         DataError: If a column does not contain strings, or a text is missing or empty.
     """
-    import pyarrow as pa
-
     for column in columns:
         kind = table.column(column).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
