@@ -17,9 +17,8 @@ from unskew.cli.common import (
     given_on_command_line,
     print_json,
 )
-from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE
+from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE, path_option
 from unskew.errors import ConfigError
-from unskew.filesystem import parse_path
 
 COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 """Fields for which ``unskew compare`` has a flag."""
@@ -36,10 +35,8 @@ def diagnose(
     config: ConfigFile = None,
     images: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             "--synthetic",
-            parser=parse_path,
-            metavar="PATH",
             help="Synthetic images: a parquet file, a folder of such files, or a run that generated images.",
         ),
     ] = None,
@@ -88,12 +85,7 @@ def diagnose(
     trust_code: TrustCode = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            parser=parse_path,
-            metavar="PATH",
-            help="Image file for the plot; diagnosis.png by default, no plot by default with --json.",
-        ),
+        path_option("--out", help="Image file for the plot; diagnosis.png by default, no plot by default with --json."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

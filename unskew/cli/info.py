@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, ConfigFile, Sets, config_values, console_for, given_on_command_line, print_json
-from unskew.cli.flags import DATA
+from unskew.cli.flags import DATA, path_option
 from unskew.cli.verbosity import LOUDNESS
 from unskew.errors import ConfigError, UnskewError
-from unskew.filesystem import parse_path, user_cache, write_atomic
+from unskew.filesystem import user_cache, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -139,15 +139,7 @@ def partition(
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            parser=parse_path,
-            metavar="PATH",
-            help="Image file for a plot; none by default.",
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("--out", help="Image file for a plot; none by default.")] = None,
     clients_shown: Annotated[
         int, typer.Option("--clients-shown", min=1, help="Maximum number of clients in the table.")
     ] = 20,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, TrustCode, console_for, escape_controls, print_json, printed_warnings
-from unskew.cli.flags import ClientName, ClientNumber
+from unskew.cli.flags import ClientName, ClientNumber, path_option
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 
@@ -30,12 +30,7 @@ def predict(
             metavar="INPUT", help="A .csv, .jsonl or .parquet file, an image, or a folder of images.", parser=parse_path
         ),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", parser=parse_path, metavar="PATH", help="Write all predictions to this .csv or .jsonl file."
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("--out", help="Write all predictions to this .csv or .jsonl file.")] = None,
     keep: Annotated[
         str | None, typer.Option("--keep", help="Columns of INPUT to repeat next to the predictions: patient_id,ward.")
     ] = None,

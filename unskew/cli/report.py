@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unskew.cli.common import console_for
-from unskew.filesystem import parse_path
+from unskew.cli.flags import path_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,10 +26,8 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             "--out",
-            parser=parse_path,
-            metavar="PATH",
             help="File to write; by default report.html in the folder, or in the current folder for several folders.",
         ),
     ] = None,

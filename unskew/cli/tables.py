@@ -180,8 +180,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if summary.get("target") is not None:
         reached = summary["rounds_to_target"]
         lines.insert(
-            2,
-            (f"rounds to {value_text(judge, summary['target'])}", "not reached" if reached is None else str(reached)),
+            2, (f"rounds to {value_text(judge, summary['target'])}", "not reached" if reached is None else str(reached))
         )
     if "synthetic_images" in summary:
         images = f"{summary['synthetic_images']:,} images, generated in {summary['synthetic_seconds']:.1f} s"

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.normalization import Normalization
-from unskew.data.validation import (
-    as_targets,
-    check_printable,
-    mask_padding,
-    normalize_inputs_layout,
-    to_model_layout,
-)
+from unskew.data.validation import as_targets, check_printable, mask_padding, normalize_inputs_layout, to_model_layout
 from unskew.errors import DataError, list_items, short_repr
 
 LARGEST = 2**63

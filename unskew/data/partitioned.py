@@ -16,13 +16,7 @@ from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
-from unskew.data.readers.encoders import (
-    FittedEncoders,
-    client_stats,
-    fit_encoders,
-    missing_values,
-    squared_deviations,
-)
+from unskew.data.readers.encoders import FittedEncoders, client_stats, fit_encoders, missing_values, squared_deviations
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
 from unskew.data.target_scaling import fit_target_scaling

@@ -9,12 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.clients import (
-    ArrayClients,
-    ClientData,
-    DrawnClients,
-    concatenate_inputs,
-)
+from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs
 from unskew.data.federation import Federation
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.spec import Unseen

@@ -189,12 +189,7 @@ def validate_labels(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def owners_from_text(
-    spec: str,
-    labels: np.ndarray,
-    clients: int | None,
-    rng: Generator,
-    classes: int,
-    columns: Mapping[str, np.ndarray],
+    spec: str, labels: np.ndarray, clients: int | None, rng: Generator, classes: int, columns: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """Return the client of each sample for a partition expression.
 

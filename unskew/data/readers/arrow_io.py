@@ -97,10 +97,7 @@ def decoded(column: Any) -> Any | None:
 
 
 def read_tables(
-    files: Sequence[Path],
-    csv: CsvSpec = DETECTED,
-    uses: ColumnUses = NO_USES,
-    training: int | None = None,
+    files: Sequence[Path], csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES, training: int | None = None
 ) -> list[Any]:
     """Read files; the type of a column of CSV files is decided over all of them together.
 

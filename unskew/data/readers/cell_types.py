@@ -73,11 +73,7 @@ class TextTable(NamedTuple):
     dialect: CsvSpec
 
 
-def type_columns(
-    tables: Sequence[TextTable],
-    uses: ColumnUses = NO_USES,
-    training: int | None = None,
-) -> list[Any]:
+def type_columns(tables: Sequence[TextTable], uses: ColumnUses = NO_USES, training: int | None = None) -> list[Any]:
     """Convert the columns of text tables to the types that all of them together allow.
 
     If only a test file has text in a column, the training files decide, so that the text is noticed.

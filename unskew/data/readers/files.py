@@ -135,11 +135,7 @@ def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
     return files_with_suffix(folder.glob(f"{split}*"), suffix) or files_with_suffix((folder / split).glob("*"), suffix)
 
 
-def file_tables(
-    path: Path,
-    csv: CsvSpec = DETECTED,
-    uses: ColumnUses = NO_USES,
-) -> tuple[Any, Any | None]:
+def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES) -> tuple[Any, Any | None]:
     """Load training and test rows from a table file or a folder of such files; test rows may be None.
 
     Args:
