@@ -155,32 +155,25 @@ def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:
         if not count:
             raise DataError(f"{path} cannot be read as a table: it is empty.")
         try:
-            cells = arrow_csv.read_csv(
-                path,
-                read_options=arrow_csv.ReadOptions(
-                    block_size=size,
-                    encoding=dialect.encoding,
-                    column_names=positions,
-                    skip_rows=layout.skip + layout.header,
-                ),
-                parse_options=arrow_csv.ParseOptions(delimiter=dialect.separator),
-                convert_options=arrow_csv.ConvertOptions(
-                    column_types=dict.fromkeys(positions, pa.string()), strings_can_be_null=False
-                ),
+            above, strings = layout.skip + layout.header, dict.fromkeys(positions, pa.string())
+            read = arrow_csv.ReadOptions(
+                block_size=size, encoding=dialect.encoding, column_names=positions, skip_rows=above
             )
+            parse = arrow_csv.ParseOptions(delimiter=dialect.separator)
+            convert = arrow_csv.ConvertOptions(column_types=strings, strings_can_be_null=False)
+            cells = arrow_csv.read_csv(path, read_options=read, parse_options=parse, convert_options=convert)
         except pa.ArrowInvalid as error:
             if "columns, got" not in str(error):
                 raise
             cells = read_ragged(path, layout)
     names = checked_names(path, [name if name.strip() else None for name in layout.names], cells)
     cells = cells.select([positions[k] for k in names]).rename_columns(list(names.values()))
-    empty = None
+    empty = pa.repeat(True, cells.num_rows)
     for column in cells.columns:
-        blank = pc.equal(pc.utf8_trim_whitespace(column), "")
-        empty = blank if empty is None else pc.and_(empty, blank)
+        empty = pc.and_(empty, pc.equal(pc.utf8_trim_whitespace(column), ""))
         if not pc.any(empty).as_py():
             return TextTable(path, cells, dialect)
-    return TextTable(path, cells if empty is None else cells.filter(pc.invert(empty)), dialect)
+    return TextTable(path, cells.filter(pc.invert(empty)), dialect)
 
 
 def checked_names(path: Path, names: Sequence[str | None], cells: Any) -> dict[int, str]:

@@ -14,7 +14,7 @@ from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_su
 from unskew.data.normalization import Normalization
 from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
-from unskew.data.readers.names import clean_name, clean_names
+from unskew.data.readers.names import with_clean_names
 from unskew.data.validation import OFFSET_RATIO
 from unskew.errors import DataError
 
@@ -113,9 +113,8 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
         values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
     else:
         if not empty and not is_numeric(column.type):
-            raise DataError(
-                f"{what} contains {first_mismatch(column, pa.float64())}, not numbers as in the training rows."
-            )
+            mismatch = first_mismatch(column, pa.float64())
+            raise DataError(f"{what} contains {mismatch}, not numbers as in the training rows.")
         values = column.cast(pa.float64(), safe=False).to_numpy()
     infinite = np.abs(values) > np.finfo(np.float32).max
     if infinite.any() or (not one.fills and np.isnan(values).any()):
@@ -145,17 +144,18 @@ def first_mismatch(column: Any, kind: Any) -> str:
     return str(column.type)
 
 
-def to_texts(column: Any) -> np.ndarray:
-    """Return the values as names: clean strings, whole numbers without a decimal point; missing values are None."""
+def to_texts(column: Any, what: str | None = None) -> np.ndarray:
+    """Return the values as names: clean strings, whole numbers without a decimal point; missing values are None.
+
+    Args:
+        column: Values of the column.
+        what: Description of the column, for the error about two names for the same thing; None does not check for it.
+    """
     if pa.types.is_floating(column.type):
         is_whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
         integers = pc.if_else(is_whole, column, 0.0).cast(pa.int64()).cast(pa.string())
         column = pc.if_else(is_whole, integers, column.cast(pa.string()))
-    texts = np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
-    clean_of = {text: clean_name(text) for text in set(texts.tolist()) if text is not None}
-    if all(text == clean for text, clean in clean_of.items()):
-        return texts
-    return np.array([clean_of.get(text) for text in texts.tolist()], object)
+    return with_clean_names(np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object), what)
 
 
 def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
@@ -182,9 +182,7 @@ def distinct_values(column: Any, what: str) -> tuple[str, ...]:
     Raises:
         DataError: If two names differ only by surrounding spaces or by the form of their accents.
     """
-    if is_string(column.type):
-        clean_names((value for value in column.unique().to_pylist() if value is not None), what)
-    return tuple(sorted({value for value in to_texts(column).tolist() if value is not None}))
+    return tuple(sorted({*to_texts(column, what).tolist()} - {None}))
 
 
 @dataclass(frozen=True)

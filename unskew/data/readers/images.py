@@ -18,6 +18,7 @@ from torch import Tensor
 from unskew.data.federation import concatenate_inputs
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import check_expansion
+from unskew.data.readers.column_roles import is_string
 from unskew.data.validation import as_inputs
 from unskew.errors import DataError
 from unskew.progress import report_progress
@@ -193,7 +194,7 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[t
     Yields:
         Name of each image (its file, or row and data) and its encoded bytes.
     """
-    text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    text = is_string(column.type)
     if not is_image(column.type) and not text:
         raise DataError(
             f"The image column of {who} has type {column.type}. It must contain encoded images (PNG or JPEG) or file "

@@ -87,6 +87,13 @@ DRAWN: dict[str, Callable[[], Source]] = {
 LOG = logging.getLogger("unskew")
 PATHS = ("folder", "table", "leaf", "npz", "npy")
 """Sources that are written with a path."""
+OWN_LABELS = {
+    "dsprites": "The label of dSprites is the shape",
+    "folder": "The classes of a folder of images are its subfolders",
+    **dict.fromkeys(("npz", "npy"), "The inputs of npz and npy data are x and the labels are y"),
+    "leaf": "The labels of data in LEAF's layout are y",
+}
+"""Why a source has no label column that a user could choose."""
 
 LAYOUTS: dict[str, Callable[[Path], object]] = {
     "leaf": leaf_root,
@@ -160,8 +167,8 @@ def load_source(
     count = number if colon and (base == "dsprites" or base in HUB) else None
     if count is not None and not re.fullmatch("[1-9][0-9]{0,11}", count):
         raise ConfigError(f"{name!r}: write {base}:N with a number of images, such as {base}:20000.")
-    drawn = kind in DRAWN or kind.partition(":")[0] == "synthetic"
-    if kind.partition(":")[0] == "synthetic":
+    drawn = kind in DRAWN or base == "synthetic"
+    if base == "synthetic":
         parse_synthetic(kind)
     elif count is None and kind not in SOURCES:
         column_options = {"label": label, "image": image, "label_separator": label_separator}
@@ -172,14 +179,8 @@ def load_source(
         raise ConfigError(f"The data set {kind!r} requires a path: {SOURCES[kind].split(',')[0]}.")
     if drawn and (path is not None or label is not None or image is not None):
         raise ConfigError(f"The data set {kind!r} is built in. Remove path, label and image.")
-    if kind.startswith("dsprites") and (label is not None or image is not None):
-        raise ConfigError("The label of dSprites is the shape. Remove label and image.")
-    if kind == "folder" and (label is not None or image is not None):
-        raise ConfigError("The classes of a folder of images are its subfolders. Remove label and image.")
-    if kind in ("npz", "npy") and (label is not None or image is not None):
-        raise ConfigError("The inputs of npz and npy data are x and the labels are y. Remove label and image.")
-    if kind == "leaf" and label is not None:
-        raise ConfigError("The labels of data in LEAF's layout are y. Remove label.")
+    if base in OWN_LABELS and (label is not None or (image is not None and base != "leaf")):
+        raise ConfigError(f"{OWN_LABELS[base]}. Remove label{'' if base == 'leaf' else ' and image'}.")
     if label_separator is not None and kind != "table":
         raise ConfigError(f"label_separator requires a table, but {name!r} is not a table.")
     if kind != "table":
