@@ -347,4 +347,4 @@ def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
     if LOUDNESS.quiet:
         return
     text = f"Results are in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)

@@ -62,8 +62,8 @@ def init(
     files = write_folder(folder, checked)
     console = console_for()
     for file in files:
-        console.print(str(file), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Start with {files[0]}.", markup=False, highlight=False, soft_wrap=True)
+        console.print(str(file), highlight=False, soft_wrap=True)
+    console.print(f"Start with {files[0]}.", highlight=False, soft_wrap=True)
 
 
 @deploy.command()
@@ -189,7 +189,7 @@ def run(
     again = shlex.join(["unskew", "resume", str(where), *location.options, *(["--trust-code"] if trust_code else [])])
 
     def tell(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(text, highlight=False)
 
     with exit_on_signal(where, again), make_progress(console) as progress:
         follower: Any = ProgressLine(progress, checked.method, columns=True)

@@ -154,22 +154,19 @@ def diagnose(
     console.print(
         f"{facts['data']}, {facts['partition']}, {facts['clients_measured']} of {facts['clients']} clients, "
         f"{facts['model']} with {facts['parameters']:,} parameters",
-        markup=False,
         highlight=False,
     )
     console.print(sites_table(report.sites, SITES_SHOWN))
     for line in (report.summary(), *facts["leaks"]):
-        console.print(line, markup=False, highlight=False, soft_wrap=line in facts["leaks"])
+        console.print(line, highlight=False, soft_wrap=line in facts["leaks"])
     if details:
         for table in heterogeneity_tables(report.as_json()):
             console.print(table)
     else:
-        console.print(
-            "--details prints all measured quantities and the theoretical bounds.", markup=False, highlight=False
-        )
+        console.print("--details prints all measured quantities and the theoretical bounds.", highlight=False)
     if plot is not None:
         report.plot(plot)
-        console.print(f"plot in {plot}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"plot in {plot}", highlight=False, soft_wrap=True)
     print_advice(console, advice, command)
     if minutes is not None:
         with follower(console) as follow:

@@ -34,4 +34,4 @@ def export(
         "" if done.apart is None else f" Its outputs differ by at most {done.apart:.1g} from those of the run's model."
     )
     text = f"The model is {done.file}; README.md next to it is its model card.{checked}"
-    console_for().print(text, markup=False, highlight=False, soft_wrap=True)
+    console_for().print(text, highlight=False, soft_wrap=True)

@@ -31,9 +31,9 @@ def methods(as_json: AsJson = False) -> None:
     console = console_for()
     console.print(methods_table(rows))
     for name, (expression, paper) in COMPOSITIONS.items():
-        console.print(f"{name} is a name for {expression} ({paper}).", markup=False, highlight=False)
+        console.print(f"{name} is a name for {expression} ({paper}).", highlight=False)
     for line in plugin_data_and_partitions():
-        console.print(line, markup=False, highlight=False)
+        console.print(line, highlight=False)
 
 
 def composition_rows(registered: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -210,7 +210,7 @@ def partition(
     plot = f"plot in {out}" if out is not None else "--out clients.png plots it"
     line = f"{''.join(shares)}partition hash {fed.fingerprint}, {plot}"
     for text in (line, *leaks):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 START = """unskew: federated learning on data that differ between clients

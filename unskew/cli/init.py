@@ -58,8 +58,8 @@ def init(
     write_atomic(out, inferred.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
     console = console_for()
     for line in inferred.seen:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     name = shlex.quote(str(out))
-    console.print(f"Wrote {out}. Review it, and then run, for example:", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Wrote {out}. Review it, and then run, for example:", highlight=False, soft_wrap=True)
     for command in (f"unskew partition {name}", f"unskew diagnose {name} --no-curvature", f"unskew run {name}"):
-        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  {command}", highlight=False, soft_wrap=True)

@@ -25,7 +25,7 @@ def _status(folder: Path) -> dict[str, Any]:
 def _line(text: str) -> None:
     from unskew.deployment.wire.tensor_codec import printable
 
-    console_for().print(printable(text), markup=False, highlight=False, soft_wrap=True)
+    console_for().print(printable(text), highlight=False, soft_wrap=True)
 
 
 def _age(seconds: float | None) -> str:

@@ -104,13 +104,12 @@ def predict(
         console.print(
             f"Because of class_weights, the label is {predictor.class_names[positive]} from a probability of {limit:.3g}; "
             "--threshold sets another limit.",
-            markup=False,
             highlight=False,
             soft_wrap=True,
         )
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
-    console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{more}{where}", highlight=False, soft_wrap=True)
 
 
 def check_output(out: Path | None, run: Path, rows: Path) -> None:

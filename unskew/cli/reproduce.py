@@ -109,7 +109,7 @@ def reproduce(
             rows,
             columns,
             lambda title, common: [ProgressLine(progress, title, warnings=not common, named=True)],
-            partial(console.print, style="yellow", soft_wrap=True, markup=False),
+            partial(console.print, style="yellow", soft_wrap=True),
         )
         if show:
             outcomes = sweep.known(which)
@@ -150,7 +150,7 @@ def reproduce(
     lines = report.table_lines(table, entries, whole=not outcomes)
     _print(console, table, scale, settings, lines, bool(outcomes))
     for note in notes(cell for cell, _ in outcomes):
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, soft_wrap=True)
 
 
 def _study(

@@ -147,15 +147,15 @@ def tune(
         tables = (tuned_table(result), importance_table(result), *compared)
         print_benefit(console, result.comparison)
         for note in result.notes():
-            console.print(f"{note}\n", markup=False)
+            console.print(f"{note}\n")
         for table in filter(None, tables):
             console.print(table)
         for name, tuned in result.tuned.items():
             if isinstance(tuned.importance, str):
-                console.print(f"Importance of the options of {name}: {tuned.importance}.", markup=False, soft_wrap=True)
+                console.print(f"Importance of the options of {name}: {tuned.importance}.", soft_wrap=True)
         seconds = time.perf_counter() - started
         text = f"The tuned configurations are in {folder}/tuned, all trials in {folder}/trials.csv. {seconds:.0f} s."
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
     report_after_runs(console, [folder / "compare"])
 
 
