@@ -29,12 +29,12 @@ class GlobalStats(NamedTuple):
     Attributes:
         columns: Fitted encoders of a table with mixed column types, or None.
         targets: Regression task with the mean and scale of its targets, or None.
-        told: Bytes that each client sent and received for the statistics, ``[K, 2]``; None if there was no traffic.
+        traffic: Bytes that each client sent and received for the statistics, ``[K, 2]``; None if there was no traffic.
     """
 
     columns: FittedEncoders | None = None
     targets: Regression | None = None
-    told: np.ndarray | None = None
+    traffic: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class PartitionedSource:
                 [client_stats(part, before) for part in self._each(x)],
                 lambda mean: (squared_deviations(part, before, mean) for part in self._each(x)),
             )
-            total = columns.told
+            total = columns.traffic
         if self.source.task == "regression":
             y = self.train.y.numpy()
             targets, sent = fit_target_scaling(lambda: self._each(y), self.source.class_names)
@@ -157,7 +157,7 @@ class PartitionedSource:
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
-            stats_traffic=known.told,
+            stats_traffic=known.traffic,
             missing=missing,
         )
 

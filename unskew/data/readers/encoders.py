@@ -91,21 +91,21 @@ def needs_offset(values: np.ndarray) -> bool:
     return mean > OFFSET_RATIO * std and (std > 0 or mean >= 2**24)
 
 
-def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
+def read_column(column: Any, encoder: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
     """Read one column as float64 ``[n]``, or category codes as float32.
 
     Args:
         column: Values of the column.
-        one: Encoder of the column.
+        encoder: Encoder of the column.
         what: Description of the column, for errors.
         remedy: Advice at the end of the error for missing or infinite values.
     """
     empty = pa.types.is_null(column.type)
-    if one.kind == "category":
+    if encoder.kind == "category":
         if not empty and not is_category(column):
             raise DataError(f"{what} contains {column.type}, not categories as in the training rows.")
-        return to_codes(to_texts(column), one.values)
-    if one.kind == "date":
+        return to_codes(to_texts(column), encoder.values)
+    if encoder.kind == "date":
         if not empty and not is_date(column.type):
             mismatch = first_mismatch(column, pa.timestamp("us"))
             raise DataError(f"{what} contains {mismatch}, not dates. Write them as 2024-01-31, or 2024-01-31 12:00:00.")
@@ -117,8 +117,8 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
             raise DataError(f"{what} contains {mismatch}, not numbers as in the training rows.")
         values = column.cast(pa.float64(), safe=False).to_numpy()
     infinite = np.abs(values) > np.finfo(np.float32).max
-    if infinite.any() or (not one.fills and np.isnan(values).any()):
-        bad = np.flatnonzero(infinite if one.fills else infinite | np.isnan(values))
+    if infinite.any() or (not encoder.fills and np.isnan(values).any()):
+        bad = np.flatnonzero(infinite if encoder.fills else infinite | np.isnan(values))
         raise DataError(f"{what} has {len(bad)} missing or infinite values, the first in row {bad[0]}{remedy}")
     return np.asarray(values)
 
@@ -192,12 +192,12 @@ class FittedEncoders:
     Attributes:
         encoders: Fitted encoder of each column.
         known: Initial encoders, with which the columns were read.
-        told: Bytes that each client sent and received, ``[K, 2]``.
+        traffic: Bytes that each client sent and received, ``[K, 2]``.
     """
 
     encoders: tuple[Encoder, ...]
     known: tuple[Encoder, ...]
-    told: np.ndarray
+    traffic: np.ndarray
 
     def apply(self, x: Tensor) -> Tensor:
         """Convert columns read with the initial encoders to model inputs, before standardization."""

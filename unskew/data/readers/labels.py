@@ -53,7 +53,8 @@ def read_labels(
     if any(lists) and separator is not None:
         raise ConfigError(f"The label column {label!r} contains lists, but label_separator requires a string column.")
     if any(lists) and not all(lists):
-        raise DataError(f"The label column {label!r} has lists in {' but not in '.join(split_lists(parts, lists))}.")
+        names_of_parts = sorted(parts, key=lambda name: not is_list_type(parts[name].type))
+        raise DataError(f"The label column {label!r} has lists in {' but not in '.join(names_of_parts)}.")
     if separator is None and not any(lists):
         names, ys = encode_labels([label_values(column, label, where) for where, column in parts.items()], class_names)
         return EncodedLabels(names, ys, "classification")
@@ -104,16 +105,6 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
 def is_list_type(kind: Any) -> bool:
     """Return whether a pyarrow type is a list."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def split_lists(parts: Mapping[str, Any], lists: Sequence[bool]) -> list[str]:
-    """Sort the names of parts: first the parts whose labels are lists.
-
-    Args:
-        parts: Label column of each part by name.
-        lists: Whether the labels of each part are lists.
-    """
-    return sorted(parts, key=lambda where: not lists[list(parts).index(where)])
 
 
 def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
