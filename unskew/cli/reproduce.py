@@ -100,17 +100,12 @@ def reproduce(
                 raise ConfigError(f"{preset} has no {kind} {name!r}. Available: {'; '.join(available)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
     with exit_on_signal(runs, again), make_progress(console) as progress:
-        sweep = Sweep(
-            table,
-            scale,
-            runs,
-            results,
-            extra,
-            rows,
-            columns,
-            lambda title, common: [ProgressLine(progress, title, warnings=not common, named=True)],
-            partial(console.print, style="yellow", soft_wrap=True),
-        )
+
+        def follow(title: str, common: bool) -> list[ProgressLine]:
+            return [ProgressLine(progress, title, warnings=not common, named=True)]
+
+        warn = partial(console.print, style="yellow", soft_wrap=True)
+        sweep = Sweep(table, scale, runs, results, extra, rows, columns, follow, warn)
         if show:
             outcomes = sweep.known(which)
         else:

@@ -83,8 +83,8 @@ def split_federation(federation: Federation, unseen: Unseen, seed: int) -> Feder
         raise ConfigError("unseen requires clients that are stored in arrays. Build the federation with from_arrays.")
     mask = unseen_mask(unseen, names, len(clients), seed)
     sides = [np.flatnonzero(~mask), np.flatnonzero(mask)]
-    traffic, groups = federation.stats_traffic, federation.text_groups
-    missing = federation.missing
+    traffic, missing = federation.stats_traffic, federation.missing
+    groups = federation.text_groups
     return replace(
         federation,
         clients=select_clients(clients, sides[0]),

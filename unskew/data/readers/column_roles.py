@@ -175,8 +175,8 @@ def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, nam
         DataError: If a column does not exist.
     """
     existing = set(table.column_names)
-    for field in ("features", *(() if choice.agreed else ("exclude",)), "categories", "dates"):
-        for column in getattr(choice, field):
+    for field in ("features", "exclude", "categories", "dates"):
+        for column in () if field == "exclude" and choice.agreed else getattr(choice, field):
             if column not in existing and not (field == "categories" and choice.categories == AUTO):
                 raise DataError(f"{name}, {field}: {unknown_name('column', column, table.column_names)}")
     if len(set(choice.features)) < len(choice.features):
