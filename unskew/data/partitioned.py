@@ -216,7 +216,7 @@ def rows_per_value(
     )
     if not column:
         return None
-    names, values = np.unique(get_column(train.columns, column, "").astype(str), return_inverse=True)
+    names, values = np.unique(get_column(train.columns, column, "partition").astype(str), return_inverse=True)
     if len(names) > 100:  # probably a numeric column, not groups of texts
         return None
     counts = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unskew.data.readers.arrow import pa, pc
+from unskew.data.readers.arrow import arrow_csv, arrow_json, pa, parquet, pc
 from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
 from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
 from unskew.data.readers.names import clean_name
@@ -69,8 +69,6 @@ def check_nesting(path: Path) -> None:
 
 def read_parquet(path: Path) -> Any:
     """Read a parquet file in batches, so that data larger than expected are noticed before they fill the memory."""
-    from pyarrow import parquet
-
     file, stored = parquet.ParquetFile(path), path.stat().st_size
     shape = file.metadata.num_rows, file.metadata.num_columns
     check_expansion(f"{path} ({shape[0]:,} rows and {shape[1]:,} columns)", 8 * shape[0] * shape[1], stored)
@@ -143,8 +141,6 @@ def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:
     Raises:
         DataError: If the file cannot be read.
     """
-    from pyarrow import csv as arrow_csv
-
     with readable(path):
         layout = csv_layout(path, csv)
         dialect, count = layout.dialect, len(layout.names)
@@ -241,15 +237,13 @@ def read_typed(path: Path) -> Any:
         DataError: If the file cannot be read.
     """
     with readable(path):
-        from pyarrow import json as lines
-
         if path.suffix.lower() == ".parquet":
             table = read_parquet(path)
         else:
             check_nesting(path)
             # One block, so that a column's type is inferred from all rows.
             block = min(max(path.stat().st_size + 1, 2**20), 2**30)
-            table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
+            table = arrow_json.read_json(path, read_options=arrow_json.ReadOptions(block_size=block))
         table.validate(full=True)  # pyarrow does not check strings while reading
     names = list(checked_names(path, table.column_names, table).values())
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
@@ -258,10 +252,6 @@ def read_typed(path: Path) -> Any:
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Context manager that raises errors of reading a table as ``DataError``."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise DataError("Reading tables requires the package pyarrow: pip install 'unskew[hub]'.") from error
     try:
         check_regular(path)
         yield

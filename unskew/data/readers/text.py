@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import ColumnUses
 from unskew.data.readers.column_roles import is_string
@@ -180,10 +181,6 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec, uses: ColumnUses) ->
         csv: Format of CSV files.
         uses: Uses of the columns of CSV files.
     """
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise DataError("Reading texts requires the package pyarrow: pip install 'unskew[transformers]'.") from error
     if kind == "sentences":
         parts = [pa.Table.from_pylist(sentences(seed, each)) for seed, each in ((0, 800), (1, 200))]
         return dict(zip(("the training rows", "the test rows"), parts, strict=True)), kind
