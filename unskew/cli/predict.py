@@ -151,19 +151,19 @@ def output_titles(inputs: InputSpec) -> list[str]:
     return [f"p({name})" if inputs.label is None else f"p({inputs.label}={name})" for name in inputs.names]
 
 
-def free_names(own: Iterable[str], kept: Collection[str]) -> dict[str, str]:
+def free_names(own: Iterable[str], existing: Collection[str]) -> dict[str, str]:
     """Return the names of the columns that a command adds; names of the user's columns get a number.
 
     Args:
         own: Columns that the command adds.
-        kept: Columns of the user, which keep their names.
+        existing: Columns of the user, which keep their names.
 
     >>> free_names(["row", "predicted_cost"], ["cost", "predicted_cost"])
     {'row': 'row', 'predicted_cost': 'predicted_cost_2'}
     """
     names: dict[str, str] = {}
     for name in own:
-        names[name] = name if name not in kept else free_name(name, {*kept, *own, *names.values()})
+        names[name] = name if name not in existing else free_name(name, {*existing, *own, *names.values()})
     return names
 
 
