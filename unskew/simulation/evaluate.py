@@ -376,7 +376,8 @@ class Evaluator:
         clients = self.federation.clients
         if not isinstance(clients, ArrayClients):
             return {}
-        return self._constant_metrics(torch.cat([client.y for client in clients]), self.test[1])
+        in_training = np.arange(len(clients.y)) < np.repeat(clients.splits, np.diff(clients.offsets))
+        return self._constant_metrics(clients.y[torch.from_numpy(in_training)], self.test[1])
 
     def _constant_metrics(
         self, known: Tensor, y: Tensor, weights: Tensor | None = None, each: bool = False
