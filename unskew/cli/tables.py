@@ -125,8 +125,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         (f"test {judge.title}, best round", f"{best}  (round {summary['best_round']})"),
     ]
     if kept_score is not None:
-        kept = f"{value_text(judge, kept_score)}{interval_text(summary, f'kept_{judge.name}')}"
-        lines.append((f"test {judge.title}, kept model", f"{kept}  (round {summary['kept_round']})"))
+        text = f"{value_text(judge, kept_score)}{interval_text(summary, f'kept_{judge.name}')}"
+        lines.append((f"test {judge.title}, kept model", f"{text}  (round {summary['kept_round']})"))
     lines += [
         (f"{label}, on {summary['clients_evaluated_on']}", clients_text(summary, whose))
         for whose, label in EVALUATED.items()

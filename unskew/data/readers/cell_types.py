@@ -217,7 +217,12 @@ def as_numbers(cells: ColumnCells, codes_are_numbers: bool) -> Any | None:
 
 
 def report_sentinels(cells: ColumnCells, numbers: Any) -> None:
-    """Log numbers such as -999 that repeat far from all others and may mean a missing value."""
+    """Log numbers such as -999 that repeat far from all others and may mean a missing value.
+
+    Args:
+        cells: Cells of the column.
+        numbers: The cells as numbers.
+    """
     extremes = pc.min_max(numbers).as_py()
     for value in {*extremes.values()}.intersection(SENTINELS):
         others = pc.min_max(pc.filter(numbers, pc.not_equal(numbers, value))).as_py()
@@ -258,7 +263,12 @@ def as_dates(trimmed: Any, form: str | None) -> Any | None:
 
 
 def cast(column: Any, kind: Any) -> Any | None:
-    """Return a column as another type, or None if a value cannot be converted."""
+    """Return a column as another type, or None if a value cannot be converted.
+
+    Args:
+        column: Values of the column.
+        kind: pyarrow type.
+    """
     try:
         return column.cast(kind)
     except pa.ArrowInvalid:
@@ -357,7 +367,12 @@ def date_formats(text: str) -> list[str]:
 
 
 def every(texts: Any, pattern: str) -> bool:
-    """Return whether all texts that are not missing match a pattern."""
+    """Return whether all texts that are not missing match a pattern.
+
+    Args:
+        texts: pyarrow column of strings.
+        pattern: Regular expression.
+    """
     return bool(pc.all(pc.match_substring_regex(texts, pattern)).as_py())
 
 
