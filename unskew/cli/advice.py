@@ -77,7 +77,7 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         say(text)
     if len(advice.methods) > 1:
         say("To compare the best methods with fedavg:", style="italic")
-        console.print(command, markup=False, highlight=False, soft_wrap=True)
+        console.print(command, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -105,4 +105,4 @@ def print_trial(console: Console, trial: AdviceTrial) -> None:
         figures = (format_number(value) for value in (tried.accuracy, tried.baseline))
         table.add_row(tried.method, str(tried.rounds), *figures, VERDICTS[tried.held])
     console.print(table)
-    console.print(trial.verdict(), markup=False, highlight=False)
+    console.print(trial.verdict(), highlight=False)

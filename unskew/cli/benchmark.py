@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unskew.cli.common import AsJson, DataPath, Parallel, TrustCode, console_for, exit_on_signal, print_json
+from unskew.cli.flags import path_option
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 
@@ -26,19 +27,14 @@ def benchmark(
     ] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Run only this method. Repeatable.")] = None,
     data_path: DataPath = None,
-    results: Annotated[
-        Path, typer.Option("--results", parser=parse_path, metavar="PATH", help="Folder of the outcomes.")
-    ] = Path("results/benchmark"),
+    results: Annotated[Path, path_option("--results", help="Folder of the outcomes.")] = Path("results/benchmark"),
     parallel: Parallel = "1",
     listing: Annotated[
         bool, typer.Option("--list", help="List the federations and methods, and missing files.")
     ] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Only estimate the time.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Show the stored outcomes without running anything.")] = False,
-    pages: Annotated[
-        Path | None,
-        typer.Option("--pages", parser=parse_path, metavar="PATH", help="Folder for Markdown pages and heat maps."),
-    ] = None,
+    pages: Annotated[Path | None, path_option("--pages", help="Folder for Markdown pages and heat maps.")] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.flags import FLAGS, add_flag
+from unskew.cli.flags import FLAGS, add_flag, path_option
 from unskew.errors import ConfigError
-from unskew.filesystem import parse_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,19 +35,13 @@ Rounds = Annotated[int | None, add_flag("rounds")]
 EngineName = Annotated[str | None, add_flag("engine")]
 Device = Annotated[str | None, add_flag("device")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any other field, as any.field=value. Repeatable.")]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", parser=parse_path, metavar="PATH", help="Configuration file; flags override it."),
-]
+ConfigFile = Annotated[Path | None, path_option("--config", help="Configuration file; flags override it.")]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Import custom models and methods that a file names.")]
 LocalSites = Annotated[
     int | None, typer.Option("--local", min=1, help="Start a SuperLink and this number of sites on this machine.")
 ]
 DeploymentFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--folder", parser=parse_path, metavar="PATH", help="Deployment folder, written by unskew deploy init."
-    ),
+    Path | None, path_option("--folder", help="Deployment folder, written by unskew deploy init.")
 ]
 SuperLinkAddress = Annotated[str | None, typer.Option("--superlink", help="Host and port of the SuperLink.")]
 References = Annotated[
@@ -354,4 +347,4 @@ def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
     if LOUDNESS.quiet:
         return
     text = f"Results are in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)

@@ -10,18 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import unused_path
+from unskew.cli.flags import path_option
 from unskew.cli.verbosity import LOUDNESS
-from unskew.filesystem import parse_path
 
 METHODS = ("fedavg", "fedprox", "scaffold", "fedavgm")
 
 
 def demo(
     context: typer.Context,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/compare-digits)."),
-    ] = None,
+    out: Annotated[Path | None, path_option("--out", help="Output folder (default: runs/compare-digits).")] = None,
     again: Annotated[bool, typer.Option("--resume", help="Resume the demo in --out, reusing finished runs.")] = False,
 ) -> None:
     """Compare four methods on skewed handwritten digits, and print the next commands."""

@@ -26,6 +26,7 @@ from unskew.cli.common import (
     shorten_name,
     unused_path,
 )
+from unskew.cli.flags import path_option
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 
@@ -61,8 +62,8 @@ def init(
     files = write_folder(folder, checked)
     console = console_for()
     for file in files:
-        console.print(str(file), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Start with {files[0]}.", markup=False, highlight=False, soft_wrap=True)
+        console.print(str(file), highlight=False, soft_wrap=True)
+    console.print(f"Start with {files[0]}.", highlight=False, soft_wrap=True)
 
 
 @deploy.command()
@@ -110,9 +111,7 @@ def site(
 def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="The experiment that was simulated; flags override it.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--config", parser=parse_path, metavar="PATH", help="Same as the argument CONFIG.")
-    ] = None,
+    file: Annotated[Path | None, path_option("--config", help="Same as the argument CONFIG.")] = None,
     rounds: Rounds = None,
     sets: Sets = None,
     local: LocalSites = None,
@@ -152,10 +151,7 @@ def run(
         bool, typer.Option("--exact", help="Reject sites with other versions or CPU instructions than the server's.")
     ] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", parser=parse_path, metavar="PATH", help="Run folder; runs/DATA-METHOD-seedN-sites by default."
-        ),
+        Path | None, path_option("--out", help="Run folder; runs/DATA-METHOD-seedN-sites by default.")
     ] = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
@@ -193,7 +189,7 @@ def run(
     again = shlex.join(["unskew", "resume", str(where), *location.options, *(["--trust-code"] if trust_code else [])])
 
     def tell(text: str) -> None:
-        console.print(text, markup=False, highlight=False)
+        console.print(text, highlight=False)
 
     with exit_on_signal(where, again), make_progress(console) as progress:
         follower: Any = ProgressLine(progress, checked.method, columns=True)

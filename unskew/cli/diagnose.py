@@ -17,9 +17,8 @@ from unskew.cli.common import (
     given_on_command_line,
     print_json,
 )
-from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE
+from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE, path_option
 from unskew.errors import ConfigError
-from unskew.filesystem import parse_path
 
 COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
 """Fields for which ``unskew compare`` has a flag."""
@@ -36,10 +35,8 @@ def diagnose(
     config: ConfigFile = None,
     images: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             "--synthetic",
-            parser=parse_path,
-            metavar="PATH",
             help="Synthetic images: a parquet file, a folder of such files, or a run that generated images.",
         ),
     ] = None,
@@ -88,12 +85,7 @@ def diagnose(
     trust_code: TrustCode = False,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            parser=parse_path,
-            metavar="PATH",
-            help="Image file for the plot; diagnosis.png by default, no plot by default with --json.",
-        ),
+        path_option("--out", help="Image file for the plot; diagnosis.png by default, no plot by default with --json."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -162,22 +154,19 @@ def diagnose(
     console.print(
         f"{facts['data']}, {facts['partition']}, {facts['clients_measured']} of {facts['clients']} clients, "
         f"{facts['model']} with {facts['parameters']:,} parameters",
-        markup=False,
         highlight=False,
     )
     console.print(sites_table(report.sites, SITES_SHOWN))
     for line in (report.summary(), *facts["leaks"]):
-        console.print(line, markup=False, highlight=False, soft_wrap=line in facts["leaks"])
+        console.print(line, highlight=False, soft_wrap=line in facts["leaks"])
     if details:
         for table in heterogeneity_tables(report.as_json()):
             console.print(table)
     else:
-        console.print(
-            "--details prints all measured quantities and the theoretical bounds.", markup=False, highlight=False
-        )
+        console.print("--details prints all measured quantities and the theoretical bounds.", highlight=False)
     if plot is not None:
         report.plot(plot)
-        console.print(f"plot in {plot}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"plot in {plot}", highlight=False, soft_wrap=True)
     print_advice(console, advice, command)
     if minutes is not None:
         with follower(console) as follow:

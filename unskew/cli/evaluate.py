@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, TrustCode, console_for, escape_controls, print_json, printed_warnings
-from unskew.cli.flags import ClientName, ClientNumber
+from unskew.cli.flags import ClientName, ClientNumber, path_option
 from unskew.cli.predict import check_output, write_rows
 from unskew.filesystem import check_run, parse_path
 
@@ -32,10 +32,7 @@ def evaluate(
     by: Annotated[
         str | None, typer.Option("--by", help="Column, such as hospital; also compute metrics for each of its values.")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=parse_path, metavar="PATH", help="Write the metrics to this .csv or .jsonl file."),
-    ] = None,
+    out: Annotated[Path | None, path_option("--out", help="Write the metrics to this .csv or .jsonl file.")] = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
     no_intervals: Annotated[bool, typer.Option("--no-intervals", help="Compute no 95 % intervals.")] = False,

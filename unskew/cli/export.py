@@ -8,17 +8,14 @@ from typing import Annotated
 import typer
 
 from unskew.cli.common import AsJson, TrustCode, console_for, print_json, printed_warnings
-from unskew.cli.flags import ClientName, ClientNumber
-from unskew.filesystem import check_run, parse_path
+from unskew.cli.flags import ClientName, ClientNumber, path_option
+from unskew.filesystem import check_run
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
     kind: Annotated[str, typer.Option("--format", help="torch, onnx, torchscript or transformers.")] = "onnx",
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=parse_path, metavar="PATH", help="Folder to write; RUN/export-FORMAT by default."),
-    ] = None,
+    out: Annotated[Path | None, path_option("--out", help="Folder to write; RUN/export-FORMAT by default.")] = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
     trust_code: TrustCode = False,
@@ -37,4 +34,4 @@ def export(
         "" if done.apart is None else f" Its outputs differ by at most {done.apart:.1g} from those of the run's model."
     )
     text = f"The model is {done.file}; README.md next to it is its model card.{checked}"
-    console_for().print(text, markup=False, highlight=False, soft_wrap=True)
+    console_for().print(text, highlight=False, soft_wrap=True)

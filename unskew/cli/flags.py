@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from unskew.config.other_names import OF_OTHERS
+from unskew.filesystem import parse_path
 
 ClientName = Annotated[
     str | None,
@@ -98,6 +99,16 @@ PANELS = {
     "Evaluation": (*EVALUATION, "save_samples", "synthetic"),
 }
 """Sections of the fields in the help of a command; the command's own options come first."""
+
+
+def path_option(*names: str, help: str) -> Any:
+    """Return the Typer option of a file or folder.
+
+    Args:
+        *names: Names of the option on the command line.
+        help: Description in the help of the command.
+    """
+    return typer.Option(*names, parser=parse_path, metavar="PATH", help=help)
 
 
 def add_flag(name: str) -> Any:

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, ConfigFile, Sets, config_values, console_for, given_on_command_line, print_json
-from unskew.cli.flags import DATA
+from unskew.cli.flags import DATA, path_option
 from unskew.cli.verbosity import LOUDNESS
 from unskew.errors import ConfigError, UnskewError
-from unskew.filesystem import parse_path, user_cache, write_atomic
+from unskew.filesystem import user_cache, write_atomic
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -31,9 +31,9 @@ def methods(as_json: AsJson = False) -> None:
     console = console_for()
     console.print(methods_table(rows))
     for name, (expression, paper) in COMPOSITIONS.items():
-        console.print(f"{name} is a name for {expression} ({paper}).", markup=False, highlight=False)
+        console.print(f"{name} is a name for {expression} ({paper}).", highlight=False)
     for line in plugin_data_and_partitions():
-        console.print(line, markup=False, highlight=False)
+        console.print(line, highlight=False)
 
 
 def composition_rows(registered: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,15 +139,7 @@ def partition(
     ] = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            parser=parse_path,
-            metavar="PATH",
-            help="Image file for a plot; none by default.",
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("--out", help="Image file for a plot; none by default.")] = None,
     clients_shown: Annotated[
         int, typer.Option("--clients-shown", min=1, help="Maximum number of clients in the table.")
     ] = 20,
@@ -218,7 +210,7 @@ def partition(
     plot = f"plot in {out}" if out is not None else "--out clients.png plots it"
     line = f"{''.join(shares)}partition hash {fed.fingerprint}, {plot}"
     for text in (line, *leaks):
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 START = """unskew: federated learning on data that differ between clients

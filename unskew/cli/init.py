@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import console_for
+from unskew.cli.flags import path_option
 from unskew.errors import ConfigError
-from unskew.filesystem import parse_path, write_atomic
+from unskew.filesystem import write_atomic
 
 
 def init(
@@ -28,15 +29,12 @@ def init(
         str | None, typer.Option("--clients", help="Column that names the clients, if it is not detected.")
     ] = None,
     image: Annotated[
-        str | None,
-        typer.Option("--image", help="Column with images or paths of image files, if it is not detected."),
+        str | None, typer.Option("--image", help="Column with images or paths of image files, if it is not detected.")
     ] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", help="Format of CSV files, as csv.field=value. Repeatable.")
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", parser=parse_path, metavar="PATH", help="File to write; it must not exist yet.")
-    ] = Path("experiment.yaml"),
+    out: Annotated[Path, path_option("--out", help="File to write; it must not exist yet.")] = Path("experiment.yaml"),
 ) -> None:
     """Inspect your data, write a commented experiment.yaml for them, and print the next commands."""
     from unskew.data.sources.registry import SOURCES
@@ -60,12 +58,8 @@ def init(
     write_atomic(out, inferred.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
     console = console_for()
     for line in inferred.seen:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     name = shlex.quote(str(out))
-    console.print(f"Wrote {out}. Review it, and then run, for example:", markup=False, highlight=False, soft_wrap=True)
-    for command in (
-        f"unskew partition {name}",
-        f"unskew diagnose {name} --no-curvature",
-        f"unskew run {name}",
-    ):
-        console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Wrote {out}. Review it, and then run, for example:", highlight=False, soft_wrap=True)
+    for command in (f"unskew partition {name}", f"unskew diagnose {name} --no-curvature", f"unskew run {name}"):
+        console.print(f"  {command}", highlight=False, soft_wrap=True)

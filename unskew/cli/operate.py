@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, console_for, print_json
+from unskew.cli.flags import path_option
 from unskew.filesystem import parse_path
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", parser=parse_path, metavar="RUN")]
@@ -24,7 +25,7 @@ def _status(folder: Path) -> dict[str, Any]:
 def _line(text: str) -> None:
     from unskew.deployment.wire.tensor_codec import printable
 
-    console_for().print(printable(text), markup=False, highlight=False, soft_wrap=True)
+    console_for().print(printable(text), highlight=False, soft_wrap=True)
 
 
 def _age(seconds: float | None) -> str:
@@ -98,8 +99,7 @@ def log(
 
 
 def stop(
-    folder: RunFolder,
-    now: Annotated[bool, typer.Option("--now", help="Discard the current round.")] = False,
+    folder: RunFolder, now: Annotated[bool, typer.Option("--now", help="Discard the current round.")] = False
 ) -> None:
     """Stop a running deployed run after its current round, with a checkpoint; unskew resume continues it."""
     from unskew.deployment.server.control import send_command
@@ -121,9 +121,7 @@ def exclude(folder: RunFolder, site: Annotated[str, typer.Argument(help="Name or
 def register(
     keys: Annotated[list[Path], typer.Argument(help="Public keys of all sites.", metavar="KEY.pub...", exists=True)],
     superlink: Annotated[str, typer.Option("--superlink", help="Host and port of the SuperLink.")],
-    folder: Annotated[
-        Path, typer.Option("--folder", parser=parse_path, metavar="PATH", help="Deployment folder.")
-    ] = Path(),
+    folder: Annotated[Path, path_option("--folder", help="Deployment folder.")] = Path(),
 ) -> None:
     """Wait until the SuperLink is reachable, and register all sites with it."""
     from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink, RunLocation

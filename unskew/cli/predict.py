@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, TrustCode, console_for, escape_controls, print_json, printed_warnings
-from unskew.cli.flags import ClientName, ClientNumber
+from unskew.cli.flags import ClientName, ClientNumber, path_option
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 
@@ -30,12 +30,7 @@ def predict(
             metavar="INPUT", help="A .csv, .jsonl or .parquet file, an image, or a folder of images.", parser=parse_path
         ),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", parser=parse_path, metavar="PATH", help="Write all predictions to this .csv or .jsonl file."
-        ),
-    ] = None,
+    out: Annotated[Path | None, path_option("--out", help="Write all predictions to this .csv or .jsonl file.")] = None,
     keep: Annotated[
         str | None, typer.Option("--keep", help="Columns of INPUT to repeat next to the predictions: patient_id,ward.")
     ] = None,
@@ -109,13 +104,12 @@ def predict(
         console.print(
             f"Because of class_weights, the label is {predictor.class_names[positive]} from a probability of {limit:.3g}; "
             "--threshold sets another limit.",
-            markup=False,
             highlight=False,
             soft_wrap=True,
         )
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
-    console.print(f"{more}{where}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{more}{where}", highlight=False, soft_wrap=True)
 
 
 def check_output(out: Path | None, run: Path, rows: Path) -> None:
@@ -157,19 +151,19 @@ def output_titles(inputs: InputSpec) -> list[str]:
     return [f"p({name})" if inputs.label is None else f"p({inputs.label}={name})" for name in inputs.names]
 
 
-def free_names(own: Iterable[str], kept: Collection[str]) -> dict[str, str]:
+def free_names(own: Iterable[str], existing: Collection[str]) -> dict[str, str]:
     """Return the names of the columns that a command adds; names of the user's columns get a number.
 
     Args:
         own: Columns that the command adds.
-        kept: Columns of the user, which keep their names.
+        existing: Columns of the user, which keep their names.
 
     >>> free_names(["row", "predicted_cost"], ["cost", "predicted_cost"])
     {'row': 'row', 'predicted_cost': 'predicted_cost_2'}
     """
     names: dict[str, str] = {}
     for name in own:
-        names[name] = name if name not in kept else free_name(name, {*kept, *own, *names.values()})
+        names[name] = name if name not in existing else free_name(name, {*existing, *own, *names.values()})
     return names
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unskew.cli.common import console_for
-from unskew.filesystem import parse_path
+from unskew.cli.flags import path_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,10 +26,8 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
+        path_option(
             "--out",
-            parser=parse_path,
-            metavar="PATH",
             help="File to write; by default report.html in the folder, or in the current folder for several folders.",
         ),
     ] = None,
@@ -55,7 +53,7 @@ def broken_sections(console: Console) -> Iterator[None]:
         warnings.simplefilter("always", RuntimeWarning)
         yield
     for warning in caught:
-        console.print(f"Warning: {warning.message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Warning: {warning.message}", style="yellow", highlight=False, soft_wrap=True)
 
 
 def print_report_path(console: Console, file: Path) -> None:
@@ -69,7 +67,7 @@ def print_report_path(console: Console, file: Path) -> None:
 
     real = " It contains real images of clients; unskew report --no-images omits them."
     text = f"The report is {file}. Open it in a browser.{real if shows_real_images(file) else ''}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def report_after_runs(console: Console, runs: Sequence[Path], out: Path | None = None) -> None:
@@ -89,10 +87,10 @@ def report_after_runs(console: Console, runs: Sequence[Path], out: Path | None =
 
     try:
         if find_spec("plotly") is None or find_spec("jinja2") is None:
-            console.print(MISSING, style="dim", markup=False, highlight=False, soft_wrap=True)
+            console.print(MISSING, style="dim", highlight=False, soft_wrap=True)
         else:
             with broken_sections(console), progress_while_waiting("report"):
                 file = write(list(runs), out)
             print_report_path(console, file)
     except (UnskewError, OSError) as error:
-        console.print(f"Report not written: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"Report not written: {error}", style="yellow", highlight=False, soft_wrap=True)

@@ -21,9 +21,9 @@ from unskew.cli.common import (
     exit_on_signal,
     print_json,
 )
+from unskew.cli.flags import path_option
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError, unknown_name
-from unskew.filesystem import parse_path
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,21 +45,13 @@ def reproduce(
     server_data_path: ServerDataPath = None,
     engine: EngineName = None,
     device: Device = None,
-    runs: Annotated[
-        Path, typer.Option("--runs", parser=parse_path, metavar="PATH", help="Folder for run folders.")
-    ] = Path("runs/reproduce"),
-    results: Annotated[
-        Path,
-        typer.Option("--results", parser=parse_path, metavar="PATH", help="Folder of the outcomes."),
-    ] = Path("results/runs"),
+    runs: Annotated[Path, path_option("--runs", help="Folder for run folders.")] = Path("runs/reproduce"),
+    results: Annotated[Path, path_option("--results", help="Folder of the outcomes.")] = Path("results/runs"),
     parallel: Parallel = "1",
     show: Annotated[
         bool, typer.Option("--show", help="Show the table of existing outcomes without running anything.")
     ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", parser=parse_path, metavar="PATH", help="Write a plot of the table to this image file."),
-    ] = None,
+    plot: Annotated[Path | None, path_option("--plot", help="Write a plot of the table to this image file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run or resume a table of a paper, and print the paper's numbers next to ours."""
@@ -108,17 +100,12 @@ def reproduce(
                 raise ConfigError(f"{preset} has no {kind} {name!r}. Available: {'; '.join(available)}.")
     again = shlex.join(["unskew", *sys.argv[1:]])
     with exit_on_signal(runs, again), make_progress(console) as progress:
-        sweep = Sweep(
-            table,
-            scale,
-            runs,
-            results,
-            extra,
-            rows,
-            columns,
-            lambda title, common: [ProgressLine(progress, title, warnings=not common, named=True)],
-            partial(console.print, style="yellow", soft_wrap=True, markup=False),
-        )
+
+        def follow(title: str, common: bool) -> list[ProgressLine]:
+            return [ProgressLine(progress, title, warnings=not common, named=True)]
+
+        warn = partial(console.print, style="yellow", soft_wrap=True)
+        sweep = Sweep(table, scale, runs, results, extra, rows, columns, follow, warn)
         if show:
             outcomes = sweep.known(which)
         else:
@@ -158,7 +145,7 @@ def reproduce(
     lines = report.table_lines(table, entries, whole=not outcomes)
     _print(console, table, scale, settings, lines, bool(outcomes))
     for note in notes(cell for cell, _ in outcomes):
-        console.print(note, soft_wrap=True, markup=False)
+        console.print(note, soft_wrap=True)
 
 
 def _study(
@@ -207,12 +194,7 @@ def _study(
 
 
 def _print(
-    console: Console,
-    preset: Preset | StudyPreset,
-    scale: str,
-    settings: str,
-    tables: list[Line],
-    done: bool,
+    console: Console, preset: Preset | StudyPreset, scale: str, settings: str, tables: list[Line], done: bool
 ) -> None:
     """Print the title, settings and tables of a preset."""
     from unskew.cli.fit_table import ReflowTable

@@ -55,12 +55,10 @@ def interval_text(summary: Mapping[str, Any], key: str) -> str:
         key: Key of the metric.
     """
     low, high = summary.get(f"{key}_low"), summary.get(f"{key}_high")
+    if low is None or high is None:
+        return ""
     judge = metric_of(summary, key.removeprefix("kept_"))
-    return (
-        ""
-        if low is None or high is None
-        else f", 95 % interval {value_text(judge, low, sign='')} to {value_text(judge, high)}"
-    )
+    return f", 95 % interval {value_text(judge, low, sign='')} to {value_text(judge, high)}"
 
 
 def undefined_text(summary: Mapping[str, Any], whose: str, metric: str) -> str:
@@ -97,6 +95,15 @@ def format_count(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
+EVALUATED = {
+    "client": "per client",
+    "personal": "personal models",
+    "unseen": "unseen clients",
+    "unseen_personal": "unseen clients, personal models",
+}
+"""Titles of the statistics over clients."""
+
+
 def summary_table(summary: dict[str, Any]) -> Table:
     """Build the table that ``unskew run`` prints at the end."""
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
@@ -109,65 +116,42 @@ def summary_table(summary: dict[str, Any]) -> Table:
     judge, scored = objective_metric(summary), primary_metric_name(summary)
     kept_score = summary.get(f"kept_{judge.name}")
     errors = "".join(f", {name.upper()} {format_number(summary[name])}" for name in ("mae", "rmse") if name in summary)
+    score, best = value_text(judge, summary[judge.name]), value_text(judge, summary[f"best_{judge.name}"])
     lines = [
         (
             f"test {judge.title}, last round",
-            f"{value_text(judge, summary[judge.name])}{interval_text(summary, judge.name)}  (loss {loss}{errors})",
+            f"{score}{interval_text(summary, judge.name)}  (loss {loss}{errors})",
         ),
-        (
-            f"test {judge.title}, best round",
-            f"{value_text(judge, summary[f'best_{judge.name}'])}  (round {summary['best_round']})",
-        ),
-        *(
-            [
-                (
-                    f"test {judge.title}, kept model",
-                    f"{value_text(judge, kept_score)}{interval_text(summary, f'kept_{judge.name}')}  "
-                    f"(round {summary['kept_round']})",
-                )
-            ]
-            if kept_score is not None
-            else []
-        ),
-        *(
-            (f"{label}, on {summary['clients_evaluated_on']}", clients_text(summary, whose))
-            for label, whose in (
-                ("per client", "client"),
-                ("personal models", "personal"),
-                ("unseen clients", "unseen"),
-                ("unseen clients, personal models", "unseen_personal"),
-            )
-            if f"{whose}_{scored}_mean" in summary
-        ),
-        *(
-            [("attack success", f"{format_percent(summary['backdoor_success'])}%")]
-            if "backdoor_success" in summary
-            else []
-        ),
-        ("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"),
-        *([("partition hash", str(summary["partition_hash"]))] if summary["partition_hash"] else []),
+        (f"test {judge.title}, best round", f"{best}  (round {summary['best_round']})"),
+    ]
+    if kept_score is not None:
+        text = f"{value_text(judge, kept_score)}{interval_text(summary, f'kept_{judge.name}')}"
+        lines.append((f"test {judge.title}, kept model", f"{text}  (round {summary['kept_round']})"))
+    lines += [
+        (f"{label}, on {summary['clients_evaluated_on']}", clients_text(summary, whose))
+        for whose, label in EVALUATED.items()
+        if f"{whose}_{scored}_mean" in summary
+    ]
+    if "backdoor_success" in summary:
+        lines.append(("attack success", f"{format_percent(summary['backdoor_success'])}%"))
+    lines.append(("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"))
+    if summary["partition_hash"]:
+        lines.append(("partition hash", str(summary["partition_hash"])))
+    sent, received = (format_megabytes(summary[f"bytes_{way}"]) for way in ("up", "down"))
+    seconds, rounds = f"{summary['seconds']:.1f} s", format_count(summary["rounds"], "round")
+    lines += [
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters, buffers: {summary['buffers']}"),
-        (
-            "traffic",
-            f"{format_megabytes(summary['bytes_up'])} MB up, {format_megabytes(summary['bytes_down'])} MB down",
-        ),
-        (
-            "time",
-            f"{summary['seconds']:.1f} s for {format_count(summary['rounds'], 'round')}, "
-            f"engine {summary['engine']}{clients_per_group}",
-        ),
+        ("traffic", f"{sent} MB up, {received} MB down"),
+        ("time", f"{seconds} for {rounds}, engine {summary['engine']}{clients_per_group}"),
     ]
     if "seconds_simulated" in summary:
         lines.append(("simulated time", f"{summary['seconds_simulated']:.1f} s"))
     if "perplexity" in summary:
-        best = (format_number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
-        share = f"next-token accuracy {format_percent(summary['accuracy'])}%"
+        best_loss, best_perplexity = (format_number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
+        more = f"{format_number(summary['perplexity'])}, next-token accuracy {format_percent(summary['accuracy'])}%"
         lines[:2] = [
-            (
-                "test loss, last round",
-                f"{loss} nats per token  (perplexity {format_number(summary['perplexity'])}, {share})",
-            ),
-            ("test loss, best round", "{}  (perplexity {})".format(*best)),
+            ("test loss, last round", f"{loss} nats per token  (perplexity {more})"),
+            ("test loss, best round", f"{best_loss}  (perplexity {best_perplexity})"),
         ]
     if summary.get("micro_f1") is not None:
         lines[2:2] = [
@@ -179,10 +163,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         lines.insert(2, ("test set, last round", figures))
     if summary.get("target") is not None:
         reached = summary["rounds_to_target"]
-        lines.insert(
-            2,
-            (f"rounds to {value_text(judge, summary['target'])}", "not reached" if reached is None else str(reached)),
-        )
+        title = f"rounds to {value_text(judge, summary['target'])}"
+        lines.insert(2, (title, "not reached" if reached is None else str(reached)))
     if "synthetic_images" in summary:
         images = f"{summary['synthetic_images']:,} images, generated in {summary['synthetic_seconds']:.1f} s"
         epochs = f"; local epochs {summary['local_epochs']}" if "local_epochs" in summary else ""

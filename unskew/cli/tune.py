@@ -28,10 +28,9 @@ from unskew.cli.common import (
     shorten_name,
     unused_path,
 )
-from unskew.cli.flags import DATA, SERVER, TRAINING
+from unskew.cli.flags import DATA, SERVER, TRAINING, path_option
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError
-from unskew.filesystem import parse_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,16 +78,12 @@ def tune(
         bool, typer.Option("--pruning/--no-pruning", help="Stop trials early if they are worse than most.")
     ] = True,
     parallel: Annotated[
-        str,
-        typer.Option("--parallel", metavar="N", help="Processes that run trials, or N@HOST:PORT on a Ray cluster."),
+        str, typer.Option("--parallel", metavar="N", help="Processes that run trials, or N@HOST:PORT on a Ray cluster.")
     ] = "1",
     references: References = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/tune-DATA)."),
-    ] = None,
+    out: Annotated[Path | None, path_option("--out", help="Output folder (default: runs/tune-DATA).")] = None,
     again: Annotated[
         bool, typer.Option("--resume", help="Continue the study in --out, also in parallel with another process.")
     ] = False,
@@ -113,10 +108,7 @@ def tune(
     console = console_for(as_json)
     started = time.perf_counter()
     go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
-    with (
-        exit_on_signal(folder, shlex.join(["unskew", *go_on])),
-        make_progress(console) as progress,
-    ):
+    with exit_on_signal(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
 
         def follow(title: str) -> list[Callback]:
             trial = ", trial " in title
@@ -155,15 +147,15 @@ def tune(
         tables = (tuned_table(result), importance_table(result), *compared)
         print_benefit(console, result.comparison)
         for note in result.notes():
-            console.print(f"{note}\n", markup=False)
+            console.print(f"{note}\n")
         for table in filter(None, tables):
             console.print(table)
         for name, tuned in result.tuned.items():
             if isinstance(tuned.importance, str):
-                console.print(f"Importance of the options of {name}: {tuned.importance}.", markup=False, soft_wrap=True)
+                console.print(f"Importance of the options of {name}: {tuned.importance}.", soft_wrap=True)
         seconds = time.perf_counter() - started
         text = f"The tuned configurations are in {folder}/tuned, all trials in {folder}/trials.csv. {seconds:.0f} s."
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, soft_wrap=True)
     report_after_runs(console, [folder / "compare"])
 
 

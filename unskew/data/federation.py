@@ -255,11 +255,8 @@ class Federation:
             if task == "classification":
                 own = len(clients) + 1 + int(server is not None and bool(server_in_domain))
                 everyone[:own], class_names = encode_text_labels(everyone[:own], class_names)
-            clients, test, server = (
-                everyone[: len(clients)],
-                everyone[len(clients)],
-                (*everyone, None)[len(clients) + 1],
-            )
+            test, server = everyone[len(clients)], (*everyone, None)[len(clients) + 1]
+            clients = everyone[: len(clients)]
         readers, ys, splits = read_clients(clients, task, holdout, int(seed))
         pairs = {"the test set": validate_pair(*unpack_pair(test, "test"), "the test set", task)}
         if server is not None:
@@ -295,10 +292,8 @@ class Federation:
             trained_for, stats_traffic = fit_target_scaling(
                 lambda: (targets[start:stop] for start, stop in spans), class_names
             )
-            y_all, pairs = (
-                trained_for.standardize(y_all),
-                {w: (x, trained_for.standardize(y)) for w, (x, y) in pairs.items()},
-            )
+            y_all = trained_for.standardize(y_all)
+            pairs = {who: (x, trained_for.standardize(y)) for who, (x, y) in pairs.items()}
         return Federation(
             clients=DrawnClients(readers, readers.like, y_all, offsets, begins, readers.mapped),
             test=pairs["the test set"],

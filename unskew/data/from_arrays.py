@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from unskew.data.normalization import Normalization
 from unskew.data.validation import (
     as_targets,
+    check_distinct,
     check_printable,
     mask_padding,
     normalize_inputs_layout,
@@ -179,7 +179,5 @@ def validate_class_names(class_names: object, classes: int) -> tuple[str, ...]:
     check_printable(names, "class")
     if names and classes and len(names) != classes:
         raise DataError(f"There are {classes} classes but {len(names)} class_names. Name every class, or none.")
-    twice = next((name for name, times in Counter(map(str, names)).items() if times > 1), None)
-    if twice is not None:
-        raise DataError(f"Two classes have the name {twice!r}; class_names must be distinct.")
+    check_distinct(names, "classes", "class_names")
     return names

@@ -16,13 +16,7 @@ from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
-from unskew.data.readers.encoders import (
-    FittedEncoders,
-    client_stats,
-    fit_encoders,
-    missing_values,
-    squared_deviations,
-)
+from unskew.data.readers.encoders import FittedEncoders, client_stats, fit_encoders, missing_values, squared_deviations
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
 from unskew.data.target_scaling import fit_target_scaling
@@ -35,12 +29,12 @@ class GlobalStats(NamedTuple):
     Attributes:
         columns: Fitted encoders of a table with mixed column types, or None.
         targets: Regression task with the mean and scale of its targets, or None.
-        told: Bytes that each client sent and received for the statistics, ``[K, 2]``; None if there was no traffic.
+        traffic: Bytes that each client sent and received for the statistics, ``[K, 2]``; None if there was no traffic.
     """
 
     columns: FittedEncoders | None = None
     targets: Regression | None = None
-    told: np.ndarray | None = None
+    traffic: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ class PartitionedSource:
                 [client_stats(part, before) for part in self._each(x)],
                 lambda mean: (squared_deviations(part, before, mean) for part in self._each(x)),
             )
-            total = columns.told
+            total = columns.traffic
         if self.source.task == "regression":
             y = self.train.y.numpy()
             targets, sent = fit_target_scaling(lambda: self._each(y), self.source.class_names)
@@ -163,7 +157,7 @@ class PartitionedSource:
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
-            stats_traffic=known.told,
+            stats_traffic=known.traffic,
             missing=missing,
         )
 
@@ -222,7 +216,7 @@ def rows_per_value(
     )
     if not column:
         return None
-    names, values = np.unique(get_column(train.columns, column, "").astype(str), return_inverse=True)
+    names, values = np.unique(get_column(train.columns, column, "partition").astype(str), return_inverse=True)
     if len(names) > 100:  # probably a numeric column, not groups of texts
         return None
     counts = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]

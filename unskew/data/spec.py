@@ -67,8 +67,8 @@ class CsvSpec:
 
     def __post_init__(self) -> None:
         for name in ("separator", "decimal", "encoding", "thousands", "dates"):
-            if not isinstance(getattr(self, name), str | None):
-                raise ConfigError(f"csv.{name} must be a string, not {short_repr(getattr(self, name))}.")
+            if not isinstance(value := getattr(self, name), str | None):
+                raise ConfigError(f"csv.{name} must be a string, not {short_repr(value)}.")
         missing: Any = self.missing
         if missing is not None:  # numbers in YAML are texts of the file
             listed = [missing] if isinstance(missing, str | int | float) else list(missing)
@@ -86,11 +86,10 @@ class CsvSpec:
         if decimal not in (None, ".", ","):
             raise ConfigError(f"csv.decimal must be point or comma, not {decimal!r}.")
         try:
-            encoding = None if self.encoding is None else codecs.lookup(self.encoding)
+            if self.encoding is not None and not codecs.lookup(self.encoding)._is_text_encoding:
+                raise ConfigError(f"csv.encoding={self.encoding!r} is not a text encoding.")
         except (LookupError, ValueError):
             raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding known to Python.") from None
-        if encoding is not None and not encoding._is_text_encoding:
-            raise ConfigError(f"csv.encoding={self.encoding!r} is not a text encoding.")
         thousands = THOUSANDS_MARKS.get(self.thousands or "", self.thousands)
         if thousands not in (None, *THOUSANDS_MARKS.values()):
             raise ConfigError(f"csv.thousands must be one of {', '.join(THOUSANDS_MARKS)}, not {self.thousands!r}.")

@@ -12,21 +12,6 @@ from unskew.data.spec import Split
 from unskew.errors import ConfigError, DataError
 
 
-def complete_column(columns: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    """Return a column without missing values.
-
-    Args:
-        columns: Columns of the data by name.
-        name: Name of the column.
-
-    Raises:
-        DataError: If the column does not exist, or a value is missing.
-    """
-    if not columns:
-        raise DataError(f"split_by needs the column {name!r}, but these data have no columns besides their labels.")
-    return get_column(columns, name, "")
-
-
 class SplitUnits(NamedTuple):
     """Rows that are held out together.
 
@@ -53,11 +38,11 @@ def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: 
     """
     codes = np.arange(rows)
     if split.group is not None:
-        codes = np.unique(complete_column(columns, split.group), return_inverse=True)[1].reshape(-1)
+        codes = np.unique(get_column(columns, split.group, "split_by"), return_inverse=True)[1].reshape(-1)
     units = int(codes.max()) + 1 if rows else 0
     if split.time is None:
         return SplitUnits(codes, rng.permutation(units))
-    times = complete_column(columns, split.time)
+    times = get_column(columns, split.time, "split_by")
     if times.dtype.kind not in "iufM":
         raise DataError(
             f"The column {split.time!r} of split_by contains strings such as {str(times[0])!r}. Write dates as "
@@ -115,7 +100,7 @@ def test_row_mask(
         DataError: If no training or no test rows remain, or the split column has other values than train and test.
     """
     if split.given is not None:
-        values = np.char.lower(np.char.strip(complete_column(columns, split.given).astype(str)))
+        values = np.char.lower(np.char.strip(get_column(columns, split.given, "split_by").astype(str)))
         other = sorted(set(values.tolist()) - {"train", "test"})
         if other:
             raise DataError(
@@ -155,7 +140,7 @@ def check_no_shared_groups(train: Mapping[str, np.ndarray], test: Mapping[str, n
     if split.given is not None:
         raise ConfigError(f"split_by=column:{split.given} splits a file, but there is a test file; use one of the two.")
     if split.group is not None:
-        both = np.intersect1d(complete_column(train, split.group), complete_column(test, split.group))
+        both = np.intersect1d(get_column(train, split.group, "split_by"), get_column(test, split.group, "split_by"))
         if len(both):
             raise DataError(
                 f"split_by={split.group}: {len(both)} values, such as {both[0]!s}, are in the training and in the "

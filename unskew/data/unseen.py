@@ -9,12 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.clients import (
-    ArrayClients,
-    ClientData,
-    DrawnClients,
-    concatenate_inputs,
-)
+from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs
 from unskew.data.federation import Federation
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.spec import Unseen
@@ -88,8 +83,8 @@ def split_federation(federation: Federation, unseen: Unseen, seed: int) -> Feder
         raise ConfigError("unseen requires clients that are stored in arrays. Build the federation with from_arrays.")
     mask = unseen_mask(unseen, names, len(clients), seed)
     sides = [np.flatnonzero(~mask), np.flatnonzero(mask)]
-    traffic, groups = federation.stats_traffic, federation.text_groups
-    missing = federation.missing
+    traffic, missing = federation.stats_traffic, federation.missing
+    groups = federation.text_groups
     return replace(
         federation,
         clients=select_clients(clients, sides[0]),

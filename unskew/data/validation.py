@@ -33,10 +33,24 @@ def validate_client_names(names: Sequence[str], clients: int) -> tuple[str, ...]
     if len(names) not in (0, clients):
         raise DataError(f"There are {len(names)} client_names for {clients} clients. Pass one per client, or none.")
     check_printable(names, "client")
-    twice = next((name for name, times in Counter(names).items() if times > 1), None)
-    if twice is not None:
-        raise DataError(f"Two clients have the name {twice!r}; client_names must be distinct.")
+    check_distinct(names, "clients", "client_names")
     return tuple(names)
+
+
+def check_distinct(names: Iterable[object], kind: str, option: str) -> None:
+    """Validate that names are distinct.
+
+    Args:
+        names: Names to check.
+        kind: Kind of names for the error: ``clients`` or ``classes``.
+        option: Name of the argument.
+
+    Raises:
+        DataError: If a name occurs twice.
+    """
+    twice = next((name for name, times in Counter(map(str, names)).items() if times > 1), None)
+    if twice is not None:
+        raise DataError(f"Two {kind} have the name {twice!r}; {option} must be distinct.")
 
 
 def check_printable(names: Iterable[str], kind: str) -> None:

@@ -20,13 +20,7 @@ from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
 from unskew.engines.client_inputs import apply_begin_hooks, apply_end_hooks, local_update, pack_update
 from unskew.engines.group_batches import GroupBatches
-from unskew.engines.local_trainer import (
-    LocalTrainer,
-    base_loss,
-    combined_trainable_mask,
-    shown_carry,
-    wrapped_function,
-)
+from unskew.engines.local_trainer import LocalTrainer, base_loss, combined_trainable_mask, shown_carry, wrapped_function
 from unskew.errors import UnskewError
 from unskew.models.execution import Batch, FunctionalModel
 from unskew.models.grouped.context import GroupedModel, use_grouped

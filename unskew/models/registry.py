@@ -150,12 +150,10 @@ def build_model(name: str, shape: tuple[int, ...], classes: int, /, **options: o
     >>> build_model("mlp", (4,), 2, hidden=[3]).head
     Linear(in_features=3, out_features=2, bias=True)
     """
-    if name not in MODELS:
-        return _of_package(name, shape, classes, options)
-    return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options)
+    return _registered(name, shape, classes, options)
 
 
-def _of_package(
+def _registered(
     name: str,
     shape: tuple[int, ...],
     classes: int,
@@ -163,7 +161,9 @@ def _of_package(
     task: str = "classification",
     categories: tuple[int, ...] = (),
 ) -> nn.Module:
-    """Build a model that a plugin registers."""
+    """Build a model by its name, which may be that of a plugin."""
+    if name in MODELS:
+        return _call(f"The model {name!r}", MODELS[name].constructor, shape, classes, options, task, categories)
     try:
         plugin = plugins.find_plugin(plugins.MODELS, "model", name, MODELS)
     except ConfigError as error:
@@ -207,9 +207,7 @@ def resolve_model(
     """
     options = options or {}
     if isinstance(model, str) and ":" not in model:
-        if model not in MODELS:
-            return _of_package(model, shape, classes, options, task, categories)
-        return _call(f"The model {model!r}", MODELS[model].constructor, shape, classes, options, task, categories)
+        return _registered(model, shape, classes, options, task, categories)
     if isinstance(model, str) and model.startswith(HUB):
         if "weights" in options:
             raise ConfigError(f"The model {model!r} has no option 'weights'. Choose the weights with hf:NAME.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from unskew.comparison.cost_to_target import traffic_saving
@@ -219,47 +219,29 @@ def table_entries(preset: Preset, outcomes: Iterable[tuple[PresetCell, Outcome]]
             config, paper_numbers = configs[column, row], published.get((without_mark(row), column))
             setting = "" if paper is None or paper_numbers is None else other_setting(value, config, paper_numbers)
             same = not setting and has_same_model(config, paper_numbers)
-            differences = (
-                [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))] if row != first else []
-            )
-            table.append(
-                TableEntry(
-                    value,
-                    row,
-                    column,
-                    sorted(own_numbers),
-                    mean,
-                    std,
-                    paper,
-                    setting,
-                    mean - paper if same and paper is not None else None,
-                    (*mean_std(differences), len(differences)) if differences else None,
-                    interval95(differences),
-                )
-            )
+            difference = mean - paper if same and paper is not None else None
+            entry = TableEntry(value, row, column, sorted(own_numbers), mean, std, paper, setting, difference)
+            table.append(with_differences(entry, own_numbers, base) if row != first else entry)
         for (column, row), base_row in ((at, preset.pairs.get(without_mark(at[1]))) for at in by if value != "saving"):
             own_numbers, base = numbers((column, row)), numbers((column, base_row or ""))
-            differences = [own_numbers[s] - base[s] for s in sorted(set(own_numbers) & set(base))]
-            if differences:
-                mean, std = mean_std(differences)
-                seeds, difference = sorted(set(own_numbers) & set(base)), (mean, std, len(differences))
-                table.append(
-                    TableEntry(
-                        value,
-                        row,
-                        column,
-                        seeds,
-                        mean,
-                        std,
-                        None,
-                        "",
-                        None,
-                        difference,
-                        interval95(differences),
-                        base_row,
-                    )
-                )
+            if seeds := sorted(set(own_numbers) & set(base)):
+                mean, std = mean_std([own_numbers[s] - base[s] for s in seeds])
+                entry = TableEntry(value, row, column, seeds, mean, std, against=base_row)
+                table.append(with_differences(entry, own_numbers, base))
     return table
+
+
+def with_differences(entry: TableEntry, ours: Mapping[int, float], base: Mapping[int, float]) -> TableEntry:
+    """Return an entry with the differences to the numbers of another row.
+
+    Args:
+        entry: Entry of the table.
+        ours: Number of each seed.
+        base: Number of the other row for each seed.
+    """
+    differences = [ours[s] - base[s] for s in sorted(set(ours) & set(base))]
+    paired = (*mean_std(differences), len(differences)) if differences else None
+    return replace(entry, paired=paired, interval=interval95(differences))
 
 
 def table_lines(

@@ -111,6 +111,11 @@ class InputSpec(BaseModel):
         return list(self.class_names) or [str(number) for number in range(self.classes)]
 
     @property
+    def image_size(self) -> int | None:
+        """Side length of square images; None for other shapes."""
+        return self.shape[1] if len(self.shape) == 3 and self.shape[1] == self.shape[2] else None
+
+    @property
     def encoders(self) -> tuple[Encoder, ...]:
         """Column encodings as ``Encoder`` objects."""
         return tuple(Encoder(**column.model_dump()) for column in self.columns)

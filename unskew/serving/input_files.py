@@ -96,21 +96,22 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
     if not path.exists():
         raise DataError(f"There is no file or folder at {path}.")
     if path.suffix.lower() in TABLES:
-        text = read_cells(path, inputs.csv.spec) if path.suffix.lower() == ".csv" else None
-        table = read_typed(path) if text is None else type_columns([text], column_uses(inputs))[0]
+        if path.suffix.lower() == ".csv":
+            text = read_cells(path, inputs.csv.spec)
+            table, cells = type_columns([text], column_uses(inputs))[0], text.cells
+        else:
+            table = cells = read_typed(path)
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
         x = rows_of_table(table, path, inputs)
-        cells = table if text is None else text.cells
         return InputRows(x, range(table.num_rows), unknown_categories(table, inputs), table, cells)
     if inputs.kind != "uint8":
         raise DataError(f"The model needs rows of a table (.csv, .jsonl or .parquet), but {path} is not one.")
     files = [file for file in (visible_files(path) if path.is_dir() else [path]) if is_image_file(file)]
     if not files:
         raise DataError(f"{path} is neither an image nor a folder of images ({', '.join(IMAGES)}).")
-    size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
     names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files]
-    return InputRows(decode_column(path_column(files), str(path), None, size), names)
+    return InputRows(decode_column(path_column(files), str(path), None, inputs.image_size), names)
 
 
 def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:
@@ -162,8 +163,7 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
         texts = row_texts(table, inputs.text, str(path))
         return pad_rows([encode_for_classification(texts, make_tokenizer(str(inputs.tokenizer)), inputs.block)])[0]
     if inputs.image:
-        size = int(inputs.shape[1]) if inputs.shape[1] == inputs.shape[2] else None
-        return decode_column(table.column(inputs.image), str(path), path.parent, size)
+        return decode_column(table.column(inputs.image), str(path), path.parent, inputs.image_size)
     encoders = inputs.encoders or tuple(Encoder(name) for name in inputs.features)
     return torch.from_numpy(impute(read_columns(table, encoders, str(path), REMEDY), encoders))
 

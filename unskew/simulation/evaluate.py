@@ -396,7 +396,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """Evaluate the constant for the targets ``known`` on the targets ``y``; empty for a task without constants.
 
-        A constant is not trained, so no class weights correct it. Custom metrics are left out, because their functions need not accept constants.
+        A constant is not trained, so no class weights correct it. Custom metrics are left out, because their functions need
+        not accept constants.
 
         Args:
             known: Targets that the constant describes.

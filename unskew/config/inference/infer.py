@@ -17,7 +17,7 @@ from unskew.data.federation import Federation
 from unskew.data.leaks import find_leaks
 from unskew.data.load import federation_of
 from unskew.data.readers.files import table_files
-from unskew.data.readers.image_folders import SUBFOLDER, class_folders, is_image_file, visible_files
+from unskew.data.readers.image_folders import SUBFOLDER, class_folders, is_image_file, visible_files, visible_folders
 from unskew.data.sources.registry import SOURCES
 from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown_name
@@ -87,7 +87,7 @@ def infer_config(
     return inferred
 
 
-def _imbalance(made: InferredConfig, fed: Federation) -> None:
+def _imbalance(inferred: InferredConfig, fed: Federation) -> None:
     """Set objective, metrics and class weights if a class is rare, because accuracy is then misleading."""
     counts = np.asarray(fed.label_distribution()[0]).sum(0)
     least = int(counts.argmin())
@@ -99,37 +99,39 @@ def _imbalance(made: InferredConfig, fed: Federation) -> None:
     missing = {name: 0 for y in parts for name in missing_classes("auprc", y.numpy(), fed.names)}
     if missing:
         why = f"AUPRC is undefined: no test or held-out sample of {', '.join(missing)}"
-        made.set("objective", "balanced_accuracy", why)
-        made.set("metrics", ["balanced_accuracy"], "additional metrics")
+        inferred.set("objective", "balanced_accuracy", why)
+        inferred.set("metrics", ["balanced_accuracy"], "additional metrics")
     else:
-        made.set("objective", "auprc", "for tuning, stopping and comparison; accuracy is misleading for rare classes")
-        made.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "additional metrics")
+        inferred.set(
+            "objective", "auprc", "for tuning, stopping and comparison; accuracy is misleading for rare classes"
+        )
+        inferred.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "additional metrics")
     if len(counts) == 2:
-        made.set("positive", fed.names[least], "the rare class; AUPRC is that of this class")
-    made.set("class_weights", "balanced", "rare classes count more in the loss; probabilities are corrected for it")
-    made.seen.append(
+        inferred.set("positive", fed.names[least], "the rare class; AUPRC is that of this class")
+    inferred.set("class_weights", "balanced", "rare classes count more in the loss; probabilities are corrected for it")
+    inferred.seen.append(
         f"the class {fed.label_distribution()[1][least]} has {share:.0%} of the samples, so objective, metrics and "
         "class_weights are set for rare classes"
     )
 
 
-def _look(made: InferredConfig, path: Path, data: str, chosen: tuple[str | None, str | None, str | None]) -> None:
+def _look(inferred: InferredConfig, path: Path, data: str, chosen: tuple[str | None, str | None, str | None]) -> None:
     """Set fields for data in a file or folder, with the chosen columns for label, clients and image."""
     if path.is_file() and path.suffix.lower() == ".npz":
-        made.set("data", f"npz:{data}", "arrays x and y, and optionally x_test and y_test")
-        _arrays(made, path, chosen[1])
+        inferred.set("data", f"npz:{data}", "arrays x and y, and optionally x_test and y_test")
+        _arrays(inferred, path, chosen[1])
     elif path.is_file() and path.suffix.lower() in TABLES:
-        set_table_fields(made, path, data, *chosen)
+        set_table_fields(inferred, path, data, *chosen)
     elif path.is_dir() and _is_table_folder(path):
-        set_table_fields(made, path, f"table:{data}", *chosen)
+        set_table_fields(inferred, path, f"table:{data}", *chosen)
     elif path.is_dir():
         folders, *test = class_folders(path)  # raises an error that describes the required layout
         images = {file: folder for folder in folders for file in visible_files(folder) if is_image_file(file)}
-        made.set("data", f"folder:{data}", "one folder of images per class")
-        set_image_size(made, [file for file in images if file.is_file()])
+        inferred.set("data", f"folder:{data}", "one folder of images per class")
+        set_image_size(inferred, [file for file in images if file.is_file()])
         if not test and len({file.parent.relative_to(folder) for file, folder in images.items()}) > 1:
-            made.seen.append(f"classes contain folders; if these are patients, set split_by: {SUBFOLDER}")
-        _images(made, len(images))
+            inferred.seen.append(f"classes contain folders; if these are patients, set split_by: {SUBFOLDER}")
+        _images(inferred, len(images))
     else:
         raise DataError(
             f"{data} is neither a table (.csv, .jsonl, .parquet), nor arrays (.npz), nor a folder of images."
@@ -142,54 +144,55 @@ def _is_table_folder(path: Path) -> bool:
         files = table_files(path)[0]
     except DataError:
         return False
-    folders = [entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-    return not folders or any(file.stem.startswith("train") for file in files)
+    return not visible_folders(path) or any(file.stem.startswith("train") for file in files)
 
 
-def _images(made: InferredConfig, images: int = 1000) -> None:
+def _images(inferred: InferredConfig, images: int = 1000) -> None:
     """Set partition and model for images without client information."""
-    made.set("partition", "dirichlet:0.3,min=2", "label skew; others are iid, classes:2 or natural:COLUMN")
-    made.set("clients", max(2, min(10, images // 20)))
-    texts = made.values["data"] in ("sentences", "multi_nli") or str(made.values["data"]).startswith("text")
+    inferred.set("partition", "dirichlet:0.3,min=2", "label skew; others are iid, classes:2 or natural:COLUMN")
+    inferred.set("clients", max(2, min(10, images // 20)))
+    texts = inferred.values["data"] in ("sentences", "multi_nli") or str(inferred.values["data"]).startswith("text")
     if texts:
         raise ConfigError(
             "init does not support built-in text data sets. Write data, text, label and model (text-mlp or hf:NAME) "
             "yourself."
         )
-    flat = made.values["data"] == "gaussians"
-    made.set("model", "mlp" if flat else "cnn", "unskew models lists all models")
+    flat = inferred.values["data"] == "gaussians"
+    inferred.set("model", "mlp" if flat else "cnn", "unskew models lists all models")
 
 
-def _arrays(made: InferredConfig, path: Path, clients: str | None) -> None:
+def _arrays(inferred: InferredConfig, path: Path, clients: str | None) -> None:
     """Set fields for a file of arrays."""
     from unskew.data.sources.npz import load_arrays
 
     arrays = load_arrays(path)
     n = len(arrays["y"])
-    made.seen.append(f"x {arrays['x'].shape}, y {arrays['y'].shape}")
+    inferred.seen.append(f"x {arrays['x'].shape}, y {arrays['y'].shape}")
     owner = next((k for k in arrays if kind_of_client(k) is not None and len(arrays[k]) == n), None)
     if clients is not None or owner is not None:
         owner = unquote(clients or str(owner))
-        made.set("partition", f"natural:{quote(owner)}", f"one client per value of {owner}")
+        inferred.set("partition", f"natural:{quote(owner)}", f"one client per value of {owner}")
     else:
-        made.set("partition", "dirichlet:0.3,min=2", "label skew; no array with client names was found")
-        made.set("clients", max(2, min(10, n // 20)))
-    made.set("model", "cnn" if arrays["x"].ndim > 2 else "mlp", "unskew models lists all models")
+        inferred.set("partition", "dirichlet:0.3,min=2", "label skew; no array with client names was found")
+        inferred.set("clients", max(2, min(10, n // 20)))
+    inferred.set("model", "cnn" if arrays["x"].ndim > 2 else "mlp", "unskew models lists all models")
 
 
 def _from_to(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def _budget(made: InferredConfig) -> None:
+def _budget(inferred: InferredConfig) -> None:
     """Set the fields of training."""
-    made.set("method", "fedavg", "unskew methods lists all; compositions such as fedprox:mu=0.1+scaffold are allowed")
-    made.set("rounds", 20)
-    made.set("local_epochs", 1, "passes over a client's data in each round; or local_steps")
-    made.set("batch_size", 16)
-    made.set(
+    inferred.set(
+        "method", "fedavg", "unskew methods lists all; compositions such as fedprox:mu=0.1+scaffold are allowed"
+    )
+    inferred.set("rounds", 20)
+    inferred.set("local_epochs", 1, "passes over a client's data in each round; or local_steps")
+    inferred.set("batch_size", 16)
+    inferred.set(
         "lr",
-        0.003 if "optimizer" in made.values else 0.05,
+        0.003 if "optimizer" in inferred.values else 0.05,
         "decrease it if the loss grows, increase it if it stagnates",
     )
-    made.set("seed", 0, "random seed")
+    inferred.set("seed", 0, "random seed")

@@ -13,6 +13,7 @@ import numpy as np
 
 from unskew.config.inference.client_columns import PERSON, ClientColumns, client_columns, kind_of_client
 from unskew.config.inference.inferred_config import InferredConfig
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import is_category_text, is_date, is_identifier, is_numeric, is_string
 from unskew.data.readers.files import file_tables
@@ -39,12 +40,12 @@ PATHS = 20
 
 
 def set_table_fields(
-    made: InferredConfig, path: Path, data: str, label: str | None, clients: str | None, image: str | None
+    inferred: InferredConfig, path: Path, data: str, label: str | None, clients: str | None, image: str | None
 ) -> None:
     """Set fields for a table from the contents of its columns.
 
     Args:
-        made: Configuration to complete.
+        inferred: Configuration to complete.
         path: File or folder of the table.
         data: Name of the data source.
         label: Label column, or None.
@@ -55,7 +56,7 @@ def set_table_fields(
         ConfigError: If a column does not exist, or no label is found.
         DataError: If the label has missing values, or the table cannot be read.
     """
-    table = file_tables(path, csv_spec(made.values.get("csv", {})))[0]
+    table = file_tables(path, csv_spec(inferred.values.get("csv", {})))[0]
     n, columns = table.num_rows, list(table.column_names)
     label, clients, image = (name and unquote(name) for name in (label, clients, image))
     for name in filter(None, (label, clients, image)):
@@ -66,12 +67,8 @@ def set_table_fields(
     nested = [c for c in columns if c in images or is_list_type(table.column(c).type)]
     distinct = {c: n if c in images else _distinct(table.column(c)) for c in columns}
     named = [c for c in columns if metadata_class_names(table, c)]
-    guessed = (
-        None
-        if label
-        else next(iter(named), None)
-        or _label([c for c in columns if not table.column(c).null_count and c not in (*nested, clients)], distinct, n)
-    )
+    complete = [c for c in columns if not table.column(c).null_count and c not in (*nested, clients)]
+    guessed = None if label else next(iter(named), None) or _label(complete, distinct, n)
     label = label or guessed
     if label is None:
         raise ConfigError(
@@ -88,25 +85,22 @@ def set_table_fields(
     gaps = [
         c for c in columns if guessed and table.column(c).null_count and distinct[c] <= 1 + min(MOST_CLASSES, n // 4)
     ]
-    made.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values{guess}")
+    inferred.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values{guess}")
     if gaps:
-        made.seen.append(f"not considered as labels because of missing values: {', '.join(gaps)}")
-    made.set("data", data)
-    made.set("label", label, f"{distinct[label]} values; --label sets another column")
-    if (
-        label not in named
-        and is_numeric(table.column(label).type)
-        and (distinct[label] > MOST_CLASSES or _has_fractions(table.column(label)))
-    ):
-        made.set("task", "regression", "predict a number, not a class")
+        inferred.seen.append(f"not considered as labels because of missing values: {', '.join(gaps)}")
+    inferred.set("data", data)
+    inferred.set("label", label, f"{distinct[label]} values; --label sets another column")
+    is_number = label not in named and is_numeric(table.column(label).type)
+    if is_number and (distinct[label] > MOST_CLASSES or (_numbers(table.column(label)) % 1 != 0).any()):
+        inferred.set("task", "regression", "predict a number, not a class")
     if images:
-        made.set("image", images[0], "the inputs are the images in this column")
+        inferred.set("image", images[0], "the inputs are the images in this column")
         column = table.column(images[0])
         paths = is_string(column.type) and not column.null_count
         contents = (blob for _, blob in image_bytes(column, str(path), folder))
-        set_image_size(made, [folder / p for p in column.to_pylist()] if paths else [*map(io.BytesIO, contents)])
-        _set_partition(made, owners, distinct, table)
-        made.set("model", "cnn", "unskew models lists all models")
+        set_image_size(inferred, [folder / p for p in column.to_pylist()] if paths else [*map(io.BytesIO, contents)])
+        _set_partition(inferred, owners, distinct, table)
+        inferred.set("model", "cnn", "unskew models lists all models")
         return
     rest = [c for c in columns if c not in (label, owners.chosen)]
     constant = [c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1]
@@ -116,83 +110,80 @@ def set_table_fields(
     categories = [c for c in texts if distinct[c] <= min(MOST_VALUES, n // 4) and is_category_text(table.column(c))]
     dates = [c for c in rest if is_date(table.column(c).type)]
     text = max(texts, key=partial(_words, table), default=None)
-    alone = len(rest) == len(texts) and not categories and "task" not in made.values
+    alone = len(rest) == len(texts) and not categories and "task" not in inferred.values
     if text is not None and alone and _words(table, text) >= WORDS:
-        made.set("text", text, "each text is tokenized into words and word bigrams")
-        _set_partition(made, owners, distinct, table)
-        made.set("model", "text-mlp", "without download; hf:NAME is a pretrained model")
-        made.set("optimizer", "adam")
+        inferred.set("text", text, "each text is tokenized into words and word bigrams")
+        _set_partition(inferred, owners, distinct, table)
+        inferred.set("model", "text-mlp", "without download; hf:NAME is a pretrained model")
+        inferred.set("optimizer", "adam")
         return
     reasons = dict.fromkeys(constant, "the same value in every row")
     for c in rest:
         unusable = _why_text(table.column(c)) if c in texts and c not in categories else None
         if unusable is None and is_identifier(table.column(c), c):
             unusable = f"an identifier, {distinct[c]} values in {n} rows"
-        elif c in numbers and _is_infinite(table.column(c)):
+        elif c in numbers and np.isinf(_numbers(table.column(c))).any():
             unusable = "infinite values"
         if unusable or (c in texts and c not in categories):
             reasons[c] = unusable or "too many different strings"
     reasons |= dict.fromkeys(owners.named, "may name the clients")
     reasons = {c: reasons[c] for c in columns if c in reasons}
     if reasons:
-        made.set("exclude", list(reasons), "for the reasons above")
-        made.seen += [f"excluded: {c}: {reason}" for c, reason in reasons.items()]
+        inferred.set("exclude", list(reasons), "for the reasons above")
+        inferred.seen += [f"excluded: {c}: {reason}" for c, reason in reasons.items()]
     numbers = [c for c in numbers if c not in reasons]
-    _report_codes(made, table, numbers)
+    _report_codes(inferred, table, numbers)
     groups = [c for c in reasons if owners.named.get(c, PERSON if re.fullmatch(GROUPS, c, re.I) else None) == PERSON]
     group = next((c for c in groups if PATHS <= distinct[c] < n and not table.column(c).null_count), None)
     if group is not None:
-        made.set(
-            "split_by",
-            quote(group),
-            f"{n} rows with {distinct[group]} values; rows with the same value are never split",
-        )
+        same = f"{n} rows with {distinct[group]} values; rows with the same value are never split"
+        inferred.set("split_by", quote(group), same)
     if categories:
-        made.set("categories", categories, "each value gets an embedding")
+        inferred.set("categories", categories, "each value gets an embedding")
     if dates:
-        made.set("dates", dates, "days since 1970")
+        inferred.set("dates", dates, "days since 1970")
     if any(table.column(c).null_count for c in [*numbers, *dates]):
-        made.set("missing", "indicator", "missing numbers are replaced by the mean and marked by an additional input")
-    _set_partition(made, owners, distinct, table)
-    made.set("model", "table-mlp" if categories else "mlp", "unskew models lists all models")
+        inferred.set(
+            "missing", "indicator", "missing numbers are replaced by the mean and marked by an additional input"
+        )
+    _set_partition(inferred, owners, distinct, table)
+    inferred.set("model", "table-mlp" if categories else "mlp", "unskew models lists all models")
 
 
-def _set_partition(made: InferredConfig, owners: ClientColumns, distinct: Mapping[str, int], table: Any) -> None:
+def _set_partition(inferred: InferredConfig, owners: ClientColumns, distinct: Mapping[str, int], table: Any) -> None:
     """Set the partition: by the column that names clients if there is one, otherwise by label or iid."""
     owner = owners.chosen
     if owner is not None:
-        made.set(
-            "partition", f"natural:{quote(owner)}", f"one client for each of the {distinct[owner]} values of {owner}"
-        )
+        values = f"one client for each of the {distinct[owner]} values of {owner}"
+        inferred.set("partition", f"natural:{quote(owner)}", values)
+    elif "task" in inferred.values:
+        inferred.set("partition", "iid", "no column surely names the clients")
     else:
-        regression = "task" in made.values
-        skew = "" if regression else "label skew; "
-        made.set(
-            "partition", "iid" if regression else "dirichlet:0.3,min=2", f"{skew}no column surely names the clients"
-        )
-        made.set("clients", max(2, min(10, table.num_rows // 40)))
+        inferred.set("partition", "dirichlet:0.3,min=2", "label skew; no column surely names the clients")
+    if owner is None:
+        inferred.set("clients", max(2, min(10, table.num_rows // 40)))
     if owners.others:
         gaps = {c: table.column(c).null_count for c in owners.others}
         listed = ", ".join(
             f"{c} ({distinct[c] - bool(gaps[c])} values{f', {gaps[c]} rows without one' if gaps[c] else ''})"
             for c in gaps
         )
-        made.seen.append(
+        inferred.seen.append(
             f"may {'also ' if owner else ''}name the clients: {listed}; choose one with --clients COLUMN, or partition: "
             "natural:COLUMN"
         )
 
 
-def _report_codes(made: InferredConfig, table: Any, numbers: Sequence[str]) -> None:
+def _report_codes(inferred: InferredConfig, table: Any, numbers: Sequence[str]) -> None:
     """Report integer columns that may be category codes."""
     coded = []
     for column in numbers:
-        values = table.column(column).cast("float64", safe=False).to_numpy()
-        codes = np.unique(values[np.isfinite(values)])
+        codes = np.unique(_numbers(table.column(column)))
+        codes = codes[np.isfinite(codes)]
         if 3 <= len(codes) <= CODES and not (codes % 1).any():
             coded.append(column)
     if coded:
-        made.seen.append(
+        inferred.seen.append(
             f"integers with few values: {', '.join(coded)}; add the columns that contain codes, not amounts, to "
             f"categories: [{', '.join(coded)}]"
         )
@@ -212,11 +203,11 @@ def _words(table: Any, column: str) -> float:
     return sum(len(value.split()) for value in values) / max(1, len(values))
 
 
-def set_image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
+def set_image_size(inferred: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
     """Set the image size, unless all images have the same small size.
 
     Args:
-        made: Configuration to complete.
+        inferred: Configuration to complete.
         images: Files, or their contents.
     """
     sizes = set()
@@ -228,15 +219,13 @@ def set_image_size(made: InferredConfig, images: Sequence[Path | io.BytesIO]) ->
             name = f"The image {image}" if isinstance(image, Path) else "An image of the table"
             raise DataError(f"{name} cannot be read ({error}). Repair or remove it.") from error
     if len(sizes) == 1 and max(width_height := sizes.pop()) <= KEPT_SIDE:
-        made.seen.append("all images have {} x {} pixels, so image_size is not set".format(*width_height))
+        inferred.seen.append("all images have {} x {} pixels, so image_size is not set".format(*width_height))
     else:
-        made.set("image_size", SIDE, "images are resized to this side length; larger images take longer")
+        inferred.set("image_size", SIDE, "images are resized to this side length; larger images take longer")
 
 
 def _distinct(column: Any) -> int:
     """Return the number of distinct values; for types that cannot be compared, such as lists, the number of rows."""
-    import pyarrow as pa
-
     try:
         return len(column.unique())
     except pa.ArrowNotImplementedError:
@@ -251,13 +240,8 @@ def _why_text(column: Any) -> str | None:
     return reason
 
 
-def _is_infinite(column: Any) -> bool:
-    return bool(np.isinf(column.cast("float64", safe=False).drop_null().to_numpy()).any())
-
-
-def _has_fractions(column: Any) -> bool:
-    values = column.cast("float64", safe=False).drop_null().to_numpy()
-    return bool((values % 1 != 0).any())
+def _numbers(column: Any) -> np.ndarray:
+    return np.asarray(column.cast("float64", safe=False).drop_null())
 
 
 def _label(columns: list[str], distinct: dict[str, int], n: int) -> str | None:

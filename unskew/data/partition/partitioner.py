@@ -189,12 +189,7 @@ def validate_labels(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def owners_from_text(
-    spec: str,
-    labels: np.ndarray,
-    clients: int | None,
-    rng: Generator,
-    classes: int,
-    columns: Mapping[str, np.ndarray],
+    spec: str, labels: np.ndarray, clients: int | None, rng: Generator, classes: int, columns: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     """Return the client of each sample for a partition expression.
 
@@ -211,13 +206,15 @@ def owners_from_text(
         return call_plugin(spec, labels, clients, rng)
     if name == "natural":
         smallest = parse_count(options.get("min", "1"), f"min in {spec!r}")
-        return schemes.natural(get_column(columns, value, spec), clients, rng, smallest=smallest, column=value)
+        return schemes.natural(
+            get_column(columns, value, f"partition={spec}"), clients, rng, smallest=smallest, column=value
+        )
     if clients is None:
         raise ConfigError(
             f"The partition {spec!r} requires the number of clients; only natural:COLUMN determines it automatically."
         )
     if "by" in options:
-        values, codes = np.unique(get_column(columns, options["by"], spec), return_inverse=True)
+        values, codes = np.unique(get_column(columns, options["by"], f"partition={spec}"), return_inverse=True)
         labels, classes = codes.reshape(-1), len(values)
     if labels.ndim > 1 and (name in ("dirichlet", "classes") or (name == "sorted" and not value)):
         what = "may have several labels" if labels.shape[1] else "has no label"
@@ -229,7 +226,7 @@ def owners_from_text(
         each = parse_count(options["each"], f"each in {spec!r}") if "each" in options else None
         return schemes.iid(labels, clients, rng, each=each)
     if name == "sorted":
-        return schemes.equal_runs(get_column(columns, value, spec) if value else labels, clients)
+        return schemes.equal_runs(get_column(columns, value, f"partition={spec}") if value else labels, clients)
     if name == "classes":
         each = parse_count(value, f"the number of classes in {spec!r}")
         if "alpha" in options:
@@ -298,7 +295,7 @@ def client_names_from_column(
     if not by:
         return ()
     assigned = owner >= 0
-    values, owner = get_column(columns, by, spec)[assigned], owner[assigned]
+    values, owner = get_column(columns, by, f"partition={spec}")[assigned], owner[assigned]
     if name == "natural":  # all samples of a client have the same value
         return tuple(str(v) for v in values[np.unique(owner, return_index=True)[1]].tolist())
     kinds, codes = np.unique(values, return_inverse=True)
@@ -312,21 +309,19 @@ def client_names_from_column(
     return names if len(set(names)) == clients else ()
 
 
-def get_column(columns: Mapping[str, np.ndarray], name: str, spec: str) -> np.ndarray:
+def get_column(columns: Mapping[str, np.ndarray], name: str, option: str) -> np.ndarray:
     """Return a column without missing values by name; names are clean, and whole numbers are integers.
 
     Args:
         columns: Columns of the data by name.
         name: Name of the column.
-        spec: Partition expression, for errors.
+        option: Option that names the column, for errors.
 
     Raises:
         DataError: If the column does not exist or has missing values, or two names differ only by spaces or accents.
     """
     if not columns:
-        raise DataError(
-            f"The partition {spec!r} requires the column {name!r}, but this data has no columns besides its labels."
-        )
+        raise DataError(f"{option} requires the column {name!r}, but this data has no columns besides its labels.")
     if name not in columns:
         raise DataError(unknown_name("column", name, columns))
     values = np.asarray(columns[name])

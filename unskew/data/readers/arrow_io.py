@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from unskew.data.readers.arrow import arrow_csv, arrow_json, pa, parquet, pc
 from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
 from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
 from unskew.data.readers.names import clean_name
@@ -68,9 +69,6 @@ def check_nesting(path: Path) -> None:
 
 def read_parquet(path: Path) -> Any:
     """Read a parquet file in batches, so that data larger than expected are noticed before they fill the memory."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
     file, stored = parquet.ParquetFile(path), path.stat().st_size
     shape = file.metadata.num_rows, file.metadata.num_columns
     check_expansion(f"{path} ({shape[0]:,} rows and {shape[1]:,} columns)", 8 * shape[0] * shape[1], stored)
@@ -88,8 +86,6 @@ def read_parquet(path: Path) -> Any:
 
 def decoded(column: Any) -> Any | None:
     """Return a binary column as strings if its values are UTF-8 text, as Hive and Impala write them; otherwise None."""
-    import pyarrow as pa
-
     first = column.slice(0, 100).drop_null()[:1]
     try:  # images differ from text in their first bytes
         first.cast(pa.string())
@@ -99,10 +95,7 @@ def decoded(column: Any) -> Any | None:
 
 
 def read_tables(
-    files: Sequence[Path],
-    csv: CsvSpec = DETECTED,
-    uses: ColumnUses = NO_USES,
-    training: int | None = None,
+    files: Sequence[Path], csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES, training: int | None = None
 ) -> list[Any]:
     """Read files; the type of a column of CSV files is decided over all of them together.
 
@@ -148,10 +141,6 @@ def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:
     Raises:
         DataError: If the file cannot be read.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    from pyarrow import csv as arrow_csv
-
     with readable(path):
         layout = csv_layout(path, csv)
         dialect, count = layout.dialect, len(layout.names)
@@ -162,32 +151,25 @@ def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:
         if not count:
             raise DataError(f"{path} cannot be read as a table: it is empty.")
         try:
-            cells = arrow_csv.read_csv(
-                path,
-                read_options=arrow_csv.ReadOptions(
-                    block_size=size,
-                    encoding=dialect.encoding,
-                    column_names=positions,
-                    skip_rows=layout.skip + layout.header,
-                ),
-                parse_options=arrow_csv.ParseOptions(delimiter=dialect.separator),
-                convert_options=arrow_csv.ConvertOptions(
-                    column_types=dict.fromkeys(positions, pa.string()), strings_can_be_null=False
-                ),
+            above, strings = layout.skip + layout.header, dict.fromkeys(positions, pa.string())
+            read = arrow_csv.ReadOptions(
+                block_size=size, encoding=dialect.encoding, column_names=positions, skip_rows=above
             )
+            parse = arrow_csv.ParseOptions(delimiter=dialect.separator)
+            convert = arrow_csv.ConvertOptions(column_types=strings, strings_can_be_null=False)
+            cells = arrow_csv.read_csv(path, read_options=read, parse_options=parse, convert_options=convert)
         except pa.ArrowInvalid as error:
             if "columns, got" not in str(error):
                 raise
             cells = read_ragged(path, layout)
     names = checked_names(path, [name if name.strip() else None for name in layout.names], cells)
     cells = cells.select([positions[k] for k in names]).rename_columns(list(names.values()))
-    empty = None
+    empty = pa.repeat(True, cells.num_rows)
     for column in cells.columns:
-        blank = pc.equal(pc.utf8_trim_whitespace(column), "")
-        empty = blank if empty is None else pc.and_(empty, blank)
+        empty = pc.and_(empty, pc.equal(pc.utf8_trim_whitespace(column), ""))
         if not pc.any(empty).as_py():
             return TextTable(path, cells, dialect)
-    return TextTable(path, cells if empty is None else cells.filter(pc.invert(empty)), dialect)
+    return TextTable(path, cells.filter(pc.invert(empty)), dialect)
 
 
 def checked_names(path: Path, names: Sequence[str | None], cells: Any) -> dict[int, str]:
@@ -201,8 +183,6 @@ def checked_names(path: Path, names: Sequence[str | None], cells: Any) -> dict[i
     Raises:
         DataError: If two columns have the same name.
     """
-    import pyarrow.compute as pc
-
     stored: dict[int, str] = {}
     for position, name in enumerate(names):
         if name is None and not pc.any(pc.not_equal(pc.utf8_trim_whitespace(cells.column(position)), "")).as_py():
@@ -228,8 +208,6 @@ def read_ragged(path: Path, layout: CsvLayout) -> Any:
     Raises:
         DataError: If a row has another number of values than the header.
     """
-    import pyarrow as pa
-
     encoding, count = str(layout.dialect.encoding), len(layout.names)
     columns: list[list[str]] = [[] for _ in range(count)]
     with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, newline="") as file:
@@ -259,15 +237,13 @@ def read_typed(path: Path) -> Any:
         DataError: If the file cannot be read.
     """
     with readable(path):
-        from pyarrow import json as lines
-
         if path.suffix.lower() == ".parquet":
             table = read_parquet(path)
         else:
             check_nesting(path)
             # One block, so that a column's type is inferred from all rows.
             block = min(max(path.stat().st_size + 1, 2**20), 2**30)
-            table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
+            table = arrow_json.read_json(path, read_options=arrow_json.ReadOptions(block_size=block))
         table.validate(full=True)  # pyarrow does not check strings while reading
     names = list(checked_names(path, table.column_names, table).values())
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
@@ -276,10 +252,6 @@ def read_typed(path: Path) -> Any:
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Context manager that raises errors of reading a table as ``DataError``."""
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise DataError("Reading tables requires the package pyarrow: pip install 'unskew[hub]'.") from error
     try:
         check_regular(path)
         yield

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.spec import CsvSpec
 from unskew.errors import DataError
 
@@ -24,20 +25,10 @@ NOT_AVAILABLE = frozenset(
     + ["N/A", "NA", "NULL", "NaN", "n/a", "nan", "null"]
 )
 """Usual texts for a missing value, as pandas and R write them."""
-PLACEHOLDERS = NOT_AVAILABLE | {
-    *"?.-*–—",
-    "--",
-    "...",
-    "#DIV/0!",
-    "#VALUE!",
-    "#REF!",
-    "(null)",
-    "\\N",
-    "NONE",
-    "None",
-    "none",
-}
-PLACEHOLDERS |= {"n.a.", "N.A.", "na", "n.d.", "unknown", "Unknown", "UNKNOWN", "missing", "Missing"}
+PLACEHOLDERS = NOT_AVAILABLE.union(
+    [*"?.-*–—", "--", "...", "#DIV/0!", "#VALUE!", "#REF!", "(null)", "\\N", "NONE", "None", "none"],
+    ["n.a.", "N.A.", "na", "n.d.", "unknown", "Unknown", "UNKNOWN", "missing", "Missing"],
+)
 """Texts that mean a missing value in a column whose other cells are numbers, truth values or dates."""
 TRUTH = {text: value for value in (True, False) for text in (str(value), str(value).lower(), str(value).upper())}
 TRUTH |= {"1": True, "0": False}
@@ -82,11 +73,7 @@ class TextTable(NamedTuple):
     dialect: CsvSpec
 
 
-def type_columns(
-    tables: Sequence[TextTable],
-    uses: ColumnUses = NO_USES,
-    training: int | None = None,
-) -> list[Any]:
+def type_columns(tables: Sequence[TextTable], uses: ColumnUses = NO_USES, training: int | None = None) -> list[Any]:
     """Convert the columns of text tables to the types that all of them together allow.
 
     If only a test file has text in a column, the training files decide, so that the text is noticed.
@@ -102,25 +89,23 @@ def type_columns(
     Raises:
         DataError: If ``csv.decimal`` contradicts the cells, or a label may be missing.
     """
-    import pyarrow as pa
-
     typed: list[dict[str, Any]] = [dict.fromkeys(table.cells.column_names) for table in tables]
     for name in dict.fromkeys(name for table in tables for name in table.cells.column_names):
         files = [k for k, columns in enumerate(typed) if name in columns]
         first = [k for k in files if training is None or k < training]
         kind, codes_are_numbers = dict(uses.kinds).get(name), name in uses.numbers
-        column = ColumnCells(name, [tables[k] for k in files])
-        groups = [(files, column, column.typed(kind, codes_are_numbers))]
+        cells = join_cells(name, [tables[k] for k in files])
+        groups = [(files, cells, typed_values(cells, kind, codes_are_numbers))]
         if groups[0][2] is None and 0 < len(first) < len(files):
-            column, rest = ColumnCells(name, [tables[k] for k in first]), [k for k in files if k not in first]
-            values = column.typed(kind, codes_are_numbers)
+            cells, rest = join_cells(name, [tables[k] for k in first]), [k for k in files if k not in first]
+            values = typed_values(cells, kind, codes_are_numbers)
             if values is not None:
-                further = ColumnCells(name, [tables[k] for k in rest])
-                groups = [(first, column, values), (rest, further, further.typed("number", True))]
+                others = join_cells(name, [tables[k] for k in rest])
+                groups = [(first, cells, values), (rest, others, typed_values(others, "number", True))]
         for members, cells, values in groups:
             if values is None:
-                cells.check_text(name in uses.labels)
-                values = cells.texts
+                check_text(cells, name in uses.labels)
+                values = cells.written
             start = 0
             for k in members:
                 typed[k][name] = values.slice(start, tables[k].cells.num_rows)
@@ -128,216 +113,199 @@ def type_columns(
     return [pa.table(columns) for columns in typed]
 
 
-class ColumnCells:
-    """Cells of one column in all files of a table.
+class ColumnCells(NamedTuple):
+    """Cells of one column in several files, as chunked arrays of strings; empty cells are missing.
+
+    Attributes:
+        name: Name of the column.
+        path: Path of the first file, for messages.
+        dialect: Format of the first file.
+        written: Cells as written.
+        trimmed: Cells without surrounding spaces.
+        plain: The same with decimal points and without thousands marks.
+    """
+
+    name: str
+    path: Path
+    dialect: CsvSpec
+    written: Any
+    trimmed: Any
+    plain: Any
+
+
+def join_cells(name: str, tables: Sequence[TextTable]) -> ColumnCells:
+    """Return the cells of one column in several files.
 
     Args:
         name: Name of the column.
-        tables: Files of the table.
+        tables: Files that have the column.
     """
+    columns: tuple[list[Any], ...] = [], [], []
+    for table in tables:
+        cells, dialect = table.cells.column(name), table.dialect
+        trimmed = pc.utf8_trim_whitespace(cells)
+        absent = pc.is_in(trimmed, pa.array(["", *(dialect.missing or ())], pa.string()))
+        cells, trimmed = (pc.if_else(absent, None, texts) for texts in (cells, trimmed))
+        for column, texts in zip(columns, (cells, trimmed, with_decimal_points(trimmed, dialect)), strict=True):
+            column += texts.chunks
+    written, trimmed, plain = (pa.chunked_array(chunks, pa.string()) for chunks in columns)
+    return ColumnCells(name, tables[0].path, tables[0].dialect, written, trimmed, plain)
 
-    def __init__(self, name: str, tables: Sequence[TextTable]) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as pc
 
-        self.name, self.tables = name, tables
-        texts, trimmed, plain = [], [], []
-        for table in tables:
-            cells, explicit = table.cells.column(name), table.dialect.missing or ()
-            clean = pc.utf8_trim_whitespace(cells)
-            absent = pc.is_in(clean, pa.array(["", *explicit], pa.string()))
-            texts.append(pc.if_else(absent, pa.scalar(None, pa.string()), cells))
-            trimmed.append(pc.if_else(absent, pa.scalar(None, pa.string()), clean))
-            plain.append(with_decimal_points(trimmed[-1], table.dialect))
-        self.texts, self.trimmed, self.plain = map(concatenate_columns, (texts, trimmed, plain))
-        self.missing = tables[0].dialect.missing
+def typed_values(cells: ColumnCells, kind: Kind | None, codes_are_numbers: bool) -> Any | None:
+    """Return the cells of a column as numbers, truth values or dates; None if they are text.
 
-    def typed(self, kind: Kind | None, codes_are_numbers: bool) -> Any | None:
-        """Return the column as numbers, truth values or dates; None if it is text.
+    Args:
+        cells: Cells of the column.
+        kind: Kind of the column if it is known.
+        codes_are_numbers: Whether codes such as 007 are numbers.
+    """
+    if kind == "text":
+        return None
+    if cells.trimmed.null_count == len(cells.trimmed):
+        return pa.chunked_array([pa.nulls(len(cells.trimmed))])
+    absent = pc.is_in(cells.trimmed, pa.array(sorted(PLACEHOLDERS)))
+    attempts = [cells]
+    if pc.any(absent).as_py() and not pc.all(pc.or_(absent, pc.is_null(cells.trimmed))).as_py():
+        trimmed, plain = (pc.if_else(absent, None, texts) for texts in (cells.trimmed, cells.plain))
+        attempts.append(cells._replace(trimmed=trimmed, plain=plain))
+    for present in attempts:
+        values = None
+        if kind in (None, "number"):
+            values = as_numbers(present, codes_are_numbers or kind == "number")
+        if values is None and kind != "date":
+            values = as_truth(present.trimmed)
+        if values is None and kind in (None, "date"):
+            values = as_dates(present.trimmed, cells.dialect.dates)
+        if values is not None:
+            unusual = set(pc.filter(cells.trimmed, absent).unique().to_pylist()) - NOT_AVAILABLE
+            if present is not cells and unusual:
+                shown, count = ", ".join(map(repr, sorted(unusual)[:SHOWN])), pc.sum(absent).as_py()
+                LOG.info(
+                    "%s: in the column %s, %s counts as a missing value, in %d of %d rows; csv.missing sets other texts",
+                    cells.path.name, cells.name, shown, count, len(absent),
+                )  # fmt: skip
+            return values
+    return None
 
-        Args:
-            kind: Kind of the column if it is known.
-            codes_are_numbers: Whether codes such as 007 are numbers.
-        """
-        import pyarrow as pa
-        import pyarrow.compute as pc
 
-        if kind == "text":
+def as_numbers(cells: ColumnCells, codes_are_numbers: bool) -> Any | None:
+    """Return cells as integers or numbers; None if one is neither, or if all are codes.
+
+    Args:
+        cells: Cells of the column.
+        codes_are_numbers: Whether digits that would change when written as numbers, such as 007, are numbers.
+    """
+    plain = cells.plain
+    first = plain.slice(0, SAMPLE).drop_null().to_pylist()
+    if first and not any(is_number(text) for text in first):
+        return None
+    digits = all(re.fullmatch(r"[+-]?\d+", text) for text in first)  # a failing conversion takes long
+    numbers = cast(plain, pa.int64()) if digits else None
+    if numbers is None or not pc.all(pc.equal(numbers.cast(pa.string()), plain)).as_py():
+        numbers = cast(plain, pa.float64())
+        if numbers is None:
             return None
-        if self.trimmed.null_count == len(self.trimmed):
-            return pa.chunked_array([pa.nulls(len(self.trimmed))])
-        readers = {"number": self.numbers, "truth": self.truth, "date": self.dates}
-        first: list[Callable[[Any, Any], Any]] = list(readers.values())
-        if kind is not None:
-            first = [self.numbers, self.truth] if kind == "number" else [readers[kind]]
-        absent = pc.is_in(self.trimmed, pa.array(sorted(PLACEHOLDERS)))
-        attempts = [(self.trimmed, self.plain)]
-        if pc.any(absent).as_py():
-            nothing = pa.scalar(None, pa.string())
-            attempts.append((pc.if_else(absent, nothing, self.trimmed), pc.if_else(absent, nothing, self.plain)))
-        for cells, plain in attempts:
-            if cells.null_count == len(cells):
-                continue
-            for read in first:
-                values = read(cells, plain)
-                if isinstance(values, Codes):
-                    return values.numbers if codes_are_numbers or kind == "number" else None
-                if values is not None:
-                    if cells is not self.trimmed:
-                        self._report_placeholders(pc.filter(self.trimmed, absent).unique().to_pylist(), absent)
-                    return values
+        if digits and every(cells.trimmed, CODE):
+            return numbers if codes_are_numbers else None
+        numbers = pc.if_else(pc.is_nan(numbers), None, numbers)
+    listed = [float(text) for text in cells.dialect.missing or () if is_number(text)]
+    if listed:  # in another notation
+        return pc.if_else(pc.is_in(numbers.cast(pa.float64()), pa.array(listed, pa.float64())), None, numbers)
+    report_sentinels(cells, numbers)
+    return numbers
+
+
+def report_sentinels(cells: ColumnCells, numbers: Any) -> None:
+    """Log numbers such as -999 that repeat far from all others and may mean a missing value.
+
+    Args:
+        cells: Cells of the column.
+        numbers: The cells as numbers.
+    """
+    extremes = pc.min_max(numbers).as_py()
+    for value in {*extremes.values()}.intersection(SENTINELS):
+        others = pc.min_max(pc.filter(numbers, pc.not_equal(numbers, value))).as_py()
+        times = pc.sum(pc.equal(numbers, value)).as_py()
+        if times > 1 and others["min"] is not None:
+            gap = min(abs(value - others["min"]), abs(value - others["max"]))
+            if gap > 2 * (others["max"] - others["min"]):
+                LOG.info(
+                    "%s: %g in %d of %d rows of the column %s may mean a missing value; if so, set csv.missing to it",
+                    cells.path.name, value, times, len(numbers), cells.name,
+                )  # fmt: skip
+
+
+def as_truth(trimmed: Any) -> Any | None:
+    """Return trimmed cells as truth values, or None if one is none."""
+    if not set(trimmed.slice(0, SAMPLE).drop_null().to_pylist()) <= TRUTH.keys():
+        return None
+    index = pc.index_in(trimmed, pa.array(list(TRUTH)), skip_nulls=True)
+    return None if index.null_count > trimmed.null_count else pc.take(pa.array(list(TRUTH.values())), index)
+
+
+def as_dates(trimmed: Any, form: str | None) -> Any | None:
+    """Return trimmed cells as dates, or None if one is none, or the order of day and month is ambiguous.
+
+    Args:
+        trimmed: Trimmed cells, not all of which are missing.
+        form: Format of the user for ``strptime``, or None.
+    """
+    example = trimmed.drop_null()[0].as_py()
+    if not re.match(r"\d{1,4}[./-]", example) and form is None:
+        return None
+    for kind in (pa.date32(), pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("ns", "UTC")):
+        if (dates := cast(trimmed, kind)) is not None:
+            return dates
+    attempts = [pc.strptime(trimmed, f, "s", error_is_null=True) for f in ([form] if form else date_formats(example))]
+    fitting = [dates for dates in attempts if dates.null_count == trimmed.null_count]
+    return fitting[0] if fitting and all(pc.all(pc.equal(fitting[0], dates)).as_py() for dates in fitting) else None
+
+
+def cast(column: Any, kind: Any) -> Any | None:
+    """Return a column as another type, or None if a value cannot be converted.
+
+    Args:
+        column: Values of the column.
+        kind: pyarrow type.
+    """
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid:
         return None
 
-    def _report_placeholders(self, texts: list[str], absent: Any) -> None:
-        """Log which texts count as missing values."""
-        import pyarrow.compute as pc
 
-        unusual = sorted(set(texts) - NOT_AVAILABLE)
-        if unusual:
-            many, rows = pc.sum(absent).as_py(), len(absent)
-            LOG.info(
-                "%s: in the column %s, %s counts as a missing value, in %d of %d rows; csv.missing sets other texts",
-                self.tables[0].path.name, self.name, ", ".join(map(repr, unusual[:SHOWN])), many, rows,
-            )  # fmt: skip
+def check_text(cells: ColumnCells, is_label: bool) -> None:
+    """Validate a column of text, in which options for numbers would have no effect.
 
-    def numbers(self, cells: Any, plain: Any) -> Any | Codes | None:
-        """Return numbers, codes, or None if a cell is no number.
+    Args:
+        cells: Cells of the column.
+        is_label: Whether the column contains class labels.
 
-        Args:
-            cells: Trimmed cells.
-            plain: The same with decimal points and without thousands marks.
-        """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        first = plain.slice(0, SAMPLE).drop_null().to_pylist()
-        if first and not any(is_number(text) for text in first):
-            return None
-        digits = all(re.fullmatch(r"[+-]?\d+", text) for text in first)  # a failing conversion takes long
-        if digits:
-            try:
-                integers = plain.cast(pa.int64())
-            except pa.ArrowInvalid:
-                integers = None
-            if integers is not None and pc.all(pc.equal(integers.cast(pa.string()), plain)).as_py():
-                return self._without_missing(integers)
-        try:
-            numbers = plain.cast(pa.float64())
-        except pa.ArrowInvalid:
-            return None
-        if digits and pc.all(pc.match_substring_regex(cells, CODE)).as_py():
-            return Codes(numbers)
-        return self._without_missing(pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers))
-
-    def _without_missing(self, numbers: Any) -> Any:
-        """Replace numbers that ``csv.missing`` lists in another notation, and report numbers that may mean missing."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        listed = [float(text) for text in self.missing or () if is_number(text)]
-        if listed:
-            absent = pc.is_in(numbers.cast(pa.float64()), pa.array(listed, pa.float64()))
-            return pc.if_else(absent, pa.scalar(None, numbers.type), numbers)
-        extremes = pc.min_max(numbers).as_py()
-        for value in {extremes["min"], extremes["max"]}.intersection(SENTINELS):
-            others = pc.min_max(pc.filter(numbers, pc.not_equal(numbers, value))).as_py()
-            times = pc.sum(pc.equal(numbers, value)).as_py()
-            if times > 1 and others["min"] is not None:
-                gap = min(abs(value - others["min"]), abs(value - others["max"]))
-                if gap > 2 * (others["max"] - others["min"]):
-                    LOG.info(
-                        "%s: %g in %d of %d rows of the column %s may mean a missing value; if so, set csv.missing to it",
-                        self.tables[0].path.name, value, times, len(numbers), self.name,
-                    )  # fmt: skip
-        return numbers
-
-    def truth(self, cells: Any, _: Any) -> Any | None:
-        """Return truth values, or None if a cell is none.
-
-        Args:
-            cells: Trimmed cells.
-            _: Not used.
-        """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        if not set(cells.slice(0, SAMPLE).drop_null().to_pylist()) <= TRUTH.keys():
-            return None
-        index = pc.index_in(cells, pa.array(list(TRUTH)), skip_nulls=True)
-        if index.null_count > cells.null_count:
-            return None
-        return pc.take(pa.array(list(TRUTH.values())), index)
-
-    def dates(self, cells: Any, _: Any) -> Any | None:
-        """Return dates, or None if a cell is none, or the order of day and month is ambiguous.
-
-        Args:
-            cells: Trimmed cells.
-            _: Not used.
-        """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        present = cells.drop_null()
-        if not re.match(r"\d{1,4}[./-]", present[0].as_py()) and self.tables[0].dialect.dates is None:
-            return None
-        for kind in (pa.date32(), pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("ns", "UTC")):
-            try:
-                return cells.cast(kind)
-            except pa.ArrowInvalid:
-                continue
-        formats = [self.tables[0].dialect.dates] if self.tables[0].dialect.dates else date_formats(present[0].as_py())
-        fitting = [parsed for form in formats if (parsed := parse_dates(cells, form)) is not None]
-        if not fitting or any(not pc.all(pc.equal(fitting[0], other)).as_py() for other in fitting[1:]):
-            return None
-        return fitting[0]
-
-    def check_text(self, is_label: bool) -> None:
-        """Validate a column of text, in which options for numbers would have no effect.
-
-        Args:
-            is_label: Whether the column contains class labels.
-
-        Raises:
-            DataError: If the decimal mark of the user contradicts the cells, or a label may be missing.
-        """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        dialect, path = self.tables[0].dialect, self.tables[0].path
-        with_point = pc.filter(self.trimmed, pc.match_substring(self.trimmed, "."))
-        if (
-            dialect.decimal == ","
-            and len(with_point)
-            and pc.all(pc.match_substring_regex(self.trimmed, POINT_NUMBER)).as_py()
-        ):
-            raise DataError(
-                f"{path}: the decimal mark is a comma, but the column {self.name!r} has points, such as "
-                f"{with_point[0].as_py()}. If they separate thousands, set csv.thousands to point; otherwise set csv.decimal "
-                "to point, and csv.thousands to comma for numbers such as 5,123."
-            )
-        if self.missing is not None:
-            return
-        absent = pc.is_in(self.trimmed, pa.array(sorted(NOT_AVAILABLE)))
-        if not pc.any(absent).as_py():
-            return
-        text, times = pc.filter(self.trimmed, absent)[0].as_py(), pc.sum(absent).as_py()
-        if is_label:
-            raise DataError(
-                f"{path}: the label column {self.name!r} has {text!r} in {times} of {len(absent)} rows. If it means a "
-                f"missing label, set csv.missing to {text} and remove these rows; if it is a class, set csv.missing to []."
-            )
-        LOG.info(
-            "%s: %r in %d of %d rows of the column %s is read as text; csv.missing sets texts that mean a missing value",
-            path.name, text, times, len(absent), self.name,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Codes:
-    """Digits that would change when written as numbers, such as 007; ``numbers`` are their values as float64."""
-
-    numbers: Any
+    Raises:
+        DataError: If the decimal mark of the user contradicts the cells, or a label may be missing.
+    """
+    texts, name = cells.trimmed, cells.name
+    with_point = pc.filter(texts, pc.match_substring(texts, "."))
+    if cells.dialect.decimal == "," and len(with_point) and every(texts, POINT_NUMBER):
+        raise DataError(
+            f"{cells.path}: the decimal mark is a comma, but the column {name!r} has points, such as "
+            f"{with_point[0].as_py()}. If they separate thousands, set csv.thousands to point; otherwise set csv.decimal "
+            "to point, and csv.thousands to comma for numbers such as 5,123."
+        )
+    absent = pc.filter(texts, pc.is_in(texts, pa.array(sorted(NOT_AVAILABLE))))
+    if cells.dialect.missing is not None or not len(absent):
+        return
+    text = absent[0].as_py()
+    if is_label:
+        raise DataError(
+            f"{cells.path}: the label column {name!r} has {text!r} in {len(absent)} of {len(texts)} rows. If it means a "
+            f"missing label, set csv.missing to {text} and remove these rows; if it is a class, set csv.missing to []."
+        )
+    LOG.info(
+        "%s: %r in %d of %d rows of the column %s is read as text; csv.missing sets texts that mean a missing value",
+        cells.path.name, text, len(absent), len(texts), name,
+    )  # fmt: skip
 
 
 def kind_of_names(names: Collection[str]) -> Kind:
@@ -349,13 +317,6 @@ def kind_of_names(names: Collection[str]) -> Kind:
     if names and all(re.fullmatch(r"-?(0|[1-9]\d*)", name) for name in names):
         return "number"
     return "truth" if names and {name.lower() for name in names} <= {"false", "true"} else "text"
-
-
-def concatenate_columns(columns: Sequence[Any]) -> Any:
-    """Return chunked arrays one after the other."""
-    import pyarrow as pa
-
-    return pa.chunked_array([chunk for column in columns for chunk in column.chunks], columns[0].type)
 
 
 def is_number(text: str) -> bool:
@@ -373,8 +334,6 @@ def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
         cells: Trimmed cells.
         dialect: Format of the file.
     """
-    import pyarrow.compute as pc
-
     decimal, thousands = dialect.decimal or ".", dialect.thousands
     if thousands is not None:
         mark = "[ \u00a0\u202f]" if thousands == " " else re.escape(thousands)
@@ -407,17 +366,14 @@ def date_formats(text: str) -> list[str]:
     return [mark.join(order) + time for order in orders for time in (CLOCK[1:] if clock else CLOCK[:1])]
 
 
-def parse_dates(cells: Any, form: str) -> Any | None:
-    """Return dates in a format, or None if a cell has another.
+def every(texts: Any, pattern: str) -> bool:
+    """Return whether all texts that are not missing match a pattern.
 
     Args:
-        cells: Trimmed cells.
-        form: Format as for ``strptime``.
+        texts: pyarrow column of strings.
+        pattern: Regular expression.
     """
-    import pyarrow.compute as pc
-
-    parsed = pc.strptime(cells, form, "s", error_is_null=True)
-    return parsed if parsed.null_count == cells.null_count else None
+    return bool(pc.all(pc.match_substring_regex(texts, pattern)).as_py())
 
 
 def why_text(column: Any) -> str | None:
@@ -429,21 +385,14 @@ def why_text(column: Any) -> str | None:
     Returns:
         The reason with its remedy; None if the column contains text.
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     texts = pc.utf8_trim_whitespace(column.cast(pa.string())).drop_null()
-
-    def every(pattern: str, values: Any = texts) -> bool:
-        return bool(pc.all(pc.match_substring_regex(values, pattern)).as_py())
-
     if not len(texts):
         return None
     with_comma = pc.filter(texts, pc.match_substring(texts, ","))
-    if every(CODE):
+    if every(texts, CODE):
         return "codes: digits with leading zeros, or too many; see categories, and features for numbers"
-    if len(with_comma) and every(COMMA_NUMBER):
-        if every(THOUSANDS, with_comma):
+    if len(with_comma) and every(texts, COMMA_NUMBER):
+        if every(with_comma, THOUSANDS):
             return f"numbers with thousands marks such as {with_comma[0].as_py()}, see csv.thousands"
         return "numbers with decimal commas, see csv.decimal"
     formats = date_formats(texts[0].as_py())

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.cell_types import ColumnUses, why_text
 from unskew.data.spec import parse_names
 from unskew.errors import ConfigError, DataError, unknown_name
@@ -96,21 +97,18 @@ def select_inputs(
             no input column remains.
     """
     check_named(table, label, choice, name)
-    done = {field.name: column_role(table.column(field.name), field.name, label, choice) for field in table.schema}
+    roles = {field.name: column_role(table.column(field.name), field.name, label, choice) for field in table.schema}
     for column in choice.features:
-        empty = choice.agreed and is_empty(table.column(column).type)
-        if (
-            done[column].removesuffix(f", and {DIVIDES}") == INPUT
-            and not empty
-            and not is_numeric(table.column(column).type)
-        ):
+        kind = table.column(column).type
+        is_input = roles[column].removesuffix(f", and {DIVIDES}") == INPUT
+        if is_input and not is_numeric(kind) and not (choice.agreed and is_empty(kind)):
             reason = exclusion_reason(table.column(column)).removeprefix("left out: ")
             raise DataError(f"{name}: the column {column!r} in features is not numeric ({reason}). Remove it.")
-    gaps = [c for c, what in done.items() if what == INPUT and table.column(c).null_count] * (choice.missing == "error")
-    problems = [] if not (choice.mixed or gaps) else undeclared_dates(table, done)
-    numbered = [c for c, what in done.items() if what == INPUT and is_identifier(table.column(c), c)]
-    suspects = [column for column in numbered if column and column not in choice.features]
-    if suspects:
+    strict = choice.missing == "error"
+    gaps = [c for c, role in roles.items() if strict and role == INPUT and table.column(c).null_count]
+    problems = [] if not (choice.mixed or gaps) else undeclared_dates(table, roles)
+    numbered = [c for c, role in roles.items() if role == INPUT and is_identifier(table.column(c), c)]
+    if suspects := [column for column in numbered if column and column not in choice.features]:
         listed = ",".join(map(quote, suspects))
         problems.append(
             f"the column {' and the column '.join(map(repr, suspects))} looks like an identifier: whole numbers that "
@@ -123,20 +121,19 @@ def select_inputs(
             "exclude the columns (--exclude), or set missing to mean or indicator (--missing)."
         )
     if problems:
-        more = " unskew init proposes a complete configuration." if len(problems) > 1 else ""
-        raise DataError(
-            f"{name}: {' '.join(p[0].upper() * (k > 0) + p[k > 0 :] for k, p in enumerate(problems))}{more}"
-        )
+        further = "".join(f" {problem[0].upper()}{problem[1:]}" for problem in problems[1:])
+        more = " unskew init proposes a complete configuration." if further else ""
+        raise DataError(f"{name}: {problems[0]}{further}{more}")
     if "" in numbered and "" not in choice.features:  # a column without a name cannot be excluded by the user
-        done[""] = "left out: numbers of rows"
-    inputs = list(choice.features) or [column for column, what in done.items() if what in (INPUT, CATEGORY, DATE)]
+        roles[""] = "left out: numbers of rows"
+    inputs = list(choice.features) or [column for column, role in roles.items() if role in (INPUT, CATEGORY, DATE)]
     if not inputs:
-        listed = ", ".join(f"{column} ({what})" for column, what in describe_roles(done))
+        listed = ", ".join(f"{column} ({role})" for column, role in describe_roles(roles))
         raise DataError(
             f"{name} has no numeric input columns besides the label {', '.join(map(repr, label))}: {listed}. "
             "For images, set image (--image) to their column; for texts, set text.columns (--text)."
         )
-    return inputs, done
+    return inputs, roles
 
 
 def roles_next_to_images(
@@ -159,12 +156,8 @@ def roles_next_to_images(
             f"The inputs of {name} are the images in its column {image!r}, so features, exclude, categories, dates and "
             "missing are not supported."
         )
-    known: dict[str | None, str] = {
-        choice.divides: DIVIDES,
-        **dict.fromkeys(choice.split, SPLITS),
-        **dict.fromkeys(label, LABEL),
-        image: INPUT,
-    }
+    known: dict[str | None, str] = {choice.divides: DIVIDES, **dict.fromkeys(choice.split, SPLITS)}
+    known |= {**dict.fromkeys(label, LABEL), image: INPUT}
     return {column: known.get(column, "left out: the inputs are images") for column in table.column_names}
 
 
@@ -182,8 +175,8 @@ def check_named(table: Any, label: tuple[str, ...], choice: ColumnSelection, nam
         DataError: If a column does not exist.
     """
     existing = set(table.column_names)
-    for field in ("features", *(() if choice.agreed else ("exclude",)), "categories", "dates"):
-        for column in getattr(choice, field):
+    for field in ("features", "exclude", "categories", "dates"):
+        for column in () if field == "exclude" and choice.agreed else getattr(choice, field):
             if column not in existing and not (field == "categories" and choice.categories == AUTO):
                 raise DataError(f"{name}, {field}: {unknown_name('column', column, table.column_names)}")
     if len(set(choice.features)) < len(choice.features):
@@ -261,27 +254,23 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
     return f"left out: text, {differ} values in {len(column)} rows" if mostly_different else CATEGORY
 
 
-def undeclared_dates(table: Any, done: Mapping[str, str]) -> list[str]:
+def undeclared_dates(table: Any, roles: Mapping[str, str]) -> list[str]:
     """Return a message for each date column that is neither declared nor excluded.
 
     Args:
         table: Rows of the data.
-        done: Role of each column.
+        roles: Role of each column.
     """
     return [
         f"the column {column!r} contains dates. List it in dates (--dates) to use the days since 1970 as an input, or "
         "exclude it (--exclude)."
-        for column, what in done.items()
-        if what.startswith("left out")
-        and is_date(table.column(column).type)
-        and what == exclusion_reason(table.column(column))
+        for column, role in roles.items()
+        if is_date(table.column(column).type) and role == exclusion_reason(table.column(column))
     ]
 
 
 def exclusion_reason(column: Any) -> str:
     """Return the reason why a column that is not numeric is not an input."""
-    import pyarrow as pa
-
     if pa.types.is_null(column.type):
         return "left out: empty"
     if not is_string(column.type):
@@ -291,31 +280,22 @@ def exclusion_reason(column: Any) -> str:
 
 def is_empty(kind: Any) -> bool:
     """Return whether a pyarrow type is the null type of a column without values."""
-    import pyarrow as pa
-
     return bool(pa.types.is_null(kind))
 
 
 def is_numeric(kind: Any) -> bool:
     """Return whether a pyarrow type is numeric or boolean."""
-    import pyarrow as pa
-
     t = pa.types
     return bool(t.is_integer(kind) or t.is_floating(kind) or t.is_boolean(kind) or t.is_decimal(kind))
 
 
 def is_date(kind: Any) -> bool:
     """Return whether a pyarrow type is a date, with or without time."""
-    import pyarrow as pa
-
     return bool(pa.types.is_date(kind) or pa.types.is_timestamp(kind))
 
 
 def is_category(column: Any) -> bool:
     """Return whether the values of a column can be categories: strings, whole numbers or truth values."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if pa.types.is_floating(column.type):
         return pc.all(pc.equal(column, pc.round(column))).as_py() is not False
     return is_string(column.type) or is_numeric(column.type)
@@ -329,8 +309,6 @@ def is_category_text(column: Any) -> bool:
 
 def is_string(kind: Any) -> bool:
     """Return whether a pyarrow type is a string type, or a dictionary of strings."""
-    import pyarrow as pa
-
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
@@ -355,8 +333,6 @@ def is_identifier(column: Any, name: str) -> bool:
         return 2 * repeated <= n
     if is_string(known.type) or repeated == 0 or 10 * repeated > n:
         return 10 * repeated <= n
-    import pyarrow.compute as pc
-
     ends = pc.min_max(known).as_py()
     size = 1.0 + float(ends["max"]) - float(ends["min"])
     return repeated < (n + size * math.expm1(-n / size)) / 2  # n - size (1 - exp(-n / size)) repetitions by chance
@@ -364,9 +340,6 @@ def is_identifier(column: Any, name: str) -> bool:
 
 def names_or_whole_numbers(column: Any) -> Any:
     """Return the values of a column without missing ones if they are strings or whole numbers; otherwise None."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     kind = column.type
     if is_string(kind) or pa.types.is_integer(kind):
         return column.drop_null()
@@ -384,13 +357,13 @@ def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
     >>> describe_roles({"age": "input", "name": "left out: text"})
     [('age', 'input'), ('name', 'left out: text')]
     """
-    named = {name or "(no name)": what for name, what in columns.items()}
+    named = {name or "(no name)": role for name, role in columns.items()}
     if len(named) <= SHOWN:
         return list(named.items())
     alike: dict[str, list[str]] = {}
-    for name, what in named.items():
-        alike.setdefault(what, []).append(name)
-    return [(abbreviate(names), what) for what, names in alike.items()]
+    for name, role in named.items():
+        alike.setdefault(role, []).append(name)
+    return [(abbreviate(names), role) for role, names in alike.items()]
 
 
 def abbreviate(names: list[str], most: int = 5) -> str:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_sums, global_moments, sums_of_squares
 from unskew.data.normalization import Normalization
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
-from unskew.data.readers.names import clean_name, clean_names
+from unskew.data.readers.names import with_clean_names
 from unskew.data.validation import OFFSET_RATIO
 from unskew.errors import DataError
 
@@ -90,23 +91,21 @@ def needs_offset(values: np.ndarray) -> bool:
     return mean > OFFSET_RATIO * std and (std > 0 or mean >= 2**24)
 
 
-def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
+def read_column(column: Any, encoder: Encoder, what: str, remedy: str = REMEDY) -> np.ndarray:
     """Read one column as float64 ``[n]``, or category codes as float32.
 
     Args:
         column: Values of the column.
-        one: Encoder of the column.
+        encoder: Encoder of the column.
         what: Description of the column, for errors.
         remedy: Advice at the end of the error for missing or infinite values.
     """
-    import pyarrow as pa
-
     empty = pa.types.is_null(column.type)
-    if one.kind == "category":
+    if encoder.kind == "category":
         if not empty and not is_category(column):
             raise DataError(f"{what} contains {column.type}, not categories as in the training rows.")
-        return to_codes(to_texts(column), one.values)
-    if one.kind == "date":
+        return to_codes(to_texts(column), encoder.values)
+    if encoder.kind == "date":
         if not empty and not is_date(column.type):
             mismatch = first_mismatch(column, pa.timestamp("us"))
             raise DataError(f"{what} contains {mismatch}, not dates. Write them as 2024-01-31, or 2024-01-31 12:00:00.")
@@ -114,13 +113,12 @@ def read_column(column: Any, one: Encoder, what: str, remedy: str = REMEDY) -> n
         values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
     else:
         if not empty and not is_numeric(column.type):
-            raise DataError(
-                f"{what} contains {first_mismatch(column, pa.float64())}, not numbers as in the training rows."
-            )
+            mismatch = first_mismatch(column, pa.float64())
+            raise DataError(f"{what} contains {mismatch}, not numbers as in the training rows.")
         values = column.cast(pa.float64(), safe=False).to_numpy()
     infinite = np.abs(values) > np.finfo(np.float32).max
-    if infinite.any() or (not one.fills and np.isnan(values).any()):
-        bad = np.flatnonzero(infinite if one.fills else infinite | np.isnan(values))
+    if infinite.any() or (not encoder.fills and np.isnan(values).any()):
+        bad = np.flatnonzero(infinite if encoder.fills else infinite | np.isnan(values))
         raise DataError(f"{what} has {len(bad)} missing or infinite values, the first in row {bad[0]}{remedy}")
     return np.asarray(values)
 
@@ -136,8 +134,6 @@ def first_mismatch(column: Any, kind: Any) -> str:
     >>> first_mismatch(pa.chunked_array([["true", None, "2", "maybe"]]), pa.float64())
     "'maybe' in row 3"
     """
-    import pyarrow as pa
-
     if is_string(column.type):
         for row, value in enumerate(column.to_pylist()):
             truth = pa.types.is_floating(kind) and value in ("true", "false")  # booleans count as numbers
@@ -148,20 +144,18 @@ def first_mismatch(column: Any, kind: Any) -> str:
     return str(column.type)
 
 
-def to_texts(column: Any) -> np.ndarray:
-    """Return the values as names: clean strings, whole numbers without a decimal point; missing values are None."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
+def to_texts(column: Any, what: str | None = None) -> np.ndarray:
+    """Return the values as names: clean strings, whole numbers without a decimal point; missing values are None.
 
+    Args:
+        column: Values of the column.
+        what: Description of the column, for the error about two names for the same thing; None does not check for it.
+    """
     if pa.types.is_floating(column.type):
         is_whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
         integers = pc.if_else(is_whole, column, 0.0).cast(pa.int64()).cast(pa.string())
         column = pc.if_else(is_whole, integers, column.cast(pa.string()))
-    texts = np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object)
-    clean_of = {text: clean_name(text) for text in set(texts.tolist()) if text is not None}
-    if all(text == clean for text, clean in clean_of.items()):
-        return texts
-    return np.array([clean_of.get(text) for text in texts.tolist()], object)
+    return with_clean_names(np.asarray(column.cast(pa.string()).to_numpy(zero_copy_only=False), object), what)
 
 
 def to_codes(values: np.ndarray, known: Sequence[str]) -> np.ndarray:
@@ -188,9 +182,7 @@ def distinct_values(column: Any, what: str) -> tuple[str, ...]:
     Raises:
         DataError: If two names differ only by surrounding spaces or by the form of their accents.
     """
-    if is_string(column.type):
-        clean_names((value for value in column.unique().to_pylist() if value is not None), what)
-    return tuple(sorted({value for value in to_texts(column).tolist() if value is not None}))
+    return tuple(sorted({*to_texts(column, what).tolist()} - {None}))
 
 
 @dataclass(frozen=True)
@@ -200,12 +192,12 @@ class FittedEncoders:
     Attributes:
         encoders: Fitted encoder of each column.
         known: Initial encoders, with which the columns were read.
-        told: Bytes that each client sent and received, ``[K, 2]``.
+        traffic: Bytes that each client sent and received, ``[K, 2]``.
     """
 
     encoders: tuple[Encoder, ...]
     known: tuple[Encoder, ...]
-    told: np.ndarray
+    traffic: np.ndarray
 
     def apply(self, x: Tensor) -> Tensor:
         """Convert columns read with the initial encoders to model inputs, before standardization."""

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import NO_USES, ColumnUses
 from unskew.data.readers.column_roles import FILE
@@ -134,11 +135,7 @@ def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
     return files_with_suffix(folder.glob(f"{split}*"), suffix) or files_with_suffix((folder / split).glob("*"), suffix)
 
 
-def file_tables(
-    path: Path,
-    csv: CsvSpec = DETECTED,
-    uses: ColumnUses = NO_USES,
-) -> tuple[Any, Any | None]:
+def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES) -> tuple[Any, Any | None]:
     """Load training and test rows from a table file or a folder of such files; test rows may be None.
 
     Args:
@@ -150,8 +147,6 @@ def file_tables(
     tables = read_tables([*train, *test], csv, uses, len(train))
     rows = concatenate_tables(tables[: len(train)], train)
     if len(train) > 1 and FILE not in rows.column_names:
-        import pyarrow as pa
-
         names = [file.stem for file, table in zip(train, tables, strict=False) for _ in range(table.num_rows)]
         rows = rows.append_column(FILE, pa.array(names, pa.string()))
     return rows, concatenate_tables(tables[len(train) :], test) if test else None
@@ -189,8 +184,6 @@ def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
     Raises:
         DataError: If a column has types that cannot be combined.
     """
-    import pyarrow as pa
-
     names = tables[0].column_names
     for file, table in zip(files, tables, strict=True):
         if sorted(table.column_names) != sorted(names):

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.column_roles import abbreviate
 from unskew.errors import DataError
 
@@ -58,7 +59,7 @@ def class_folders(path: Path) -> list[list[Path]]:
     """
     if not path.is_dir():
         raise DataError(f"{path} is a file, but folder: requires a folder with one folder of images per class.")
-    names = [folder.name for folder in _folders(path)]
+    names = [folder.name for folder in visible_folders(path)]
     splits = [path / name for name in ("train", "test") if name in names]
     if "train" not in names and (splits or (names and all(name.lower() in SPLITS for name in names))):
         raise DataError(
@@ -66,7 +67,7 @@ def class_folders(path: Path) -> list[list[Path]]:
             "and the one with the test images to test."
         )
     for folder in splits or [path]:
-        classes = [own.name for own in _folders(folder)]
+        classes = [own.name for own in visible_folders(folder)]
         if len(classes) < 2:
             raise DataError(
                 f"{folder} must contain one folder of images per class, at least two. It has {classes or 'none'}."
@@ -74,17 +75,16 @@ def class_folders(path: Path) -> list[list[Path]]:
         loose = next((file for file in folder.iterdir() if is_image_file(file) and not is_hidden(file.name)), None)
         if loose is not None:
             raise DataError(f"The image {loose} is in no folder of a class. Move it into one.")
-    return [_folders(folder) for folder in splits or [path]]
+    return [visible_folders(folder) for folder in splits or [path]]
 
 
-def _folders(path: Path) -> list[Path]:
+def visible_folders(path: Path) -> list[Path]:
+    """Return the folders in a folder, sorted by name."""
     return sorted(entry for entry in path.iterdir() if entry.is_dir() and not is_hidden(entry.name))
 
 
 def path_column(files: Iterable[Path | str]) -> Any:
     """Return a pyarrow column with the paths of files."""
-    import pyarrow as pa
-
     try:
         return pa.chunked_array([pa.array([str(file) for file in files], pa.string())])
     except UnicodeEncodeError as error:
@@ -100,8 +100,6 @@ def folder_tables(path: Path) -> tuple[Any, Any | None]:
     Raises:
         DataError: If the folders are not valid.
     """
-    import pyarrow as pa
-
     tables, skipped = [], []
     splits = class_folders(path)
     for folders in splits:
@@ -113,7 +111,7 @@ def folder_tables(path: Path) -> tuple[Any, Any | None]:
         tables.append(pa.table({"image": path_column(file for file, _ in images), "label": labels, SUBFOLDER: below}))
     classes = {label for table in tables for label in table.column("label").to_pylist()}
     empty = {own.name for folders in splits for own in folders} - classes
-    unread = [own.name for own in _folders(path) if own not in splits[0] and own.name not in ("train", "test")]
+    unread = [own.name for own in visible_folders(path) if own not in splits[0] and own.name not in ("train", "test")]
     for names, reason in ((skipped, "no image"), (empty, "without images"), (unread, "neither train nor test")):
         if names:
             LOG.warning("%s: not read, because %s: %s", path, reason, abbreviate(sorted(names)))

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.data.federation import concatenate_inputs
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import check_expansion
+from unskew.data.readers.column_roles import is_string
 from unskew.data.validation import as_inputs
 from unskew.errors import DataError
 from unskew.progress import report_progress
@@ -192,9 +194,7 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[t
     Yields:
         Name of each image (its file, or row and data) and its encoded bytes.
     """
-    import pyarrow as pa
-
-    text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    text = is_string(column.type)
     if not is_image(column.type) and not text:
         raise DataError(
             f"The image column of {who} has type {column.type}. It must contain encoded images (PNG or JPEG) or file "
@@ -215,15 +215,11 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[t
 
 def is_image(kind: Any) -> bool:
     """Return whether a pyarrow type is that of encoded images: bytes, or the Hub's struct of bytes and path."""
-    import pyarrow as pa
-
     return is_binary(kind) or (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0)
 
 
 def is_binary(kind: Any) -> bool:
     """Return whether a pyarrow type is binary."""
-    import pyarrow as pa
-
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 

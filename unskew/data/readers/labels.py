@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.column_roles import is_numeric
 from unskew.data.readers.images import is_binary
 from unskew.data.readers.names import clean_names
@@ -52,7 +53,8 @@ def read_labels(
     if any(lists) and separator is not None:
         raise ConfigError(f"The label column {label!r} contains lists, but label_separator requires a string column.")
     if any(lists) and not all(lists):
-        raise DataError(f"The label column {label!r} has lists in {' but not in '.join(split_lists(parts, lists))}.")
+        names_of_parts = sorted(parts, key=lambda name: not is_list_type(parts[name].type))
+        raise DataError(f"The label column {label!r} has lists in {' but not in '.join(names_of_parts)}.")
     if separator is None and not any(lists):
         names, ys = encode_labels([label_values(column, label, where) for where, column in parts.items()], class_names)
         return EncodedLabels(names, ys, "classification")
@@ -81,8 +83,6 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
     Raises:
         DataError: If a value is missing, infinite or not a number.
     """
-    import pyarrow as pa
-
     ys = []
     for where, part in parts.items():
         for column in columns:
@@ -104,19 +104,7 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
 
 def is_list_type(kind: Any) -> bool:
     """Return whether a pyarrow type is a list."""
-    import pyarrow as pa
-
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def split_lists(parts: Mapping[str, Any], lists: Sequence[bool]) -> list[str]:
-    """Sort the names of parts: first the parts whose labels are lists.
-
-    Args:
-        parts: Label column of each part by name.
-        lists: Whether the labels of each part are lists.
-    """
-    return sorted(parts, key=lambda where: not lists[list(parts).index(where)])
 
 
 def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
@@ -149,8 +137,6 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
         label: Name of the label column.
         where: Name of the data, for errors.
     """
-    import pyarrow as pa
-
     if column.null_count:
         raise DataError(
             f"The label column {label!r} of {where} has {column.null_count} missing values. If each string may contain "
@@ -192,9 +178,6 @@ def label_lists(column: Any, label: str, where: str, separator: str | None) -> t
     Returns:
         The row of each label, and its value (an integer or a string).
     """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if separator is not None:
         if pa.types.is_nested(column.type) or is_binary(column.type):
             raise DataError(

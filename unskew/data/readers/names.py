@@ -42,17 +42,17 @@ def clean_names(values: Iterable[str], what: str) -> dict[str, str]:
     return clean_of
 
 
-def with_clean_names(values: np.ndarray, what: str) -> np.ndarray:
+def with_clean_names(values: np.ndarray, what: str | None = None) -> np.ndarray:
     """Return an array of names with clean names; arrays of other types are returned unchanged.
 
     Args:
         values: Names, ``[n]``, as objects or strings; missing names are None.
-        what: What the names are, for the error.
+        what: What the names are, for the error about two names for the same thing; None does not check for it.
     """
     if values.dtype.kind not in "OU":
         return values
-    distinct = {value for value in values.tolist() if isinstance(value, str)}
-    clean_of = clean_names(sorted(distinct), what)
+    distinct = sorted({value for value in values.tolist() if isinstance(value, str)})
+    clean_of = {name: clean_name(name) for name in distinct} if what is None else clean_names(distinct, what)
     if all(name == clean for name, clean in clean_of.items()):
         return values
     return np.array([clean_of.get(value, value) for value in values.tolist()], dtype=object)

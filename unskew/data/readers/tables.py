@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unskew.data.federation import take_rows
 from unskew.data.normalization import Normalization
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import (
     CATEGORY,
@@ -194,12 +195,12 @@ def source_from_tables(
     check_classes(names, name, task)
     encoders: tuple[Encoder, ...] = ()
     if image is None:
-        inputs, done = select_inputs(train, labels, choice, name)
-        encoders = tuple(initial_encoder(train, column, done[column], choice) for column in inputs)
+        inputs, roles = select_inputs(train, labels, choice, name)
+        encoders = tuple(initial_encoder(train, column, roles[column], choice) for column in inputs)
         read = {f"{name}, {where}": part for where, part in parts.items()}
         xs = [torch.from_numpy(read_columns(part, encoders, where)) for where, part in read.items()]
     else:
-        done = roles_next_to_images(train, labels, image, choice, name) if was_chosen else {}
+        roles = roles_next_to_images(train, labels, image, choice, name) if was_chosen else {}
         xs = [decode_column(part.column(image), f"{name}, {where}", folder, size) for where, part in parts.items()]
         channels = max(x.shape[1] for x in xs)
         xs = [convert_channels(x, channels) for x in xs]
@@ -216,7 +217,7 @@ def source_from_tables(
     fitted = encoders if choice.mixed or any(x.dtype == torch.float64 for x in xs) else ()
     indicate = choice.missing == "indicator"
     parts_of = train_test_tables(tables, test_share, Split(*choice.split) if choice.split else None)
-    return Source(name, *parts_of, names, len(names), task, done, fitted, indicate)
+    return Source(name, *parts_of, names, len(names), task, roles, fitted, indicate)
 
 
 def check_not_continuous(name: str, label: str, train: Any, classes: int, task: str) -> None:
@@ -253,16 +254,16 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
         LOG.warning(sentence, label, classes)
 
 
-def initial_encoder(train: Any, column: str, done: str, choice: ColumnSelection) -> Encoder:
+def initial_encoder(train: Any, column: str, role: str, choice: ColumnSelection) -> Encoder:
     """Return the encoder of a column before any global statistics are known.
 
     Args:
         train: Training rows.
         column: Name of the column.
-        done: Role of the column.
+        role: Role of the column.
         choice: Column selection of the user.
     """
-    kind = done.removesuffix(f", and {DIVIDES}")
+    kind = role.removesuffix(f", and {DIVIDES}")
     if kind == CATEGORY:
         return Encoder(column, "category", distinct_values(train.column(column), f"The column {column!r}"))
     return Encoder(column, "date" if kind == DATE else "number", fills=choice.missing != "error")
@@ -326,8 +327,6 @@ def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]
         table: Rows of the data.
         skip: Further columns to skip.
     """
-    import pyarrow as pa
-
     return {
         field.name: table.column(field.name).to_numpy()
         for field in table.schema

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import ColumnUses
+from unskew.data.readers.column_roles import is_string
 from unskew.data.readers.files import (
     HubDataset,
     absolute_path,
@@ -97,50 +99,36 @@ def load_texts(
         raise ConfigError(f"text.columns must be one column or a pair, not {', '.join(columns)}.")
     where, folder = absolute_path(path), Path(tokenizer).expanduser()
     tokenizer_stamp = files_stamp(folder) if folder.is_dir() else None
-    return load_cached(
-        name,
-        where,
-        files_stamp(where),
-        label,
-        tuple(columns),
-        tokenizer,
-        tokenizer_stamp,
-        block,
-        test_share,
-        csv,
-        split,
-    )
+    request = TextRequest(name, where, label, tuple(columns), tokenizer, block, test_share, csv, split)
+    return load_cached(request, files_stamp(where), tokenizer_stamp)
+
+
+class TextRequest(NamedTuple):
+    """Validated arguments of ``load_texts``."""
+
+    kind: str
+    path: Path | None
+    label: str | None
+    columns: tuple[str, ...]
+    tokenizer: str
+    block: int
+    test_share: float
+    csv: CsvSpec
+    split: Split | None
 
 
 @lru_cache(maxsize=2)
 def load_cached(
-    kind: str,
-    path: Path | None,
-    stamp: tuple[int, int, int],
-    label: str | None,
-    columns: tuple[str, ...],
-    tokenizer: str,
-    tokenizer_stamp: tuple[int, int, int] | None,
-    block: int,
-    test_share: float,
-    csv: CsvSpec,
-    split: Split | None,
+    request: TextRequest, stamp: tuple[int, int, int], tokenizer_stamp: tuple[int, int, int] | None
 ) -> Source:
     """Load and tokenize a text data set, with a cache whose key includes the stamps, so that changes are detected.
 
     Args:
-        kind: Name of the source.
-        path: File or folder, or None.
+        request: Arguments of ``load_texts``.
         stamp: Stamp of the data files.
-        label: Name of the label column, or None.
-        columns: Names of the text columns.
-        tokenizer: Name of the tokenizer.
         tokenizer_stamp: Stamp of the tokenizer's folder, or None.
-        block: Maximum number of tokens per row.
-        test_share: Share of test rows.
-        csv: Format of CSV files.
-        split: Columns of the split, or None.
     """
+    kind, path, label, columns, tokenizer, block, test_share, csv, split = request
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     uses = ColumnUses(labels=() if label is None else (label,), kinds=tuple((column, "text") for column in own))
     parts, name = text_tables(kind, path, csv, uses)
@@ -193,10 +181,6 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec, uses: ColumnUses) ->
         csv: Format of CSV files.
         uses: Uses of the columns of CSV files.
     """
-    try:
-        import pyarrow as pa
-    except ImportError as error:
-        raise DataError("Reading texts requires the package pyarrow: pip install 'unskew[transformers]'.") from error
     if kind == "sentences":
         parts = [pa.Table.from_pylist(sentences(seed, each)) for seed, each in ((0, 800), (1, 200))]
         return dict(zip(("the training rows", "the test rows"), parts, strict=True)), kind
@@ -225,12 +209,9 @@ def row_texts(table: Any, columns: Sequence[str], where: str) -> list[Text]:
     Raises:
         DataError: If a column does not contain strings, or a text is missing or empty.
     """
-    import pyarrow as pa
-
     for column in columns:
-        kind = table.column(column).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise DataError(f"{where}: the column {column!r} contains {kind}, not text.")
+        if not is_string(table.column(column).type):
+            raise DataError(f"{where}: the column {column!r} contains {table.column(column).type}, not text.")
         if table.column(column).null_count:
             raise DataError(f"{where}: the column {column!r} has {table.column(column).null_count} missing texts.")
     texts = list(zip(*(table.column(column).to_pylist() for column in columns), strict=True))

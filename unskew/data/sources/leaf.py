@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.files import files_with_suffix
 from unskew.data.readers.image_folders import is_image_file, path_column
 from unskew.data.readers.images import convert_channels, decode_column
@@ -163,8 +164,6 @@ def read_labels(y: list[Any], who: str) -> np.ndarray:
         y: Labels of one split.
         who: Folder and split, for errors.
     """
-    import pyarrow as pa
-
     try:
         column = pa.chunked_array([pa.array(y)])
     except pa.ArrowException as error:

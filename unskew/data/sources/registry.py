@@ -87,6 +87,13 @@ DRAWN: dict[str, Callable[[], Source]] = {
 LOG = logging.getLogger("unskew")
 PATHS = ("folder", "table", "leaf", "npz", "npy")
 """Sources that are written with a path."""
+OWN_LABELS = {
+    "dsprites": "The label of dSprites is the shape",
+    "folder": "The classes of a folder of images are its subfolders",
+    **dict.fromkeys(("npz", "npy"), "The inputs of npz and npy data are x and the labels are y"),
+    "leaf": "The labels of data in LEAF's layout are y",
+}
+"""Why a source has no label column that a user could choose."""
 
 LAYOUTS: dict[str, Callable[[Path], object]] = {
     "leaf": leaf_root,
@@ -160,31 +167,26 @@ def load_source(
     count = number if colon and (base == "dsprites" or base in HUB) else None
     if count is not None and not re.fullmatch("[1-9][0-9]{0,11}", count):
         raise ConfigError(f"{name!r}: write {base}:N with a number of images, such as {base}:20000.")
-    drawn = kind in DRAWN or kind.partition(":")[0] == "synthetic"
-    if kind.partition(":")[0] == "synthetic":
+    drawn = kind in DRAWN or base == "synthetic"
+    if base == "synthetic":
         parse_synthetic(kind)
     elif count is None and kind not in SOURCES:
-        column_options = {"label": label, "image": image, "label_separator": label_separator}
-        return load_plugin_source(
-            kind, path, {k: v for k, v in column_options.items() if v is not None} or choice != ALL, size, classes
-        )
+        options = choice != ALL or any(option is not None for option in (label, image, label_separator))
+        return load_plugin_source(kind, path, options, size, classes)
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} requires a path: {SOURCES[kind].split(',')[0]}.")
     if drawn and (path is not None or label is not None or image is not None):
         raise ConfigError(f"The data set {kind!r} is built in. Remove path, label and image.")
-    if kind.startswith("dsprites") and (label is not None or image is not None):
-        raise ConfigError("The label of dSprites is the shape. Remove label and image.")
-    if kind == "folder" and (label is not None or image is not None):
-        raise ConfigError("The classes of a folder of images are its subfolders. Remove label and image.")
-    if kind in ("npz", "npy") and (label is not None or image is not None):
-        raise ConfigError("The inputs of npz and npy data are x and the labels are y. Remove label and image.")
-    if kind == "leaf" and label is not None:
-        raise ConfigError("The labels of data in LEAF's layout are y. Remove label.")
-    if label_separator is not None and kind != "table":
-        raise ConfigError(f"label_separator requires a table, but {name!r} is not a table.")
+    if base in OWN_LABELS and (label is not None or (image is not None and base != "leaf")):
+        raise ConfigError(f"{OWN_LABELS[base]}. Remove label{'' if base == 'leaf' else ' and image'}.")
     if kind != "table":
-        if choice.features or choice.exclude:
-            raise ConfigError(f"features and exclude require a table, but {name!r} is not a table.")
+        table_options = {
+            "label_separator requires": label_separator is not None,
+            "features and exclude require": choice.features or choice.exclude,
+            "csv requires": csv != DETECTED,
+        }
+        for option in (option for option, is_set in table_options.items() if is_set):
+            raise ConfigError(f"{option} a table, but {name!r} is not a table.")
         if choice.split and kind != "folder":
             raise ConfigError(f"split_by requires a table, texts or a folder of images, but {name!r} is none of them.")
         if choice.mixed:
@@ -196,8 +198,6 @@ def load_source(
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
-    if csv != DETECTED and kind != "table":
-        raise ConfigError(f"csv requires a table, but {name!r} is not a table.")
     request = SourceRequest(kind, where, label, image, label_separator, size, classes, choice, test_share, csv)
     return load_cached(request, files_stamp(where))
 
@@ -213,9 +213,7 @@ def _not_data(path: Path) -> str:
     return f"There is no file or folder at {path}.{hint}"
 
 
-def load_plugin_source(
-    name: str, path: str | Path | None, more: object, size: int | None, classes: int | None
-) -> Source:
+def load_plugin_source(name: str, path: str | Path | None, more: bool, size: int | None, classes: int | None) -> Source:
     """Load a data set of another package.
 
     The plugin is a function that returns a ``Source``, or ``(x, y), (x_test, y_test)`` as arrays. It is called with
@@ -224,7 +222,7 @@ def load_plugin_source(
     Args:
         name: Name of the data set.
         path: Path of its files, or None.
-        more: Table options; plugins do not support them, so the value must be false.
+        more: Whether table options are set, which plugins do not support.
         size: Side length of images in pixels; None means unchanged.
         classes: Number of classes to keep; None keeps all.
     """

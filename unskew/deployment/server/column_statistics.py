@@ -209,7 +209,7 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
     if known:
         rest = [columns for columns, _, _ in first.values()]
         columns = fit_encoders(known, drawn.source.indicate, rest, lambda _: (sums[:width] for sums in second))
-        sent = columns.told
+        sent = columns.traffic
     if regression:
         of_targets = [(counts, sums) for _, counts, sums in first.values()]
         scale = task_with_moments(
