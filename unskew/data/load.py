@@ -272,6 +272,7 @@ def load_source_for(spec: DataSpec) -> Source:
         spec.missing,
         regression,
         split=split or (),
+        sorts=isinstance(spec.partition, str) and spec.partition.startswith("sorted"),
     )
     if is_text(spec.data):
         if choice.mixed:

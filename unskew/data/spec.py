@@ -71,7 +71,12 @@ class CsvSpec:
                 raise ConfigError(f"csv.{name} must be a string, not {short_repr(getattr(self, name))}.")
         missing: Any = self.missing
         if missing is not None:  # numbers in YAML are texts of the file
-            listed = [missing] if isinstance(missing, str | int | float) else list(missing)
+            listed = list(missing) if isinstance(missing, list | tuple) else [missing]
+            odd = [text for text in listed if isinstance(text, bool) or not isinstance(text, str | int | float)]
+            if odd:
+                raise ConfigError(
+                    f"csv.missing must be a list of texts, not {short_repr(odd[0])}. Write texts in quotes."
+                )
             object.__setattr__(self, "missing", tuple(str(text).strip() for text in listed))
         if self.names:
             object.__setattr__(self, "names", parse_names(self.names))
@@ -98,6 +103,8 @@ class CsvSpec:
             raise ConfigError(
                 f"csv.thousands and csv.decimal are both {thousands!r}. Set csv.decimal to the other mark."
             )
+        if encoding is not None and encoding.name == "utf-8":
+            object.__setattr__(self, "encoding", "utf-8")
         object.__setattr__(self, "separator", separator)
         object.__setattr__(self, "decimal", "," if thousands == "." else decimal)
         object.__setattr__(self, "thousands", thousands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv as csv_module
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +236,9 @@ def read_ragged(path: Path, layout: CsvLayout) -> Any:
         for _ in range(layout.skip + layout.header):
             file.readline()
         reader = csv_module.reader(file, delimiter=str(layout.dialect.separator))
-        for row in filter(None, reader):
+        for row in reader:
+            if not any(cell.strip() for cell in row):
+                continue
             if len(row) < count or any(cell.strip() for cell in row[count:]):
                 line = layout.skip + layout.header + reader.line_num
                 raise DataError(
@@ -249,6 +251,15 @@ def read_ragged(path: Path, layout: CsvLayout) -> Any:
     return pa.table({str(position): pa.array(column, pa.string()) for position, column in enumerate(columns)})
 
 
+def columns_beyond_64_bits(table: Any) -> list[str]:
+    """Return the columns of a table with float64 values that may have been integers of more than 63 bits."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    floats = [field.name for field in table.schema if pa.types.is_float64(field.type)]
+    return [name for name in floats if (pc.max(pc.abs(table.column(name))).as_py() or 0) >= 2.0**63]
+
+
 def read_typed(path: Path) -> Any:
     """Read a parquet or JSON lines file as a pyarrow table.
 
@@ -259,6 +270,7 @@ def read_typed(path: Path) -> Any:
         DataError: If the file cannot be read.
     """
     with readable(path):
+        import pyarrow as pa
         from pyarrow import json as lines
 
         if path.suffix.lower() == ".parquet":
@@ -267,7 +279,13 @@ def read_typed(path: Path) -> Any:
             check_nesting(path)
             # One block, so that a column's type is inferred from all rows.
             block = min(max(path.stat().st_size + 1, 2**20), 2**30)
-            table = lines.read_json(path, read_options=lines.ReadOptions(block_size=block))
+            read = lines.ReadOptions(block_size=block)
+            table = lines.read_json(path, read_options=read)
+            for name in columns_beyond_64_bits(table):
+                options = lines.ParseOptions(explicit_schema=pa.schema([(name, pa.decimal128(38, 0))]))
+                with suppress(pa.ArrowInvalid):  # numbers with a fraction stay float64
+                    exact = lines.read_json(path, read_options=read, parse_options=options).column(name)
+                    table = table.set_column(table.column_names.index(name), name, exact)
         table.validate(full=True)  # pyarrow does not check strings while reading
     names = list(checked_names(path, table.column_names, table).values())
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
@@ -280,8 +298,11 @@ def readable(path: Path) -> Iterator[None]:
         import pyarrow as pa
     except ImportError as error:
         raise DataError("Reading tables requires the package pyarrow: pip install 'unskew[hub]'.") from error
+    limit = csv_module.field_size_limit(MOST_BYTES)
     try:
         check_regular(path)
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
+    finally:
+        csv_module.field_size_limit(limit)

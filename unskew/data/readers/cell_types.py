@@ -6,6 +6,7 @@ when it is written as one (leading zeros, more digits than 64 bits hold) is a co
 
 from __future__ import annotations
 
+import datetime
 import logging
 import math
 import re
@@ -43,6 +44,8 @@ TRUTH = {text: value for value in (True, False) for text in (str(value), str(val
 TRUTH |= {"1": True, "0": False}
 SENTINELS = tuple(float(f"{sign}{nines}") for nines in ("99", "999", "9999", "99999") for sign in ("-", ""))
 CODE = r"^\+?\d+$"
+CODE_WITH_E = r"^\d+[eE]\d+$"
+WHOLE = r"^[+-]?\d+(\.0*)?$"
 COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 POINT_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
@@ -57,11 +60,15 @@ class ColumnUses:
     Attributes:
         numbers: Columns that are read as numbers although they look like codes, because they are inputs or targets.
         labels: Columns with class labels, in which texts such as ``NA`` must be explained.
+        names: Columns whose values are names, as of clients, groups and categories; different names stay different.
+        dates: Columns that are read as dates if ``csv.dates`` is set.
         kinds: Kinds of columns that are already known, as those of a trained model.
     """
 
     numbers: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
     kinds: tuple[tuple[str, Kind], ...] = ()
 
 
@@ -109,14 +116,19 @@ def type_columns(
         files = [k for k, columns in enumerate(typed) if name in columns]
         first = [k for k in files if training is None or k < training]
         kind, codes_are_numbers = dict(uses.kinds).get(name), name in uses.numbers
-        column = ColumnCells(name, [tables[k] for k in files])
+        if kind is None and name in uses.dates and tables[0].dialect.dates is not None:
+            kind = "date"  # the format may consist of digits only
+        is_label = name in uses.labels
+        named = is_label or name in uses.names, is_label
+        column = ColumnCells(name, [tables[k] for k in files], *named)
         groups = [(files, column, column.typed(kind, codes_are_numbers))]
         if groups[0][2] is None and 0 < len(first) < len(files):
-            column, rest = ColumnCells(name, [tables[k] for k in first]), [k for k in files if k not in first]
+            column, rest = ColumnCells(name, [tables[k] for k in first], *named), [k for k in files if k not in first]
             values = column.typed(kind, codes_are_numbers)
             if values is not None:
                 further = ColumnCells(name, [tables[k] for k in rest])
-                groups = [(first, column, values), (rest, further, further.typed("number", True))]
+                like = "date" if pa.types.is_temporal(values.type) else "number"
+                groups = [(first, column, values), (rest, further, further.typed(like, True))]
         for members, cells, values in groups:
             if values is None:
                 cells.check_text(name in uses.labels)
@@ -134,13 +146,15 @@ class ColumnCells:
     Args:
         name: Name of the column.
         tables: Files of the table.
+        named: Whether the values are names.
+        is_label: Whether the values are class labels.
     """
 
-    def __init__(self, name: str, tables: Sequence[TextTable]) -> None:
+    def __init__(self, name: str, tables: Sequence[TextTable], named: bool = False, is_label: bool = False) -> None:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        self.name, self.tables = name, tables
+        self.name, self.tables, self.named, self.is_label = name, tables, named, is_label
         texts, trimmed, plain = [], [], []
         for table in tables:
             cells, explicit = table.cells.column(name), table.dialect.missing or ()
@@ -167,9 +181,11 @@ class ColumnCells:
         if self.trimmed.null_count == len(self.trimmed):
             return pa.chunked_array([pa.nulls(len(self.trimmed))])
         readers = {"number": self.numbers, "truth": self.truth, "date": self.dates}
+        if self.named:
+            del readers["date"]  # names stay as written
         first: list[Callable[[Any, Any], Any]] = list(readers.values())
         if kind is not None:
-            first = [self.numbers, self.truth] if kind == "number" else [readers[kind]]
+            first = [self.numbers, self.truth] if kind == "number" else [readers.get(kind, self.dates)]
         absent = pc.is_in(self.trimmed, pa.array(sorted(PLACEHOLDERS)))
         attempts = [(self.trimmed, self.plain)]
         if pc.any(absent).as_py():
@@ -225,9 +241,33 @@ class ColumnCells:
             numbers = plain.cast(pa.float64())
         except pa.ArrowInvalid:
             return None
-        if digits and pc.all(pc.match_substring_regex(cells, CODE)).as_py():
+        if self._has_codes(cells, numbers, digits):
             return Codes(numbers)
         return self._without_missing(pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float64()), numbers))
+
+    def _has_codes(self, cells: Any, numbers: Any, digits: bool) -> bool:
+        """Return whether cells are codes: 007, 12E5 and, if they are names, versions such as 1.10 next to 1.1.
+
+        Args:
+            cells: Trimmed cells.
+            numbers: Their values as float64.
+            digits: Whether the first cells are digits.
+        """
+        import pyarrow.compute as pc
+
+        def every(pattern: str) -> bool:
+            return bool(pc.all(pc.match_substring_regex(cells, pattern)).as_py())
+
+        if (digits and every(CODE)) or every(CODE_WITH_E):
+            return True
+        if not self.named:
+            return False
+        if every(f"{CODE}|{CODE_WITH_E}"):
+            return True
+        whole = every(WHOLE)
+        if (whole and pc.max(pc.abs(numbers)).as_py() < 2.0**53) or (self.is_label and not whole):
+            return False
+        return len(numbers.unique()) < len(cells.unique())
 
     def _without_missing(self, numbers: Any) -> Any:
         """Replace numbers that ``csv.missing`` lists in another notation, and report numbers that may mean missing."""
@@ -281,12 +321,15 @@ class ColumnCells:
         present = cells.drop_null()
         if not re.match(r"\d{1,4}[./-]", present[0].as_py()) and self.tables[0].dialect.dates is None:
             return None
+        given = self.tables[0].dialect.dates
+        if given is not None and (parsed := parse_dates(cells, given)) is not None:
+            return parsed
         for kind in (pa.date32(), pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("ns", "UTC")):
             try:
                 return cells.cast(kind)
             except pa.ArrowInvalid:
                 continue
-        formats = [self.tables[0].dialect.dates] if self.tables[0].dialect.dates else date_formats(present[0].as_py())
+        formats = [] if given is not None else date_formats(present[0].as_py())
         fitting = [parsed for form in formats if (parsed := parse_dates(cells, form)) is not None]
         if not fitting or any(not pc.all(pc.equal(fitting[0], other)).as_py() for other in fitting[1:]):
             return None
@@ -346,7 +389,7 @@ def kind_of_names(names: Collection[str]) -> Kind:
     >>> kind_of_names(["1", "2"]), kind_of_names(["false", "true"]), kind_of_names(["007", "1"])
     ('number', 'truth', 'text')
     """
-    if names and all(re.fullmatch(r"-?(0|[1-9]\d*)", name) for name in names):
+    if names and all(re.fullmatch(r"-?(0|[1-9]\d*)", name) and abs(int(name)) < 2**63 for name in names):
         return "number"
     return "truth" if names and {name.lower() for name in names} <= {"false", "true"} else "text"
 
@@ -361,7 +404,7 @@ def concatenate_columns(columns: Sequence[Any]) -> Any:
 def is_number(text: str) -> bool:
     """Return whether a text with a decimal point is a number; underscores are not allowed."""
     try:
-        return "_" not in text and not math.isnan(float(text))
+        return text.isascii() and "_" not in text and not math.isnan(float(text))
     except ValueError:
         return False
 
@@ -377,7 +420,7 @@ def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
 
     decimal, thousands = dialect.decimal or ".", dialect.thousands
     if thousands is not None:
-        mark = "[ \u00a0\u202f]" if thousands == " " else re.escape(thousands)
+        mark = {" ": "[ \u00a0\u202f]", "'": "['\u2019]"}.get(thousands, re.escape(thousands))
         grouped = rf"^[+-]?\d{{1,3}}({mark}\d{{3}})+({re.escape(decimal)}\d*)?$"
         without = pc.replace_substring_regex(cells, mark, "")
         cells = pc.if_else(pc.match_substring_regex(cells, grouped), without, cells)
@@ -417,7 +460,25 @@ def parse_dates(cells: Any, form: str) -> Any | None:
     import pyarrow.compute as pc
 
     parsed = pc.strptime(cells, form, "s", error_is_null=True)
-    return parsed if parsed.null_count == cells.null_count else None
+    if parsed.null_count > cells.null_count:
+        return None
+    early = (
+        pc.filter(cells, pc.less_equal(pc.day(parsed), 3)).unique().to_pylist()
+    )  # strptime turns 30 February into 1 March
+    return None if any(is_impossible_day(text, form) for text in early if text is not None) else parsed
+
+
+def is_impossible_day(text: str, form: str) -> bool:
+    """Return whether a month has no such day.
+
+    >>> is_impossible_day("30.02.2020", "%d.%m.%Y"), is_impossible_day("29.02.2020", "%d.%m.%Y")
+    (True, False)
+    """
+    try:
+        datetime.datetime.strptime(text, form)
+    except ValueError as error:
+        return "day" in str(error) and "range" in str(error)
+    return False
 
 
 def why_text(column: Any) -> str | None:
@@ -440,11 +501,13 @@ def why_text(column: Any) -> str | None:
     if not len(texts):
         return None
     with_comma = pc.filter(texts, pc.match_substring(texts, ","))
-    if every(CODE):
-        return "codes: digits with leading zeros, or too many; see categories, and features for numbers"
-    if len(with_comma) and every(COMMA_NUMBER):
+    if every(CODE) or every(CODE_WITH_E):
+        return "codes: digits with leading zeros, with an E, or too many; see categories, and features for numbers"
+    if len(with_comma) and every(f"{COMMA_NUMBER}|{THOUSANDS}"):
         if every(THOUSANDS, with_comma):
             return f"numbers with thousands marks such as {with_comma[0].as_py()}, see csv.thousands"
+        if pc.any(pc.match_substring(with_comma, ".")).as_py():
+            return "numbers with decimal commas and points for thousands, see csv.thousands"
         return "numbers with decimal commas, see csv.decimal"
     formats = date_formats(texts[0].as_py())
     if formats and all(date_formats(text) for text in texts.slice(0, 100).to_pylist()):

@@ -183,6 +183,7 @@ def source_from_tables(
                 raise DataError(f"{name}, {where}: {unknown_name('column', column, part.column_names)}")
         if part.num_rows == 0:
             raise DataError(f"{name}: {where} are empty.")
+        check_plain(part, (choice.divides, *choice.split), name)
     if label is None:
         raise DataError(f"Set label to the label column of {name}: one of {', '.join(train.column_names)}.")
     if choice.regression:
@@ -217,6 +218,33 @@ def source_from_tables(
     indicate = choice.missing == "indicator"
     parts_of = train_test_tables(tables, test_share, Split(*choice.split) if choice.split else None)
     return Source(name, *parts_of, names, len(names), task, done, fitted, indicate)
+
+
+def check_plain(part: Any, columns: Sequence[str | None], name: str) -> None:
+    """Validate that columns have one plain value per row, if they exist.
+
+    Args:
+        part: Rows of the data.
+        columns: Names of the columns.
+        name: Name of the data, for the error.
+
+    Raises:
+        DataError: If a column contains lists, structs or bytes that are not text.
+    """
+    for column in set(columns).intersection(part.column_names):
+        kind = part.schema.field(column).type
+        if not is_plain(kind):
+            raise DataError(
+                f"{name}: the column {column!r} contains {kind}, but it must have one name, number or date per row. Store "
+                "names as UTF-8 text."
+            )
+
+
+def is_plain(kind: Any) -> bool:
+    """Return whether values of a pyarrow type are plain: no lists, structs or bytes."""
+    import pyarrow as pa
+
+    return not (pa.types.is_nested(kind) or is_binary(kind) or pa.types.is_fixed_size_binary(kind))
 
 
 def check_not_continuous(name: str, label: str, train: Any, classes: int, task: str) -> None:
@@ -325,10 +353,8 @@ def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]
         table: Rows of the data.
         skip: Further columns to skip.
     """
-    import pyarrow as pa
-
     return {
         field.name: table.column(field.name).to_numpy()
         for field in table.schema
-        if field.name not in skip and not pa.types.is_nested(field.type) and not is_binary(field.type)
+        if field.name not in skip and is_plain(field.type)
     }
