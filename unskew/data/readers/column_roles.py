@@ -77,10 +77,10 @@ class ColumnSelection(NamedTuple):
         numbers = [column for column in self.features if column not in names]
         labels = () if label is None else (label, *parse_names(label))
         distinct = {*self.categories, *self.split[:1], None if self.sorts else self.divides} - {None, *self.dates}
-        known: dict[str, tuple[str, ...]] = {"names": tuple(str(name) for name in distinct), "dates": self.dates}
+        known = tuple(str(name) for name in distinct)
         if self.regression:
-            return ColumnUses(numbers=(*numbers, *labels), **known)
-        return ColumnUses(tuple(numbers), labels[:1] if one_class else (), **known)
+            return ColumnUses(numbers=(*numbers, *labels), names=known, dates=self.dates)
+        return ColumnUses(tuple(numbers), labels[:1] if one_class else (), known, self.dates)
 
 
 def select_inputs(
