@@ -127,7 +127,7 @@ def type_columns(
             values = column.typed(kind, codes_are_numbers)
             if values is not None:
                 further = ColumnCells(name, [tables[k] for k in rest])
-                like = "date" if pa.types.is_temporal(values.type) else "number"
+                like: Kind = "date" if pa.types.is_temporal(values.type) else "number"
                 groups = [(first, column, values), (rest, further, further.typed(like, True))]
         for members, cells, values in groups:
             if values is None:
