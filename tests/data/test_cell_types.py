@@ -9,7 +9,7 @@ from support.running import call
 
 import unskew
 from unskew.data.readers.arrow_io import read_file, read_tables
-from unskew.data.readers.cell_types import LOG, NO_USES, ColumnUses
+from unskew.data.readers.cell_types import LOG, NO_USES, ColumnUses, kind_of_names, why_text
 from unskew.data.readers.encoders import Encoder, impute, read_columns
 from unskew.data.readers.files import file_tables
 from unskew.data.spec import CsvSpec
@@ -343,3 +343,73 @@ def test_arrays_whose_digits_float32_loses_are_reported():
     pair = (x, np.arange(60) % 2)
     with pytest.warns(UserWarning, match="Input 1 has values such as 1700000000.0.*Subtract"):
         unskew.Federation.from_arrays([pair], test=pair)
+
+
+@pytest.mark.parametrize(
+    ("cells", "use", "expected"),
+    [
+        (["12E5", "1E400"], "names", ["12E5", "1E400"]),
+        (["1E5", "10E4", "2"], "names", ["1E5", "10E4", "2"]),
+        (["1E5", "10E4", "2"], "labels", ["1E5", "10E4", "2"]),
+        (["1E5", "10E4", "2"], "dates", [1e5, 1e5, 2.0]),
+        (["1e+05", "2.5"], "names", [1e5, 2.5]),
+        (["1.10", "1.1"], "names", ["1.10", "1.1"]),
+        (["1.10", "1.1"], "labels", [1.1, 1.1]),
+        (["1.0", "1", "2."], "names", [1.0, 1.0, 2.0]),
+        (
+            ["8949020000123456789.0", "8949020000123456788.0"],
+            "names",
+            ["8949020000123456789.0", "8949020000123456788.0"],
+        ),
+        (["13.01.2020", "14.02.2020"], "labels", ["13.01.2020", "14.02.2020"]),
+    ],
+)
+def test_different_names_stay_different(tmp_path, cells, use, expected):
+    assert column(tmp_path, cells, ColumnUses(**{use: ("v",)})) == expected
+
+
+def test_codes_with_an_e_are_no_numbers(tmp_path):
+    assert column(tmp_path, ["1E5", "2e7"]) == ["1E5", "2e7"]
+    assert column(tmp_path, ["1E5", "2e7"], ColumnUses(numbers=("v",))) == [1e5, 2e7]
+
+
+def test_the_given_format_of_dates_comes_first(tmp_path):
+    assert column(tmp_path, ["2020-01-02"], dates="%Y-%d-%m") == [datetime.datetime(2020, 2, 1)]
+    assert column(tmp_path, ["20100205"], dates="%Y%m%d") == [20100205]
+    assert column(tmp_path, ["20100205"], ColumnUses(dates=("v",)), dates="%Y%m%d") == [DAY]
+
+
+def test_days_that_do_not_exist_are_no_dates(tmp_path):
+    assert column(tmp_path, ["30.02.2020", "13.02.2020"]) == ["30.02.2020", "13.02.2020"]
+    assert column(tmp_path, ["29.02.2020"]) == [datetime.datetime(2020, 2, 29)]
+
+
+def test_dates_of_a_test_file_may_have_another_format(tmp_path):
+    for name, cell in (("train", "05.02.2010\n13.02.2010"), ("test", "2010-02-05")):
+        (tmp_path / f"{name}.csv").write_text(f"v\n{cell}\n")
+    train, test = file_tables(tmp_path)
+    assert (train.column("v")[0].as_py(), test.column("v")[0].as_py()) == (DAY, DAY.date())
+
+
+def test_json_lines_keep_integers_of_more_than_64_bits(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"v": 89490200001234567890, "w": 1e20}\n{"v": 89490200001234567891, "w": 0.5}\n')
+    table = read_file(tmp_path / "t.jsonl")
+    assert [str(value) for value in table.column("v").to_pylist()] == ["89490200001234567890", "89490200001234567891"]
+    assert table.column("w").to_pylist() == [1e20, 0.5]
+
+
+def test_numbers_in_other_scripts_and_large_thousands_are_explained():
+    assert why_text(pa.chunked_array([["\u0661\u0662", "\u0663"]])) is None
+    assert "csv.thousands" in why_text(pa.chunked_array([["1,234,567", "1,234", "999"]]))
+    assert "points for thousands" in why_text(pa.chunked_array([["1.234,5", "2,5"]]))
+
+
+@pytest.mark.parametrize("missing", [True, [None], {"v": 1}])
+def test_missing_must_be_texts(missing):
+    with pytest.raises(ConfigError, match="must be a list of texts"):
+        CsvSpec(missing=missing)
+
+
+def test_names_of_more_than_64_bits_are_read_as_text():
+    assert kind_of_names(["89490200001234567890"]) == "text"
+    assert kind_of_names([str(2**63 - 1)]) == "number"

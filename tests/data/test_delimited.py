@@ -94,3 +94,56 @@ def test_a_model_is_trained_on_and_predicts_for_files_of_another_format(tmp_path
     assert unskew.load_predictor("r").inputs.csv.separator == ";"
     rows = np.array([[float(dose), float(age)] for _, dose, age, _ in ROWS], "float32")
     assert unskew.load_predictor("r").predict_file("semi.csv") == unskew.load_predictor("r").predict(rows)
+
+
+CELLS = "site,x,y\n" + "".join(f"{'AB'[k % 2]},{k / 8},{k % 3 % 2}\n" for k in range(24))
+
+
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        (CELLS.encode("utf-16-le"), {}),
+        (CELLS.encode("utf-16-be"), {}),
+        (CELLS.encode("utf-32"), {}),
+        (CELLS.encode("utf-16"), {"encoding": "utf-16-le"}),
+        (CELLS.encode("utf-8-sig"), {"encoding": "UTF8"}),
+        (CELLS.encode(), {"names": ["site", "x", "y"]}),
+        (("# page 1\x0c of 2\n" + CELLS).encode(), {}),
+        (CELLS.replace("\nB", "\n  \nB", 1).encode(), {}),
+    ],
+)
+def test_byte_order_marks_repeated_names_and_blank_lines_are_no_data(tmp_path, content, options):
+    path = tmp_path / "t.csv"
+    path.write_bytes(content)
+    table = read_file(path, CsvSpec(**options))
+    assert table.column_names == ["site", "x", "y"]
+    assert table.column("x").to_pylist() == [k / 8 for k in range(24)]
+
+
+def test_an_encoding_that_contradicts_the_file_and_long_cells(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(CELLS)
+    with pytest.raises(DataError, match="does not start with BOM"):
+        read_file(path, CsvSpec(encoding="utf-16"))
+    path.write_text("v,w\n1," + 200_000 * "z" + "\n")
+    assert len(read_file(path).column("w")[0].as_py()) == 200_000
+    assert csv.field_size_limit() == 131072
+
+
+def test_points_that_may_separate_thousands_are_reported(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(LOG, "info", lambda text, *values: said.append(text % values))
+    (tmp_path / "t.csv").write_text("v;w\n1.234;a\n12;b\n")
+    read_file(tmp_path / "t.csv")
+    assert any("1.234 in the column v is read with a decimal point" in text for text in said)
+    said.clear()
+    (tmp_path / "t.csv").write_text("v;w\n1.234;0.5\n12;2\n")
+    read_file(tmp_path / "t.csv")
+    assert not any("decimal point;" in text for text in said)
+
+
+def test_names_of_training_and_test_files_ignore_case(tmp_path):
+    for name in ("Train", "Test"):
+        (tmp_path / f"{name}.csv").write_text(CELLS)
+    fed = unskew.load_federation(f"table:{tmp_path}", label="y", partition="natural:site", clients=None, holdout=0)
+    assert (sum(len(client.y) for client in fed.clients), len(fed.test[1])) == (24, 24)

@@ -218,3 +218,12 @@ def test_data_of_packages_and_synthetic_sets_are_paired_by_equal_indices():
     fed = unskew.Federation.from_arrays([(numbers, y)], test=(numbers, y))
     with pytest.raises(DataError, match="labels of the set have different pandas indices"):
         validate_images((turned, codes - 3), fed, "the set")
+
+
+def test_large_integers_and_labels_with_blanks_are_reported():
+    x = 1_700_000_000 + np.arange(40).reshape(20, 2)
+    with pytest.warns(UserWarning, match="far from zero compared with their spread"):
+        unskew.Federation.from_arrays([(x, np.arange(20) % 2)] * 2, test=(x, np.arange(20) % 2))
+    labels = np.array(["yes", "yes ", "no", "no"] * 5)
+    with pytest.raises(DataError, match="differ only by spaces"):
+        unskew.Federation.from_arrays([(x % 7, labels)] * 2, test=(x % 7, labels))

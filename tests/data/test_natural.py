@@ -336,3 +336,27 @@ def test_another_data_set_at_the_server_in_the_clients_size_and_channels(cifar10
     )
     with pytest.raises(DataError, match="must both contain images"):
         load_federation("digits", partition="iid", clients=3, server_data="gaussians")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            np.array(["2020-01-02T10", "2020-01-01T10"] * 20, "datetime64[ns]"),
+            ("2020-01-01 10:00:00", "2020-01-02 10:00:00"),
+        ),
+        (np.array(["2020-01-02", "2020-01-01"] * 20, "datetime64[ns]"), ("2020-01-01", "2020-01-02")),
+        ([b"Z\xfcrich", b"Bern"] * 20, "contains binary"),
+        ([["a"], ["b"]] * 20, "contains list"),
+    ],
+)
+def test_client_columns_of_parquet_files_have_readable_names(tmp_path, values, expected):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"c": pa.array(values), "x": np.arange(40) / 7, "y": [0, 1, 1, 0] * 10})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    load = {"label": "y", "partition": "natural:c", "clients": None}
+    if isinstance(expected, tuple):
+        assert load_federation(f"table:{tmp_path}/t.parquet", **load).client_names == expected
+    else:
+        with pytest.raises(DataError, match=expected):
+            load_federation(f"table:{tmp_path}/t.parquet", **load)

@@ -155,3 +155,11 @@ def test_clients_that_train_alone_have_no_model_for_unseen_clients():
 def test_real_sites_reject_unseen_clients_and_shifts(option):
     with pytest.raises(ConfigError, match=f"{next(iter(option))} .*not supported over real sites"):
         check_deployable(Experiment(**option))
+
+
+@pytest.mark.parametrize("name", [False, None, 1.5])
+def test_names_of_unseen_clients_that_yaml_reads_otherwise_are_rejected(name):
+    from unskew.data.spec import parse_unseen
+
+    with pytest.raises(ConfigError, match="in quotes"):
+        parse_unseen([name, "SE"])

@@ -267,7 +267,8 @@ def set_field(values: dict[str, Any], assignment: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {assignment!r}: {section!r} is a single value, not a section.")
         values = inner
-    if field in LISTS and text.lstrip().startswith('"'):  # YAML would drop the quotes, or reject a list of names
+    if text.lstrip().startswith("%") or (field in LISTS and text.lstrip().startswith('"')):
+        # YAML would reject the format of a date and a list of names in quotes, or drop the quotes
         values[name] = text.strip()
         return
     try:

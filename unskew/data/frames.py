@@ -93,7 +93,8 @@ def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tup
         The tuples with class indices, and the class names.
 
     Raises:
-        DataError: If only some labels are strings, or a label is not in ``class_names``.
+        DataError: If only some labels are strings, two differ only by surrounding spaces or by the form of their accents, or
+            a label is not in ``class_names``.
     """
 
     def array_of(y: Any) -> np.ndarray[Any, Any] | None:
@@ -112,6 +113,7 @@ def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tup
     if any(text) and not all(text):
         raise DataError("Some labels are strings and some are not. Pass all as strings, or all as class indices.")
     label_values = sorted({str(value) for y in labels if y is not None for value in y})
+    clean_names(label_values, "The labels")
     names = list(class_names) if isinstance(class_names, list | tuple) and class_names else label_values
     strange = [name for name in label_values if name not in names]
     if strange:

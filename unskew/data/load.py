@@ -264,7 +264,15 @@ def load_source_for(spec: DataSpec) -> Source:
     divides = partition_column(spec.partition)
     split = None if spec.split_by is None else parse_split(spec.split_by)
     choice = ColumnSelection(
-        spec.features, spec.exclude, divides, spec.categories, spec.dates, spec.missing, regression, split=split or ()
+        spec.features,
+        spec.exclude,
+        divides,
+        spec.categories,
+        spec.dates,
+        spec.missing,
+        regression,
+        split=split or (),
+        sorts=isinstance(spec.partition, str) and spec.partition.startswith("sorted"),
     )
     if is_text(spec.data):
         if choice.mixed:

@@ -71,7 +71,12 @@ class CsvSpec:
                 raise ConfigError(f"csv.{name} must be a string, not {short_repr(value)}.")
         missing: Any = self.missing
         if missing is not None:  # numbers in YAML are texts of the file
-            listed = [missing] if isinstance(missing, str | int | float) else list(missing)
+            listed = list(missing) if isinstance(missing, list | tuple) else [missing]
+            odd = [text for text in listed if isinstance(text, bool) or not isinstance(text, str | int | float)]
+            if odd:
+                raise ConfigError(
+                    f"csv.missing must be a list of texts, not {short_repr(odd[0])}. Write texts in quotes."
+                )
             object.__setattr__(self, "missing", tuple(str(text).strip() for text in listed))
         if self.names:
             object.__setattr__(self, "names", parse_names(self.names))
@@ -86,7 +91,8 @@ class CsvSpec:
         if decimal not in (None, ".", ","):
             raise ConfigError(f"csv.decimal must be point or comma, not {decimal!r}.")
         try:
-            if self.encoding is not None and not codecs.lookup(self.encoding)._is_text_encoding:
+            encoding = None if self.encoding is None else codecs.lookup(self.encoding)
+            if encoding is not None and not encoding._is_text_encoding:
                 raise ConfigError(f"csv.encoding={self.encoding!r} is not a text encoding.")
         except (LookupError, ValueError):
             raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding known to Python.") from None
@@ -97,6 +103,8 @@ class CsvSpec:
             raise ConfigError(
                 f"csv.thousands and csv.decimal are both {thousands!r}. Set csv.decimal to the other mark."
             )
+        if encoding is not None and encoding.name == "utf-8":
+            object.__setattr__(self, "encoding", "utf-8")
         object.__setattr__(self, "separator", separator)
         object.__setattr__(self, "decimal", "," if thousands == "." else decimal)
         object.__setattr__(self, "thousands", thousands)
@@ -271,4 +279,7 @@ def parse_unseen(value: object) -> Unseen:
         value = [value] if isinstance(value, int) else value
     if not isinstance(value, list | tuple):
         return parse_names(value)
+    odd = [name for name in value if not isinstance(name, str | int) or isinstance(name, bool)]
+    if odd:
+        raise ConfigError(f"unseen has {odd[0]!s}, which is no name. Write names such as NO and 2024-01-31 in quotes.")
     return parse_names([f"{name:d}" if isinstance(name, int) and abs(name) < 1 << 63 else name for name in value])

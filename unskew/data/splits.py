@@ -46,7 +46,7 @@ def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: 
     if times.dtype.kind not in "iufM":
         raise DataError(
             f"The column {split.time!r} of split_by contains strings such as {str(times[0])!r}. Write dates as "
-            "2024-01-31."
+            "2024-01-31, or set csv.dates to their format, such as %d.%m.%Y."
         )
     newest = np.full(units, -1)
     np.maximum.at(newest, codes, np.unique(times, return_inverse=True)[1].reshape(-1))

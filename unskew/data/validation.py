@@ -159,8 +159,9 @@ def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> T
         raise DataError(f"The data of {who} is empty. At least one sample is needed.")
     if checked:
         check_finite([x], who)
-        if x.dtype == torch.float64 and x.dim() == 2:
-            warn_of_lost_digits(x)
+        large = x.dtype in (torch.int32, torch.int64) and bool(torch.stack(x.aminmax()).abs().max() > 2**24)
+        if x.dim() == 2 and (x.dtype == torch.float64 or large):
+            warn_of_lost_digits(x.double())
     if x.dtype == torch.bool:
         x = x.view(torch.uint8)
     if x.dim() == 3 and x.dtype == torch.uint8:

@@ -58,6 +58,7 @@ class InputColumn(BaseModel):
     std: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     fills: bool = False
     marks: bool = False
+    form: str = ""
 
 
 class InputSpec(BaseModel):

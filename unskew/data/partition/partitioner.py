@@ -330,6 +330,11 @@ def get_column(columns: Mapping[str, np.ndarray], name: str, option: str) -> np.
         raise DataError(f"Column {name!r} has {int(missing.sum())} missing values. Fill them or remove those rows.")
     if values.dtype.kind == "f" and (values == np.round(values)).all() and np.abs(values).max(initial=0) < 2**53:
         return values.astype(np.int64)  # as pandas writes integers with gaps
+    if values.dtype.kind == "M":
+        coarser = (
+            values.astype(f"datetime64[{unit}]") for unit in ("D", "s", "us")
+        )  # nanoseconds have no readable names
+        return next((times for times in coarser if (times == values).all()), values)
     if values.dtype.kind not in "OU":
         return values
     return with_clean_names(values, f"The column {name!r}").astype(str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv as csv_module
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,9 @@ def read_ragged(path: Path, layout: CsvLayout) -> Any:
         for _ in range(layout.skip + layout.header):
             file.readline()
         reader = csv_module.reader(file, delimiter=str(layout.dialect.separator))
-        for row in filter(None, reader):
+        for row in reader:
+            if not any(cell.strip() for cell in row):
+                continue
             if len(row) < count or any(cell.strip() for cell in row[count:]):
                 line = layout.skip + layout.header + reader.line_num
                 raise DataError(
@@ -225,6 +227,12 @@ def read_ragged(path: Path, layout: CsvLayout) -> Any:
             for column, cell in zip(columns, row, strict=False):
                 column.append(cell)
     return pa.table({str(position): pa.array(column, pa.string()) for position, column in enumerate(columns)})
+
+
+def columns_beyond_64_bits(table: Any) -> list[str]:
+    """Return the columns of a table with float64 values that may have been integers of more than 63 bits."""
+    floats = [field.name for field in table.schema if pa.types.is_float64(field.type)]
+    return [name for name in floats if (pc.max(pc.abs(table.column(name))).as_py() or 0) >= 2.0**63]
 
 
 def read_typed(path: Path) -> Any:
@@ -243,7 +251,13 @@ def read_typed(path: Path) -> Any:
             check_nesting(path)
             # One block, so that a column's type is inferred from all rows.
             block = min(max(path.stat().st_size + 1, 2**20), 2**30)
-            table = arrow_json.read_json(path, read_options=arrow_json.ReadOptions(block_size=block))
+            read = arrow_json.ReadOptions(block_size=block)
+            table = arrow_json.read_json(path, read_options=read)
+            for name in columns_beyond_64_bits(table):
+                options = arrow_json.ParseOptions(explicit_schema=pa.schema([(name, pa.decimal128(38, 0))]))
+                with suppress(pa.ArrowInvalid):  # numbers with a fraction stay float64
+                    exact = arrow_json.read_json(path, read_options=read, parse_options=options).column(name)
+                    table = table.set_column(table.column_names.index(name), name, exact)
         table.validate(full=True)  # pyarrow does not check strings while reading
     names = list(checked_names(path, table.column_names, table).values())
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
@@ -252,8 +266,11 @@ def read_typed(path: Path) -> Any:
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Context manager that raises errors of reading a table as ``DataError``."""
+    limit = csv_module.field_size_limit(MOST_BYTES)
     try:
         check_regular(path)
         yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
+    finally:
+        csv_module.field_size_limit(limit)

@@ -6,11 +6,13 @@ when it is written as one (leading zeros, more digits than 64 bits hold) is a co
 
 from __future__ import annotations
 
+import datetime
+import json
 import logging
 import math
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +36,8 @@ TRUTH = {text: value for value in (True, False) for text in (str(value), str(val
 TRUTH |= {"1": True, "0": False}
 SENTINELS = tuple(float(f"{sign}{nines}") for nines in ("99", "999", "9999", "99999") for sign in ("-", ""))
 CODE = r"^\+?\d+$"
+CODE_WITH_E = r"^\d+[eE]\d+$"
+WHOLE = r"^[+-]?\d+(\.0*)?$"
 COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 POINT_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
@@ -48,12 +52,18 @@ class ColumnUses:
     Attributes:
         numbers: Columns that are read as numbers although they look like codes, because they are inputs or targets.
         labels: Columns with class labels, in which texts such as ``NA`` must be explained.
+        names: Columns whose values are names, as of clients, groups and categories; different names stay different.
+        dates: Columns that are read as dates if ``csv.dates`` is set.
         kinds: Kinds of columns that are already known, as those of a trained model.
+        forms: Formats of date columns that are already known.
     """
 
     numbers: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    dates: tuple[str, ...] = ()
     kinds: tuple[tuple[str, Kind], ...] = ()
+    forms: tuple[tuple[str, str], ...] = ()
 
 
 NO_USES = ColumnUses()
@@ -84,24 +94,33 @@ def type_columns(tables: Sequence[TextTable], uses: ColumnUses = NO_USES, traini
         training: Number of training files, which come first; None means all.
 
     Returns:
-        A pyarrow table for each file.
+        A pyarrow table for each file. The metadata ``dates`` contain the formats of dates that are not ISO 8601, as JSON.
 
     Raises:
         DataError: If ``csv.decimal`` contradicts the cells, or a label may be missing.
     """
     typed: list[dict[str, Any]] = [dict.fromkeys(table.cells.column_names) for table in tables]
+    forms = dict(uses.forms)
     for name in dict.fromkeys(name for table in tables for name in table.cells.column_names):
         files = [k for k, columns in enumerate(typed) if name in columns]
         first = [k for k in files if training is None or k < training]
         kind, codes_are_numbers = dict(uses.kinds).get(name), name in uses.numbers
-        cells = join_cells(name, [tables[k] for k in files])
+        if kind is None and name in uses.dates and tables[0].dialect.dates is not None:
+            kind = "date"  # the format may consist of digits only
+        is_label = name in uses.labels
+        named = is_label or name in uses.names
+        cells = join_cells(name, [tables[k] for k in files])._replace(named=named, is_label=is_label)
+        if name in forms and cells.dialect.dates is None:
+            cells = cells._replace(dialect=replace(cells.dialect, dates=forms[name]))
         groups = [(files, cells, typed_values(cells, kind, codes_are_numbers))]
         if groups[0][2] is None and 0 < len(first) < len(files):
-            cells, rest = join_cells(name, [tables[k] for k in first]), [k for k in files if k not in first]
+            rest = [k for k in files if k not in first]
+            cells = join_cells(name, [tables[k] for k in first])._replace(named=named, is_label=is_label)
             values = typed_values(cells, kind, codes_are_numbers)
             if values is not None:
                 others = join_cells(name, [tables[k] for k in rest])
-                groups = [(first, cells, values), (rest, others, typed_values(others, "number", True))]
+                like: Kind = "date" if pa.types.is_temporal(values.type) else "number"
+                groups = [(first, cells, values), (rest, others, typed_values(others, like, True))]
         for members, cells, values in groups:
             if values is None:
                 check_text(cells, name in uses.labels)
@@ -110,7 +129,10 @@ def type_columns(tables: Sequence[TextTable], uses: ColumnUses = NO_USES, traini
             for k in members:
                 typed[k][name] = values.slice(start, tables[k].cells.num_rows)
                 start += tables[k].cells.num_rows
-    return [pa.table(columns) for columns in typed]
+        if (form := date_format(cells, groups[0][2])) is not None:
+            forms[name] = form
+    about = {"dates": json.dumps(forms)} if forms else None
+    return [pa.table(columns).replace_schema_metadata(about) for columns in typed]
 
 
 class ColumnCells(NamedTuple):
@@ -123,6 +145,8 @@ class ColumnCells(NamedTuple):
         written: Cells as written.
         trimmed: Cells without surrounding spaces.
         plain: The same with decimal points and without thousands marks.
+        named: Whether the values are names, of which different ones stay different.
+        is_label: Whether the values are class labels.
     """
 
     name: str
@@ -131,6 +155,8 @@ class ColumnCells(NamedTuple):
     written: Any
     trimmed: Any
     plain: Any
+    named: bool = False
+    is_label: bool = False
 
 
 def join_cells(name: str, tables: Sequence[TextTable]) -> ColumnCells:
@@ -166,7 +192,10 @@ def typed_values(cells: ColumnCells, kind: Kind | None, codes_are_numbers: bool)
         return pa.chunked_array([pa.nulls(len(cells.trimmed))])
     absent = pc.is_in(cells.trimmed, pa.array(sorted(PLACEHOLDERS)))
     attempts = [cells]
-    if pc.any(absent).as_py() and not pc.all(pc.or_(absent, pc.is_null(cells.trimmed))).as_py():
+    if pc.all(pc.or_(absent, pc.is_null(cells.trimmed))).as_py():
+        if kind is not None or not cells.named:
+            return pa.chunked_array([pa.nulls(len(cells.trimmed))])
+    elif pc.any(absent).as_py():
         trimmed, plain = (pc.if_else(absent, None, texts) for texts in (cells.trimmed, cells.plain))
         attempts.append(cells._replace(trimmed=trimmed, plain=plain))
     for present in attempts:
@@ -175,7 +204,7 @@ def typed_values(cells: ColumnCells, kind: Kind | None, codes_are_numbers: bool)
             values = as_numbers(present, codes_are_numbers or kind == "number")
         if values is None and kind != "date":
             values = as_truth(present.trimmed)
-        if values is None and kind in (None, "date"):
+        if values is None and kind in (None, "date") and (kind or not cells.named):  # names stay as written
             values = as_dates(present.trimmed, cells.dialect.dates)
         if values is not None:
             unusual = set(pc.filter(cells.trimmed, absent).unique().to_pylist()) - NOT_AVAILABLE
@@ -206,7 +235,7 @@ def as_numbers(cells: ColumnCells, codes_are_numbers: bool) -> Any | None:
         numbers = cast(plain, pa.float64())
         if numbers is None:
             return None
-        if digits and every(cells.trimmed, CODE):
+        if has_codes(cells, numbers, digits):
             return numbers if codes_are_numbers else None
         numbers = pc.if_else(pc.is_nan(numbers), None, numbers)
     listed = [float(text) for text in cells.dialect.missing or () if is_number(text)]
@@ -214,6 +243,27 @@ def as_numbers(cells: ColumnCells, codes_are_numbers: bool) -> Any | None:
         return pc.if_else(pc.is_in(numbers.cast(pa.float64()), pa.array(listed, pa.float64())), None, numbers)
     report_sentinels(cells, numbers)
     return numbers
+
+
+def has_codes(cells: ColumnCells, numbers: Any, digits: bool) -> bool:
+    """Return whether cells are codes: 007, 12E5 and, if they are names, versions such as 1.10 next to 1.1.
+
+    Args:
+        cells: Cells of the column.
+        numbers: Their values as float64.
+        digits: Whether the first cells are digits.
+    """
+    texts = cells.trimmed
+    if (digits and every(texts, CODE)) or every(texts, CODE_WITH_E):
+        return True
+    if not cells.named:
+        return False
+    if every(texts, f"{CODE}|{CODE_WITH_E}"):
+        return True
+    integers = every(texts, WHOLE)
+    if (integers and pc.max(pc.abs(numbers)).as_py() < 2.0**53) or (cells.is_label and not integers):
+        return False
+    return len(numbers.unique()) < len(texts.unique())
 
 
 def report_sentinels(cells: ColumnCells, numbers: Any) -> None:
@@ -254,12 +304,55 @@ def as_dates(trimmed: Any, form: str | None) -> Any | None:
     example = trimmed.drop_null()[0].as_py()
     if not re.match(r"\d{1,4}[./-]", example) and form is None:
         return None
+    if form is not None and (dates := parse_dates(trimmed, form)) is not None:
+        return dates
     for kind in (pa.date32(), pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("ns", "UTC")):
         if (dates := cast(trimmed, kind)) is not None:
             return dates
-    attempts = [pc.strptime(trimmed, f, "s", error_is_null=True) for f in ([form] if form else date_formats(example))]
-    fitting = [dates for dates in attempts if dates.null_count == trimmed.null_count]
+    formats = [] if form is not None else date_formats(example)
+    fitting = [dates for f in formats if (dates := parse_dates(trimmed, f)) is not None]
     return fitting[0] if fitting and all(pc.all(pc.equal(fitting[0], dates)).as_py() for dates in fitting) else None
+
+
+def date_format(cells: ColumnCells, values: Any) -> str | None:
+    """Return the format of dates that are not ISO 8601; None for other columns.
+
+    Args:
+        cells: Cells of the column.
+        values: The cells with their type, or None.
+    """
+    if values is None or not pa.types.is_temporal(values.type) or cast(cells.trimmed, pa.timestamp("ns")) is not None:
+        return None
+    example = cells.trimmed.drop_null()
+    formats = [cells.dialect.dates] if cells.dialect.dates else date_formats(example[0].as_py())
+    return next((form for form in formats if parse_dates(cells.trimmed, form) is not None), None)
+
+
+def parse_dates(trimmed: Any, form: str) -> Any | None:
+    """Return trimmed cells as dates in a format, or None if a cell has another.
+
+    Args:
+        trimmed: Trimmed cells.
+        form: Format as for ``strptime``.
+    """
+    dates = pc.strptime(trimmed, form, "s", error_is_null=True)
+    if dates.null_count > trimmed.null_count:
+        return None
+    early = pc.filter(trimmed, pc.less_equal(pc.day(dates), 3)).unique()  # strptime turns 30 February into 1 March
+    return None if any(is_impossible_day(text, form) for text in early.to_pylist() if text is not None) else dates
+
+
+def is_impossible_day(text: str, form: str) -> bool:
+    """Return whether a month has no such day.
+
+    >>> is_impossible_day("30.02.2020", "%d.%m.%Y"), is_impossible_day("29.02.2020", "%d.%m.%Y")
+    (True, False)
+    """
+    try:
+        datetime.datetime.strptime(text, form)
+    except ValueError as error:
+        return "day" in str(error) and "range" in str(error)
+    return False
 
 
 def cast(column: Any, kind: Any) -> Any | None:
@@ -314,7 +407,7 @@ def kind_of_names(names: Collection[str]) -> Kind:
     >>> kind_of_names(["1", "2"]), kind_of_names(["false", "true"]), kind_of_names(["007", "1"])
     ('number', 'truth', 'text')
     """
-    if names and all(re.fullmatch(r"-?(0|[1-9]\d*)", name) for name in names):
+    if names and all(re.fullmatch(r"-?(0|[1-9]\d*)", name) and abs(int(name)) < 2**63 for name in names):
         return "number"
     return "truth" if names and {name.lower() for name in names} <= {"false", "true"} else "text"
 
@@ -322,9 +415,14 @@ def kind_of_names(names: Collection[str]) -> Kind:
 def is_number(text: str) -> bool:
     """Return whether a text with a decimal point is a number; underscores are not allowed."""
     try:
-        return "_" not in text and not math.isnan(float(text))
+        return text.isascii() and "_" not in text and not math.isnan(float(text))
     except ValueError:
         return False
+
+
+def may_be_number(text: str) -> bool:
+    """Return whether a cell is a number with a decimal point or comma."""
+    return is_number(text.strip()) or is_number(text.strip().replace(",", "."))
 
 
 def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
@@ -336,7 +434,7 @@ def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
     """
     decimal, thousands = dialect.decimal or ".", dialect.thousands
     if thousands is not None:
-        mark = "[ \u00a0\u202f]" if thousands == " " else re.escape(thousands)
+        mark = {" ": "[ \u00a0\u202f]", "'": "['\u2019]"}.get(thousands, re.escape(thousands))
         grouped = rf"^[+-]?\d{{1,3}}({mark}\d{{3}})+({re.escape(decimal)}\d*)?$"
         without = pc.replace_substring_regex(cells, mark, "")
         cells = pc.if_else(pc.match_substring_regex(cells, grouped), without, cells)
@@ -389,17 +487,19 @@ def why_text(column: Any) -> str | None:
     if not len(texts):
         return None
     with_comma = pc.filter(texts, pc.match_substring(texts, ","))
-    if every(texts, CODE):
-        return "codes: digits with leading zeros, or too many; see categories, and features for numbers"
-    if len(with_comma) and every(texts, COMMA_NUMBER):
+    if every(texts, CODE) or every(texts, CODE_WITH_E):
+        return "codes, such as 007 or 12E5; list it in categories, or in features to use the numbers"
+    if len(with_comma) and every(texts, f"{COMMA_NUMBER}|{THOUSANDS}"):
         if every(with_comma, THOUSANDS):
             return f"numbers with thousands marks such as {with_comma[0].as_py()}, see csv.thousands"
+        if pc.any(pc.match_substring(with_comma, ".")).as_py():
+            return "numbers with decimal commas and points for thousands, see csv.thousands"
         return "numbers with decimal commas, see csv.decimal"
     formats = date_formats(texts[0].as_py())
     if formats and all(date_formats(text) for text in texts.slice(0, 100).to_pylist()):
         return f"dates such as {texts[0].as_py()}, whose format is ambiguous or mixed; see csv.dates"
-    numbers = [is_number(text) for text in texts.to_pylist()]
-    if 2 * sum(numbers) <= len(numbers):
+    strange = [row for row, text in enumerate(column.to_pylist()) if text is not None and not may_be_number(text)]
+    if 2 * len(strange) >= len(texts):
         return None
-    row = next(row for row, text in enumerate(column.to_pylist()) if text is not None and not is_number(text.strip()))
+    row = strange[0]
     return f"numbers, but {column[row].as_py()!r} in row {row}; correct it, or see csv.missing"

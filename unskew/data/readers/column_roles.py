@@ -38,6 +38,7 @@ class ColumnSelection(NamedTuple):
         agreed: Whether the selection is shared with other sites. A selected column may then be empty and an excluded
             column absent in this table.
         split: Columns that decide which rows are held out; inputs only if ``features`` or ``dates`` contains them.
+        sorts: Whether the values of the column ``divides`` are sorted, and are not names.
     """
 
     features: tuple[str, ...] = ()
@@ -49,6 +50,7 @@ class ColumnSelection(NamedTuple):
     regression: bool = False
     agreed: bool = False
     split: tuple[str | None, ...] = ()
+    sorts: bool = False
 
     @property
     def mixed(self) -> bool:
@@ -75,9 +77,11 @@ class ColumnSelection(NamedTuple):
         names = {*self.categories, *self.dates, self.divides, *self.split}
         numbers = [column for column in self.features if column not in names]
         labels = () if label is None else (label, *parse_names(label))
+        distinct = {*self.categories, *self.split[:1], None if self.sorts else self.divides} - {None, *self.dates}
+        known = tuple(str(name) for name in distinct)
         if self.regression:
-            return ColumnUses(numbers=(*numbers, *labels))
-        return ColumnUses(tuple(numbers), labels[:1] if one_class else ())
+            return ColumnUses(numbers=(*numbers, *labels), names=known, dates=self.dates)
+        return ColumnUses(tuple(numbers), labels[:1] if one_class else (), known, self.dates)
 
 
 def select_inputs(

@@ -18,6 +18,7 @@ from unskew.data.spec import MARKS, CsvSpec
 from unskew.errors import DataError, short_repr
 
 LOG = logging.getLogger("unskew")
+POINTS_OR_THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(\.\d{3})?\s*$"
 BLOCK = 1 << 20
 """Bytes read at a time; separator and decimal mark are detected in the first block."""
 RECORDS = 500
@@ -60,10 +61,10 @@ def csv_layout(path: Path, requested: CsvSpec) -> CsvLayout:
     """
     encoding = requested.encoding or detect_encoding(path)
     with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, errors="replace", newline="") as file:
-        sample = file.read(BLOCK)
+        sample = file.read(BLOCK).removeprefix("\ufeff")
         cut = bool(file.read(1))
     named = re.match(r'"?sep=(.)"?\r?\n', sample, re.I)
-    lines = sample.splitlines(keepends=True)
+    lines = list(io.StringIO(sample, newline=""))  # only \n and \r end lines
     skip = requested.skip if requested.skip is not None else 1 if named else 0
     while requested.skip is None and skip < len(lines) and not lines[skip].strip():
         skip += 1
@@ -86,7 +87,8 @@ def csv_layout(path: Path, requested: CsvSpec) -> CsvLayout:
     if skip > first and requested.skip is None:
         LOG.info("%s: skipped %d lines before the header, the first: %s", path.name, skip, lines[first].strip()[:60])
     if requested.names:
-        return CsvLayout(dialect, skip, 0, requested.names)
+        repeats = bool(records) and [cell.strip() for cell in records[0]] == list(requested.names)
+        return CsvLayout(dialect, skip, int(repeats), requested.names)
     reader = csv.reader(lines[skip:], delimiter=separator)
     next(reader, None)
     return CsvLayout(dialect, skip, reader.line_num, column_names(path, records, skip, lines, separator))
@@ -153,7 +155,9 @@ def detect_encoding(path: Path) -> str:
     with path.open("rb") as file:
         for block in iter(lambda: file.read(BLOCK), b""):
             if not used and block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                return "utf-16"
+                return "utf-32" if block.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)) else "utf-16"
+            if not used and (match := re.match(rb"([^\0]\0){4}|(\0[^\0]){4}", block)):
+                return "utf-16-le" if match[1] else "utf-16-be"
             used.update(block)
             if unicode:
                 try:
@@ -249,7 +253,7 @@ def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> st
     """
     if separator == "," or not rows:
         return "."
-    with_comma, with_point, numbers = [], [], []
+    with_comma, with_point, numbers, doubtful = [], [], [], []
     for name, *values in zip(*rows, strict=False):
         present = [value for value in values if value.strip() and value.strip() not in PLACEHOLDERS]
         if any("," in value for value in present) and all(re.match(COMMA_NUMBER, value) for value in present):
@@ -257,6 +261,8 @@ def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> st
             numbers += [value for value in present if "," in value]
         elif any("." in value for value in present) and all(re.match(POINT_NUMBER, value) for value in present):
             with_point.append(name)
+            if all(re.match(POINTS_OR_THOUSANDS, value) for value in present):
+                doubtful.append(next(value for value in present if "." in value))
     remedy = "Set csv.decimal to comma or point (--set csv.decimal=comma)."
     if with_comma and with_point:
         raise DataError(f"{path} has decimal commas in {with_comma[0]!r}, but points in {with_point[0]!r}. {remedy}")
@@ -265,4 +271,9 @@ def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> st
             f"{path} has numbers such as {numbers[0]} in {with_comma[0]!r}, whose comma may be a decimal or a "
             f"thousands mark. {remedy} For a thousands mark, also set csv.thousands to comma."
         )
+    if doubtful and len(doubtful) == len(with_point):
+        LOG.info(
+            "%s: %s in the column %s is read with a decimal point; if points separate thousands, set csv.thousands to point",
+            path.name, doubtful[0].strip(), with_point[0],
+        )  # fmt: skip
     return "," if with_comma else "."

@@ -13,6 +13,7 @@ from torch import Tensor
 from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_sums, global_moments, sums_of_squares
 from unskew.data.normalization import Normalization
 from unskew.data.readers.arrow import pa, pc
+from unskew.data.readers.cell_types import PLACEHOLDERS, TRUTH, cast, may_be_number
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
 from unskew.data.readers.names import with_clean_names
 from unskew.data.validation import OFFSET_RATIO
@@ -34,6 +35,7 @@ class Encoder:
         std: Standard deviation over the same rows.
         fills: Whether missing values are allowed and replaced.
         marks: Whether an additional input marks missing values.
+        form: Format of dates in the training files, if it is not ISO 8601.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Encoder:
     std: float = 1.0
     fills: bool = False
     marks: bool = False
+    form: str = ""
 
     @property
     def offset(self) -> float:
@@ -136,10 +139,12 @@ def first_mismatch(column: Any, kind: Any) -> str:
     """
     if is_string(column.type):
         for row, value in enumerate(column.to_pylist()):
-            truth = pa.types.is_floating(kind) and value in ("true", "false")  # booleans count as numbers
-            try:
-                pa.scalar(None if truth else value, pa.string()).cast(kind)
-            except pa.ArrowInvalid:
+            text = None if value is None or value.strip() in PLACEHOLDERS else value.strip()
+            if pa.types.is_floating(kind):
+                fits = text is None or text in TRUTH or may_be_number(text)
+            else:
+                fits = cast(pa.array([text], pa.string()), kind) is not None
+            if not fits:
                 return f"{value!r} in row {row}"
     return str(column.type)
 

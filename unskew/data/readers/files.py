@@ -132,7 +132,8 @@ def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
         split: Name of the split, such as ``train`` or ``test``.
         suffix: Suffix including the dot.
     """
-    return files_with_suffix(folder.glob(f"{split}*"), suffix) or files_with_suffix((folder / split).glob("*"), suffix)
+    named = [file for file in folder.iterdir() if file.name.lower().startswith(split)]
+    return files_with_suffix(named, suffix) or files_with_suffix((folder / split).glob("*"), suffix)
 
 
 def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES) -> tuple[Any, Any | None]:

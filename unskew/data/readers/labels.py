@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unskew.data.readers.arrow import pa, pc
-from unskew.data.readers.column_roles import is_numeric
+from unskew.data.readers.cell_types import why_text
+from unskew.data.readers.column_roles import is_numeric, is_string
 from unskew.data.readers.images import is_binary
 from unskew.data.readers.names import clean_names
 from unskew.errors import ConfigError, DataError
@@ -88,8 +89,11 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
         for column in columns:
             kind = part.column(column).type
             if not is_numeric(kind):
+                values = part.column(column).drop_null()
+                reason = why_text(values) if is_string(kind) else None
+                example = reason or (f"such as {values[0].as_py()}" if len(values) else "no values")
                 raise DataError(
-                    f"{where}: the target column {column!r} contains {kind}, but regression requires numbers."
+                    f"{where}: the target column {column!r} contains {kind} ({example}), but regression requires numbers."
                 )
         targets = [part.column(column).cast(pa.float64(), safe=False).to_numpy() for column in columns]
         for column, values in zip(columns, targets, strict=True):

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from unskew.data.federation import take_rows
 from unskew.data.normalization import Normalization
-from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import (
     CATEGORY,
@@ -34,6 +33,7 @@ from unskew.data.spec import Split
 from unskew.data.splits import check_no_shared_groups, test_row_mask
 from unskew.data.validation import as_targets, check_classes, check_targets
 from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.filesystem import parse_json
 
 FEW_CLASSES, MANY = 10, 100
 """Limits for numbers as class labels.
@@ -184,6 +184,7 @@ def source_from_tables(
                 raise DataError(f"{name}, {where}: {unknown_name('column', column, part.column_names)}")
         if part.num_rows == 0:
             raise DataError(f"{name}: {where} are empty.")
+        check_plain(part, (choice.divides, *choice.split), name)
     if label is None:
         raise DataError(f"Set label to the label column of {name}: one of {', '.join(train.column_names)}.")
     if choice.regression:
@@ -218,6 +219,33 @@ def source_from_tables(
     indicate = choice.missing == "indicator"
     parts_of = train_test_tables(tables, test_share, Split(*choice.split) if choice.split else None)
     return Source(name, *parts_of, names, len(names), task, roles, fitted, indicate)
+
+
+def check_plain(part: Any, columns: Sequence[str | None], name: str) -> None:
+    """Validate that columns have one plain value per row, if they exist.
+
+    Args:
+        part: Rows of the data.
+        columns: Names of the columns.
+        name: Name of the data, for the error.
+
+    Raises:
+        DataError: If a column contains lists, structs or bytes that are not text.
+    """
+    for column in set(columns).intersection(part.column_names):
+        kind = part.schema.field(column).type
+        if not is_plain(kind):
+            raise DataError(
+                f"{name}: the column {column!r} contains {kind}, but it must have one name, number or date per row. Store "
+                "names as UTF-8 text."
+            )
+
+
+def is_plain(kind: Any) -> bool:
+    """Return whether values of a pyarrow type are plain: no lists, structs or bytes."""
+    import pyarrow as pa
+
+    return not (pa.types.is_nested(kind) or is_binary(kind) or pa.types.is_fixed_size_binary(kind))
 
 
 def check_not_continuous(name: str, label: str, train: Any, classes: int, task: str) -> None:
@@ -266,7 +294,10 @@ def initial_encoder(train: Any, column: str, role: str, choice: ColumnSelection)
     kind = role.removesuffix(f", and {DIVIDES}")
     if kind == CATEGORY:
         return Encoder(column, "category", distinct_values(train.column(column), f"The column {column!r}"))
-    return Encoder(column, "date" if kind == DATE else "number", fills=choice.missing != "error")
+    if kind == DATE:
+        forms = parse_json((train.schema.metadata or {}).get(b"dates", b"{}"))
+        return Encoder(column, "date", fills=choice.missing != "error", form=forms.get(column, ""))
+    return Encoder(column, fills=choice.missing != "error")
 
 
 def train_test_tables(
@@ -330,5 +361,5 @@ def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]
     return {
         field.name: table.column(field.name).to_numpy()
         for field in table.schema
-        if field.name not in skip and not pa.types.is_nested(field.type) and not is_binary(field.type)
+        if field.name not in skip and is_plain(field.type)
     }

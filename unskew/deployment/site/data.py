@@ -255,6 +255,7 @@ def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[En
         experiment.task == "regression",
         agreed=True,
         split=parse_split(experiment.split_by) if experiment.split_by is not None else (),
+        sorts=experiment.partition.startswith("sorted"),
     )
     if not columns:
         return choice
