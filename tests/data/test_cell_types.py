@@ -413,3 +413,29 @@ def test_missing_must_be_texts(missing):
 def test_names_of_more_than_64_bits_are_read_as_text():
     assert kind_of_names(["89490200001234567890"]) == "text"
     assert kind_of_names([str(2**63 - 1)]) == "number"
+
+
+def test_new_rows_are_read_with_the_date_format_of_training_and_a_given_decimal_mark(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = "".join(f"{'AB'[k % 2]};{k % 28 + 1:02}.{k % 5 + 1:02}.2020;{k % 9},25;{k // 2 % 2}\n" for k in range(80))
+    (tmp_path / "t.csv").write_text("site;day;a;y\n" + lines)
+    options = ("--label", "y", "--dates", "day", "--partition", "natural:site", "--model", "mlp", "--out", "r")
+    run = call(capsys, "run", "--data", "table:t.csv", *options, "--rounds", "1", "--local-steps", "1")
+    assert run.code == 0, run.err
+    (tmp_path / "one.csv").write_text("site;day;a\nA;03.05.2020;2,045\n")
+    assert "csv.decimal" in call(capsys, "predict", "r", "one.csv").err
+    read = call(capsys, "predict", "r", "one.csv", "--set", "csv.decimal=comma", "--json")
+    assert read.code == 0, read.err
+    (tmp_path / "iso.csv").write_text("day,a\n2020-05-03,2.045\n")
+    assert call(capsys, "predict", "r", "iso.csv", "--json").json()[0] == read.json()[0]
+    (tmp_path / "gaps.csv").write_text("day,a\n03.05.2020,.\n")
+    gaps = call(capsys, "predict", "r", "gaps.csv")
+    assert "'a' has 1 missing or infinite values" in gaps.err
+    assert "only csv.field=value" in call(capsys, "predict", "r", "iso.csv", "--set", "lr=1").err
+
+
+def test_the_value_that_is_no_number_is_named(tmp_path):
+    lines = "".join(f"{'AB'[k % 2]};{'<5' if k == 3 else f'{k},2'};{k // 2 % 2}\n" for k in range(40))
+    (tmp_path / "t.csv").write_text("site;crp;y\n" + lines)
+    with pytest.raises(DataError, match=r"crp \(left out: numbers, but '<5' in row 3"):
+        unskew.load_federation(f"table:{tmp_path / 't.csv'}", label="y", partition="natural:site")

@@ -34,6 +34,9 @@ ServerDataPath = Annotated[str | None, add_flag("server_data_path")]
 Rounds = Annotated[int | None, add_flag("rounds")]
 EngineName = Annotated[str | None, add_flag("engine")]
 Device = Annotated[str | None, add_flag("device")]
+CsvSets = Annotated[
+    list[str] | None, typer.Option("--set", help="Format of CSV files, as csv.field=value. Repeatable.")
+]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="Any other field, as any.field=value. Repeatable.")]
 ConfigFile = Annotated[Path | None, path_option("--config", help="Configuration file; flags override it.")]
 TrustCode = Annotated[bool, typer.Option("--trust-code", help="Import custom models and methods that a file names.")]
@@ -174,6 +177,25 @@ def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]
         both = isinstance(value, dict) and isinstance(values.get(name), dict)
         values[name] = {**values[name], **value} if both else value
     return values
+
+
+def csv_values(sets: list[str] | None) -> dict[str, Any]:
+    """Return the format of CSV files from ``--set csv.field=value`` of a command that has no other fields.
+
+    Args:
+        sets: Assignments.
+
+    Raises:
+        ConfigError: If another field is set.
+    """
+    from unskew.config.loader import set_field
+
+    values: dict[str, Any] = {}
+    for assignment in sets or []:
+        set_field(values, assignment)
+    if values.keys() - {"csv"}:
+        raise ConfigError(f"--set {(sets or [''])[0]}: this command takes only csv.field=value.")
+    return values.get("csv", {})
 
 
 def parse_numbers(text: str) -> list[float]:

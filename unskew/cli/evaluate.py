@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, TrustCode, console_for, escape_controls, print_json, printed_warnings
+from unskew.cli.common import (
+    AsJson,
+    CsvSets,
+    TrustCode,
+    console_for,
+    csv_values,
+    escape_controls,
+    print_json,
+    printed_warnings,
+)
 from unskew.cli.flags import ClientName, ClientNumber, path_option
 from unskew.cli.predict import check_output, write_rows
 from unskew.filesystem import check_run, parse_path
@@ -33,6 +42,7 @@ def evaluate(
         str | None, typer.Option("--by", help="Column, such as hospital; also compute metrics for each of its values.")
     ] = None,
     out: Annotated[Path | None, path_option("--out", help="Write the metrics to this .csv or .jsonl file.")] = None,
+    sets: CsvSets = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
     no_intervals: Annotated[bool, typer.Option("--no-intervals", help="Compute no 95 % intervals.")] = False,
@@ -49,7 +59,7 @@ def evaluate(
 
     with printed_warnings(), progress_while_waiting("evaluate"):
         predictor = load_predictor(run, client=client, client_number=client_number, trust_code=trust_code)
-        read = read_rows(rows, predictor.inputs)
+        read = read_rows(rows, predictor.inputs.with_csv(csv_values(sets)))
         scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by, not no_intervals)
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from unskew.cli.common import console_for
+from unskew.cli.common import CsvSets, console_for, csv_values
 from unskew.cli.flags import path_option
 from unskew.errors import ConfigError
 from unskew.filesystem import write_atomic
@@ -31,9 +31,7 @@ def init(
     image: Annotated[
         str | None, typer.Option("--image", help="Column with images or paths of image files, if it is not detected.")
     ] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option("--set", help="Format of CSV files, as csv.field=value. Repeatable.")
-    ] = None,
+    sets: CsvSets = None,
     out: Annotated[Path, path_option("--out", help="File to write; it must not exist yet.")] = Path("experiment.yaml"),
 ) -> None:
     """Inspect your data, write a commented experiment.yaml for them, and print the next commands."""
@@ -46,15 +44,9 @@ def init(
         raise ConfigError(f"The folder {out.parent} for {out.name} does not exist.")
     from unskew.cli.progress import progress_while_waiting
     from unskew.config.inference.infer import infer_config
-    from unskew.config.loader import set_field
 
-    values: dict[str, Any] = {}
-    for assignment in sets or []:
-        set_field(values, assignment)
-    if values.keys() - {"csv"}:
-        raise ConfigError("init takes only --set csv.field=value. Change other fields in the file that it writes.")
     with progress_while_waiting("init"):
-        inferred = infer_config(data, label, clients=clients, image=image, csv=values.get("csv"))
+        inferred = infer_config(data, label, clients=clients, image=image, csv=csv_values(sets))
     write_atomic(out, inferred.text(shlex.join(["unskew", *sys.argv[1:]])).encode())
     console = console_for()
     for line in inferred.seen:

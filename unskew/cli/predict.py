@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unskew.cli.common import AsJson, TrustCode, console_for, escape_controls, print_json, printed_warnings
+from unskew.cli.common import (
+    AsJson,
+    CsvSets,
+    TrustCode,
+    console_for,
+    csv_values,
+    escape_controls,
+    print_json,
+    printed_warnings,
+)
 from unskew.cli.flags import ClientName, ClientNumber, path_option
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
@@ -40,6 +49,7 @@ def predict(
             "--threshold", min=0, max=1, help="Minimum probability to predict the positive one of two classes."
         ),
     ] = None,
+    sets: CsvSets = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
     trust_code: TrustCode = False,
@@ -55,7 +65,7 @@ def predict(
 
     with printed_warnings(), progress_while_waiting("predict"):
         predictor = load_predictor(run, client=client, client_number=client_number, trust_code=trust_code)
-        read = read_rows(rows, predictor.inputs)
+        read = read_rows(rows, predictor.inputs.with_csv(csv_values(sets)))
         kept_columns = file_columns(read, parse_names(keep or ""), rows)
         outputs = predictor.outputs(read.x)
     for unknown in read.unknown:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -18,7 +19,7 @@ from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT
 from unskew.data.readers.encoders import Encoder
 from unskew.data.readers.text import is_text
-from unskew.data.spec import parse_split
+from unskew.data.spec import csv_spec, parse_split
 from unskew.errors import CheckpointError, DataError
 from unskew.filesystem import write_atomic
 from unskew.json_models import read_model
@@ -115,6 +116,18 @@ class InputSpec(BaseModel):
     def image_size(self) -> int | None:
         """Side length of square images; None for other shapes."""
         return self.shape[1] if len(self.shape) == 3 and self.shape[1] == self.shape[2] else None
+
+    def with_csv(self, values: Mapping[str, Any]) -> InputSpec:
+        """Return the specification with other fields of the format of CSV files.
+
+        Args:
+            values: Fields of ``CsvConfig`` by name.
+
+        Raises:
+            ConfigError: If a field or its value is not valid.
+        """
+        spec = csv_spec({**self.csv.model_dump(), **values})
+        return self.model_copy(update={"csv": CsvConfig(**asdict(spec))}) if values else self
 
     @property
     def encoders(self) -> tuple[Encoder, ...]:
