@@ -9,6 +9,8 @@ import pytest
 import yaml
 from support.running import call
 
+from unskew.config.inference.client_columns import kind_of_client
+
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
@@ -382,3 +384,19 @@ def test_a_client_column_with_missing_values_is_named_with_their_number(capsys):
     assert yaml.safe_load(Path("experiment.yaml").read_text())["exclude"] == ["hospital"]
     outcome = call(capsys, "init", "t.csv", "--label", "ill", "--clients", "hospital", "--out", "x.yaml")
     assert (outcome.code, "missing" in outcome.err) == (2, True), outcome.err
+
+
+@pytest.mark.parametrize("label", [None, "sales"])
+def test_each_file_of_a_folder_becomes_a_client(capsys, label):
+    for store in ("north", "south"):
+        Path(f"{store}.csv").write_text("week,open,sales\n" + "".join(f"{k},{k % 2},{k * 3.5}\n" for k in range(60)))
+    outcome = call(capsys, "init", ".", *(() if label is None else ("--label", label)), "--out", "e.yaml")
+    assert outcome.code == 0, outcome.err
+    values = yaml.safe_load(Path("e.yaml").read_text())
+    assert (values["partition"], values["label"]) == ("natural:file", label or "open")
+    assert call(capsys, "partition", "e.yaml").code == 0
+
+
+@pytest.mark.parametrize("name", ["Klinik", "Krankenhaus_Nr", "Standort", "hopital"])
+def test_client_columns_have_names_of_other_languages(name):
+    assert kind_of_client(name) == 0

@@ -71,7 +71,10 @@ def test_the_differences_to_training_alone_are_those_of_a_plain_loop(benefit):
     assert sentence.startswith(
         "It is undecided whether federated training helps: fedavg, the best of 2 methods, is ahead"
     )
-    assert "at 3 of 6 clients (2 significantly) and behind at 2 (1 significantly); on average +9.4 points" in sentence
+    assert (
+        "at 3 of 6 clients (2 significantly) and behind at 2 (1 significantly); on average, the accuracy is 9.4 points higher"
+        in sentence
+    )
     assert sentence.endswith("paired over 6 clients).")
     rows = benefit.rows()
     assert [entry["client"] for entry in rows] == [f"site {k}" for k in np.argsort(minus)]
@@ -107,7 +110,7 @@ def test_lower_is_better_for_a_loss():
     found = assess_benefit(summaries, {"a": [own], "local": [alone]})
     text = benefit_sentences(found)[0]
     assert text.startswith("Federated training helps: a is ahead of training alone at 4 of 4 clients")
-    assert "on average -0.3850 (95 % interval" in text
+    assert "on average, the loss is 0.3850 lower, and lower is better (95 % interval" in text
 
 
 def test_clients_of_seeds_with_other_partitions_are_other_clients():
@@ -298,3 +301,38 @@ def test_estimates_of_clients_without_intervals_are_compared_but_not_tested():
     pairs = found.at_clients("federated", "local")
     assert [pair.decision(False) for pair in pairs] == ["untested"] * 3
     assert difference(found.clients[2].estimate("federated"), found.clients[2].estimate("local")).value == 0.2
+
+
+def test_small_clients_are_named_and_left_out_of_the_means():
+    sizes, hits = (40, 40, 40, 3), {"a": (20, 24, 28, 0), "local": (16, 20, 24, 3)}
+    clients = {
+        name: [[row(k, h, n) for k, (h, n) in enumerate(zip(of, sizes, strict=True))]] for name, of in hits.items()
+    }
+    benefit = assess_benefit({"a": [summary(0, 0.5)], "local": [summary(0, None)]}, clients)
+    assert benefit.over_clients("federated", "local").value == pytest.approx(0.1)
+    text = " ".join(benefit_sentences(benefit))
+    assert "the accuracy is 10.0 points higher" in text
+    assert "1 of 4 clients have fewer than 10 held-out samples" in text
+    assert "neither tested nor part of the means: client 3" in text
+
+
+def test_a_constant_is_not_corrected_for_class_weights(tmp_path):
+    draws = np.random.default_rng(0)
+    pairs = [(draws.normal(size=(100, 3)).astype("float32"), (draws.random(100) < 0.15).astype(int)) for _ in range(3)]
+    fed = unskew.Federation.from_arrays(pairs[:2], test=pairs[2])
+    options = {
+        "model": "logistic",
+        "objective": "brier",
+        "metrics": ["brier", "observed_expected"],
+        "class_weights": "balanced",
+        **QUICK,
+    }
+    result = unskew.run(fed, out=tmp_path / "r", **options)
+    shares = np.concatenate([client.y for client in fed.clients]).mean()
+    y = pairs[2][1]
+    assert result.summary["constant_accuracy"] == pytest.approx(1 - y.mean())
+    assert result.summary["constant_brier"] == pytest.approx(np.mean((y - shares) ** 2), rel=1e-5)
+    own = json.loads((tmp_path / "r" / "clients.jsonl").read_text().splitlines()[0])
+    held_out, share = fed.clients[0].y_test.numpy(), float(fed.clients[0].y.double().mean())
+    assert own["constant_brier"] == pytest.approx(np.mean((held_out - share) ** 2), rel=1e-5)
+    assert own["constant_observed_expected"] == pytest.approx(held_out.mean() / share, rel=1e-5)

@@ -119,6 +119,13 @@ class Benefit:
             or (of_classes and client.samples and client.events is not None and client.events < FEWEST)
         ]
 
+    @property
+    def averaged(self) -> Sequence[ClientValues]:
+        """Return the clients over which means are taken: those that are not small, or all if fewer than two are left."""
+        small = {*self.small}
+        large = [client for client in self.clients if client.label not in small]
+        return large if len(large) > 1 else self.clients
+
     def at_clients(self, model: str, base: str) -> list[Estimate | None]:
         """Return the difference of each client, in order, with p-values corrected by Holm's method over the clients.
 
@@ -170,7 +177,7 @@ class Benefit:
             base: Model whose values are subtracted, or None.
         """
         groups: dict[int, list[float]] = {}
-        for client in self.clients:
+        for client in self.averaged:
             if (entry := client.estimate(model, base)) is not None:
                 groups.setdefault(client.group, []).append(entry.value)
         mean = mean_over_clients(list(groups.values())) if groups else None

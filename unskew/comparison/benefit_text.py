@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,10 @@ COUNTS = ("n", "events", "clients", "gain", "tie", "loss")
 def benefit_sentences(benefit: Benefit | None) -> list[str]:
     """Return the answers: federated training and personal models against training alone, and against a constant."""
     if benefit is None:
-        return []
+        return [
+            "Whether federated training helps is not known: no client has a value of the objective on held-out samples, for "
+            "the federated model and for training alone."
+        ]
     labels, lines = benefit.labels, []
     if "local" in labels:
         lines += [_against_local(benefit, model) for model in ("federated", "personal") if model in labels]
@@ -51,10 +53,12 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
             f"{names_text(benefit.undefined)}."
         )
     if benefit.small:
+        left_out = len(benefit.averaged) < len(benefit.clients)
+        means = "neither tested nor part of the means" if left_out else "not tested"
         what = "held-out samples" if benefit.metric.name == benefit.scored else "held-out samples or events"
         lines.append(
-            f"{len(benefit.small)} of {total} clients have fewer than {FEWEST} {what}, so their metric is mostly chance and "
-            f"not tested: {names_text(benefit.small)}."
+            f"{len(benefit.small)} of {total} clients have fewer than {FEWEST} {what}, so their metric is mostly chance. It "
+            f"is {means}: {names_text(benefit.small)}."
         )
     return lines
 
@@ -88,9 +92,10 @@ def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
     mean = benefit.over_clients(model, base)
     if mean is None:
         return text
-    unit = " points" if metric.percent else ""
+    unit, direction = " points" if metric.percent else "", "higher" if mean.value >= 0 else "lower"
     clients = f"{mean.clients} clients" if benefit.same_clients else f"the clients of each of {benefit.seeds} seeds"
-    text += f"; on average {_entry(metric, replace(mean, interval=None), '+')[0]}{unit}"
+    text += f"; on average, the {metric.title} is {value_text(metric, abs(mean.value), sign='')}{unit} {direction}"
+    text += ", and lower is better" if metric.lower_is_better else ""
     ends = interval_text(metric, mean.interval, "+")
     return f"{text} (95 % interval {ends}, paired over {clients})" if ends else text
 
@@ -124,15 +129,18 @@ def sampling_error_text(summaries: Sequence[Mapping[str, Any]], metric: MetricIn
     if value is None or constant is None:
         return text
     inside = interval is not None and interval[0] <= constant <= interval[1]
-    clear = metric.rank(value) > metric.rank(constant) and not inside
-    than = "a constant scores" if clear else "no better than a constant, which scores"
+    ahead = metric.rank(value) > metric.rank(constant)
+    than = f"{'not clearly' if ahead else 'no'} better than a constant, which scores"
+    than = "a constant scores" if ahead and not inside else than
     return f"{text}; {than} {value_text(metric, constant, sign=' %')}"
 
 
 def benefit_title(benefit: Benefit) -> str:
     """Return the title of the tables: the metric, the evaluated samples and the number of clients."""
     count = f"{len(benefit.clients)} clients" if benefit.same_clients else f"the clients of {benefit.seeds} seeds"
-    return f"{benefit.metric.heading}{unit_text(benefit.metric)} on {benefit.measured_on}, {count}, with 95 % intervals"
+    means = "; n and events are means over seeds" if benefit.same_clients and benefit.seeds > 1 else ""
+    title = f"{benefit.metric.heading}{unit_text(benefit.metric)} on {benefit.measured_on}"
+    return f"{title}, {count}, with 95 % intervals{means}"
 
 
 def displayed(

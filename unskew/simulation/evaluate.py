@@ -101,8 +101,8 @@ class ClientScores:
         }
 
     def by_client(self, prefix: str = "") -> dict[int, dict[str, float]]:
-        """Return the metrics of each client; with a prefix of their names, for a further model, without the loss."""
-        metrics = {self.scored: self.accuracies, **({} if prefix else {"loss": self.losses}), **self.others}
+        """Return the metrics of each client, with a prefix of their names for a further model."""
+        metrics = {self.scored: self.accuracies, **({"loss": self.losses} if len(self.losses) else {}), **self.others}
         return {
             int(k): {f"{prefix}{name}": float(values[i]) for name, values in metrics.items()}
             for i, k in enumerate(self.ids)

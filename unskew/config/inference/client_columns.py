@@ -13,11 +13,14 @@ KINDS = (
     "client site center centre hospital hosp clinic practice surgery institution institute inst facility organization "
     "organisation org company firm bank branch store shop outlet supermarket pharmacy restaurant hotel school university "
     "college campus plant factory mill farm warehouse building laboratory lab station airport agency trust studysite "
-    "trialsite clinicalsite tenant merchant vendor supplier dealer operator carrier airline",
+    "trialsite clinicalsite klinik klinikum krankenhaus standort zentrum praxis filiale werk schule hopital clinique "
+    "ospedale clinica szpital sjukhus ziekenhuis tenant merchant vendor supplier dealer operator carrier airline",
+    "abteilung land stadt pays ville ciudad "
     "country nation region state province county district municipality city town village borough community ward "
     "department dept division territory market location loc domain source network",
     "device machine sensor turbine vehicle truck bus robot phone node gateway house household home product",
-    "user patient subject person participant member customer consumer writer author speaker drawer worker employee driver "
+    "user patient patienten proband probanden "
+    "subject person participant member customer consumer writer author speaker drawer worker employee driver "
     "student player respondent doctor physician role subj usubj",
 )
 """Words for organizations, places, devices and persons; the first kinds are preferred."""

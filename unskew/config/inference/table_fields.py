@@ -15,7 +15,7 @@ from unskew.config.inference.client_columns import PERSON, ClientColumns, client
 from unskew.config.inference.inferred_config import InferredConfig
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
-from unskew.data.readers.column_roles import is_category_text, is_date, is_identifier, is_numeric, is_string
+from unskew.data.readers.column_roles import FILE, is_category_text, is_date, is_identifier, is_numeric, is_string
 from unskew.data.readers.files import file_tables
 from unskew.data.readers.image_folders import IMAGES
 from unskew.data.readers.images import image_bytes, is_image, open_image, upright_size
@@ -67,7 +67,8 @@ def set_table_fields(
     nested = [c for c in columns if c in images or is_list_type(table.column(c).type)]
     distinct = {c: n if c in images else _distinct(table.column(c)) for c in columns}
     named = [c for c in columns if metadata_class_names(table, c)]
-    complete = [c for c in columns if not table.column(c).null_count and c not in (*nested, clients)]
+    files = FILE if path.is_dir() and FILE in columns else None  # the column with the names of the files
+    complete = [c for c in columns if not table.column(c).null_count and c not in (*nested, clients, files)]
     guessed = None if label else next(iter(named), None) or _label(complete, distinct, n)
     label = label or guessed
     if label is None:
@@ -80,7 +81,8 @@ def set_table_fields(
             f"{path}: {table.column(label).null_count} of {n} rows have no value in the label column {label}. Remove "
             "these rows, or set --label to another column."
         )
-    owners = client_columns(table, [c for c in columns if c not in (label, *nested)], distinct, clients)
+    owners = client_columns(table, [c for c in columns if c not in (label, *nested, files)], distinct, clients)
+    owners = owners._replace(chosen=owners.chosen or files)
     guess = ", chosen by its name or its few values; --label sets another" if guessed else ""
     gaps = [
         c for c in columns if guessed and table.column(c).null_count and distinct[c] <= 1 + min(MOST_CLASSES, n // 4)
@@ -102,7 +104,7 @@ def set_table_fields(
         _set_partition(inferred, owners, distinct, table)
         inferred.set("model", "cnn", "unskew models lists all models")
         return
-    rest = [c for c in columns if c not in (label, owners.chosen)]
+    rest = [c for c in columns if c not in (label, owners.chosen, files)]
     constant = [c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1]
     rest = [c for c in rest if c not in (*constant, *owners.named)]
     numbers = [c for c in rest if is_numeric(table.column(c).type)]
