@@ -256,7 +256,7 @@ def assess_benefit(
         return None
     first = summaries[ranked[0]][0]
     objective, scored = objective_metric(first), primary_metric_name(first)
-    metric = metric_info(client_metric_name(objective.name, scored), first.get("own_metrics"))
+    metric = metric_info(client_metric_name(objective.name, scored), first.get("own_metrics"), first.get("positive"))
     labels, candidates = {"federated": ranked[0]}, {"federated": 1}
     personal = f"personal_{metric.name}_mean"
     for model, key, info in (("federated", objective.name, objective), ("personal", personal, metric)):
