@@ -27,7 +27,7 @@ from unskew.plots.figure import new_figure, set_round_axis
 from unskew.plots.method_plots import METHOD_PLOTS
 from unskew.records.recorder import MEASURED, Recorder, best_value_of, first_reaching
 from unskew.records.result import read_history
-from unskew.simulation.evaluate import ClientScores
+from unskew.simulation.client_scores import ClientScores
 from unskew.tasks.formatting import format_megabytes, format_percent
 from unskew.tasks.primary_metric import metric_info
 

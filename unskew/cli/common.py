@@ -195,7 +195,8 @@ def csv_values(sets: list[str] | None) -> dict[str, Any]:
         set_field(values, assignment)
     if values.keys() - {"csv"}:
         raise ConfigError(f"--set {(sets or [''])[0]}: this command takes only csv.field=value.")
-    return values.get("csv", {})
+    csv: dict[str, Any] = values.get("csv", {})
+    return csv
 
 
 def parse_numbers(text: str) -> list[float]:

@@ -20,7 +20,8 @@ from unskew.runs.assembly import RunParts
 from unskew.runs.personal_model_files import kept_personal_models
 from unskew.runs.summary import client_metrics, client_rows, unseen_metrics
 from unskew.simulation import personal_models
-from unskew.simulation.evaluate import ClientScores, Evaluator, Models
+from unskew.simulation.client_scores import ClientScores
+from unskew.simulation.evaluate import Evaluator, Models
 from unskew.simulation.personal_models import Served
 
 

@@ -14,7 +14,7 @@ from unskew.protocol.data_preparation import PreparedData
 from unskew.records.recorder import Recorder, best_value_of, finite_or_none, first_reaching
 from unskew.runs.final_evaluation import class_support
 from unskew.runs.metrics import RunMetrics
-from unskew.simulation.evaluate import ClientScores
+from unskew.simulation.client_scores import ClientScores
 from unskew.simulation.run_warnings import divergence_warning
 from unskew.simulation.server import Server
 from unskew.tasks.primary_metric import WORST

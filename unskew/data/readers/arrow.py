@@ -33,3 +33,16 @@ pc: Any = LazyModule("pyarrow.compute")
 arrow_csv: Any = LazyModule("pyarrow.csv")
 arrow_json: Any = LazyModule("pyarrow.json")
 parquet: Any = LazyModule("pyarrow.parquet")
+
+
+def cast(column: Any, kind: Any) -> Any | None:
+    """Return a column as another type, or None if a value cannot be converted.
+
+    Args:
+        column: Values of the column.
+        kind: pyarrow type.
+    """
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid:
+        return None

@@ -6,7 +6,6 @@ when it is written as one (leading zeros, more digits than 64 bits hold) is a co
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import math
@@ -16,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from unskew.data.readers.arrow import pa, pc
+from unskew.data.readers.arrow import cast, pa, pc
+from unskew.data.readers.text_dates import as_dates, date_format, date_formats
 from unskew.data.spec import CsvSpec
 from unskew.errors import DataError
 
@@ -41,7 +41,6 @@ WHOLE = r"^[+-]?\d+(\.0*)?$"
 COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 POINT_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
-CLOCK = ("", " %H:%M:%S", " %H:%M", "T%H:%M:%S", "T%H:%M")
 SHOWN, SAMPLE = 3, 100
 
 
@@ -129,7 +128,7 @@ def type_columns(tables: Sequence[TextTable], uses: ColumnUses = NO_USES, traini
             for k in members:
                 typed[k][name] = values.slice(start, tables[k].cells.num_rows)
                 start += tables[k].cells.num_rows
-        if (form := date_format(cells, groups[0][2])) is not None:
+        if (form := date_format(cells.trimmed, cells.dialect.dates, groups[0][2])) is not None:
             forms[name] = form
     about = {"dates": json.dumps(forms)} if forms else None
     return [pa.table(columns).replace_schema_metadata(about) for columns in typed]
@@ -294,80 +293,6 @@ def as_truth(trimmed: Any) -> Any | None:
     return None if index.null_count > trimmed.null_count else pc.take(pa.array(list(TRUTH.values())), index)
 
 
-def as_dates(trimmed: Any, form: str | None) -> Any | None:
-    """Return trimmed cells as dates, or None if one is none, or the order of day and month is ambiguous.
-
-    Args:
-        trimmed: Trimmed cells, not all of which are missing.
-        form: Format of the user for ``strptime``, or None.
-    """
-    example = trimmed.drop_null()[0].as_py()
-    if not re.match(r"\d{1,4}[./-]", example) and form is None:
-        return None
-    if form is not None and (dates := parse_dates(trimmed, form)) is not None:
-        return dates
-    for kind in (pa.date32(), pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("ns", "UTC")):
-        if (dates := cast(trimmed, kind)) is not None:
-            return dates
-    formats = [] if form is not None else date_formats(example)
-    fitting = [dates for f in formats if (dates := parse_dates(trimmed, f)) is not None]
-    return fitting[0] if fitting and all(pc.all(pc.equal(fitting[0], dates)).as_py() for dates in fitting) else None
-
-
-def date_format(cells: ColumnCells, values: Any) -> str | None:
-    """Return the format of dates that are not ISO 8601; None for other columns.
-
-    Args:
-        cells: Cells of the column.
-        values: The cells with their type, or None.
-    """
-    if values is None or not pa.types.is_temporal(values.type) or cast(cells.trimmed, pa.timestamp("ns")) is not None:
-        return None
-    example = cells.trimmed.drop_null()
-    formats = [cells.dialect.dates] if cells.dialect.dates else date_formats(example[0].as_py())
-    return next((form for form in formats if parse_dates(cells.trimmed, form) is not None), None)
-
-
-def parse_dates(trimmed: Any, form: str) -> Any | None:
-    """Return trimmed cells as dates in a format, or None if a cell has another.
-
-    Args:
-        trimmed: Trimmed cells.
-        form: Format as for ``strptime``.
-    """
-    dates = pc.strptime(trimmed, form, "s", error_is_null=True)
-    if dates.null_count > trimmed.null_count:
-        return None
-    early = pc.filter(trimmed, pc.less_equal(pc.day(dates), 3)).unique()  # strptime turns 30 February into 1 March
-    return None if any(is_impossible_day(text, form) for text in early.to_pylist() if text is not None) else dates
-
-
-def is_impossible_day(text: str, form: str) -> bool:
-    """Return whether a month has no such day.
-
-    >>> is_impossible_day("30.02.2020", "%d.%m.%Y"), is_impossible_day("29.02.2020", "%d.%m.%Y")
-    (True, False)
-    """
-    try:
-        datetime.datetime.strptime(text, form)
-    except ValueError as error:
-        return "day" in str(error) and "range" in str(error)
-    return False
-
-
-def cast(column: Any, kind: Any) -> Any | None:
-    """Return a column as another type, or None if a value cannot be converted.
-
-    Args:
-        column: Values of the column.
-        kind: pyarrow type.
-    """
-    try:
-        return column.cast(kind)
-    except pa.ArrowInvalid:
-        return None
-
-
 def check_text(cells: ColumnCells, is_label: bool) -> None:
     """Validate a column of text, in which options for numbers would have no effect.
 
@@ -441,27 +366,6 @@ def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
     if decimal == ",":
         cells = pc.replace_substring(pc.replace_substring(cells, ".", "\0"), ",", ".")
     return cells
-
-
-def date_formats(text: str) -> list[str]:
-    """Return the formats of dates that a text may have, other than ISO 8601.
-
-    >>> date_formats("05-02-2010")
-    ['%d-%m-%Y', '%m-%d-%Y']
-    """
-    match = re.match(r"(\d{1,4})([./-])(\d{1,2}|[A-Za-z]{3})\2(\d{1,4})(.*)$", text)
-    if match is None:
-        return []
-    first, mark, middle, last, clock = match.groups()
-    month = "%b" if middle.isalpha() else "%m"
-    orders = (
-        [("%Y", month, "%d")]
-        if len(first) == 4
-        else [("%d", month, "%Y"), *([] if middle.isalpha() else [("%m", "%d", "%Y")])]
-    )
-    if len(first) != 4 and len(last) != 4:
-        return []
-    return [mark.join(order) + time for order in orders for time in (CLOCK[1:] if clock else CLOCK[:1])]
 
 
 def every(texts: Any, pattern: str) -> bool:

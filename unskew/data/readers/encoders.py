@@ -12,8 +12,8 @@ from torch import Tensor
 
 from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_sums, global_moments, sums_of_squares
 from unskew.data.normalization import Normalization
-from unskew.data.readers.arrow import pa, pc
-from unskew.data.readers.cell_types import PLACEHOLDERS, TRUTH, cast, may_be_number
+from unskew.data.readers.arrow import cast, pa, pc
+from unskew.data.readers.cell_types import PLACEHOLDERS, TRUTH, may_be_number
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
 from unskew.data.readers.names import with_clean_names
 from unskew.data.validation import OFFSET_RATIO

@@ -26,7 +26,8 @@ from unskew.runs.assembly import RunParts
 from unskew.runs.simulated_clients import SimulatedClients
 from unskew.runs.summary import client_metrics, client_rows
 from unskew.simulation import personal_models
-from unskew.simulation.evaluate import HELD_OUT, NOTHING, ClientScores, evaluated_clients
+from unskew.simulation.client_scores import ClientScores
+from unskew.simulation.evaluate import HELD_OUT, NOTHING, evaluated_clients
 from unskew.simulation.network import Network, age_metrics
 from unskew.tasks.primary_metric import WORST
 
