@@ -83,6 +83,10 @@ def parse_dates(trimmed: Any, form: str) -> Any | None:
 def is_impossible_day(text: str, form: str) -> bool:
     """Return whether a month has no such day.
 
+    Args:
+        text: Date.
+        form: Format as for ``strptime``.
+
     >>> is_impossible_day("30.02.2020", "%d.%m.%Y"), is_impossible_day("29.02.2020", "%d.%m.%Y")
     (True, False)
     """
