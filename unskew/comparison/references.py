@@ -17,8 +17,8 @@ from unskew.tasks.primary_metric import primary_metric_name
 BY_DEFAULT = True
 """Default of ``references``."""
 TITLE = (
-    "References, not ranked: all data in one place (pooled), each client alone (local). Unless tuned themselves\n(unskew "
-    "tune), they use another method's settings, so pooled is no upper bound"
+    "References, not ranked: all data in one place (pooled), each client alone (local).\n"
+    "With settings of another method, pooled is no upper bound; unskew tune tunes both."
 )
 """Title of tables of references."""
 ROUNDS = 10_000_000
