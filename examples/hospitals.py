@@ -14,6 +14,7 @@ import numpy as np
 from sklearn.datasets import load_breast_cancer, load_diabetes
 
 import unskew
+from unskew.comparison.summary_statistics import std_key
 
 HOSPITALS = ("Aspen", "Birch", "Cedar", "Elm", "Fir", "Oak")
 DEVICES = ("A1", "B2", "C3")
@@ -61,7 +62,7 @@ def table(title, result, names):
     print(f"\n{title}")
     for row in result.rows():
         rated = [name for name in names if row[name] is not None]  # not every method has personal models
-        figures = (f"{name} {row[name]:.3f} ± {row[name + '_std']:.3f}" for name in rated)
+        figures = (f"{name} {row[name]:.3f} ± {row[std_key(name)]:.3f}" for name in rated)
         print(f"  {row['method']:<10}", "   ".join(figures))
 
 
