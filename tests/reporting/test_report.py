@@ -170,7 +170,7 @@ def test_fairness_and_personal_models(compared, page):
     by_pairs = [np.abs(np.subtract.outer(v, v)).mean() / (2 * np.mean(v)) for v in scores]
     assert found["fedavg"] == pytest.approx(np.mean(by_pairs))
     assert page.column("fairness", "model").count("personal") == 1
-    assert set(page.data["parts"][0]["boxes"]) == {"accuracy", "loss", "personal_accuracy"}
+    assert set(page.data["parts"][0]["boxes"]) == {"accuracy", "loss", "personal_accuracy", "personal_loss"}
 
 
 # ---- the file ---------------------------------------------------------------------------------------------------------
