@@ -239,7 +239,7 @@ def parse_rows(lines: Iterable[bytes], path: Path) -> list[Row]:
         ) from error
     for row in rows:
         known = isinstance(row, dict) and {*MEASURED, primary_metric_name(row)} <= set(row)
-        if not known or not all(map(_is_figure, row, row.values())):
+        if not known or not isinstance(row.get("round"), int) or not all(map(_is_figure, row, row.values())):
             raise CheckpointError(f"{path} is corrupted: a line does not have the metrics of a round.")
     return rows
 
