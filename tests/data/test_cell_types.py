@@ -1,6 +1,7 @@
 """Types of the columns of CSV files: what is a number, a date, a code or a missing value, over all files together."""
 
 import datetime
+import json
 import unicodedata
 
 import numpy as np
@@ -389,6 +390,14 @@ def test_dates_of_a_test_file_may_have_another_format(tmp_path):
         (tmp_path / f"{name}.csv").write_text(f"v\n{cell}\n")
     train, test = file_tables(tmp_path)
     assert (train.column("v")[0].as_py(), test.column("v")[0].as_py()) == (DAY, DAY.date())
+
+
+def test_the_format_of_dates_is_that_of_the_training_files(tmp_path):
+    """A text in a test file does not hide it, so that prediction reads dates as training did."""
+    for name, cell in (("train", "13.02.2010"), ("test", "unknown day")):
+        (tmp_path / f"{name}.csv").write_text(f"v\n{cell}\n")
+    train, _ = file_tables(tmp_path)
+    assert json.loads(train.schema.metadata[b"dates"]) == {"v": "%d.%m.%Y"}
 
 
 def test_json_lines_keep_integers_of_more_than_64_bits(tmp_path):

@@ -281,5 +281,7 @@ def parse_unseen(value: object) -> Unseen:
         return parse_names(value)
     odd = [name for name in value if not isinstance(name, str | int) or isinstance(name, bool)]
     if odd:
-        raise ConfigError(f"unseen has {odd[0]!s}, which is no name. Write names such as NO and 2024-01-31 in quotes.")
+        raise ConfigError(
+            f"unseen has {odd[0]!s}, which is not a name. Write names such as NO and 2024-01-31 in quotes."
+        )
     return parse_names([f"{name:d}" if isinstance(name, int) and abs(name) < 1 << 63 else name for name in value])

@@ -111,9 +111,8 @@ def test_row_mask(
         units = make_units(columns, split, rows, np.random.default_rng(seed))
         held_out = np.isin(units.codes, select_held_out_units(units, np.arange(rows), share))
         if classes is not None and split.time is None and len({*classes[held_out].tolist()}) < len({*classes.tolist()}):
-            class_of = classes[np.unique(units.codes, return_index=True)[1]][
-                units.codes
-            ]  # that of the group's first row
+            first_rows = np.unique(units.codes, return_index=True)[1]
+            class_of = classes[first_rows][units.codes]  # class of the first row in the same group
             strata = [np.flatnonzero(class_of == name) for name in np.unique(class_of)]
             chosen = [select_held_out_units(units, stratum, share) for stratum in strata]
             held_out = np.isin(units.codes, np.concatenate(chosen))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.readers.arrow_io import read_cells, read_typed
-from unskew.data.readers.cell_types import ColumnUses, Kind, kind_of_names, type_columns
+from unskew.data.readers.cell_types import CellKind, ColumnUses, kind_of_names, type_columns
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
 from unskew.data.readers.image_folders import IMAGES, is_image_file, path_column, visible_files
 from unskew.data.readers.images import decode_column
@@ -73,7 +73,7 @@ def column_uses(inputs: InputSpec) -> ColumnUses:
         inputs: Input specification of the model.
     """
     texts = (*inputs.text, *((inputs.image,) if inputs.image else ()))
-    kinds: dict[str, Kind] = dict.fromkeys(texts, "text")
+    kinds: dict[str, CellKind] = dict.fromkeys(texts, "text")
     kinds.update((name, "number") for name in inputs.features)
     for column in inputs.columns:
         kinds[column.name] = kind_of_names(column.values) if column.kind == "category" else column.kind

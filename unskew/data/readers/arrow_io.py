@@ -184,17 +184,19 @@ def checked_names(path: Path, names: Sequence[str | None], cells: Any) -> dict[i
         DataError: If two columns have the same name.
     """
     stored: dict[int, str] = {}
+    seen: set[str] = set()
     for position, name in enumerate(names):
         if name is None and not pc.any(pc.not_equal(pc.utf8_trim_whitespace(cells.column(position)), "")).as_py():
             continue
         clean = "" if name is None else clean_name(name)
-        if clean in stored.values():
+        if clean in seen:
             remedy = "Rename them" if clean else "Name them"
             raise DataError(
-                f"{path} has more than one column named {clean!r}. {remedy}; if the first line is no header, list the names "
-                "in csv.names."
+                f"{path} has more than one column named {clean!r}. {remedy}; if the first line is not a header, list the "
+                "names in csv.names."
             )
         stored[position] = clean
+        seen.add(clean)
     return stored
 
 

@@ -21,7 +21,7 @@ from unskew.data.spec import CsvSpec
 from unskew.errors import DataError
 
 LOG = logging.getLogger("unskew")
-Kind = Literal["number", "truth", "date", "text"]
+CellKind = Literal["number", "truth", "date", "text"]
 NOT_AVAILABLE = frozenset(
     ["#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"]
     + ["N/A", "NA", "NULL", "NaN", "n/a", "nan", "null"]
@@ -42,6 +42,8 @@ COMMA_NUMBER = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?([eE][+-]?\d+)?\s*$"
 POINT_NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
 THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
 SHOWN, SAMPLE = 3, 100
+CODES = "codes, such as 007 or 12E5; list it in categories, or in features to use the numbers"
+"""Reason that ``why_text`` returns for a column of codes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class ColumnUses:
     labels: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     dates: tuple[str, ...] = ()
-    kinds: tuple[tuple[str, Kind], ...] = ()
+    kinds: tuple[tuple[str, CellKind], ...] = ()
     forms: tuple[tuple[str, str], ...] = ()
 
 
@@ -102,36 +104,68 @@ def type_columns(tables: Sequence[TextTable], uses: ColumnUses = NO_USES, traini
     forms = dict(uses.forms)
     for name in dict.fromkeys(name for table in tables for name in table.cells.column_names):
         files = [k for k, columns in enumerate(typed) if name in columns]
-        first = [k for k in files if training is None or k < training]
-        kind, codes_are_numbers = dict(uses.kinds).get(name), name in uses.numbers
-        if kind is None and name in uses.dates and tables[0].dialect.dates is not None:
-            kind = "date"  # the format may consist of digits only
-        is_label = name in uses.labels
-        named = is_label or name in uses.names
-        cells = join_cells(name, [tables[k] for k in files])._replace(named=named, is_label=is_label)
-        if name in forms and cells.dialect.dates is None:
-            cells = cells._replace(dialect=replace(cells.dialect, dates=forms[name]))
-        groups = [(files, cells, typed_values(cells, kind, codes_are_numbers))]
-        if groups[0][2] is None and 0 < len(first) < len(files):
-            rest = [k for k in files if k not in first]
-            cells = join_cells(name, [tables[k] for k in first])._replace(named=named, is_label=is_label)
-            values = typed_values(cells, kind, codes_are_numbers)
-            if values is not None:
-                others = join_cells(name, [tables[k] for k in rest])
-                like: Kind = "date" if pa.types.is_temporal(values.type) else "number"
-                groups = [(first, cells, values), (rest, others, typed_values(others, like, True))]
-        for members, cells, values in groups:
+        groups = type_column(name, tables, files, uses, training)
+        for group in groups:
+            values = group.values
             if values is None:
-                check_text(cells, name in uses.labels)
-                values = cells.written
+                check_text(group.cells)
+                values = group.cells.written
             start = 0
-            for k in members:
+            for k in group.files:
                 typed[k][name] = values.slice(start, tables[k].cells.num_rows)
                 start += tables[k].cells.num_rows
-        if (form := date_format(cells.trimmed, cells.dialect.dates, groups[0][2])) is not None:
+        cells, values = groups[0].cells, groups[0].values
+        if (form := date_format(cells.trimmed, cells.dialect.dates, values)) is not None:
             forms[name] = form
     about = {"dates": json.dumps(forms)} if forms else None
     return [pa.table(columns).replace_schema_metadata(about) for columns in typed]
+
+
+class TypedCells(NamedTuple):
+    """Cells of one column in the files that are read with one type.
+
+    Attributes:
+        files: Positions of the files.
+        cells: Their cells.
+        values: The cells as numbers, truth values or dates; None if they are text.
+    """
+
+    files: list[int]
+    cells: ColumnCells
+    values: Any | None
+
+
+def type_column(
+    name: str, tables: Sequence[TextTable], files: list[int], uses: ColumnUses, training: int | None
+) -> list[TypedCells]:
+    """Return the typed cells of one column: in one group, or apart for training and test if only a test file has text.
+
+    Args:
+        name: Name of the column.
+        tables: Files of the table.
+        files: Positions of the files that have the column.
+        uses: Uses of the columns.
+        training: Number of training files, which come first; None means all.
+    """
+    kind, codes_are_numbers = dict(uses.kinds).get(name), name in uses.numbers
+    if kind is None and name in uses.dates and tables[0].dialect.dates is not None:
+        kind = "date"  # the format may consist of digits only
+    cells = join_cells(name, [tables[k] for k in files], uses)
+    values = typed_values(cells, kind, codes_are_numbers)
+    first = [k for k in files if training is None or k < training]
+    if values is not None or not 0 < len(first) < len(files):
+        return [TypedCells(files, cells, values)]
+    of_training = join_cells(name, [tables[k] for k in first], uses)
+    training_values = typed_values(of_training, kind, codes_are_numbers)
+    if training_values is None:
+        return [TypedCells(files, cells, None)]
+    rest = [k for k in files if k not in first]
+    others = join_cells(name, [tables[k] for k in rest], uses)._replace(named=False)  # the training files decide
+    like: CellKind = "date" if pa.types.is_temporal(training_values.type) else "number"
+    return [
+        TypedCells(first, of_training, training_values),
+        TypedCells(rest, others, typed_values(others, like, codes_are_numbers=True)),
+    ]
 
 
 class ColumnCells(NamedTuple):
@@ -154,16 +188,17 @@ class ColumnCells(NamedTuple):
     written: Any
     trimmed: Any
     plain: Any
-    named: bool = False
-    is_label: bool = False
+    named: bool
+    is_label: bool
 
 
-def join_cells(name: str, tables: Sequence[TextTable]) -> ColumnCells:
+def join_cells(name: str, tables: Sequence[TextTable], uses: ColumnUses) -> ColumnCells:
     """Return the cells of one column in several files.
 
     Args:
         name: Name of the column.
         tables: Files that have the column.
+        uses: Uses of the columns.
     """
     columns: tuple[list[Any], ...] = [], [], []
     for table in tables:
@@ -174,10 +209,14 @@ def join_cells(name: str, tables: Sequence[TextTable]) -> ColumnCells:
         for column, texts in zip(columns, (cells, trimmed, with_decimal_points(trimmed, dialect)), strict=True):
             column += texts.chunks
     written, trimmed, plain = (pa.chunked_array(chunks, pa.string()) for chunks in columns)
-    return ColumnCells(name, tables[0].path, tables[0].dialect, written, trimmed, plain)
+    dialect, is_label = tables[0].dialect, name in uses.labels
+    if dialect.dates is None:
+        dialect = replace(dialect, dates=dict(uses.forms).get(name))
+    named = is_label or name in uses.names
+    return ColumnCells(name, tables[0].path, dialect, written, trimmed, plain, named, is_label)
 
 
-def typed_values(cells: ColumnCells, kind: Kind | None, codes_are_numbers: bool) -> Any | None:
+def typed_values(cells: ColumnCells, kind: CellKind | None, codes_are_numbers: bool) -> Any | None:
     """Return the cells of a column as numbers, truth values or dates; None if they are text.
 
     Args:
@@ -286,19 +325,18 @@ def report_sentinels(cells: ColumnCells, numbers: Any) -> None:
 
 
 def as_truth(trimmed: Any) -> Any | None:
-    """Return trimmed cells as truth values, or None if one is none."""
+    """Return trimmed cells as truth values; None if one cell is not a truth value."""
     if not set(trimmed.slice(0, SAMPLE).drop_null().to_pylist()) <= TRUTH.keys():
         return None
     index = pc.index_in(trimmed, pa.array(list(TRUTH)), skip_nulls=True)
     return None if index.null_count > trimmed.null_count else pc.take(pa.array(list(TRUTH.values())), index)
 
 
-def check_text(cells: ColumnCells, is_label: bool) -> None:
+def check_text(cells: ColumnCells) -> None:
     """Validate a column of text, in which options for numbers would have no effect.
 
     Args:
         cells: Cells of the column.
-        is_label: Whether the column contains class labels.
 
     Raises:
         DataError: If the decimal mark of the user contradicts the cells, or a label may be missing.
@@ -315,7 +353,7 @@ def check_text(cells: ColumnCells, is_label: bool) -> None:
     if cells.dialect.missing is not None or not len(absent):
         return
     text = absent[0].as_py()
-    if is_label:
+    if cells.is_label:
         raise DataError(
             f"{cells.path}: the label column {name!r} has {text!r} in {len(absent)} of {len(texts)} rows. If it means a "
             f"missing label, set csv.missing to {text} and remove these rows; if it is a class, set csv.missing to []."
@@ -326,7 +364,7 @@ def check_text(cells: ColumnCells, is_label: bool) -> None:
     )  # fmt: skip
 
 
-def kind_of_names(names: Collection[str]) -> Kind:
+def kind_of_names(names: Collection[str]) -> CellKind:
     """Return how cells must be read so that their names can be compared with known names.
 
     >>> kind_of_names(["1", "2"]), kind_of_names(["false", "true"]), kind_of_names(["007", "1"])
@@ -392,7 +430,7 @@ def why_text(column: Any) -> str | None:
         return None
     with_comma = pc.filter(texts, pc.match_substring(texts, ","))
     if every(texts, CODE) or every(texts, CODE_WITH_E):
-        return "codes, such as 007 or 12E5; list it in categories, or in features to use the numbers"
+        return CODES
     if len(with_comma) and every(texts, f"{COMMA_NUMBER}|{THOUSANDS}"):
         if every(with_comma, THOUSANDS):
             return f"numbers with thousands marks such as {with_comma[0].as_py()}, see csv.thousands"

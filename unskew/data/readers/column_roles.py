@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from unskew.data.readers.arrow import pa, pc
-from unskew.data.readers.cell_types import ColumnUses, why_text
+from unskew.data.readers.cell_types import CODES, ColumnUses, why_text
 from unskew.data.spec import parse_names
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.expressions import quote
@@ -307,8 +307,7 @@ def is_category(column: Any) -> bool:
 
 def is_category_text(column: Any) -> bool:
     """Return whether a column of strings contains names or codes, and not numbers or dates in an unusual notation."""
-    reason = why_text(column)
-    return reason is None or reason.startswith("codes")
+    return why_text(column) in (None, CODES)
 
 
 def is_string(kind: Any) -> bool:

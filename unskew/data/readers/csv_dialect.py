@@ -57,7 +57,7 @@ def csv_layout(path: Path, requested: CsvSpec) -> CsvLayout:
         requested: Format options of the user; fields that are None are detected.
 
     Raises:
-        DataError: If the format is ambiguous, or the first line is no header.
+        DataError: If the format is ambiguous, or the first line is not a header.
     """
     encoding = requested.encoding or detect_encoding(path)
     with path.open(encoding="utf-8-sig" if encoding == "utf-8" else encoding, errors="replace", newline="") as file:
@@ -73,8 +73,7 @@ def csv_layout(path: Path, requested: CsvSpec) -> CsvLayout:
         skip += 1
     body = "".join(lines[skip:])
     separator = requested.separator or (named[1] if named else detect_separator(path, body, cut))
-    above, below = (line.strip().split(separator) for line in ("".join(lines[skip - 1 : skip]), body.split("\n", 1)[0]))
-    if skip > first and 1 < len(above) == len(below) and any(re.match(POINT_NUMBER, cell) for cell in below):
+    if skip > first and is_header(lines[skip - 1], body.split("\n", 1)[0], separator):
         skip -= 1  # the names of the columns begin with #
         body = "".join(lines[skip:])
     records = read_records(body, separator, cut)
@@ -94,6 +93,18 @@ def csv_layout(path: Path, requested: CsvSpec) -> CsvLayout:
     return CsvLayout(dialect, skip, reader.line_num, column_names(path, records, skip, lines, separator))
 
 
+def is_header(line: str, row: str, separator: str) -> bool:
+    """Return whether a line has as many fields as the row below it, which contains numbers.
+
+    Args:
+        line: Line that may be the header.
+        row: Line below it.
+        separator: Character between fields.
+    """
+    names, cells = line.strip().split(separator), row.strip().split(separator)
+    return 1 < len(names) == len(cells) and any(re.match(POINT_NUMBER, cell) for cell in cells)
+
+
 def column_names(path: Path, records: list[list[str]], skip: int, lines: list[str], separator: str) -> tuple[str, ...]:
     """Return the names in the header, completed if each row has one field more.
 
@@ -105,7 +116,7 @@ def column_names(path: Path, records: list[list[str]], skip: int, lines: list[st
         separator: Character between fields.
 
     Raises:
-        DataError: If the first record is no header.
+        DataError: If the first record is not a header.
     """
     if not records:
         return ()

@@ -79,9 +79,10 @@ def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: st
         if encoder.name not in there:
             raise DataError(f"{where}: the column {encoder.name!r} is missing; the training rows have it.")
         values = read_column(table.column(encoder.name), encoder, f"{where}: column {encoder.name!r}", remedy)
-        if out.dtype == np.float32 and encoder.kind != "category" and needs_offset(values):
+        exact = encoder.kind != "category" and needs_offset(values)
+        if exact and out.dtype == np.float32:
             out = out.astype(np.float64)
-        out[:, j] = values if needs_offset(values) else values.astype(np.float32)
+        out[:, j] = values if exact else values.astype(np.float32)
     return out
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from unskew.data.federation import take_rows
 from unskew.data.normalization import Normalization
-from unskew.data.readers.cell_types import why_text
+from unskew.data.readers.arrow import pa
+from unskew.data.readers.cell_types import CODES, why_text
 from unskew.data.readers.column_roles import (
     CATEGORY,
     DATE,
@@ -243,8 +244,6 @@ def check_plain(part: Any, columns: Sequence[str | None], name: str) -> None:
 
 def is_plain(kind: Any) -> bool:
     """Return whether values of a pyarrow type are plain: no lists, structs or bytes."""
-    import pyarrow as pa
-
     return not (pa.types.is_nested(kind) or is_binary(kind) or pa.types.is_fixed_size_binary(kind))
 
 
@@ -265,7 +264,7 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
     if task != "classification" or metadata_class_names(train, label):
         return
     reason = why_text(column) if is_string(column.type) else None
-    if reason is not None and not reason.startswith("codes") and classes > FEW_CLASSES:
+    if reason not in (None, CODES) and classes > FEW_CLASSES:
         raise DataError(
             f"{name}: the label {label!r} contains {reason}. Each of the {classes} different values would be a class. To "
             "predict the number, use --task regression (task: regression)."
