@@ -177,7 +177,8 @@ def _read_as_names(node: Any, name: str = "", inner: bool = False) -> None:
     """
     if isinstance(node, yaml.MappingNode) and name in ("", "data", "text"):
         for key, value in node.value:
-            _read_as_names(value, "-" if key.value == "columns" and name != "text" else str(key.value) or "-")
+            if key.value and (key.value != "columns" or name == "text"):
+                _read_as_names(value, str(key.value))
     elif isinstance(node, yaml.SequenceNode) and name in COLUMNS:
         for item in node.value:
             _read_as_names(item, name, True)
