@@ -146,10 +146,10 @@ class SiteState:
         self._write("evaluated.json", (done + 1, round, request))
 
     def check_start(self, round: int, digest: BroadcastDigest) -> None:
-        """Validate that a masked update continues from the same state, with the same weight, as others that it equals.
+        """Validate that the site never trains twice from a model, or twice in a round, with another state or weight.
 
-        If only this site trained from another state, the difference of two sums over the same sites would reveal its part.
-        This is stored before the update leaves the site, because the others can open the sum without it.
+        The difference of two masked sums over the same sites would otherwise reveal what this site has sent. The digest is
+        stored before the update leaves the site, because the other sites can open the sum without it.
 
         Args:
             round: Number of the round, from 0.
