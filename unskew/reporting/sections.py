@@ -90,7 +90,7 @@ def _result(part: RunGroup) -> str:
 
 
 def _benefit(part: RunGroup) -> str:
-    benefit = part.comparison().benefit
+    benefit = part.comparison.benefit
     if benefit is None or not benefit.clients:
         return ""
     overview, clients = tables.benefit_tables(benefit)
