@@ -94,8 +94,7 @@ def evaluation_table(scores: list[dict[str, Any]], by: str | None, inputs: Input
 
     intervals = {f"{name}{end}" for name in scores[0] for end in ("_low", "_high")}
     names = [name for name in scores[0] if name not in intervals and name not in ("group", "rows")]
-    positive = inputs.metrics.class_names[inputs.metrics.positive] if inputs.judges_one_class else None
-    titles = {name: Text(escape_controls(metric_info(name, positive=positive).title)) for name in names}
+    titles = {name: Text(escape_controls(metric_info(name, positive=inputs.positive_class).title)) for name in names}
     titles |= {name: cell(f"rows of {name.partition('/')[2]}") for name in names if name.startswith("support/")}
     if by is None:
         single = Table("", "value", "95 % interval")

@@ -143,7 +143,7 @@ def file_metadata(found: OpenedRun) -> dict[str, str]:
     about: dict[str, Any] = {"shape": list(input_shape(inputs)), "kind": inputs.kind, "task": inputs.task}
     about["outputs"] = output_kind(inputs)
     about |= {} if inputs.task == "language" else {"class_names": inputs.names}
-    about |= {"positive": inputs.metrics.class_names[inputs.metrics.positive]} if inputs.judges_one_class else {}
+    about |= {} if inputs.positive_class is None else {"positive": inputs.positive_class}
     about |= {"class_weights": list(inputs.class_weights)} if inputs.class_weights else {}
     about |= {"features": list(inputs.features)} if inputs.features else {}
     columns = [{"name": column.name, "kind": column.kind, "values": list(column.values)} for column in inputs.columns]
