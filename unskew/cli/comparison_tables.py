@@ -18,6 +18,7 @@ from unskew.comparison.leave_one_out import LeaveOneOut
 from unskew.comparison.references import TITLE as REFERENCES
 from unskew.comparison.summary_statistics import CLIENT_MODELS, OVER_CLIENTS, UNSEEN, std_key
 from unskew.tasks.formatting import (
+    COST,
     F1,
     format_megabytes,
     format_number,
@@ -46,7 +47,6 @@ NO_GUARANTEE = "epsilon if secret"
 """Title of the column of runs with ``reproducible=true``."""
 MOST_CLIENTS = 10
 """Number of clients that the terminal lists."""
-COST = ("MB up", "MB down", "seconds")
 
 
 def split_expression(spelling: str) -> list[str]:

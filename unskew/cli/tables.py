@@ -12,6 +12,7 @@ from rich.table import Table
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.cli.fit_table import ReflowTable
+from unskew.comparison.summary_statistics import interval_of
 from unskew.data.readers.column_roles import describe_roles
 from unskew.tasks.formatting import (
     F1,
@@ -54,11 +55,10 @@ def interval_suffix(summary: Mapping[str, Any], key: str) -> str:
         summary: Summary of the run.
         key: Key of the metric.
     """
-    low, high = summary.get(f"{key}_low"), summary.get(f"{key}_high")
-    if low is None or high is None:
+    interval, judge = interval_of([summary], key), metric_of(summary, key.removeprefix("kept_"))
+    if interval is None:
         return ""
-    judge = metric_of(summary, key.removeprefix("kept_"))
-    return f", 95 % interval {value_text(judge, low, sign='')} to {value_text(judge, high)}"
+    return f", 95 % interval {value_text(judge, interval[0], sign='')} to {value_text(judge, interval[1])}"
 
 
 def undefined_text(summary: Mapping[str, Any], whose: str, metric: str) -> str:

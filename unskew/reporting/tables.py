@@ -28,6 +28,7 @@ from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.formatting import (
+    COST,
     F1,
     format_megabytes,
     format_percent,
@@ -39,9 +40,6 @@ from unskew.tasks.formatting import (
 from unskew.tasks.formatting import format_number as loss_text
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
-
-COST = ("MB up", "MB down", "seconds")
-"""Titles of the columns of costs."""
 
 
 @dataclass(frozen=True)

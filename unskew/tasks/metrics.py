@@ -61,7 +61,7 @@ class ClassPredictions:
 
     @property
     def outcomes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whether the predicted event occurs for each sample, and its probability, ``[n]`` each.
+        """Return whether the predicted event occurs for each sample, and its probability, ``[n]`` each.
 
         With two classes, the event is the positive class: the predicted class would hide probabilities that are too high
         for a rare class. With more classes, it is the most probable class.
