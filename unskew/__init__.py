@@ -20,7 +20,7 @@ _PLACES = {
     "Callback": "unskew.records.recorder",
     "ClientData": "unskew.data.federation",
     "ClientRule": "unskew.protocol.rules",
-    "Comparison": "unskew.comparison.compare",
+    "Comparison": "unskew.comparison.comparison_result",
     "Context": "unskew.protocol.rules",
     "DataRule": "unskew.protocol.rules",
     "Experiment": "unskew.config.experiment",
@@ -81,7 +81,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from unskew.comparison.compare import Comparison, compare
+    from unskew.comparison.compare import compare
+    from unskew.comparison.comparison_result import Comparison
     from unskew.config.experiment import Experiment
     from unskew.data.federation import ClientData, Federation, ServerData
     from unskew.data.load import load_federation

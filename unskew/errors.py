@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 
@@ -74,6 +74,20 @@ def free_name(name: str, taken: Container[str]) -> str:
         number += 1
         free = f"{name}_{number}"
     return free
+
+
+def abbreviate(names: Sequence[str], most: int = 5) -> str:
+    """Return the first few names and the number of further names, as one string.
+
+    Args:
+        names: Names to list.
+        most: Maximum number of names to list.
+
+    >>> abbreviate(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def short_repr(value: object, write: Callable[[object], str] = repr) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import unskew
-from unskew.comparison.compare import Comparison
+from unskew.comparison.comparison_result import Comparison
 from unskew.records import notebook
 from unskew.records.result import Result
 

@@ -73,6 +73,14 @@ def cost_std(y_true, scores):
     return 0.5
 
 
+def accuracy_low(y_true, scores):
+    return 0.5
+
+
+def all_accuracy(y_true, scores):
+    return 0.5
+
+
 def failing(y_true, scores):
     raise KeyError("x")
 
@@ -178,6 +186,8 @@ def test_regression_takes_functions_of_predictions_in_their_units():
         ({"metrics": [client]}, "metric client has the name of an existing metric"),
         ({"metrics": [epsilon]}, "metric epsilon has the name of an existing metric"),
         ({"metrics": [cost_std]}, "metric cost_std has the name of an existing metric"),
+        ({"metrics": [accuracy_low]}, "metric accuracy_low has the name of an existing metric"),
+        ({"metrics": [all_accuracy]}, "metric all_accuracy has the name of an existing metric"),
         ({"metrics": [undefined]}, "metric undefined must return a finite number"),
         ({"objective": failing}, r"metric failing failed on the test set .*shapes \(120,\) and \(120, 2\)"),
         ({"metrics": [lambda y, s: 0.0]}, "is not a valid name"),

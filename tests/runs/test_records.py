@@ -17,7 +17,8 @@ from support.tolerance import FEW, assert_close, near
 import unskew
 from unskew.cli.comparison_tables import comparison_table, metrics_table
 from unskew.cli.tables import partition_table, summary_table
-from unskew.comparison.compare import Comparison, folder_name
+from unskew.comparison.comparison_result import Comparison
+from unskew.comparison.folder_name import folder_name
 from unskew.comparison.summary_statistics import mean_std
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.spec import ModelSpec

@@ -15,7 +15,7 @@ from support.tolerance import TRAINING, assert_close, near
 import unskew
 from unskew.cli.comparison_tables import clients_table, comparison_table
 from unskew.cli.tables import summary_table
-from unskew.comparison.compare import Comparison
+from unskew.comparison.comparison_result import Comparison
 from unskew.engines.batches import BatchPlan
 from unskew.errors import MethodConflictError
 from unskew.methods.registry import method

@@ -97,7 +97,7 @@ def run(
     checked = experiment(values)  # report mistakes before PyTorch is loaded
     set_default_model(checked, values)
     from unskew.cli.progress import ProgressLine, make_progress
-    from unskew.comparison.compare import folder_name
+    from unskew.comparison.folder_name import folder_name
     from unskew.runs.run import check_unfinished, run_experiment
 
     confirm_resume_target(again, out)

@@ -18,6 +18,7 @@ from unskew.comparison.leave_one_out import LeaveOneOut
 from unskew.comparison.references import TITLE as REFERENCES
 from unskew.comparison.summary_statistics import CLIENT_MODELS, OVER_CLIENTS, UNSEEN, std_key
 from unskew.tasks.formatting import (
+    COST,
     F1,
     format_megabytes,
     format_number,
@@ -38,17 +39,14 @@ from unskew.tasks.primary_metric import (
 )
 
 if TYPE_CHECKING:
-    from unskew.comparison.compare import Comparison
+    from unskew.comparison.comparison_result import Comparison
 
 WORDS = ("model", "over")
 """Columns of words, which are left-aligned."""
 NO_GUARANTEE = "epsilon if secret"
 """Title of the column of runs with ``reproducible=true``."""
-LEFT_OUT = ("without", "with", "difference")
-"""Metrics of a client that was left out, on its held-out samples."""
 MOST_CLIENTS = 10
 """Number of clients that the terminal lists."""
-COST = ("MB up", "MB down", "seconds")
 
 
 def split_expression(spelling: str) -> list[str]:
@@ -291,13 +289,12 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
             last = "all_clients" in row
             counts = [f"{mean[key]} clients" for key in ("all_clients", "difference_clients")]
             counts = counts if last else [f"{row[key]:,}" for key in ("samples", "num_held_out")]
-            all_samples, without, along, change = (value_text(metric, row[key]) for key in ("all", *LEFT_OUT))
-            ends = interval_text(metric, row.get("difference_interval"), "+")
-            change += f" ({ends})" if ends else ""
-            ends = interval_text(metric, row["all_interval"]) or "-"
+            all_samples = [value_text(metric, row["all"]), interval_text(metric, row["all_interval"]) or "-"]
+            held_out = [value_text(metric, row[key]) for key in ("without", "with", "difference")]
+            if ends := interval_text(metric, row.get("difference_interval"), "+"):
+                held_out[-1] += f" ({ends})"
             first = [row["method"]] if len(means) > 1 else []
-            held_out = (counts[1], without, along, change)
-            table.add_row(*first, row["client"], counts[0], all_samples, ends, *held_out, end_section=last)
+            table.add_row(*first, row["client"], counts[0], *all_samples, counts[1], *held_out, end_section=last)
     return table
 
 

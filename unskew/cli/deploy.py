@@ -165,7 +165,7 @@ def run(
     checked = experiment(values)
     from unskew.cli.common import show
     from unskew.cli.progress import ProgressLine, make_progress
-    from unskew.comparison.compare import folder_name
+    from unskew.comparison.folder_name import folder_name
     from unskew.deployment.flower.superlinks import RunLocation
     from unskew.deployment.server.config import Deployment
     from unskew.deployment.server.run import run as run_deployed

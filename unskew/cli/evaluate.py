@@ -83,19 +83,19 @@ def evaluation_table(scores: list[dict[str, Any]], by: str | None, inputs: Input
 
     from unskew.cli.fit_table import ReflowTable
     from unskew.cli.tables import shorten
+    from unskew.comparison.summary_statistics import interval_of
     from unskew.tasks.primary_metric import metric_info
 
     def cell(value: Any) -> Text:
         return Text(escape_controls(shorten(value) if value is None or isinstance(value, float) else str(value)))
 
     def ends(row: dict[str, Any], name: str) -> str:
-        low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-        return "" if low is None or high is None else f"{low:.3g} to {high:.3g}"
+        interval = interval_of([row], name)
+        return "" if interval is None else f"{interval[0]:.3g} to {interval[1]:.3g}"
 
     intervals = {f"{name}{end}" for name in scores[0] for end in ("_low", "_high")}
     names = [name for name in scores[0] if name not in intervals and name not in ("group", "rows")]
-    positive = inputs.metrics.class_names[inputs.metrics.positive] if inputs.judges_one_class else None
-    titles = {name: Text(escape_controls(metric_info(name, positive=positive).title)) for name in names}
+    titles = {name: Text(escape_controls(metric_info(name, positive=inputs.positive_class).title)) for name in names}
     titles |= {name: cell(f"rows of {name.partition('/')[2]}") for name in names if name.startswith("support/")}
     if by is None:
         single = Table("", "value", "95 % interval")

@@ -97,7 +97,7 @@ def predict(
     from rich.text import Text
 
     several = inputs.task == "multilabel"
-    binary = not predictor.numbers and not several and len(titles) == 2
+    binary = inputs.positive_class is not None
     positive = inputs.metrics.positive
     last = titles if predictor.numbers else [titles[positive]] if binary else [] if several else ["probability"]
     shown = [names["row"], *kept_columns, *(names[name] for name in chosen)]
@@ -109,10 +109,10 @@ def predict(
         cells += [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[names[title]]:.4g}" for title in last]
         table.add_row(*(Text(escape_controls(cell)) for cell in cells))
     console.print(table)
-    if binary and (weights := predictor.inputs.class_weights) and threshold is None:
+    if binary and (weights := inputs.class_weights) and threshold is None:
         limit = weights[1 - positive] / sum(weights)
         console.print(
-            f"Because of class_weights, the label is {predictor.class_names[positive]} from a probability of {limit:.3g}; "
+            f"Because of class_weights, the label is {inputs.positive_class} from a probability of {limit:.3g}; "
             "--threshold sets another limit.",
             highlight=False,
             soft_wrap=True,

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.cli.fit_table import ReflowTable
+from unskew.comparison.summary_statistics import interval_of
 from unskew.data.readers.column_roles import describe_roles
 from unskew.tasks.formatting import (
     F1,
@@ -47,18 +48,17 @@ def clients_text(summary: dict[str, Any], whose: str) -> str:
     return f"mean {mean}{over}, std {std}, worst decile {decile}, worst client {worst}{named}"
 
 
-def interval_text(summary: Mapping[str, Any], key: str) -> str:
-    """Return the 95 % interval of a test metric as text; empty if it is not known.
+def interval_suffix(summary: Mapping[str, Any], key: str) -> str:
+    """Return the 95 % interval of a test metric, to follow its value; empty if it is not known.
 
     Args:
         summary: Summary of the run.
         key: Key of the metric.
     """
-    low, high = summary.get(f"{key}_low"), summary.get(f"{key}_high")
-    if low is None or high is None:
+    interval, judge = interval_of([summary], key), metric_of(summary, key.removeprefix("kept_"))
+    if interval is None:
         return ""
-    judge = metric_of(summary, key.removeprefix("kept_"))
-    return f", 95 % interval {value_text(judge, low, sign='')} to {value_text(judge, high)}"
+    return f", 95 % interval {value_text(judge, interval[0], sign='')} to {value_text(judge, interval[1])}"
 
 
 def undefined_text(summary: Mapping[str, Any], whose: str, metric: str) -> str:
@@ -120,12 +120,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
     lines = [
         (
             f"test {judge.title}, last round",
-            f"{score}{interval_text(summary, judge.name)}  (loss {loss}{errors})",
+            f"{score}{interval_suffix(summary, judge.name)}  (loss {loss}{errors})",
         ),
         (f"test {judge.title}, best round", f"{best}  (round {summary['best_round']})"),
     ]
     if kept_score is not None:
-        text = f"{value_text(judge, kept_score)}{interval_text(summary, f'kept_{judge.name}')}"
+        text = f"{value_text(judge, kept_score)}{interval_suffix(summary, f'kept_{judge.name}')}"
         lines.append((f"test {judge.title}, kept model", f"{text}  (round {summary['kept_round']})"))
     lines += [
         (f"{label}, on {summary['clients_evaluated_on']}", clients_text(summary, whose))

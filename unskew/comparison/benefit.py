@@ -65,10 +65,9 @@ class ClientValues:
 
 
 def _mean(estimates: Sequence[Estimate]) -> Estimate:
-    value, intervals = (
-        fmean(entry.value for entry in estimates),
-        [entry.interval for entry in estimates if entry.interval],
-    )
+    """Return the mean of values and of the ends of their intervals; without an interval if a value has none."""
+    value = fmean(entry.value for entry in estimates)
+    intervals = [entry.interval for entry in estimates if entry.interval]
     if len(intervals) < len(estimates):
         return Estimate(value)
     lows, highs = zip(*intervals, strict=True)

@@ -11,13 +11,12 @@ import numpy as np
 from unskew.comparison.benefit import FEWEST, Benefit
 from unskew.comparison.significance import Estimate
 from unskew.comparison.summary_statistics import interval_of, is_usable_number, mean_or_none, usable_values
+from unskew.errors import abbreviate
 from unskew.tasks.formatting import interval_text, unit_text, value_text
 from unskew.tasks.primary_metric import MetricInfo
 
 Entry = tuple[str, float | None]
 """Text of a table cell and the number that it is sorted by."""
-NAMED = 5
-"""Number of clients that a sentence names."""
 COUNTS = ("n", "events", "clients", "gain", "tie", "loss")
 """Columns of numbers that are not metrics."""
 
@@ -50,7 +49,7 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
     if benefit.undefined:
         lines.append(
             f"{benefit.metric.heading} is undefined at {len(benefit.undefined)} of {total} clients, which are left out: "
-            f"{names_text(benefit.undefined)}."
+            f"{abbreviate(benefit.undefined)}."
         )
     if benefit.small:
         left_out = len(benefit.averaged) < len(benefit.clients)
@@ -58,7 +57,7 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
         what = "held-out samples" if benefit.metric.name == benefit.scored else "held-out samples or events"
         lines.append(
             f"{len(benefit.small)} of {total} clients have fewer than {FEWEST} {what}, so their metric is mostly chance. It "
-            f"is {means}: {names_text(benefit.small)}."
+            f"is {means}: {abbreviate(benefit.small)}."
         )
     return lines
 
@@ -98,11 +97,6 @@ def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
     text += ", and lower is better" if metric.lower_is_better else ""
     ends = interval_text(metric, mean.interval, "+")
     return f"{text} (95 % interval {ends}, paired over {clients})" if ends else text
-
-
-def names_text(labels: Sequence[str]) -> str:
-    """Return the first names of a list, and the number of the others."""
-    return ", ".join(labels[:NAMED]) + (f" and {len(labels) - NAMED} more" if len(labels) > NAMED else "")
 
 
 def _entry(metric: MetricInfo, estimate: Estimate, sign: str = "") -> Entry:

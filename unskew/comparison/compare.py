@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import chain, permutations
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from unskew.attacks.registry import divergence_remedy
 from unskew.comparison import references as reference_rows
-from unskew.comparison.benefit import Benefit, assess_benefit
-from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
+from unskew.comparison.comparison_result import Comparison, default_target
+from unskew.comparison.folder_name import folder_name
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
     is_local,
     is_reference,
+    local_records,
     reference_config,
-    without_global_model,
 )
 from unskew.comparison.same_settings import check_same_settings
 from unskew.comparison.single_run import Given, last, run_or_resume
-from unskew.comparison.summary_statistics import (
-    averaged_keys,
-    is_metric,
-    mean_std,
-    paired_differences,
-    std_key,
-    usable_values,
-)
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
@@ -43,10 +31,9 @@ from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import output_folder, parse_path, write_atomic
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
-from unskew.plots.curves import plot_clients_by_class, plot_convergence
-from unskew.privacy.composition import composition_note
-from unskew.records.notebook import NotebookTable, format_mean_std, notebook_progress, to_data_frame
-from unskew.records.recorder import Callback, first_reaching, with_closing
+from unskew.plots.curves import plot_clients_by_class
+from unskew.records.notebook import notebook_progress
+from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
@@ -55,209 +42,6 @@ from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
 from unskew.runs.validation import check_method
-from unskew.tasks.formatting import value_text
-from unskew.tasks.intervals import interval95
-from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True)
-class Comparison(NotebookTable):
-    """Results of a comparison.
-
-    Attributes:
-        histories: History of each seed, by method.
-        summaries: Summary of each seed, by method.
-        target: Value of the objective for which rounds are counted: the requested one, or 90% of the best mean reached.
-        folder: Folder of the runs, the plots and ``comparison.json``, or None.
-        unequal: Whether clients train on different numbers of samples.
-        left_out: A note for each reference that does not fit.
-        clients: Rows of the evaluated clients of each seed, as in ``clients.jsonl``, by method.
-
-    Reference rows (``pooled``, ``local``) come after the methods.
-    """
-
-    histories: dict[str, list[list[dict[str, Any]]]]
-    summaries: dict[str, list[dict[str, Any]]]
-    target: float
-    folder: Path | None
-    unequal: bool = False
-    left_out: tuple[str, ...] = ()
-    clients: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
-
-    @property
-    def ranked(self) -> dict[str, list[dict[str, Any]]]:
-        """Summaries of the methods, without the reference rows."""
-        return {name: group for name, group in self.summaries.items() if not is_reference(name)}
-
-    @property
-    def objective(self) -> MetricInfo:
-        """Metric by which the runs are compared."""
-        return objective_metric(next(iter(self.summaries.values()))[0])
-
-    @cached_property
-    def benefit(self) -> Benefit | None:
-        """Comparison with training alone and with a constant, client by client; None if no client was evaluated."""
-        return assess_benefit(self.summaries, self.clients)
-
-    def answers(self) -> list[str]:
-        """Return sentences that answer whether federated training and personal models help the clients.
-
-        The last one compares the best method with a constant on the test set, and states the sampling error of that set.
-        """
-        if self.benefit is None:
-            return []
-        best = self.benefit.labels["federated"]
-        values = usable_values(self.summaries[best], self.objective.name)
-        lines, sampling = benefit_sentences(self.benefit), sampling_error_text(self.summaries[best], self.objective)
-        if values and sampling:
-            lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
-        return lines
-
-    _sentences = answers
-
-    def notes(self) -> list[str]:
-        """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
-        rounds = {name: summaries[0]["rounds"] for name, summaries in self.ranked.items()}
-        notes = list(self.left_out)
-        if len(set(rounds.values())) > 1:
-            each = ", ".join(f"{name} {count}" for name, count in rounds.items())
-            notes.append(f"The methods were trained for different numbers of rounds: {each}.")
-        notes += weighting_notes(self)
-        lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
-        if lost:
-            which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
-            attack = next((summaries[0].get("attack") for summaries in self.ranked.values()), None)
-            remedy = divergence_remedy(attack)
-            notes.append(f"Diverged, so the metrics do not describe the method: {which}. {remedy}")
-        together = composition_note(chain.from_iterable(self.summaries.values()))
-        return notes if together is None else [*notes, together]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
-
-        ``personal`` metrics are None for methods without personal models. In the rows of references, ``reference`` is
-        true, traffic is None, and metrics of the global model are None for ``local``, whose ``client`` metrics are
-        those of the clients' own models.
-        """
-        table = []
-        for name, summaries in self.summaries.items():
-            histories = self.histories[name]
-            reached = (
-                first_reaching(with_closing(history, summary), self.target, self.objective)
-                for history, summary in zip(histories, summaries, strict=True)
-            )
-            rounds = [first["round"] for first in reached if first is not None]
-            row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
-            row |= {"client_weighting": summaries[0].get("client_weighting"), "reference": is_reference(name)}
-            row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
-            row |= {key: summaries[0][key] for key in ("objective", "own_metrics", "positive") if key in summaries[0]}
-            figures = [key for key in summaries[0] if is_metric(key)]
-            for key in (*averaged_keys(summaries[0]), *figures):
-                values = [s[key] for s in summaries if s.get(key) is not None]
-                row[key], row[std_key(key)] = mean_std(values) if values else (None, None)
-            for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
-                if key in summaries[0]:
-                    spent = [summary[key] for summary in summaries]
-                    row[key] = None if None in spent else max(spent)
-            row |= {
-                "target": self.target,
-                "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,
-                "seeds_reaching_target": len(rounds),
-            }
-            for key in ("bytes_up", "bytes_down", "seconds", "seconds_simulated"):
-                costs = [s[key] for s in summaries if key in s]
-                row |= {key: fmean(costs)} if costs else {}
-            table.append({**row, "bytes_up": None, "bytes_down": None} if row["reference"] else row)
-        return table
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return ``rows`` as a data frame (needs pandas)."""
-        return to_data_frame(self.rows())
-
-    def _shown(self) -> list[dict[str, str]]:
-        """Return the table rows for notebooks."""
-        table = []
-        for row in self.rows():
-            judged = objective_metric(row).name
-            own = client_metric_name(judged, primary_metric_name(row))
-            shown = dict.fromkeys([judged, f"best_{judged}", "loss", f"client_{own}_mean"])
-            means = {name: format_mean_std(row[name], row[std_key(name)]) for name in shown}
-            sent = {f"MB {way}": format_mean_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
-            reached = {f"rounds to {self.target:g}": format_mean_std(row["rounds_to_target"])}
-            table.append({"method": row["method"], "seeds": str(row["seeds"]), **means, **reached, **sent})
-        return table
-
-    def __repr__(self) -> str:
-        lines = [
-            f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})",
-            *self.answers(),
-        ]
-        for row in self._shown():
-            known = [f"{name} {text}" for name, text in row.items() if text != "–"]  # local has no global model
-            lines.append("  " + ", ".join(known[:3]))
-        return "\n".join(lines)
-
-    def differences(self, metric: str | None = None) -> list[dict[str, Any]]:
-        """Return the differences of a metric between all pairs of methods and references, paired by seed.
-
-        Args:
-            metric: Key of ``summaries``, such as ``client_accuracy_mean``; None means the objective.
-
-        Returns:
-            Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval by
-            Student's t, which needs two seeds.
-        """
-        key, rows = metric or self.objective.name, []
-        for base, name in permutations(self.summaries, 2):
-            values = paired_differences(self.summaries[name], self.summaries[base], key)
-            if values:
-                low, high = interval95(values) or (None, None)
-                row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}
-                rows.append({**row, "low": low, "high": high})
-        return rows
-
-    def plot(self, path: str | Path | None = None) -> Path | Figure:
-        """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic.
-
-        Args:
-            path: Image file to write. None returns the figure, which notebooks display.
-        """
-        curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
-        return plot_convergence(curves, path, self.objective, list(filter(is_reference, curves)))
-
-
-def weighting_notes(comparison: Comparison) -> list[str]:
-    """Return a note if methods weight clients of different sizes differently."""
-    weights = {name: own[0].get("client_weighting") for name, own in comparison.ranked.items()}
-    by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
-    if not (comparison.unequal and by_samples and alike):
-        return []
-    return [
-        f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
-        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
-        "--client-weighting samples (or uniform) to use one weighting for all."
-    ]
-
-
-LONGEST_NAME = 200
-"""Longest name of a folder in bytes; file systems allow 255, and files get a suffix."""
-
-
-def folder_name(spelling: str) -> str:
-    """Convert a method expression to a folder name, which is short enough for file systems.
-
-    >>> folder_name("fedprox:mu=0.1+scaffold"), folder_name(f"digits-fedprox:mu=0.{'1' * 300}-seed0")
-    ('fedprox-mu=0.1+scaffold', 'digits-fedprox-mu=0.111...111-seed0')
-    """
-    name = "".join(c if c.isalnum() or c in "+=.,_-" else "-" for c in spelling)
-    data = name.encode()
-    start, end = (part.decode(errors="ignore") for part in (data[: LONGEST_NAME // 2], data[-LONGEST_NAME // 2 :]))
-    digest = hashlib.sha256(spelling.encode()).hexdigest()[:8]
-    return name if len(data) <= LONGEST_NAME else f"{start}-{digest}-{end}"
 
 
 def compare(
@@ -356,11 +140,11 @@ def compare(
         folder_path = None if folder is None else folder / folder_name(name) / f"seed-{seed}"
         return name, configs[name, seed], folder_path, None if folder is None else folder / SYNTHETIC
 
-    def followers(name: str, seed: int) -> Sequence[Callback]:
+    def run_callbacks(name: str, seed: int) -> Sequence[Callback]:
         return list(callback_factory(name, seed, configs[name, seed])) if callback_factory else []
 
-    def pool_followers(name: str, seed: int) -> Sequence[Callback]:
-        return [*followers(name, seed), *notebook_progress()]
+    def pool_callbacks(name: str, seed: int) -> Sequence[Callback]:
+        return [*run_callbacks(name, seed), *notebook_progress()]
 
     with output_folder(folder, resume, begun):
         if folder is not None:
@@ -379,9 +163,15 @@ def compare(
             result = replace(result, left_out=tuple(left_out))
             configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
         if folder is not None:
-            title, image = f"{data.name}, {data.partition}, seed {which[0]}", folder / "clients.png"
-            plot = partial(plot_clients_by_class, client_names=data.client_names, exclusive=data.task != "multilabel")
-            plot(*data.label_distribution(), image, title)
+            counts, class_names = data.label_distribution()
+            plot_clients_by_class(
+                counts,
+                class_names,
+                folder / "clients.png",
+                title=f"{data.name}, {data.partition}, seed {which[0]}",
+                client_names=data.client_names,
+                exclusive=data.task != "multilabel",
+            )
         at_once = num_parallel_runs(parallel, list(configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
             finished_ones = {config for config in configs if is_finished(arguments(*config)[2], configs[config])}
@@ -394,18 +184,16 @@ def compare(
                 check_within(known, budget_minutes)
             if on_estimate is not None and known is not None:
                 on_estimate(str(known))
-        works = [Job(config, run_or_resume, arguments(*config), partial(pool_followers, *config)) for config in configs]
+        works = [Job(config, run_or_resume, arguments(*config), partial(pool_callbacks, *config)) for config in configs]
         finished = dict(run_jobs(works, at_once, shared_inputs)) if run_in_pool(at_once) else {}
         for seed in which:
             for name in names:
                 run = finished.get((name, seed))
                 if run is None:
-                    run = run_or_resume(shared_inputs, *arguments(name, seed), followers(name, seed))
+                    run = run_or_resume(shared_inputs, *arguments(name, seed), run_callbacks(name, seed))
                 history, summary, rows = run
                 if is_local(name):
-                    own_metrics = summary.get("own_metrics", ())
-                    history, rows = ([without_global_model(row, own_metrics) for row in t] for t in (history, rows))
-                    summary = without_global_model(summary, own_metrics)
+                    history, summary, rows = local_records(history, summary, rows)
                 result.histories.setdefault(name, []).append(history)
                 result.summaries.setdefault(name, []).append(summary)
                 result.clients.setdefault(name, []).append(rows)
@@ -428,18 +216,6 @@ def is_finished(folder: Path | None, config: Experiment) -> bool:
         config: Configuration of the run.
     """
     return folder is not None and folder.exists() and finished_rounds(folder) == config.rounds
-
-
-def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
-    """Return the default target for counting rounds: 90 % of the best method's mean best value.
-
-    Args:
-        groups: Summaries over seeds, for each method.
-    """
-    groups = list(groups)
-    objective = objective_metric(groups[0][0])
-    means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
-    return objective.default_target(max(means, key=objective.rank)) if means else 0.0
 
 
 def seed_list(seeds: int | str | Sequence[int]) -> list[int]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import Comparison, compare, folder_name, seed_list
+from unskew.comparison.compare import compare, seed_list
+from unskew.comparison.comparison_result import Comparison
+from unskew.comparison.folder_name import folder_name
 from unskew.comparison.references import is_reference
 from unskew.comparison.single_run import last
 from unskew.comparison.summary_statistics import mean_or_none, usable_values
@@ -110,10 +112,10 @@ def leave_one_out(
     for site in sites:
         own = None if folder is None else folder / FOLDER / folder_name(site)
 
-        def followers(method: str, seed: int, config: Experiment, site: str = site) -> Sequence[Callback]:
+        def run_callbacks(method: str, seed: int, config: Experiment, site: str = site) -> Sequence[Callback]:
             return [] if callback_factory is None else callback_factory(f"{method} without {site}", seed, config)
 
-        without = {"unseen": [site], "references": False, "callback_factory": followers, **options}
+        without = {"unseen": [site], "references": False, "callback_factory": run_callbacks, **options}
         again = resume and own is not None and own.exists()
         left_out = compare(federation, methods=methods, out=own, resume=again, **without)
         for method, rows in by_method.items():

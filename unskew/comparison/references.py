@@ -18,7 +18,7 @@ BY_DEFAULT = True
 """Default of ``references``."""
 TITLE = (
     "References, not ranked: all data in one place (pooled), each client alone (local).\n"
-    "With settings of another method, pooled is no upper bound; unskew tune tunes both."
+    "With settings of another method, pooled is not an upper bound; unskew tune tunes both."
 )
 """Title of tables of references."""
 ROUNDS = 10_000_000
@@ -116,3 +116,18 @@ def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()
         if key.startswith("unseen_") or is_metric(name) or name in bare or key in bare:
             metrics[key] = None
     return {**metrics, **{whose + key: value for key, value in own.items()}}
+
+
+def local_records(
+    history: Iterable[Mapping[str, Any]], summary: Mapping[str, Any], clients: Iterable[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+    """Return all records of a run of ``local`` without metrics of a global model.
+
+    Args:
+        history: Metrics of each round.
+        summary: Summary of the run.
+        clients: Rows of the clients.
+    """
+    own_metrics = summary.get("own_metrics", ())
+    rounds, rows = ([without_global_model(row, own_metrics) for row in rows] for rows in (history, clients))
+    return rounds, without_global_model(summary, own_metrics), rows

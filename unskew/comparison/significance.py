@@ -71,8 +71,8 @@ def mean_over_clients(groups: Sequence[Sequence[float]]) -> Estimate:
     Args:
         groups: Values of the clients of each group.
 
-    >>> mean_over_clients([[1.0, 2.0, 3.0]]) == mean_over_clients([[1.0, 2.0, 3.0]])
-    True
+    >>> mean_over_clients([[1.0, 2.0, 3.0]]).interval, mean_over_clients([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]).interval
+    ((-0.484..., 4.484...), (-0.484..., 4.484...))
     """
     mean, sizes = float(np.mean([np.mean(group) for group in groups])), list(map(len, groups))
     if min(sizes) < 2:

@@ -22,7 +22,7 @@ from unskew.runs.build_model import ModelLike
 from unskew.runs.resume import check_same
 from unskew.runs.run import check_unfinished, finished_rounds, run_experiment
 
-Figures = tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]
+RunRecords = tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]
 """History and summary of a run, and a row for each evaluated client."""
 Given = tuple[Federation | None, ModelLike | None, dict[str, Method]]
 """Data and model given in Python, if any, and the methods by name."""
@@ -48,7 +48,7 @@ last = FederationCache()
 
 def run_or_resume(
     given: Given, name: str, config: Experiment, folder: Path | None, shared: Path | None, callbacks: Sequence[Callback]
-) -> Figures:
+) -> RunRecords:
     """Run a method, resume its run, or read its results if it is finished.
 
     Args:

@@ -15,7 +15,7 @@ from unskew.data.from_arrays import check_integer, num_training_samples
 from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import make_partition
 from unskew.data.partitioned import PartitionedSource
-from unskew.data.readers.column_roles import ColumnSelection, abbreviate
+from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.tables import Source
 from unskew.data.readers.text import is_text, load_texts
 from unskew.data.remote import with_local_files
@@ -37,7 +37,7 @@ from unskew.data.spec import (
 from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
 from unskew.data.validation import check_classes
-from unskew.errors import ConfigError, short_repr, unknown_name
+from unskew.errors import ConfigError, abbreviate, short_repr, unknown_name
 from unskew.expressions import unquote
 from unskew.tasks.registry import TASKS
 

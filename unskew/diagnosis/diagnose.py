@@ -26,7 +26,7 @@ from unskew.engines.cpu import default_torch_modes
 from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, list_items, short_repr
-from unskew.filesystem import parse_path as named_place
+from unskew.filesystem import parse_path
 from unskew.measurements.feature_skew import feature_skew
 from unskew.measurements.gradient_probe import GradientProbe
 from unskew.measurements.heterogeneity import Follow, MeasurementScope, measure, selected_clients, selected_samples
@@ -103,7 +103,7 @@ def diagnose(
         ConfigError(f"synthetic_fractions must be a list such as [0, 0.5, 1], not {short_repr(synthetic_fractions)}."),
     )
     if run is not None:
-        folder = find_run_folder(named_place(run))
+        folder = find_run_folder(parse_path(run))
         allowed = {"device", "data_path"}
         wrong = next(iter(set(options) - allowed), "model" if isinstance(model, str) else None)
         if wrong is not None:

@@ -64,11 +64,12 @@ def site_differences(
     ids = list(range(len(federation.clients)) if every else measured)
     names, counts, center = _columns(federation, features)
     wide = sum(count or 1 for count in counts) > WIDEST
-    n, sums, squares, gram = np.zeros(len(ids)), [], [], np.zeros(())  # of 1, the inputs and the targets
+    skipped = wide and not names
+    n, gram = np.zeros(len(ids)), np.zeros(())
+    sums, squares = [], []  # of 1, the inputs and the targets
     for i, k in enumerate(ids):
         client = federation.clients[k]
         t = _targets(federation, torch.cat([client.y, client.y_test]))
-        skipped = wide and not names
         x = np.zeros((len(t), 0)) if skipped else _inputs(torch.cat([client.x, client.x_test]), counts, center)
         values = np.column_stack([np.ones(len(t)), x, t])
         n[i], inputs = len(t), 1 + x.shape[1]

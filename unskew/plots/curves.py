@@ -109,7 +109,7 @@ def prevalence(counts: np.ndarray) -> tuple[int, np.ndarray, float]:
     Returns:
         The number of the class; share, lower and upper end in rows, ``[3, K]``, NaN without samples; and the share of all.
     """
-    rare = int(counts[:, 0].sum() < counts[:, 1].sum()) ^ 1
+    rare = 0 if counts[:, 0].sum() < counts[:, 1].sum() else 1
     rows = [
         (hits / max(1, n), *(wilson_interval(hits, n) or (math.nan,) * 2))
         for hits, n in zip(counts[:, rare], counts.sum(1), strict=True)

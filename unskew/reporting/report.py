@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import Comparison
+from unskew.comparison.comparison_result import Comparison
 from unskew.errors import ConfigError, short_repr
 from unskew.filesystem import make_folder, parse_path, write_atomic
 from unskew.progress import report_progress

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import weighting_notes
+from unskew.comparison.comparison_result import weighting_notes
 from unskew.comparison.summary_statistics import is_usable_number
 from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS, REFERENCES, check_expression, rule_class
@@ -84,7 +84,7 @@ def collect_warnings(part: RunGroup) -> list[tuple[str, str]]:
                 messages.setdefault(text, []).append(f"{method_runs.label}, seed {run.summary['seed']}")
     entries = [("; ".join(runs), text) for text, runs in messages.items()]
     together = composition_note(run.summary for run in part.runs)
-    of_all = [*weighting_notes(part.comparison()), *([] if together is None else [together])]
+    of_all = [*weighting_notes(part.comparison), *([] if together is None else [together])]
     return [*(("all runs", text) for text in of_all), *entries]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from unskew.comparison.compare import Comparison, default_target
+from unskew.comparison.comparison_result import Comparison, default_target
 from unskew.comparison.references import is_reference
 from unskew.comparison.summary_statistics import is_usable_number
 from unskew.errors import CheckpointError
@@ -100,12 +101,13 @@ class RunGroup:
         """Return whether rounds to a target are shown."""
         return not (self.language and self.objective.name in SCORES)
 
+    @cached_property
     def comparison(self) -> Comparison:
-        """Return the group as a result of ``unskew.compare``."""
-        histories, summaries, clients = (
-            {method_runs.label: [getattr(run, part) for run in method_runs.runs] for method_runs in self.series}
-            for part in ("history", "summary", "clients")
-        )
+        """The group as a result of ``unskew.compare``."""
+        runs = {method_runs.label: method_runs.runs for method_runs in self.series}
+        histories = {label: [run.history for run in own] for label, own in runs.items()}
+        summaries = {label: [run.summary for run in own] for label, own in runs.items()}
+        clients = {label: [run.clients for run in own] for label, own in runs.items()}
         unequal = any(len({row["samples"] for row in run.clients}) > 1 for run in self.runs)
         return Comparison(histories, summaries, self.target, None, unequal, clients=clients)
 

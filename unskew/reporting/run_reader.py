@@ -10,7 +10,7 @@ from typing import Any
 
 from unskew.comparison.client_records import read_clients
 from unskew.comparison.leave_one_out import FOLDER as LEAVE_ONE_OUT
-from unskew.comparison.references import is_local, without_global_model
+from unskew.comparison.references import is_local, local_records
 from unskew.comparison.summary_statistics import check_summary, is_usable_number
 from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
@@ -134,9 +134,7 @@ def read_run(folder: Path) -> RunFiles:
     clients = read_clients(folder / "clients.jsonl")
     alone = is_local(summary["method"])  # without a global model
     if alone:
-        own_metrics = summary.get("own_metrics", ())
-        history, clients = ([without_global_model(row, own_metrics) for row in rows] for rows in (history, clients))
-        summary = without_global_model(summary, own_metrics)
+        history, summary, clients = local_records(history, summary, clients)
     texts = list(dict.fromkeys(filter(None, map(strip_warning_prefix, warnings))))
     curves = {} if alone else read_curves(folder / "curves.json")
     return RunFiles(folder, config, summary, history, clients, about, texts, curves)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from unskew.comparison.benefit import FEWEST, client_label
-from unskew.comparison.benefit_text import names_text
+from unskew.errors import abbreviate
 from unskew.reporting import chart_data, run_description, tables
 from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
@@ -90,7 +90,7 @@ def _result(part: RunGroup) -> str:
 
 
 def _benefit(part: RunGroup) -> str:
-    benefit = part.comparison().benefit
+    benefit = part.comparison.benefit
     if benefit is None or not benefit.clients:
         return ""
     overview, clients = tables.benefit_tables(benefit)
@@ -161,7 +161,7 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     if few:
         notes.append(
             f"{len(few)} of {len(everyone)} clients hold out fewer than {FEWEST} samples of a class, so their values "
-            f"are uncertain: {names_text(sorted(few))}."
+            f"are uncertain: {abbreviate(sorted(few))}."
         )
     if part.at_clients.name == "r2":
         notes.append("The R² of a client divides by the variance of all clients' targets, not of its own.")

@@ -28,6 +28,7 @@ from unskew.reporting.chart_data import gini
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.formatting import (
+    COST,
     F1,
     format_megabytes,
     format_percent,
@@ -39,9 +40,6 @@ from unskew.tasks.formatting import (
 from unskew.tasks.formatting import format_number as loss_text
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
-
-COST = ("MB up", "MB down", "seconds")
-"""Titles of the columns of costs."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         references: Whether to list references instead of methods.
     """
     judge, own = part.objective, part.at_clients
-    rows = [row for row in part.comparison().rows() if row["reference"] == references]
+    rows = [row for row in part.comparison.rows() if row["reference"] == references]
     if not rows:
         return None
     several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
@@ -203,7 +201,7 @@ def difference_table(part: RunGroup) -> Table | None:
     """Build a table of differences between methods, paired by seed on the same partition; None for a single method."""
     judge = metric_info("loss") if part.language else part.objective
     names = (judge.name, f"best_{judge.name}")
-    summaries = part.comparison().ranked
+    summaries = part.comparison.ranked
     rows, groups = [], []
     for base, others in summaries.items():
         own_rows, tests = [], []
@@ -301,8 +299,8 @@ def fairness_table(part: RunGroup) -> Table | None:
             rows.append([Cell(method_runs.label), Cell(label), *cells, number_cell(gap, 3), percent_cell(better)])
     if not rows:
         return None
-    mean, decile, worst = (metric_title(title, judge) for title in ("mean", "worst decile", "worst client"))
-    columns = [mean, "std over clients", decile, worst, "Gini", "clients it serves better, %"]
+    worst = [metric_title(title, judge) for title in ("worst decile", "worst client")]
+    columns = [metric_title("mean", judge), "std over clients", *worst, "Gini", "clients it serves better, %"]
     caption = f"{judge.heading} over clients after the last round, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 

@@ -22,9 +22,9 @@ def verdict(part: RunGroup) -> list[str]:
 
     Reference rows are ignored. The lead is over the second best method, paired by seed.
     """
-    answers = benefit_sentences(part.comparison().benefit)
+    answers = benefit_sentences(part.comparison.benefit)
     judge = metric_info("loss") if part.language else part.objective
-    summaries = part.comparison().ranked
+    summaries = part.comparison.ranked
     means = {label: fmean(values) for label, own in summaries.items() if (values := usable_values(own, judge.name))}
     ranked = sorted(means, key=lambda label: judge.rank(means[label]), reverse=True)
     if not ranked:

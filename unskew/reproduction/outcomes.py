@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from unskew.comparison.compare import folder_name
+from unskew.comparison.folder_name import folder_name
 from unskew.config.experiment import Experiment
 from unskew.errors import DataError
 from unskew.filesystem import make_subfolder, parse_json, read_file, write_atomic

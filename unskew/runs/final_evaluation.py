@@ -36,7 +36,7 @@ class FinalEvaluation:
 
 
 def evaluate_final_model(
-    evaluator: Evaluator, server: Server, metrics: RunMetrics, accuracy: float | None, kept: bool
+    evaluator: Evaluator, server: Server, metrics: RunMetrics, accuracy: float | None, best: bool
 ) -> FinalEvaluation:
     """Evaluate the final model of a run on the test set.
 
@@ -45,10 +45,10 @@ def evaluate_final_model(
         server: Server after the last round.
         metrics: Metrics of the run.
         accuracy: Primary metric of this model on the test set.
-        kept: Whether this is the best model instead of the last one; the keys of its intervals then begin with ``kept_``.
+        best: Whether this is the best model instead of the last one; the keys of its intervals then begin with ``kept_``.
     """
     task, federation, wanted = evaluator.task, evaluator.federation, metrics.computed
-    size, prefix = len(evaluator.test[1]), "kept_" if kept else ""
+    size, prefix = len(evaluator.test[1]), "kept_" if best else ""
     if task.name == "language" or not size:
         return FinalEvaluation()
     support = {"test_samples": size, **class_support(federation)}

@@ -142,9 +142,9 @@ class InputSpec(BaseModel):
         return Classification(trained_with=self.class_weights) if self.class_weights else TASKS[self.task]
 
     @property
-    def judges_one_class(self) -> bool:
-        """Return whether the model has two classes, of which one is positive."""
-        return self.task == "classification" and self.classes == 2
+    def positive_class(self) -> str | None:
+        """Name of the positive one of two classes; None with more classes and other tasks."""
+        return self.names[self.metrics.positive] if self.task == "classification" and self.classes == 2 else None
 
     @property
     def metrics(self) -> MetricSet:

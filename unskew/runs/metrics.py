@@ -29,9 +29,11 @@ SUMMARY = {
     *("epsilon", "delta", "noise_multiplier", "clip_norm", "privacy", "gaussian_mu"),
 }
 """Keys of rounds, summaries and client rows, which are not allowed as names of custom metrics."""
-PREFIXES = ("synthetic_", "best_", "constant_", "client_", "clients_", "personal_", "validation_", "local_", "server_",
-            "kept_", "unseen_", "epsilon_", "dpsgd_", "seconds_", "rounds_", "bytes_", "seeds_")  # fmt: skip
-SUFFIXES = ("_std", "_before_closing", "_at_validation_round")
+PREFIXES = (
+    *("synthetic_", "best_", "constant_", "client_", "clients_", "personal_", "validation_", "local_", "server_"),
+    *("kept_", "unseen_", "all_", "epsilon_", "dpsgd_", "seconds_", "rounds_", "bytes_", "seeds_"),
+)
+SUFFIXES = ("_std", "_low", "_high", "_before_closing", "_at_validation_round")
 
 
 @dataclass(frozen=True)

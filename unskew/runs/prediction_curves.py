@@ -32,8 +32,8 @@ def classifier_curves(y: np.ndarray, p: np.ndarray, metrics: MetricSet) -> dict[
 
     if not np.isfinite(p).all():
         return {}
-    of = metrics.predictions(y, p)
-    p, classes = of.p, of.judged
+    predictions = metrics.predictions(y, p)
+    p, classes = predictions.p, predictions.judged
     grid = np.linspace(0, 1, POINTS)
     curves: dict[str, Any] = {}
     if all(0 < (y == c).sum() < len(y) for c in classes):
@@ -42,11 +42,11 @@ def classifier_curves(y: np.ndarray, p: np.ndarray, metrics: MetricSet) -> dict[
         tpr = np.mean([np.interp(grid, *roc) for roc in rocs], axis=0)
         precision = np.mean([np.interp(grid, recall[::-1], values[::-1]) for values, recall in pairs], axis=0)
         curves["roc"], curves["pr"] = one_curve(grid, tpr), one_curve(grid, precision)
-    right, sure = of.positive or (p.argmax(1) == y, p.max(1))
-    share, mean = calibration_curve(right, sure.clip(0, 1), n_bins=BINS)
+    occurred, chance = predictions.outcomes
+    share, mean = calibration_curve(occurred, chance.clip(0, 1), n_bins=BINS)
     curves["calibration"] = one_curve(mean, share)
     if p.shape[1] <= MOST_CLASSES:
-        matrix = confusion_matrix(y, of.decided, labels=range(p.shape[1]))
+        matrix = confusion_matrix(y, predictions.decided, labels=range(p.shape[1]))
         curves["confusion"] = {"classes": list(metrics.class_names), "counts": matrix.tolist()}
     return curves
 

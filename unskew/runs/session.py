@@ -124,10 +124,9 @@ class Session:
                 client_scores["seconds_simulated"] = self.network.clock.now
                 closing |= {"seconds_simulated": self.network.clock.now} if closing else {}
             add_rule_fields(clients, self.server)
-            final = {**self.recorder.history[-1], **closing}
-            if self.best.active:
-                final = kept_metrics(self.recorder.history, self.best.round, self.metrics, closing)
-            accuracy = final.get(("kept_" if self.best.active else "") + self.parts.task.scored)
+            history, scored = self.recorder.history, self.parts.task.scored
+            best = kept_metrics(history, self.best.round, self.metrics, closing) if self.best.active else {}
+            accuracy = best.get(f"kept_{scored}") if best else {**history[-1], **closing}.get(scored)
             final_results = evaluate_final_model(self.evaluator, self.server, self.metrics, accuracy, self.best.active)
             if final_results.warning is not None and problem is None:
                 self.recorder.warn(final_results.warning)
@@ -138,7 +137,7 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
-        client_scores |= self.stopping.summary() | final_results.fields | (final if self.best.active else {})
+        client_scores |= self.stopping.summary() | final_results.fields | best
         who = () if attackers is None else attackers.clients
         summary = summarize(
             self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics, who, closing

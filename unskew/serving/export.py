@@ -82,27 +82,27 @@ def export(
     return ExportedModel(folder, file, difference)
 
 
-def save_pretrained(found: OpenedRun, folder: Path) -> None:
+def save_pretrained(opened: OpenedRun, folder: Path) -> None:
     """Write a folder that ``transformers`` can load, with the tokenizer.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         folder: Folder to write.
 
     Raises:
         ConfigError: If the model is not a text model of ``transformers``.
     """
-    net: Any = getattr(found.module, "net", None)
-    if found.inputs.kind != "tokens" or not hasattr(found.module, "save") or net is None:
+    net: Any = getattr(opened.module, "net", None)
+    if opened.inputs.kind != "tokens" or not hasattr(opened.module, "save") or net is None:
         raise ConfigError(
-            f"The format transformers supports only text models of transformers (hf:NAME); this is {found.config.model!r} "
-            f"on {'texts' if found.inputs.kind == 'tokens' else 'other data'}. Use onnx, torch or torchscript."
+            f"The format transformers supports only text models of transformers (hf:NAME); this is {opened.config.model!r} "
+            f"on {'texts' if opened.inputs.kind == 'tokens' else 'other data'}. Use onnx, torch or torchscript."
         )
-    names = found.inputs.names
-    if found.inputs.task != "language":
+    names = opened.inputs.names
+    if opened.inputs.task != "language":
         net.config.id2label, net.config.label2id = dict(enumerate(names)), {name: k for k, name in enumerate(names)}
-    found.module.save(folder)  # type: ignore[operator]
-    tokenizer: Any = getattr(make_tokenizer(str(found.inputs.tokenizer)), "tokenizer", None)
+    opened.module.save(folder)  # type: ignore[operator]
+    tokenizer: Any = getattr(make_tokenizer(str(opened.inputs.tokenizer)), "tokenizer", None)
     if tokenizer is not None:  # otherwise tokens are bytes, as the model card states
-        tokenizer.model_max_length = found.inputs.block
+        tokenizer.model_max_length = opened.inputs.block
         tokenizer.save_pretrained(folder)

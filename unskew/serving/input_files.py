@@ -18,7 +18,7 @@ from unskew.data.readers.images import decode_column
 from unskew.data.readers.text import encode_for_classification, pad_rows, row_texts
 from unskew.data.readers.tokenization import make_tokenizer
 from unskew.data.spec import TABLES
-from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
 from unskew.runs.input_spec import InputSpec
 
 REMEDY = "; the model needs a number in each row, so fill missing values or remove these rows."
@@ -40,11 +40,10 @@ class UnknownCategories(NamedTuple):
 
     def __str__(self) -> str:
         """Return a warning about the values."""
-        more = f" and {len(self.values) - FEW} more" if len(self.values) > FEW else ""
         rows = f"{len(self.rows)} row{'' if len(self.rows) == 1 else 's'}"
         return (
             f"The column {self.column!r} has values in {rows} that did not occur in training; they count as missing: "
-            f"{', '.join(map(repr, self.values[:FEW]))}{more}."
+            f"{abbreviate([repr(value) for value in self.values], FEW)}."
         )
 
 

@@ -37,62 +37,62 @@ CLIENT_METRIC = re.compile(r"(client|personal|unseen)_.*_(mean|std|worst|worst_d
 """Metrics of a summary that are computed from clients' held-out data."""
 
 
-def model_card_text(found: OpenedRun, kind: str) -> str:
+def model_card_text(opened: OpenedRun, kind: str) -> str:
     """Return the text of the model card.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         kind: Format of the export.
 
     Raises:
         CheckpointError: If the summary of the run is corrupted.
     """
-    with checkpoint_errors(found.folder / "summary.json"):
-        return _text(found, kind)
+    with checkpoint_errors(opened.folder / "summary.json"):
+        return _text(opened, kind)
 
 
-def _text(found: OpenedRun, kind: str) -> str:
-    runs = summaries(found.folder)
+def _text(opened: OpenedRun, kind: str) -> str:
+    runs = summaries(opened.folder)
     own = runs[0]
     rows = [
         (key, name, *mean_std_over_seeds(runs, key))
-        for key, name in card_metrics(found.inputs.objective.name, found.config, own).items()
+        for key, name in card_metrics(opened.inputs.objective.name, opened.config, own).items()
         if isinstance(own.get(key), int | float)
     ]
-    title = f"{found.config.model} on {own['data']}, trained with {own['method']}"
+    title = f"{opened.config.model} on {own['data']}, trained with {own['method']}"
     # Programs that do not know front matter show it as Markdown, where entities would be part of a name.
     name, data = (re.sub(r"[^\w .,;:%()'=/+-]", " ", value) for value in (title, str(own["data"])))
     seeds = len(runs)
     metrics = [{"type": key, "name": name, "value": round(mean, 6)} for key, name, mean, _ in rows]
-    result = {"task": {"type": hub_task(found)}, "dataset": {"name": data, "type": data}, "metrics": metrics}
+    result = {"task": {"type": hub_task(opened)}, "dataset": {"name": data, "type": data}, "metrics": metrics}
     front: dict[str, Any] = {
         "library_name": LIBRARIES[kind],
-        "pipeline_tag": hub_task(found),
+        "pipeline_tag": hub_task(opened),
         "tags": ["federated-learning", "unskew", *re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))],
         "model-index": [{"name": name, "results": [result]}],
     }
     whose = (
         "the global model of a federation"
-        if found.client is None or found.note
-        else f"the personal model of client {escape_markdown(found.client.name)} of a federation"
+        if opened.client is None or opened.note
+        else f"the personal model of client {escape_markdown(opened.client.name)} of a federation"
     )
     several = f"mean and standard deviation over {seeds} runs of different seeds"
     averaged_over = several if seeds > 1 else "one run, so no spread is known"
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escape_markdown(title)}",
-        f"This is {whose}, trained with unskew {escape_markdown(unskew_version(found.folder))}.",
+        f"This is {whose}, trained with unskew {escape_markdown(unskew_version(opened.folder))}.",
         "## Data",
-        data_text(found, own),
+        data_text(opened, own),
         "## Training",
-        training_text(found, own),
+        training_text(opened, own),
         "## Metrics",
         f"Global model after the last round: {averaged_over}.",
         "| metric | mean | std |\n|---|---|---|\n" + "\n".join(map(table_row, rows)),
         "## Use",
-        use_text(found, kind),
+        use_text(opened, kind),
         "## Limitations",
-        "\n".join(f"- {text}" for text in limitations_text(found, own, kind, seeds)),
+        "\n".join(f"- {text}" for text in limitations_text(opened, own, kind, seeds)),
     ]
     return "\n\n".join(lines) + "\n"
 
@@ -117,10 +117,10 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
     }
 
 
-def hub_task(found: OpenedRun) -> str:
+def hub_task(opened: OpenedRun) -> str:
     """Return the task name of the Hugging Face hub."""
     other = {"language": "text-generation", "regression": "tabular-regression"}
-    return other.get(found.inputs.task, PIPELINES[found.inputs.kind])
+    return other.get(opened.inputs.task, PIPELINES[opened.inputs.kind])
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
@@ -186,14 +186,14 @@ def unskew_version(folder: Path) -> str:
     return str(read_about(folder).get("versions", {}).get("unskew", ""))
 
 
-def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
+def data_text(opened: OpenedRun, own: dict[str, Any]) -> str:
     """Describe the training data and their partition.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         own: Summary of the run.
     """
-    inputs = found.inputs
+    inputs = opened.inputs
     kinds = {"uint8": "images with values from 0 to 255", "tokens": "token ids", "float": "numbers"}
     lines = [
         f"- Data: {escape_markdown(own['data'])}, divided among {escape_markdown(own['clients'])} clients by "
@@ -214,14 +214,14 @@ def data_text(found: OpenedRun, own: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
+def training_text(opened: OpenedRun, own: dict[str, Any]) -> str:
     """Describe the training.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         own: Summary of the run.
     """
-    config, names = found.config, re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))
+    config, names = opened.config, re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))
     papers = dict.fromkeys(rule_class(name).paper for name in names if name in METHODS)
     amount, unit = (config.local_steps, "step") if config.local_steps else (config.local_epochs, "epoch")
     work = f"{amount} {unit}{'' if amount == 1 else 's'}"
@@ -236,45 +236,45 @@ def training_text(found: OpenedRun, own: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def use_text(found: OpenedRun, kind: str) -> str:
+def use_text(opened: OpenedRun, kind: str) -> str:
     """Describe how to use the model.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         kind: Format of the export.
     """
     if kind == "transformers":
-        kinds = "AutoModelForCausalLM" if found.inputs.task == "language" else "AutoModelForSequenceClassification"
-        bytes_ = found.inputs.tokenizer == "bytes"
+        kinds = "AutoModelForCausalLM" if opened.inputs.task == "language" else "AutoModelForSequenceClassification"
+        bytes_ = opened.inputs.tokenizer == "bytes"
         note = "Token ids are the bytes of the text, preceded by 256; there is no tokenizer." if bytes_ else ""
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [
         f"{escape_markdown(column.name)}: "
         + ", ".join(f"{index} {escape_markdown(value)}" for index, value in enumerate(column.values, 1))
-        for column in found.inputs.columns
+        for column in opened.inputs.columns
         if column.kind == "category"
     ]
     coded = f" Categories are numbers, 0 for all other values: {'; '.join(codes)}." if codes else ""
-    days = ", ".join(escape_markdown(column.name) for column in found.inputs.columns if column.kind == "date")
+    days = ", ".join(escape_markdown(column.name) for column in opened.inputs.columns if column.kind == "date")
     coded += f" Dates are days since 1970: {days}." if days else ""
-    coded += " Missing numbers are NaN." if any(column.fills for column in found.inputs.columns) else ""
-    padding = " Shorter texts are padded with -1." if found.inputs.kind == "tokens" else ""
+    coded += " Missing numbers are NaN." if any(column.fills for column in opened.inputs.columns) else ""
+    padding = " Shorter texts are padded with -1." if opened.inputs.kind == "tokens" else ""
     return (
-        f"Inputs are raw `{types[found.inputs.kind]}` values of shape n x {shape_text(input_shape(found.inputs))}: the "
+        f"Inputs are raw `{types[opened.inputs.kind]}` values of shape n x {shape_text(input_shape(opened.inputs))}: the "
         f"preprocessing is part of the file.{padding}{coded}\n\n```python\n"
-        f"{USES[kind].replace('probabilities', output_kind(found.inputs))}\n```"
+        f"{USES[kind].replace('probabilities', output_kind(opened.inputs))}\n```"
     )
 
 
-def weights_text(found: OpenedRun, kind: str) -> list[str]:
+def weights_text(opened: OpenedRun, kind: str) -> list[str]:
     """Describe the class weights of the training, if there are any.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         kind: Format of the export.
     """
-    inputs = found.inputs
+    inputs = opened.inputs
     if not inputs.class_weights:
         return []
     pairs = zip(inputs.names, inputs.class_weights, strict=True)
@@ -287,20 +287,20 @@ def weights_text(found: OpenedRun, kind: str) -> list[str]:
     ]
 
 
-def limitations_text(found: OpenedRun, own: dict[str, Any], kind: str, seeds: int) -> list[str]:
+def limitations_text(opened: OpenedRun, own: dict[str, Any], kind: str, seeds: int) -> list[str]:
     """List limitations to know before using the model.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         own: Summary of the run.
         kind: Format of the export.
         seeds: Number of runs behind the metrics.
     """
     texts = [
         *([] if own.get("engine") == "flower" else [SIMULATED]),
-        f"The model knows only inputs of the kind above, but returns {output_kind(found.inputs)} for any inputs."
-        f"{'' if found.inputs.task == 'regression' else ' They are not calibrated on other data.'}",
-        *weights_text(found, kind),
+        f"The model knows only inputs of the kind above, but returns {output_kind(opened.inputs)} for any inputs."
+        f"{'' if opened.inputs.task == 'regression' else ' They are not calibrated on other data.'}",
+        *weights_text(opened, kind),
     ]
     score = primary_metric_name(own)
     worst, mean = own.get(f"client_{score}_worst"), own.get(f"client_{score}_mean")
@@ -311,15 +311,15 @@ def limitations_text(found: OpenedRun, own: dict[str, Any], kind: str, seeds: in
         )
     if seeds == 1:
         texts.append("Only one seed was run, so chance may contribute much to the metrics.")
-    if found.note:
-        texts.append(escape_markdown(found.note))
-    elif found.client is not None:
+    if opened.note:
+        texts.append(escape_markdown(opened.note))
+    elif opened.client is not None:
         texts.append("This model was trained for one client, but the metrics above are not of this model alone.")
-    is_global = found.client is None or found.note  # a personal model has seen its client's samples without noise
+    is_global = opened.client is None or opened.note  # a personal model has seen its client's samples without noise
     guarantees = [f"Privacy: {escape_markdown(text)}" for text in privacy_sentences(own) if is_global]
     none = "Training gave no privacy guarantee: information on single samples may be recoverable from the model."
     texts += guarantees or [none]
-    path = found.folder / "warnings.txt"
+    path = opened.folder / "warnings.txt"
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines()[:10]
         texts += [f"Warning during training: {escape_markdown(strip_warning_prefix(line))}" for line in lines]

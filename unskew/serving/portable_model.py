@@ -42,7 +42,7 @@ class PortableModel(nn.Module):
     numbers ``[B, T]`` in their original units.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
     """
 
     factor: Tensor | None
@@ -50,14 +50,14 @@ class PortableModel(nn.Module):
     means: Tensor | None
     column_offsets: Tensor | None
 
-    def __init__(self, found: OpenedRun):
+    def __init__(self, opened: OpenedRun):
         super().__init__()
-        inputs, shape = found.inputs, found.inputs.shape
-        self.module, self.dtype = found.module.eval(), found.spec.dtype
+        inputs, shape = opened.inputs, opened.inputs.shape
+        self.module, self.dtype = opened.module.eval(), opened.spec.dtype
         task = inputs.objective
         self.said = task.restored if isinstance(task, Regression) else task.probabilities
         self.tokens = inputs.kind == "tokens"
-        normalize = InputNormalizer(inputs.known, shape, found.spec.dtype, torch.device("cpu"))
+        normalize = InputNormalizer(inputs.known, shape, opened.spec.dtype, torch.device("cpu"))
         factor, offset = (None, None) if normalize.factor is None else (normalize.factor, normalize.offset)
         if factor is not None and offset is not None:  # for images, one number per channel
             sides = (shape[0], 1, 1) if len(shape) == 3 else shape
@@ -90,19 +90,19 @@ class PortableModel(nn.Module):
         return self.said(self.module(x))
 
 
-def example_inputs(found: OpenedRun, count: int) -> Tensor:
+def example_inputs(opened: OpenedRun, count: int) -> Tensor:
     """Generate random inputs that resemble real ones.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         count: Number of samples.
     """
-    inputs = found.inputs
+    inputs = opened.inputs
     draws, shape = generator(0, "export", count), (count, *inputs.shape)
     if inputs.kind == "uint8":
         return torch.randint(0, 256, shape, generator=draws, dtype=torch.uint8)
     if inputs.kind == "tokens":
-        ids = torch.randint(0, getattr(found.module, "tokens", None) or FEWEST, shape, generator=draws)
+        ids = torch.randint(0, getattr(opened.module, "tokens", None) or FEWEST, shape, generator=draws)
         ends = torch.randint(1, shape[1] + 1, (count, 1), generator=draws)
         return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
     if inputs.columns:
@@ -137,13 +137,13 @@ def output_kind(inputs: InputSpec) -> str:
     return "numbers" if inputs.task == "regression" else "probabilities"
 
 
-def file_metadata(found: OpenedRun) -> dict[str, str]:
+def file_metadata(opened: OpenedRun) -> dict[str, str]:
     """Return the metadata that the exported file contains next to the weights."""
-    inputs = found.inputs
+    inputs = opened.inputs
     about: dict[str, Any] = {"shape": list(input_shape(inputs)), "kind": inputs.kind, "task": inputs.task}
     about["outputs"] = output_kind(inputs)
     about |= {} if inputs.task == "language" else {"class_names": inputs.names}
-    about |= {"positive": inputs.metrics.class_names[inputs.metrics.positive]} if inputs.judges_one_class else {}
+    about |= {} if inputs.positive_class is None else {"positive": inputs.positive_class}
     about |= {"class_weights": list(inputs.class_weights)} if inputs.class_weights else {}
     about |= {"features": list(inputs.features)} if inputs.features else {}
     columns = [{"name": column.name, "kind": column.kind, "values": list(column.values)} for column in inputs.columns]
@@ -152,11 +152,11 @@ def file_metadata(found: OpenedRun) -> dict[str, str]:
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
 
 
-def write_model(found: OpenedRun, kind: str, file: Path) -> float:
+def write_model(opened: OpenedRun, kind: str, file: Path) -> float:
     """Export the model as ``torch``, ``onnx`` or ``torchscript``, and compare its outputs with the original's.
 
     Args:
-        found: Run with its model.
+        opened: Run with its model.
         kind: ``torch``, ``onnx`` or ``torchscript``.
         file: File to write.
 
@@ -168,20 +168,20 @@ def write_model(found: OpenedRun, kind: str, file: Path) -> float:
     """
     if kind == "onnx" and not all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
         raise ConfigError(MISSING)
-    portable = PortableModel(found).eval()
+    portable = PortableModel(opened).eval()
     with torch.no_grad(), _quiet(), _as_sentence(kind):
-        ask = WRITERS[kind](portable, example_inputs(found, 2), file_metadata(found), file)
-        if not bool(torch.isfinite(portable(example_inputs(found, max(SIZES)))).all()):
+        ask = WRITERS[kind](portable, example_inputs(opened, 2), file_metadata(opened), file)
+        if not bool(torch.isfinite(portable(example_inputs(opened, max(SIZES)))).all()):
             raise ConfigError(
                 "The outputs of the model are not finite: the run diverged. Train with a smaller learning rate."
             )
-        difference = max(_apart(portable(x), ask(x)) for x in (example_inputs(found, size) for size in SIZES))
-    targets = found.inputs.targets
+        difference = max(_apart(portable(x), ask(x)) for x in (example_inputs(opened, size) for size in SIZES))
+    targets = opened.inputs.targets
     difference /= max(targets.std) if targets else 1.0
     if not difference <= TOLERANCE:
         file.unlink(missing_ok=True)
         raise ConfigError(
-            f"The exported {kind} model's {output_kind(found.inputs)} differ from the original's by up to {difference:.2g}, "
+            f"The exported {kind} model's {output_kind(opened.inputs)} differ from the original's by up to {difference:.2g}, "
             "so the file was deleted. Try another format."
         )
     return difference

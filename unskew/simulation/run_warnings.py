@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unskew.attacks.registry import divergence_remedy
+from unskew.errors import abbreviate
 from unskew.simulation.network import Network
 from unskew.simulation.server import Server
 
@@ -29,9 +30,8 @@ def nonfinite_update_warning(
         )
     if server.skipped_clients and server.num_skipped == len(server.skipped_clients):
         names = [client_names[client] if client_names else str(client) for client in server.skipped_clients]
-        shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         return (
-            f"Round {done}: the updates of clients {shown} are not finite and are skipped. "
+            f"Round {done}: the updates of clients {abbreviate(names, 10)} are not finite and are skipped. "
             f"Later cases are only counted (updates_skipped). {divergence_remedy(attack)}"
         )
     return None

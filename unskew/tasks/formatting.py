@@ -11,6 +11,9 @@ from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metri
 F1 = {"C-F1": "macro_f1", "O-F1": "micro_f1"}
 """Columns and metrics of the multi-label task: macro-averaged and micro-averaged F1."""
 
+COST = ("MB up", "MB down", "seconds")
+"""Titles of the columns of costs."""
+
 ASKED = (
     *("auroc", "auprc", "f1", "balanced_accuracy", "ece", "brier", "observed_expected", "calibration_slope", WORST),
 )

@@ -191,43 +191,44 @@ def metric_interval(
     if task.name != "classification":
         statistic = sums_statistic(name, task, y, scores.astype(np.float64))
     else:
-        of = metrics.predictions(y, scores)
+        predictions = metrics.predictions(y, scores)
         if groups is None and (name == "accuracy" or name.startswith(RECALL)):
-            right = of.decided == y
+            right = predictions.decided == y
             if name != "accuracy":
                 right = right[y == metrics.class_names.index(name.removeprefix(RECALL))]
             return wilson_interval(int(right.sum()), len(right))
-        if groups is None and name == "auroc" and of.positive is not None:
-            return auroc_interval(*of.positive)
-        statistic = class_statistic(name, of, metrics.class_names)
+        if groups is None and name == "auroc" and predictions.positive is not None:
+            return auroc_interval(*predictions.positive)
+        statistic = class_statistic(name, predictions, metrics.class_names)
     if statistic is None or not bootstrap or len(y) * ranked > MOST_SAMPLES:
         return None
     return bootstrap_interval(statistic, np.arange(len(y)) if groups is None else groups)
 
 
-def class_statistic(name: str, of: ClassPredictions, class_names: Sequence[str] = ()) -> Statistic | None:
+def class_statistic(name: str, predictions: ClassPredictions, class_names: Sequence[str] = ()) -> Statistic | None:
     """Return the statistic of a classification metric; None if it has none.
 
     Args:
         name: Name of the metric.
-        of: Predictions of the samples.
+        predictions: Predictions of the samples.
         class_names: Names of the classes, for recalls.
     """
-    y, classes = of.y, of.p.shape[1]
+    y, p = predictions.y, predictions.p
+    classes = p.shape[1]
     if name in ("auroc", "auprc"):
-        ranked = [(np.argsort(-of.p[:, c], kind="stable"), y == c, of.p[:, c]) for c in of.judged]
+        ranked = [(np.argsort(-p[:, c], kind="stable"), y == c, p[:, c]) for c in predictions.judged]
         return lambda counts: np.mean([curve_area(name, counts, *by_score) for by_score in ranked], axis=0)
     if name in ("loss", "brier"):
-        likelihood = of.p[np.arange(len(y)), y]
-        return mean_statistic(-np.log(np.clip(likelihood, TINY, 1)) if name == "loss" else squared_errors(of))
+        likelihood = p[np.arange(len(y)), y]
+        return mean_statistic(-np.log(np.clip(likelihood, TINY, 1)) if name == "loss" else squared_errors(predictions))
     if name == "ece":
-        bins, gaps = calibration_gaps(of)
+        bins, gaps = calibration_gaps(predictions)
         binned = np.equal.outer(bins, np.arange(BINS)) * gaps[:, None]
         return lambda counts: np.abs(counts @ binned).sum(1) / counts.sum(1)
-    if name == "observed_expected" and of.positive is not None:
-        positive, chance = of.positive
+    if name == "observed_expected" and predictions.positive is not None:
+        positive, chance = predictions.positive
         return lambda counts: counts @ positive / (counts @ chance)
-    decided, actual = (np.equal.outer(labels, np.arange(classes)) for labels in (of.decided, y))
+    decided, actual = (np.equal.outer(labels, np.arange(classes)) for labels in (predictions.decided, y))
     parts = np.stack([decided & actual, decided, actual], axis=1).astype(np.float64)
 
     def statistic(counts: np.ndarray) -> np.ndarray:
@@ -236,7 +237,7 @@ def class_statistic(name: str, of: ClassPredictions, class_names: Sequence[str] 
         if name == "accuracy":
             return np.asarray(hits.sum(1) / counts.sum(1))
         if name == "f1":
-            return np.asarray((2 * hits / np.maximum(predicted + occurring, 1))[:, of.judged].mean(1))
+            return np.asarray((2 * hits / np.maximum(predicted + occurring, 1))[:, predictions.judged].mean(1))
         recalls = hits / np.where(occurring > 0, occurring, np.nan)
         if name == "balanced_accuracy":
             return np.asarray(np.nanmean(recalls, axis=1))

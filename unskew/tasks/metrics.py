@@ -59,97 +59,104 @@ class ClassPredictions:
         """Return which samples are positive, and their probabilities, ``[n]`` each; None unless there are two classes."""
         return (self.y == self.judged[0], self.p[:, self.judged[0]]) if len(self.judged) == 1 else None
 
+    @property
+    def outcomes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return whether the predicted event occurs for each sample, and its probability, ``[n]`` each.
 
-def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], of: ClassPredictions) -> list[float]:
+        With two classes, the event is the positive class: the predicted class would hide probabilities that are too high
+        for a rare class. With more classes, it is the most probable class.
+        """
+        return self.positive or (self.p.argmax(1) == self.y, self.p.max(1))
+
+
+def one_vs_rest(score: Callable[[np.ndarray, np.ndarray], float], predictions: ClassPredictions) -> list[float]:
     """Compute a score for the positive class, or its one-vs-rest mean; NaN if a class has no or all samples.
 
     Args:
         score: Function of true labels (0 or 1) and probabilities of the positive class.
-        of: Predictions.
+        predictions: Predictions for some samples.
     """
-    if any((of.y == c).all() or not (of.y == c).any() for c in of.judged):
+    y, p = predictions.y, predictions.p
+    if any((y == c).all() or not (y == c).any() for c in predictions.judged):
         return [math.nan]
-    return [float(np.mean([score(of.y == c, of.p[:, c]) for c in of.judged]))]
+    return [float(np.mean([score(y == c, p[:, c]) for c in predictions.judged]))]
 
 
-def auroc(of: ClassPredictions) -> list[float]:
+def auroc(predictions: ClassPredictions) -> list[float]:
     """Compute the area under the ROC curve."""
     from sklearn.metrics import roc_auc_score
 
-    return one_vs_rest(roc_auc_score, of)
+    return one_vs_rest(roc_auc_score, predictions)
 
 
-def auprc(of: ClassPredictions) -> list[float]:
+def auprc(predictions: ClassPredictions) -> list[float]:
     """Compute the average precision."""
     from sklearn.metrics import average_precision_score
 
-    return one_vs_rest(average_precision_score, of)
+    return one_vs_rest(average_precision_score, predictions)
 
 
-def f1(of: ClassPredictions) -> list[float]:
+def f1(predictions: ClassPredictions) -> list[float]:
     """Compute F1 of the positive class, or the mean over classes; 0 instead of a division by zero."""
     from sklearn.metrics import f1_score
 
-    return [float(f1_score(of.y, of.decided, labels=list(of.judged), average="macro", zero_division=0))]
+    y, judged = predictions.y, list(predictions.judged)
+    return [float(f1_score(y, predictions.decided, labels=judged, average="macro", zero_division=0))]
 
 
-def recall(of: ClassPredictions) -> list[float]:
+def recall(predictions: ClassPredictions) -> list[float]:
     """Compute the recall of each class; NaN for classes without samples."""
-    right = of.decided == of.y
-    return [float(right[of.y == c].mean()) if (of.y == c).any() else math.nan for c in range(of.p.shape[1])]
+    y, right = predictions.y, predictions.decided == predictions.y
+    return [float(right[y == c].mean()) if (y == c).any() else math.nan for c in range(predictions.p.shape[1])]
 
 
-def balanced_accuracy(of: ClassPredictions) -> list[float]:
+def balanced_accuracy(predictions: ClassPredictions) -> list[float]:
     """Compute the mean recall of the classes that have samples."""
-    return [float(np.nanmean(recall(of)))]
+    return [float(np.nanmean(recall(predictions)))]
 
 
-def calibration_gaps(of: ClassPredictions) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bin of each sample's probability and the outcome minus this probability, ``[n]`` each.
-
-    With two classes, outcome and probability are those of the positive class: the predicted class would hide
-    probabilities that are too high for a rare class. With more classes, they are those of the most probable class.
-    """
-    right, sure = of.positive or (of.p.argmax(1) == of.y, of.p.max(1))
-    return np.clip(np.ceil(sure * BINS).astype(int) - 1, 0, BINS - 1), right - sure
+def calibration_gaps(predictions: ClassPredictions) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bin of each sample's probability and the outcome minus this probability, ``[n]`` each."""
+    occurred, chance = predictions.outcomes
+    return np.clip(np.ceil(chance * BINS).astype(int) - 1, 0, BINS - 1), occurred - chance
 
 
-def ece(of: ClassPredictions) -> list[float]:
+def ece(predictions: ClassPredictions) -> list[float]:
     """Compute the expected calibration error.
 
     This is the distance between mean probability and share of outcomes in ``BINS`` equal bins of the probability,
     weighted by samples.
     """
-    bins, gaps = calibration_gaps(of)
-    return [float(np.abs(np.bincount(bins, weights=gaps, minlength=BINS)).sum() / len(of.y))]
+    bins, gaps = calibration_gaps(predictions)
+    return [float(np.abs(np.bincount(bins, weights=gaps, minlength=BINS)).sum() / len(predictions.y))]
 
 
-def squared_errors(of: ClassPredictions) -> np.ndarray:
+def squared_errors(predictions: ClassPredictions) -> np.ndarray:
     """Return the squared error of each sample's probabilities, ``[n]``, summed over the judged classes."""
-    return np.asarray(sum((of.p[:, c] - (of.y == c)) ** 2 for c in of.judged))
+    return np.asarray(sum((predictions.p[:, c] - (predictions.y == c)) ** 2 for c in predictions.judged))
 
 
-def brier(of: ClassPredictions) -> list[float]:
+def brier(predictions: ClassPredictions) -> list[float]:
     """Compute the Brier score: the mean squared error of the probability, with more than two classes summed over them."""
-    return [float(squared_errors(of).mean())]
+    return [float(squared_errors(predictions).mean())]
 
 
-def observed_expected(of: ClassPredictions) -> list[float]:
+def observed_expected(predictions: ClassPredictions) -> list[float]:
     """Compute the number of positive samples divided by the sum of their probabilities; NaN unless there are two classes."""
-    if of.positive is None or not of.positive[1].any():
+    if predictions.positive is None or not predictions.positive[1].any():
         return [math.nan]
-    return [float(of.positive[0].sum() / of.positive[1].sum())]
+    return [float(predictions.positive[0].sum() / predictions.positive[1].sum())]
 
 
-def calibration_slope(of: ClassPredictions) -> list[float]:
+def calibration_slope(predictions: ClassPredictions) -> list[float]:
     """Compute the slope of a logistic regression of the outcome on the logit of its probability.
 
     It is 1 for calibrated probabilities and below 1 for too extreme ones. It is NaN if it is not defined: unless there are
     two classes, or if the probabilities separate them. Newton's method starts at the constant model.
     """
-    if of.positive is None or of.positive[0].all() or not of.positive[0].any():
+    if predictions.positive is None or predictions.positive[0].all() or not predictions.positive[0].any():
         return [math.nan]
-    outcome, chance = of.positive[0], np.clip(of.positive[1], TINY, 1 - TINY)
+    outcome, chance = predictions.positive[0], np.clip(predictions.positive[1], TINY, 1 - TINY)
     x = np.stack([np.ones(len(chance)), np.log(chance) - np.log1p(-chance)], 1)
     beta = np.array([math.log(outcome.mean() / (1 - outcome.mean())), 0.0])
     for _ in range(50):
@@ -251,8 +258,8 @@ class MetricSet:
             return dict.fromkeys(self.names, math.nan)
         values: dict[str, float] = {}
         if self.known:
-            of = self.predictions(y, scores)
-            known = [value for metric in self.known for value in METRICS[metric](of)]
+            predictions = self.predictions(y, scores)
+            known = [value for metric in self.known for value in METRICS[metric](predictions)]
             values = dict(zip(metric_names(self.known, self.class_names), known, strict=True))
         return values | {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
 

@@ -9,7 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import Comparison, folder_name
+from unskew.comparison.comparison_result import Comparison
+from unskew.comparison.folder_name import folder_name
 from unskew.config.experiment import Experiment
 from unskew.config.paths import with_absolute_paths
 from unskew.filesystem import make_folder, write_atomic

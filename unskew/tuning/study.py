@@ -86,7 +86,7 @@ class PrivacySpent(JsonModel):
     synthetic: str | None = None
 
 
-class Attributes(JsonModel):
+class TrialAttributes(JsonModel):
     """Values that ``Trial`` adds to a trial."""
 
     rounds: Annotated[int, Field(ge=0)] | None = None
@@ -101,7 +101,7 @@ class StoredTrial(JsonModel):
 
     values: Annotated[list[float], Field(max_length=1)] | None
     intermediate_values: dict[int, float]
-    user_attrs: Attributes
+    user_attrs: TrialAttributes
 
 
 class TrialPruned(Exception):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.cell_types import CODES, ColumnUses, why_text
 from unskew.data.spec import parse_names
-from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
 from unskew.expressions import quote
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
@@ -367,17 +367,3 @@ def describe_roles(columns: Mapping[str, str]) -> list[tuple[str, str]]:
     for name, role in named.items():
         alike.setdefault(role, []).append(name)
     return [(abbreviate(names), role) for role, names in alike.items()]
-
-
-def abbreviate(names: list[str], most: int = 5) -> str:
-    """Return the first few names and the number of further names, as one string.
-
-    Args:
-        names: Names to list.
-        most: Maximum number of names to list.
-
-    >>> abbreviate(["a", "b", "c"], most=2)
-    'a, b and 1 more'
-    """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.data.readers.arrow import pa
-from unskew.data.readers.column_roles import abbreviate
-from unskew.errors import DataError
+from unskew.errors import DataError, abbreviate
 
 IMAGES = (".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """Suffixes of image files."""

@@ -1,0 +1,227 @@
+"""Result of a comparison: table, answers, notes, differences between methods and plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, permutations
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from unskew.attacks.registry import divergence_remedy
+from unskew.comparison.benefit import Benefit, assess_benefit
+from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
+from unskew.comparison.references import is_local, is_reference
+from unskew.comparison.summary_statistics import (
+    averaged_keys,
+    is_metric,
+    mean_std,
+    paired_differences,
+    std_key,
+    usable_values,
+)
+from unskew.plots.curves import plot_convergence
+from unskew.privacy.composition import composition_note
+from unskew.records.notebook import NotebookTable, format_mean_std, to_data_frame
+from unskew.records.recorder import first_reaching, with_closing
+from unskew.tasks.formatting import value_text
+from unskew.tasks.intervals import interval95
+from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Comparison(NotebookTable):
+    """Results of a comparison.
+
+    Attributes:
+        histories: History of each seed, by method.
+        summaries: Summary of each seed, by method.
+        target: Value of the objective for which rounds are counted: the requested one, or 90% of the best mean reached.
+        folder: Folder of the runs, the plots and ``comparison.json``, or None.
+        unequal: Whether clients train on different numbers of samples.
+        left_out: A note for each reference that does not fit.
+        clients: Rows of the evaluated clients of each seed, as in ``clients.jsonl``, by method.
+
+    Reference rows (``pooled``, ``local``) come after the methods.
+    """
+
+    histories: dict[str, list[list[dict[str, Any]]]]
+    summaries: dict[str, list[dict[str, Any]]]
+    target: float
+    folder: Path | None
+    unequal: bool = False
+    left_out: tuple[str, ...] = ()
+    clients: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
+
+    @property
+    def ranked(self) -> dict[str, list[dict[str, Any]]]:
+        """Summaries of the methods, without the reference rows."""
+        return {name: group for name, group in self.summaries.items() if not is_reference(name)}
+
+    @property
+    def objective(self) -> MetricInfo:
+        """Metric by which the runs are compared."""
+        return objective_metric(next(iter(self.summaries.values()))[0])
+
+    @cached_property
+    def benefit(self) -> Benefit | None:
+        """Comparison with training alone and with a constant, client by client; None if no client was evaluated."""
+        return assess_benefit(self.summaries, self.clients)
+
+    def answers(self) -> list[str]:
+        """Return sentences that answer whether federated training and personal models help the clients.
+
+        The last one compares the best method with a constant on the test set, and states the sampling error of that set.
+        """
+        if self.benefit is None:
+            return []
+        best = self.benefit.labels["federated"]
+        values = usable_values(self.summaries[best], self.objective.name)
+        lines, sampling = benefit_sentences(self.benefit), sampling_error_text(self.summaries[best], self.objective)
+        if values and sampling:
+            lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
+        return lines
+
+    def _sentences(self) -> list[str]:
+        return self.answers()
+
+    def notes(self) -> list[str]:
+        """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
+        rounds = {name: summaries[0]["rounds"] for name, summaries in self.ranked.items()}
+        notes = list(self.left_out)
+        if len(set(rounds.values())) > 1:
+            each = ", ".join(f"{name} {count}" for name, count in rounds.items())
+            notes.append(f"The methods were trained for different numbers of rounds: {each}.")
+        notes += weighting_notes(self)
+        lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
+        if lost:
+            which = ", ".join(f"{name} ({count} of {seeds} seeds)" for name, count, seeds in lost)
+            attack = next((summaries[0].get("attack") for summaries in self.ranked.values()), None)
+            remedy = divergence_remedy(attack)
+            notes.append(f"Diverged, so the metrics do not describe the method: {which}. {remedy}")
+        together = composition_note(chain.from_iterable(self.summaries.values()))
+        return notes if together is None else [*notes, together]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
+
+        ``personal`` metrics are None for methods without personal models. In the rows of references, ``reference`` is
+        true, traffic is None, and metrics of the global model are None for ``local``, whose ``client`` metrics are
+        those of the clients' own models.
+        """
+        table = []
+        for name, summaries in self.summaries.items():
+            histories = self.histories[name]
+            reached = (
+                first_reaching(with_closing(history, summary), self.target, self.objective)
+                for history, summary in zip(histories, summaries, strict=True)
+            )
+            rounds = [first["round"] for first in reached if first is not None]
+            row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
+            row |= {"client_weighting": summaries[0].get("client_weighting"), "reference": is_reference(name)}
+            row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
+            row |= {key: summaries[0][key] for key in ("objective", "own_metrics", "positive") if key in summaries[0]}
+            metrics = [key for key in summaries[0] if is_metric(key)]
+            for key in (*averaged_keys(summaries[0]), *metrics):
+                values = [s[key] for s in summaries if s.get(key) is not None]
+                row[key], row[std_key(key)] = mean_std(values) if values else (None, None)
+            for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
+                if key in summaries[0]:
+                    spent = [summary[key] for summary in summaries]
+                    row[key] = None if None in spent else max(spent)
+            row |= {
+                "target": self.target,
+                "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,
+                "seeds_reaching_target": len(rounds),
+            }
+            for key in ("bytes_up", "bytes_down", "seconds", "seconds_simulated"):
+                costs = [s[key] for s in summaries if key in s]
+                row |= {key: fmean(costs)} if costs else {}
+            table.append({**row, "bytes_up": None, "bytes_down": None} if row["reference"] else row)
+        return table
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return ``rows`` as a data frame (needs pandas)."""
+        return to_data_frame(self.rows())
+
+    def _shown(self) -> list[dict[str, str]]:
+        """Return the table rows for notebooks."""
+        table = []
+        for row in self.rows():
+            judged = objective_metric(row).name
+            own = client_metric_name(judged, primary_metric_name(row))
+            shown = dict.fromkeys([judged, f"best_{judged}", "loss", f"client_{own}_mean"])
+            means = {name: format_mean_std(row[name], row[std_key(name)]) for name in shown}
+            sent = {f"MB {way}": format_mean_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
+            reached = {f"rounds to {self.target:g}": format_mean_std(row["rounds_to_target"])}
+            table.append({"method": row["method"], "seeds": str(row["seeds"]), **means, **reached, **sent})
+        return table
+
+    def __repr__(self) -> str:
+        lines = [
+            f"Comparison(target={self.target:g}, folder={None if self.folder is None else str(self.folder)!r})",
+            *self.answers(),
+        ]
+        for row in self._shown():
+            known = [f"{name} {text}" for name, text in row.items() if text != "–"]  # local has no global model
+            lines.append("  " + ", ".join(known[:3]))
+        return "\n".join(lines)
+
+    def differences(self, metric: str | None = None) -> list[dict[str, Any]]:
+        """Return the differences of a metric between all pairs of methods and references, paired by seed.
+
+        Args:
+            metric: Key of ``summaries``, such as ``client_accuracy_mean``; None means the objective.
+
+        Returns:
+            Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval by
+            Student's t, which needs two seeds.
+        """
+        key, rows = metric or self.objective.name, []
+        for base, name in permutations(self.summaries, 2):
+            values = paired_differences(self.summaries[name], self.summaries[base], key)
+            if values:
+                low, high = interval95(values) or (None, None)
+                row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}
+                rows.append({**row, "low": low, "high": high})
+        return rows
+
+    def plot(self, path: str | Path | None = None) -> Path | Figure:
+        """Plot the convergence of all methods, mean and standard deviation over seeds; references have no traffic.
+
+        Args:
+            path: Image file to write. None returns the figure, which notebooks display.
+        """
+        curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
+        return plot_convergence(curves, path, self.objective, list(filter(is_reference, curves)))
+
+
+def weighting_notes(comparison: Comparison) -> list[str]:
+    """Return a note if methods weight clients of different sizes differently."""
+    weights = {name: own[0].get("client_weighting") for name, own in comparison.ranked.items()}
+    by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
+    if not (comparison.unequal and by_samples and alike):
+        return []
+    return [
+        f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
+        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
+        "--client-weighting samples (or uniform) to use one weighting for all."
+    ]
+
+
+def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
+    """Return the default target for counting rounds: 90 % of the best method's mean best value.
+
+    Args:
+        groups: Summaries over seeds, for each method.
+    """
+    groups = list(groups)
+    objective = objective_metric(groups[0][0])
+    means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
+    return objective.default_target(max(means, key=objective.rank)) if means else 0.0
