@@ -37,7 +37,7 @@ from unskew.deployment.site.data import SiteData
 from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.protocol.messages import Tensors
 from unskew.tasks.regression import Regression
 
@@ -102,8 +102,7 @@ def describe_sums(holding: SiteData) -> list[str]:
         )
     coded = [encoder.name for encoder in encoders if encoder.kind == "category"]
     for name, values in zip(coded, client_stats(columns_and_targets(holding)[0], encoders).values, strict=True):
-        shown = ", ".join(values[:20]) + (f" and {len(values) - 20} more" if len(values) > 20 else "")
-        lines.append(f"the values of the category {name}: {shown or 'none'}; {category_bytes(values)} bytes")
+        lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {category_bytes(values)} bytes")
     return lines
 
 

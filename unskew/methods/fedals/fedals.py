@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, abbreviate
 from unskew.methods.fedals.auto import FIGURES, AutoPeriods, average_layers
 from unskew.models.layer_groups import layer_groups, parameter_slices, split_at_depth
 from unskew.models.spec import ModelSpec
@@ -139,9 +139,8 @@ class FedALS(SyncRule):
         late = [group.name for group, p in zip(layer_groups(run.spec), periods, strict=True) if p > run.rounds]
         if not late:
             return ()
-        names = ", ".join(late[:3]) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
         return [
-            f"The run has {run.rounds} rounds, so fedals never averages {names}: their period is {max(periods)} rounds. "
+            f"The run has {run.rounds} rounds, so fedals never averages {abbreviate(late, 3)}: their period is {max(periods)} rounds. "
             f"Clients do not share these layers. Set rounds to at least {max(periods)}, or "
             f"{'the periods' if self.periods else 'fedals:alpha'} to at most {run.rounds}."
         ]
