@@ -62,8 +62,8 @@ def table(title, result, names):
     print(f"\n{title}")
     for row in result.rows():
         rated = [name for name in names if row[name] is not None]  # not every method has personal models
-        figures = (f"{name} {row[name]:.3f} ± {row[std_key(name)]:.3f}" for name in rated)
-        print(f"  {row['method']:<10}", "   ".join(figures))
+        shown = (f"{name} {row[name]:.3f} ± {row[std_key(name)]:.3f}" for name in rated)
+        print(f"  {row['method']:<10}", "   ".join(shown))
 
 
 def worst(score):

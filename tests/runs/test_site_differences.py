@@ -136,7 +136,7 @@ def test_labels_that_differ_between_sites_lead_to_personal_models(effect, person
 
 def test_diagnose_and_partition_begin_with_a_table_of_the_sites(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    frame = pd.concat([hospital_rows(700).assign(site=lambda f: f["site"] + (f.index % 9).astype(str))])
+    frame = hospital_rows(700).assign(site=lambda f: f["site"] + (f.index % 9).astype(str))
     frame.to_csv("h.csv", index=False)
     table = (
         "--data",
