@@ -9,6 +9,7 @@ import torch
 
 import unskew
 from unskew.comparison.comparison_result import Comparison
+from unskew.errors import ConfigError
 from unskew.records import notebook
 from unskew.records.result import Result
 
@@ -92,6 +93,8 @@ def test_differences_are_paired_by_seed(fed):
         assert (row["low"], row["high"]) == pytest.approx(tuple(interval), abs=1e-6)
         assert (back["low"], back["high"]) == pytest.approx((-row["high"], -row["low"]))
         assert (("local", "fedavg") in rows) == (metric is not None)  # each client alone has no global model
+    with pytest.raises(ConfigError, match=r"no metric 'acuracy'\. Did you mean 'accuracy'"):
+        comparison.differences("acuracy")
 
 
 def test_plots_without_a_path_are_figures_that_notebooks_display(fed, tmp_path):

@@ -287,8 +287,13 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
         own = [row for row in result.rows if row["method"] == mean["method"]]
         for row in (*own, {**mean, "client": "mean"}):
             last = "all_clients" in row
-            counts = [f"{mean[key]} clients" for key in ("all_clients", "difference_clients")]
-            counts = counts if last else [f"{row[key]:,}" for key in ("samples", "num_held_out")]
+            if last:
+                counts = [
+                    f"{number} client{'s' if number != 1 else ''}"
+                    for number in (row["all_clients"], row["difference_clients"])
+                ]
+            else:
+                counts = [f"{row[key]:,}" for key in ("samples", "num_held_out")]
             all_samples = [value_text(metric, row["all"]), interval_text(metric, row["all_interval"]) or "-"]
             held_out = [value_text(metric, row[key]) for key in ("without", "with", "difference")]
             if ends := interval_text(metric, row.get("difference_interval"), "+"):

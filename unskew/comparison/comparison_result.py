@@ -22,6 +22,7 @@ from unskew.comparison.summary_statistics import (
     std_key,
     usable_values,
 )
+from unskew.errors import ConfigError, unknown_name
 from unskew.plots.curves import plot_convergence
 from unskew.privacy.composition import composition_note
 from unskew.records.notebook import NotebookTable, format_mean_std, to_data_frame
@@ -182,8 +183,14 @@ class Comparison(NotebookTable):
         Returns:
             Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval by
             Student's t, which needs two seeds.
+
+        Raises:
+            ConfigError: If no summary has the key.
         """
         key, rows = metric or self.objective.name, []
+        known = {name for group in self.summaries.values() for summary in group for name in summary}
+        if key not in known:
+            raise ConfigError(unknown_name("metric", key, known))
         for base, name in permutations(self.summaries, 2):
             values = paired_differences(self.summaries[name], self.summaries[base], key)
             if values:

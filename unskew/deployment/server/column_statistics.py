@@ -102,7 +102,9 @@ def describe_sums(holding: SiteData) -> list[str]:
         )
     coded = [encoder.name for encoder in encoders if encoder.kind == "category"]
     for name, values in zip(coded, client_stats(columns_and_targets(holding)[0], encoders).values, strict=True):
-        lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {category_bytes(values)} bytes")
+        lines.append(
+            f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {category_bytes(values)} bytes"
+        )
     return lines
 
 

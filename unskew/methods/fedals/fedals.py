@@ -140,8 +140,8 @@ class FedALS(SyncRule):
         if not late:
             return ()
         return [
-            f"The run has {run.rounds} rounds, so fedals never averages {abbreviate(late, 3)}: their period is {max(periods)} rounds. "
-            f"Clients do not share these layers. Set rounds to at least {max(periods)}, or "
+            f"The run has {run.rounds} rounds, so fedals never averages {abbreviate(late, 3)}: their period is "
+            f"{max(periods)} rounds. Clients do not share these layers. Set rounds to at least {max(periods)}, or "
             f"{'the periods' if self.periods else 'fedals:alpha'} to at most {run.rounds}."
         ]
 
