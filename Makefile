@@ -90,7 +90,7 @@ conformance: .venv/installed  ## unskew and other libraries against the papers' 
 bench: .venv/installed  ## speed, memory, generation, Ray and the regret of auto, with one summary table; half an hour, idle machine
 	$(BIN)/python -m benchmarks
 
-docs: .venv/installed  ## the table and pictures of the README from one run of the demo, then the documentation, into site/
+docs: .venv/installed  ## the output and pictures of the demo from one run, then the documentation, into site/
 	-$(BIN)/python -m benchmarks.demo
 	-$(BIN)/python docs/fetch_mermaid.py
 	$(BIN)/mkdocs build --strict
