@@ -137,9 +137,7 @@ def said(stored: dict[str, Any] | None) -> list[str]:
         f"{of.add / 1e9:.0f} GB/s, `draw` {1e9 * of.draw:.0f} ns. "
     )
     if stored and stored.get("constants"):
-        text += (
-            "The first two are measured on one machine, as [below](speed.md#ray). `link` comes from a trial"
-        )
+        text += "The first two are measured on one machine, as [below](speed.md#ray). `link` comes from a trial"
     else:
         text += "The first three come from a trial"
     return [
