@@ -1,4 +1,4 @@
-"""Demo: the table of the README, the output on ``docs/demo.md`` and both pictures, made from one run.
+"""Demo: the table of the README, the output on ``docs/results/demo.md`` and both pictures, made from one run.
 
 ``python -m benchmarks.demo`` runs the comparison of ``make demo``. If its results differ from those recorded in
 ``docs/assets/demo.json``, or the pages show other output, it writes the output, ``demo.png`` (the curves of the comparison)
@@ -21,7 +21,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "docs" / "assets"
 COMMAND = "unskew demo"
-PAGE = ROOT / "docs" / "demo.md"
+PAGE = ROOT / "docs" / "results" / "demo.md"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SIZE = (1280, 1480)
 """Width and height of the screenshot in pixels."""
@@ -96,14 +96,14 @@ def main() -> None:
         blocks = {ROOT / "README.md": excerpt(output), PAGE: f"```text\n$ {COMMAND}\n\n{output}\n```"}
         measured = results(folder)
         if measured == known and all(without_times(shown(page)) == without_times(new) for page, new in blocks.items()):
-            print("README.md, docs/demo.md and both pictures show the results of the demo.")
+            print("README.md, docs/results/demo.md and both pictures show the results of the demo.")
             return
         take_screenshot(folder / OUT / "report.html", ASSETS / "report.png")
         shutil.copy(folder / OUT / "convergence.png", ASSETS / "demo.png")
         record.write_text(json.dumps(measured) + "\n")
         for page, new in blocks.items():
             page.write_text(page.read_text().replace(shown(page), new))
-        print("README.md, docs/demo.md, demo.png and report.png were updated.")
+        print("README.md, docs/results/demo.md, demo.png and report.png were updated.")
 
 
 if __name__ == "__main__":

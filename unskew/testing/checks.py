@@ -99,9 +99,9 @@ def check_engine(engine: str, methods: Sequence[MethodLike] = METHODS) -> None:
     for method in methods:
         reference, other = _train(method, "inline"), _train(method, engine)
         assert_engines_agree(other.vector, reference.vector)
-        for mine, theirs in zip(reference.history, other.history, strict=True):
+        for inline_row, row in zip(reference.history, other.history, strict=True):
             for name in ("bytes_up", "bytes_down", "updates"):
-                assert mine[name] == theirs[name], f"{method}: {name} is {theirs[name]} instead of {mine[name]}"
+                assert row[name] == inline_row[name], f"{method}: {name} is {row[name]} instead of {inline_row[name]}"
 
 
 def check_data(data: str, **options: Any) -> None:
@@ -138,9 +138,9 @@ def check_model(model: ModelLike, shape: tuple[int, int, int] = (2, 6, 6), class
     Raises:
         AssertionError: If engines differ, or training does not change the model.
     """
-    given = {"federation": small_federation(classes=classes, shape=shape), "model": model, **options}
-    reference = _train("fedavg", "inline", **given)
-    assert_engines_agree(_train("fedavg", "vectorized", **given).vector, reference.vector)
+    options = {"federation": small_federation(classes=classes, shape=shape), "model": model, **options}
+    reference = _train("fedavg", "inline", **options)
+    assert_engines_agree(_train("fedavg", "vectorized", **options).vector, reference.vector)
     module = reference.model
     assert isinstance(module, nn.Module)
     x = torch.randn(4, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -149,5 +149,5 @@ def check_model(model: ModelLike, shape: tuple[int, int, int] = (2, 6, 6), class
     spec = ModelSpec(module, shape, classes, dtype=torch.float64)
     again = spec.load(spec.flatten(), spec.flatten_buffers()).eval()
     torch.testing.assert_close(again(x), logits, msg="the model is no function of its parameters and buffers alone")
-    still = _train("fedavg", "inline", **{**given, "lr": 1e-12})
+    still = _train("fedavg", "inline", **{**options, "lr": 1e-12})
     assert not torch.equal(still.vector, reference.vector), "training does not change the model"
