@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
+.PHONY: help demo test test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -48,6 +48,10 @@ audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); b
 	.venv-audit/bin/hadolint Dockerfile unskew/deployment/templates/Dockerfile
 	.venv-audit/bin/python .ci/audit.py constraints.txt constraints-deploy.txt
 
+help:  ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | sort | while IFS="$$(printf '\t')" read -r target text; do \
+	  printf '%-14s %s\n' "$$target" "$$text"; done
+
 demo: .venv/installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew demo
 
@@ -77,7 +81,7 @@ check: .venv/installed audit  ## format, lint, types, known faults, tests
 	$(BIN)/mypy
 	$(TEST) -m "not slow"
 
-format: .venv/installed
+format: .venv/installed  ## format the code and fix simple lint
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -90,7 +94,7 @@ conformance: .venv/installed  ## unskew and other libraries against the papers' 
 bench: .venv/installed  ## speed, memory, generation, Ray and the regret of auto, with one summary table; half an hour, idle machine
 	$(BIN)/python -m benchmarks
 
-docs: .venv/installed  ## the table and pictures of the README from one run of the demo, then the documentation, into site/
+docs: .venv/installed  ## the output and pictures of the demo from one run, then the documentation, into site/
 	-$(BIN)/python -m benchmarks.demo
 	-$(BIN)/python docs/fetch_mermaid.py
 	$(BIN)/mkdocs build --strict
@@ -101,5 +105,5 @@ screenshots: .venv/installed  ## the pictures of reports in docs/assets, from th
 gallery: .venv/installed  ## the pictures of docs/gallery.md, by the code on that page
 	$(BIN)/python -m benchmarks.gallery
 
-clean:
+clean:  ## remove environments and build outputs
 	rm -rf .venv .venv-deploy .venv-audit site build *.egg-info .pytest_cache .mypy_cache .ruff_cache

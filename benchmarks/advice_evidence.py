@@ -39,7 +39,7 @@ from unskew.reproduction.tables import markdown
 VIEWS: tuple[View, ...] = ("global", "clients")
 SUITE, OTHER_SUITE = "skew", "cifar10"
 """Suite that is the evidence of the advice, and the suite on which the advice is scored in addition."""
-PATH, PAGE = Path("unskew/diagnosis/evidence.json"), Path("docs/advice.md")
+PATH, PAGE = Path("unskew/diagnosis/evidence.json"), Path("docs/results/advice.md")
 START, OTHER_START = "<!-- scores -->", "<!-- scores of other federations -->"
 END = "<!-- end -->"
 
@@ -199,7 +199,7 @@ def score_page(evidence: Sequence[MeasuredFederation], scored: Sequence[Measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the evidence file and the scores in ``docs/advice.md``."""
+    """Write the evidence file and the scores in ``docs/results/advice.md``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("results/benchmark"))
     parser.add_argument("--data-path", type=Path)

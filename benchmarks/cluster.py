@@ -4,7 +4,7 @@
 
 Each result is stored in ``results/cluster-cpu.json`` as soon as it is measured, and stored results are not measured
 again, so the command can be stopped and restarted; ``--minutes`` limits its time. ``--pages`` measures nothing and
-writes the tables of ``docs/cluster.md`` and ``docs/scaling.md`` from the stored results.
+writes the tables of ``docs/results/speed.md`` and ``docs/results/scaling.md`` from the stored results.
 
 Clients train one step on one sample with a model that computes almost nothing, so ``overhead`` measures the cost of the
 engine. Each case runs in its own process, after a short run in which workers start. ``settings`` are A and B of
@@ -218,7 +218,7 @@ def settings_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def costs(stored: dict[str, Any] | None) -> list[str]:
-    """Return the section of ``docs/cluster.md`` on these measurements."""
+    """Return the section of ``docs/results/speed.md`` on these measurements."""
     if not stored:
         return ["They have not been measured on an idle machine yet."]
     of = stored["machine"]
@@ -229,7 +229,7 @@ def costs(stored: dict[str, Any] | None) -> list[str]:
         "",
         *overhead_table(stored["rows"]),
         "",
-        "FedAvg with CNN-A and CIFAR-10 images, in the [settings A and B](engines.md#measurements):",
+        "FedAvg with CNN-A and CIFAR-10 images, in the [settings A and B](#engines):",
         "",
         *settings_table(stored["rows"]),
     ]
@@ -253,7 +253,7 @@ def main() -> None:
         measure(args)
     stored = json.loads(args.json.read_text()) if args.json.exists() else None
     if args.pages:
-        write_pages(stored, {page_of("cluster"): {"costs": costs(stored)}})
+        write_pages(stored, {page_of("speed"): {"costs": costs(stored)}})
     elif stored:
         print("\n".join([*overhead_table(stored["rows"]), "", *settings_table(stored["rows"])]))
 

@@ -1,7 +1,7 @@
-"""Demo of the README: its table and both pictures, made from one run.
+"""Demo: the table of the README, the output on ``docs/results/demo.md`` and both pictures, made from one run.
 
 ``python -m benchmarks.demo`` runs the comparison of ``make demo``. If its results differ from those recorded in
-``docs/assets/demo.json``, or the README shows another table, it writes the table, ``demo.png`` (the curves of the comparison)
+``docs/assets/demo.json``, or the pages show other output, it writes the output, ``demo.png`` (the curves of the comparison)
 and ``report.png`` (a screenshot of its report, taken with Chromium) again. Times vary between runs and are not compared.
 """
 
@@ -21,6 +21,7 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "docs" / "assets"
 COMMAND = "unskew demo"
+PAGE = ROOT / "docs" / "results" / "demo.md"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SIZE = (1280, 1480)
 """Width and height of the screenshot in pixels."""
@@ -57,6 +58,22 @@ def without_times(block: str) -> list[str]:
     return [re.sub(r"\s+\d+\.\d+\s*$", "", line).rstrip() for line in lines]
 
 
+def shown(page: Path) -> str:
+    """Return the block of a page that begins with the command of the demo."""
+    block = BLOCK.search(page.read_text())
+    if block is None:
+        raise SystemExit(f"{page.name} has no block that begins with the command of the demo.")
+    return block.group()
+
+
+def excerpt(output: str) -> str:
+    """Return the block of the README: of the whole output, the table of test accuracies."""
+    table = re.search(r"^Test accuracy in %.*?\n\n.*?(?=\n\n)", output, re.S | re.M)
+    if table is None:
+        raise SystemExit("The demo has not printed its table of test accuracies.")
+    return f"```text\n$ {COMMAND}\n\n{table.group()}\n```"
+
+
 def take_screenshot(page: Path, target: Path, size: tuple[int, int] = SIZE) -> None:
     """Write the top of an HTML page as a PNG file of ``size``, width and height in pixels."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -70,25 +87,23 @@ def take_screenshot(page: Path, target: Path, size: tuple[int, int] = SIZE) -> N
 
 
 def main() -> None:
-    """Run the demo; update the README and the pictures if they are out of date."""
-    readme = (ROOT / "README.md").read_text()
+    """Run the demo; update the pages and the pictures if they are out of date."""
     record = ASSETS / "demo.json"
     known = json.loads(record.read_text()) if record.exists() else None
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        block = f"```text\n$ {COMMAND}\n\n{run_demo(folder).strip()}\n```"
-        shown = BLOCK.search(readme)
-        if shown is None:
-            raise SystemExit("README.md has no block that begins with the command of the demo.")
+        output = run_demo(folder).strip()
+        blocks = {ROOT / "README.md": excerpt(output), PAGE: f"```text\n$ {COMMAND}\n\n{output}\n```"}
         measured = results(folder)
-        if measured == known and without_times(shown.group()) == without_times(block):
-            print("The README's table and both pictures show the results of the demo.")
+        if measured == known and all(without_times(shown(page)) == without_times(new) for page, new in blocks.items()):
+            print("README.md, docs/results/demo.md and both pictures show the results of the demo.")
             return
         take_screenshot(folder / OUT / "report.html", ASSETS / "report.png")
         shutil.copy(folder / OUT / "convergence.png", ASSETS / "demo.png")
         record.write_text(json.dumps(measured) + "\n")
-        (ROOT / "README.md").write_text(readme.replace(shown.group(), block))
-        print("The README's table, demo.png and report.png were updated.")
+        for page, new in blocks.items():
+            page.write_text(page.read_text().replace(shown(page), new))
+        print("README.md, docs/results/demo.md, demo.png and report.png were updated.")
 
 
 if __name__ == "__main__":

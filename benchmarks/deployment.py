@@ -11,7 +11,7 @@ case
 
 Each case runs in its own interpreter and is stored in ``results/deployment.json``. Stored cases are not measured again
 without ``--again``. A case that would exhaust the memory of the machine is stopped, which is stored too. ``--show``
-writes the table to ``docs/deployment.md`` and measures nothing. The machine must be idle.
+writes the table to ``docs/results/speed.md`` and measures nothing. The machine must be idle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IDLE = 20.0
 LONGEST = 2400.0
 """Time limit of a case in seconds."""
 KEPT = Path("results/deployment.json")
-PAGE, MARKS = Path("docs/deployment.md"), ("<!-- measured -->", "<!-- /measured -->")
+PAGE, MARKS = Path("docs/results/speed.md"), ("<!-- measured -->", "<!-- /measured -->")
 
 
 def in_a_process(size: str, sites: int, rounds: int, idle: float) -> dict[str, Any]:

@@ -16,7 +16,7 @@ SETTINGS = {
 
 
 def measurements(figures: dict[str, Any]) -> str:
-    """Return the measurement section of the page on engines."""
+    """Return the measurement section of the page on speed."""
     info = figures["machine"]
     text = [
         f"Measured on {info['cores']} cores ({info['cpu']}), Python {info['python']}, torch {info['torch']}, with "
@@ -91,7 +91,7 @@ def measurements(figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    page = ROOT / "docs" / "engines.md"
+    page = ROOT / "docs" / "results" / "speed.md"
     figures = json.loads((ROOT / "results" / "speed-cpu.json").read_text())
     before = page.read_text().split("<!-- measurements -->")[0]
     page.write_text(before + "<!-- measurements -->\n\n" + measurements(figures))

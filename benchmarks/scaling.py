@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.scaling [--constants FILE]`` prints the tables, computed from the results of
 ``python -m benchmarks.cluster`` in ``results/cluster-cpu.json`` or in ``FILE``.
-``python -m benchmarks.cluster --pages`` writes them to ``docs/scaling.md``.
+``python -m benchmarks.cluster --pages`` writes them to ``docs/results/scaling.md``.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ TABLES = {"rounds": round_table, "clients": client_table, "saturation": saturati
 
 def page_of(name: str) -> Path:
     """Return the path of a documentation page."""
-    return ROOT / "docs" / f"{name}.md"
+    return ROOT / "docs" / "results" / f"{name}.md"
 
 
 def constants_of(stored: dict[str, Any] | None) -> Constants:
@@ -137,9 +137,7 @@ def said(stored: dict[str, Any] | None) -> list[str]:
         f"{of.add / 1e9:.0f} GB/s, `draw` {1e9 * of.draw:.0f} ns. "
     )
     if stored and stored.get("constants"):
-        text += (
-            "The first two are measured on one machine, as [below](cluster.md#what-it-costs). `link` comes from a trial"
-        )
+        text += "The first two are measured on one machine, as [below](speed.md#ray). `link` comes from a trial"
     else:
         text += "The first three come from a trial"
     return [
@@ -148,7 +146,7 @@ def said(stored: dict[str, Any] | None) -> list[str]:
 
 
 def scaling_tables(stored: dict[str, Any] | None) -> dict[str, list[str]]:
-    """Return the tables of ``docs/scaling.md`` by their marks."""
+    """Return the tables of ``docs/results/scaling.md`` by their marks."""
     return {name: make(constants_of(stored)) for name, make in TABLES.items()} | {"constants": said(stored)}
 
 
@@ -163,7 +161,7 @@ def filled(text: str, tables: dict[str, list[str]]) -> str:
 
 
 def write_pages(stored: dict[str, Any] | None, pages: dict[Path, dict[str, list[str]]]) -> None:
-    """Write the tables of pages, including those of ``docs/scaling.md``."""
+    """Write the tables of pages, including those of ``docs/results/scaling.md``."""
     for page, tables in {**pages, page_of("scaling"): scaling_tables(stored)}.items():
         page.write_text(filled(page.read_text(), tables))
 

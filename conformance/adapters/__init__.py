@@ -1,1 +1,1 @@
-"""One module per library, with ``REQUIREMENTS``, ``METHODS`` and ``run``, see docs/conformance.md."""
+"""One module per library, with ``REQUIREMENTS``, ``METHODS`` and ``run``, see docs/results/conformance.md."""

@@ -21,7 +21,7 @@ from benchmarks.scaling import (
 
 def test_the_pages_have_the_tables_of_what_was_measured():
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
-    for name, tables in (("scaling", scaling_tables(kept)), ("cluster", {"costs": costs(kept)})):
+    for name, tables in (("scaling", scaling_tables(kept)), ("speed", {"costs": costs(kept)})):
         text = page_of(name).read_text()
         assert filled(text, tables) == text
     other = scaling_tables({"constants": {"store": 9e9, "task": 0.1}})

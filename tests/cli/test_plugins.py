@@ -9,6 +9,7 @@ from support.running import call
 import unskew
 from unskew import plugins
 from unskew.errors import ConfigError
+from unskew.testing import check_data, check_engine, check_model, check_rule
 
 CODE = '''
 """What a package of somebody else's offers."""
@@ -121,6 +122,13 @@ def test_what_a_package_offers_is_used_by_its_name(package):
     whole = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="fedavg", **RUN)
     start = unskew.run(data="moons", partition="halves:3,shift=1", model="tiny", method="damped:by=0", **RUN).vector
     assert (result.vector - start - 0.25 * (whole.vector - start)).abs().max() < 1e-6
+
+
+def test_a_package_passes_the_checks_for_authors(package, tmp_path):
+    check_data("moons")
+    check_rule("damped:by=0.25", rounds=2)
+    check_model("tiny")
+    check_engine(f"counting:log={tmp_path / 'log'}", ["scaffold"])
 
 
 def test_a_tracker_of_a_package_receives_the_rounds(package, tmp_path):

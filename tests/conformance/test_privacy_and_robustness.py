@@ -12,7 +12,7 @@ from conformance.trust.comparisons import SECTIONS
 from conformance.trust.results import number, read, run_line, table
 from unskew.privacy import accounting
 
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "conformance.md"
 COMPARISONS = [comparison for comparisons in SECTIONS.values() for comparison in comparisons]
 ROUNDING = 1e-12
 """Differences up to this one depend on the processor."""

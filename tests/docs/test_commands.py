@@ -194,7 +194,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(page, after_demo, capsys
 def test_the_table_of_the_demo_is_what_the_demo_prints(checkout, capsys, monkeypatch):
     """Rounds may differ by one and accuracies by some tenths where sums are rounded in another order."""
     monkeypatch.setattr("unskew.comparison.references.BY_DEFAULT", True)
-    (block,) = (text for text in fences(ROOT / "README.md", "text") if text.startswith("$ unskew demo"))
+    (block,) = (text for text in fences(DOCS / "results" / "demo.md", "text") if text.startswith("$ unskew demo"))
     line, *rest = block.splitlines()
     printed = call(capsys, *words_of(line.removeprefix("$ "))).out.splitlines()
     assert os.path.isfile("runs/compare-digits/convergence.png")

@@ -130,7 +130,7 @@ def test_page_and_terminal_have_the_scores_of_the_evidence():
     others = [MeasuredFederation(**federation) for federation in stored["other_federations"]]
     assert {federation.name for federation in evidence}.isdisjoint(federation.name for federation in others)
     for tables in (score_page(evidence), score_page(evidence, others)):
-        assert tables in (DOCS / "advice.md").read_text()
+        assert tables in (DOCS / "results" / "advice.md").read_text()
     for view in ("global", "clients"):
         scores = summarize_scores(score_leaving_out(evidence, view))
         assert {name: round(value, 3) for name, value in scores.items()} == stored["scores"][view]

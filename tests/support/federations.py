@@ -3,9 +3,12 @@
 import re
 
 import numpy as np
-import torch
 
 from unskew import Federation, ServerRule
+from unskew.testing import SmallBatchNorm
+from unskew.testing import small_federation as blobs
+
+__all__ = ["SmallBatchNorm", "blobs"]  # tests import them from here
 
 SMALL_COHORT = {
     "krum": "krum:share=0",
@@ -26,44 +29,6 @@ QUICK = {
     "fedssyn": "fedssyn:generator=vae-small,epochs=1",
 }
 """Methods whose papers' defaults are too much work for a test of every method, or that need more clients."""
-
-
-def blobs(sizes, classes=3, shape=(2, 6, 6), seed=0, skew=True, server=True):
-    """A federation of small images whose class shows in their mean; client sizes as given, classes skewed.
-
-    There are some at the server, too, for the methods that need them.
-    """
-    draws = np.random.default_rng(seed)
-
-    def sample(n, allowed):
-        y = draws.choice(allowed, size=n)
-        x = draws.normal(size=(n, *shape)) + y[:, None, None, None] * 0.5
-        return x.astype(np.float32), y
-
-    clients = []
-    for k, n in enumerate(sizes):
-        allowed = [k % classes, (k + 1) % classes] if skew else list(range(classes))
-        clients.append(sample(n, allowed))
-    test = sample(60, list(range(classes)))
-    held = sample(13, list(range(classes))) if server else None
-    return Federation.from_arrays(clients, test=test, server=held, classes=classes, holdout=0.0)
-
-
-class SmallBatchNorm(torch.nn.Module):
-    """A convolution with BatchNorm and dropout: statistics and random masks must agree on every engine."""
-
-    def __init__(self, classes=3, channels=2, dropout=0.2):
-        super().__init__()
-        # No bias: before BatchNorm its true gradient is zero, and Adam would divide rounding errors by each other.
-        self.conv = torch.nn.Conv2d(channels, 4, 3, bias=False)
-        self.norm = torch.nn.BatchNorm2d(4)
-        self.drop = torch.nn.Dropout(dropout)
-        self.fc = torch.nn.Linear(4 * 4, classes)
-
-    def forward(self, x):
-        x = torch.relu(self.norm(self.conv(x)))
-        x = torch.nn.functional.max_pool2d(x, 2).flatten(1)
-        return self.fc(self.drop(x))
 
 
 def small_model(method):
