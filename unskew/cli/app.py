@@ -188,8 +188,8 @@ def compare(
                 "and set the seeds with --seeds 0..4."
             )
     which = parse_seeds(seeds)
-    values = config_values(config, context)
     # The file may be written for a single run; methods and seeds of the comparison come from the command line.
+    values = config_values(config, context, ignored=("method", "seed"))
     for name in ("method", "seed"):
         values.pop(name, None)
     checked = experiment({**next(iter(each.values()), {}), **values})

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -145,30 +145,38 @@ def is_config_file(word: str) -> bool:
     return word.lower().endswith((".yaml", ".yml"))
 
 
-def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]:
-    """Return the values of the configuration file, overridden by flags, which are overridden by ``--set``."""
-    from unskew.attacks.registry import attack_values
-    from unskew.config.loader import load_yaml, set_field
-    from unskew.provenance import TRUST
+def config_values(config: Path | None, context: typer.Context, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of the configuration file, overridden by flags, which are overridden by ``--set``.
 
-    values = {} if config is None else load_yaml(config, None if context.params.get("trust_code") else TRUST)
-    for section, field in (("network", "delay"), ("text", "columns")):
-        if isinstance(values.get(section), str | list):  # expand the short form, so that --set can add other fields
-            values[section] = {field: values[section]}
-    if isinstance(values.get("attack"), str):
-        values["attack"] = attack_values(values["attack"])
+    Args:
+        config: Configuration file, or None.
+        context: Context of the command.
+        ignored: Fields of the file that the command does not use, because it may be written for a single run.
+    """
+    from unskew.attacks.registry import attack_values
+    from unskew.config.loader import load_config, set_field
+    from unskew.config.trust import TRUST
+
     flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
     if flags.get("class_weights", "balanced") != "balanced":
         flags["class_weights"] = parse_numbers(flags["class_weights"])
     if "delay" in flags:
         flags["network"] = {"delay": flags.pop("delay")}
-    if "attack" in flags:  # replaces the attack of the file, whose options another kind does not have
-        values["attack"] = attack_values(flags.pop("attack"))
+    attack = flags.pop("attack", None)
     texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
     if any(texts.values()):
         flags["text"] = {field: value for field, value in texts.items() if value is not None}
     for assignment in context.params.get("sets") or []:
         set_field(flags, assignment)
+    remedy = None if context.params.get("trust_code") else TRUST
+    values = {} if config is None else load_config(config, remedy, {**dict.fromkeys(ignored), **flags})
+    for section, field in (("network", "delay"), ("text", "columns")):
+        if isinstance(values.get(section), str | list):  # expand the short form, so that --set can add other fields
+            values[section] = {field: values[section]}
+    if isinstance(values.get("attack"), str):
+        values["attack"] = attack_values(values["attack"])
+    if attack is not None:  # replaces the attack of the file, whose options another kind does not have
+        values["attack"] = attack_values(attack)
     # One budget replaces the other.
     for given_field, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
         if flags.get(given_field) is not None and other not in flags:

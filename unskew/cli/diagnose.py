@@ -99,13 +99,12 @@ def diagnose(
     from unskew.diagnosis.successive_halving import check_minutes, validate_advice
     from unskew.plots.figure import check_place
     from unskew.progress import report_progress_to
-    from unskew.provenance import TRUST
 
     AdviceLimits.read(traffic, secure_aggregation, server_data, privacy)  # report mistakes before anything is measured
     if minutes is not None:
         check_minutes(minutes)
     options: dict[str, Any] = config_values(config, context)
-    file_values = None if config is None else load_yaml(config, None if trust_code else TRUST)
+    file_values = None if config is None else load_yaml(config)
     try:
         shares = [float(part) for part in synthetic_fraction.split(",")]
     except ValueError:

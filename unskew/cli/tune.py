@@ -97,8 +97,8 @@ def tune(
     for name in methods:  # report mistakes before PyTorch is loaded
         check_expression(name)
     confirm_resume_target(again, out)
-    values = config_values(config, context)
-    values.pop("method", None)  # the file may be written for a single run
+    values = config_values(config, context, ignored=("method",))
+    values.pop("method", None)
     checked = experiment(values)
     spaces, fresh = parse_spaces(space or [], trust_code), 3 if seeds is None else parse_seeds(seeds, checked.seed + 1)
     from unskew.cli.progress import ProgressLine, make_progress
@@ -170,9 +170,8 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
         ConfigError: If a value is not a search space, or an option has two search spaces.
     """
     from unskew.config.loader import load_yaml
-    from unskew.provenance import TRUST
+    from unskew.config.trust import TRUST, check_spaces
 
-    remedy = None if trust_code else TRUST
     spaces: dict[str, Any] = {}
     for text in texts:
         key, equals, value = (part.strip() for part in text.partition("="))
@@ -180,7 +179,10 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
             raise ConfigError(
                 f"--space {text!r} is not a search space. Write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
             )
-        for name, space in ({key: value} if equals else load_yaml(Path(text), remedy)).items():
+        given = {key: value} if equals else load_yaml(Path(text))
+        if not equals and not trust_code:
+            check_spaces(given, text, TRUST)
+        for name, space in given.items():
             if name in spaces:
                 raise ConfigError(f"--space sets {name} twice. Remove one of them.")
             spaces[str(name)] = space

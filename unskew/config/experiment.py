@@ -19,6 +19,7 @@ from unskew import plugins
 from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
 from unskew.config.sections import ColumnName, ColumnNames, CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
+from unskew.config.trust import ENGINE, METHOD, METRIC, MODEL, TRACKER
 from unskew.data.shift import parse_shift
 from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split, parse_unseen
 from unskew.engines.names import parse_engine
@@ -28,7 +29,6 @@ from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.training_config import Training
-from unskew.provenance import Named, with_provenance
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric_info
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
@@ -106,7 +106,7 @@ class Experiment(Section):
     augment: bool = False
     """Random crops (padding 4) and horizontal flips of training images."""
 
-    model: Named = "cnn"
+    model: Annotated[str, MODEL] = "cnn"
     """Name of a model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
     model_options: Annotated[dict[str, Any], AfterValidator(all_finite)] = Field(default_factory=dict)
     """Options of the model."""
@@ -115,7 +115,7 @@ class Experiment(Section):
     buffers: Literal["average", "local", "reset"] = "average"
     """Treatment of buffers: averaged like parameters, kept at each client, or reset in every round."""
 
-    method: Named = "fedavg"
+    method: Annotated[str, METHOD] = "fedavg"
     """Method expression, such as ``fedprox:mu=0.1+scaffold``."""
     client_weighting: Literal["auto", "samples", "uniform"] = "auto"
     """Aggregation weights; ``auto`` is the method's default (by samples unless its paper averages uniformly)."""
@@ -173,7 +173,7 @@ class Experiment(Section):
     """Folder of a run whose synthetic images are reused instead of generating new ones."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Random seed of partition, initial model, cohorts, batches and dropouts."""
-    engine: Named = "auto"
+    engine: Annotated[str, ENGINE] = "auto"
     """Engine that trains the clients: ``auto``, ``inline``, ``processes``, ``vectorized``, ``ray``, or a plugin's.
     Results agree up to rounding."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -191,12 +191,12 @@ class Experiment(Section):
     """Number of rounds between evaluations on the test set (the last round is always evaluated)."""
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """Maximum number of clients to evaluate on their own data at the end of the run; 0 evaluates none."""
-    metrics: tuple[MetricField, ...] = ()
+    metrics: Annotated[tuple[MetricField, ...], METRIC] = ()
     """Additional metrics: auroc, auprc, f1, balanced_accuracy, ece, brier, observed_expected, calibration_slope, recall, or
     functions ``f(y_true, scores)``."""
     positive: str | None = None
     """Positive one of two classes, for metrics of one class and thresholds; None is the second class in sorted order."""
-    objective: ObjectiveField = AUTO
+    objective: Annotated[ObjectiveField, METRIC] = AUTO
     """Metric that judges the run; ``auto`` is the task's primary metric, accuracy or R²."""
     early_stopping: Annotated[int, Field(ge=1)] | None = None
     """Stop after this many consecutive evaluations without a better objective on the clients' held-out samples."""
@@ -208,14 +208,14 @@ class Experiment(Section):
     """Plot the inputs that clients generate in the last round into the run folder, for methods that generate inputs."""
     target: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Value of the objective; the run reports the number of rounds needed to reach it."""
-    trackers: tuple[Named, ...] = ()
+    trackers: Annotated[tuple[str, ...], TRACKER] = ()
     """Trackers that receive the metrics in addition to the run folder: ``tensorboard``, ``mlflow``, ``wandb``, or plugins."""
 
     @pydantic.field_validator("metrics", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
         if isinstance(value, str):
-            return [with_provenance(name, value) for name in parse_names(value)]
+            return parse_names(value)
         return (value,) if callable(value) else value
 
     @pydantic.field_validator("unseen", mode="before")

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from unskew.config.trust import CLUSTER
 from unskew.data.spec import CsvSpec, parse_names
 from unskew.errors import ConfigError
 from unskew.expressions import unquote
-from unskew.provenance import Named
 
 
 class Section(BaseModel):
@@ -153,7 +153,7 @@ ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:
 class RayConfig(Section):
     """Options of the engine ``ray``."""
 
-    address: Named | None = None
+    address: Annotated[str | None, CLUSTER] = None
     """Address: ``local``, ``auto``, or ``HOST:PORT`` of the head node; None means ``local`` for engine ``ray``."""
     cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
     """Cores and threads of a task, which trains ``clients_per_group`` clients."""

@@ -178,7 +178,8 @@ class Advice(NotebookTable):
             file: Values of a configuration file that the comparison reads; fields equal to these are omitted.
         """
         config = self.setting.config.model_copy(update={"rounds": self.rounds})
-        values, usual = config.model_dump(mode="json"), experiment(dict(file or {})).model_dump(mode="json")
+        values = config.model_dump(mode="json")
+        usual = experiment({**(file or {}), "method": "fedavg"}).model_dump(mode="json")
         if values["local_steps"] is not None:
             usual["local_epochs"] = None
         return {k: v for k, v in values.items() if v != usual[k] and k not in ("method", "seed", "diagnose", "target")}

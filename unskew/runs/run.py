@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.config.loader import experiment, load_yaml
+from unskew.config.loader import experiment, load_config, load_yaml
 from unskew.config.paths import with_absolute_paths
+from unskew.config.trust import TRUST
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import TABLES
@@ -26,7 +27,6 @@ from unskew.methods.registry import MethodLike, check_expression
 from unskew.methods.registry import method as method_of
 from unskew.progress import report_progress_to
 from unskew.protocol.rules import Method
-from unskew.provenance import TRUST
 from unskew.records.notebook import notebook_progress
 from unskew.records.recorder import Callback, callback_hooks
 from unskew.records.result import Result, read_summary
@@ -249,9 +249,13 @@ def resume(
     check_federation(federation)
     folder = parse_path(folder).absolute()
     with resumed_folder(folder):
-        stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
-        values = override_paths(stored, changes)
         built = None if method is None else method_of(method)
+        objects = {"method": method, "model": model}  # passed in Python, so the names in the file create nothing
+        replaced = changes | {name: value for name, value in objects.items() if value is not None}
+        stored = load_config(folder / "config.yaml", None if trust_code else TRUST, replaced)
+        values = override_paths(stored, changes)
+        if model is not None:
+            values["model"] = load_yaml(folder / "config.yaml").get("model")
         if built is not None:
             values["method"] = method_expression(built)
         else:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.config.loader import experiment, load_yaml
+from unskew.config.loader import experiment, load_config
 from unskew.config.paths import with_absolute_paths
+from unskew.config.trust import TRUST
 from unskew.data.load import load_partitioned
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.secagg.roster import FILE
@@ -36,7 +37,6 @@ from unskew.errors import ConfigError, EngineError
 from unskew.filesystem import output_folder
 from unskew.methods.registry import method as method_of
 from unskew.protocol.data_preparation import PreparedData
-from unskew.provenance import TRUST
 from unskew.records.recorder import Callback, notify_warning
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
@@ -96,7 +96,7 @@ def resume(
         CheckpointError: If there is nothing to resume.
     """
     with owner_only_files(), resumed_folder(folder):
-        stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
+        stored = load_config(folder / "config.yaml", None if trust_code else TRUST, changes)
         config = experiment(override_paths(stored, changes))
         check_unfinished(folder, config.rounds)
         return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell, place)
