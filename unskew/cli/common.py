@@ -89,11 +89,18 @@ def printed_warnings() -> Iterator[None]:
         print(f"unskew: {escape_lines(text)}", file=sys.stderr)
 
 
-def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def given_on_command_line(
+    *names: str, without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command with flags of configuration fields, after its parameter ``config``.
 
     ``config_values`` reads the flags from the command's context; they override the configuration file.
+
+    Args:
+        *names: Names of flags, and panels, which stand for all their flags.
+        without: Names of flags that the command does not have.
     """
+    chosen = {name: flag for name, flag in FLAGS.items() if {name, flag.panel} & {*names} and name not in without}
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
@@ -101,7 +108,7 @@ def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callab
         for parameter in own.values():
             parameters.append(parameter)
             if parameter.name == "config":
-                kinds = {name: Annotated[FLAGS[name][0] | None, add_flag(name)] for name in names}
+                kinds = {name: Annotated[flag.kind | None, add_flag(name)] for name, flag in chosen.items()}
                 parameters += [parameter.replace(name=name, annotation=kind) for name, kind in kinds.items()]
 
         @functools.wraps(command)
@@ -157,15 +164,13 @@ def config_values(config: Path | None, context: typer.Context, ignored: Collecti
     from unskew.config.loader import load_config, set_field
     from unskew.config.trust import TRUST
 
-    flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
-    if flags.get("class_weights", "balanced") != "balanced":
-        flags["class_weights"] = parse_numbers(flags["class_weights"])
-    if "delay" in flags:
-        flags["network"] = {"delay": flags.pop("delay")}
+    flags: dict[str, Any] = {}
+    for name, flag in FLAGS.items():
+        if context.params.get(name) is not None:
+            *sections, last = flag.path
+            inner = functools.reduce(lambda values, section: values.setdefault(section, {}), sections, flags)
+            inner[last] = context.params[name]
     attack = flags.pop("attack", None)
-    texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
-    if any(texts.values()):
-        flags["text"] = {field: value for field, value in texts.items() if value is not None}
     for assignment in context.params.get("sets") or []:
         set_field(flags, assignment)
     remedy = None if context.params.get("trust_code") else TRUST
@@ -205,21 +210,6 @@ def csv_values(sets: list[str] | None) -> dict[str, Any]:
         raise ConfigError(f"--set {(sets or [''])[0]}: this command takes only csv.field=value.")
     csv: dict[str, Any] = values.get("csv", {})
     return csv
-
-
-def parse_numbers(text: str) -> list[float]:
-    """Parse the weights of ``--class-weights``.
-
-    Args:
-        text: Numbers separated by commas.
-
-    Raises:
-        ConfigError: If the text is not a list of numbers.
-    """
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--class-weights {text!r} is neither balanced nor numbers such as 1,5.") from None
 
 
 def set_default_model(config: Experiment, values: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from unskew.cli.common import (
     shorten_name,
     unused_path,
 )
-from unskew.cli.flags import DATA, SERVER, TRAINING, path_option
+from unskew.cli.flags import PANELS, path_option
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError
 
@@ -38,24 +38,8 @@ if TYPE_CHECKING:
     from unskew.records.recorder import Callback
     from unskew.tuning.results import TuningResult
 
-FIELDS = (
-    *DATA,
-    *SERVER,
-    *TRAINING,
-    "seed",
-    "engine",
-    "device",
-    "delay",
-    "attack",
-    "eval_every",
-    "metrics",
-    "objective",
-    "positive",
-    "keep",
-)
 
-
-@given_on_command_line(*FIELDS)
+@given_on_command_line(*PANELS, without=("method", "early_stopping", "target", "save_samples", "synthetic"))
 def tune(
     context: typer.Context,
     methods: Annotated[

@@ -18,10 +18,30 @@ from pydantic_core import PydanticSerializationError
 from unskew import plugins
 from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
-from unskew.config.sections import ColumnName, ColumnNames, CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
+from unskew.config.sections import (
+    DATA,
+    EVALUATION,
+    MACHINE,
+    TRAINING,
+    ColumnName,
+    ColumnNames,
+    CsvConfig,
+    NetworkConfig,
+    RayConfig,
+    Section,
+    TextConfig,
+)
 from unskew.config.trust import ENGINE, METHOD, METRIC, MODEL, TRACKER
-from unskew.data.shift import parse_shift
-from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split, parse_unseen
+from unskew.data.spec import (
+    DataSpec,
+    TextSpec,
+    as_text_source,
+    is_table,
+    parse_names,
+    parse_shift,
+    parse_split,
+    parse_unseen,
+)
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
 from unskew.methods.registry import method, own_diagnostics
@@ -53,30 +73,33 @@ class Experiment(Section):
     ``Experiment()`` is the default of the command line.
     """
 
-    data: str = "digits"
-    """Data source: a name, ``table:PATH``, ``folder:PATH``, ``leaf:PATH``, or ``arrays`` for data passed in Python."""
-    data_path: str | None = None
+    data: Annotated[str, DATA] = "digits"
+    """Data source: digits, cifar10, ..., ``table:PATH``, ``folder:PATH``, ``npz:PATH``, ``text:PATH``, ``leaf:PATH``; or
+    ``arrays`` for data passed in Python."""
+    data_path: Annotated[str | None, DATA] = None
     """Folder with the source's files, for offline use."""
-    label: ColumnName | None = None
+    label: Annotated[ColumnName | None, DATA] = None
     """Label column of a table; if it contains lists, the task is multi-label."""
-    label_separator: Annotated[str, Field(min_length=1)] | None = None
+    label_separator: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
     """Separator between the labels of a sample in a string label column."""
-    image: ColumnName | None = None
+    image: Annotated[ColumnName | None, DATA] = None
     """Image column of a table; for ``leaf``, the folder of image files."""
-    features: ColumnNames = ()
-    """Columns of a table that are inputs, in this order; if empty, all numeric columns."""
-    exclude: ColumnNames = ()
-    """Columns of a table that are not inputs."""
-    task: Literal["auto", "regression"] = "auto"
+    features: Annotated[ColumnNames, DATA] = ()
+    """Columns of a table that are inputs, in this order: ``age,income``; if empty, all numeric columns."""
+    exclude: Annotated[ColumnNames, DATA] = ()
+    """Columns of a table that are not inputs: ``patient_id,row``."""
+    task: Annotated[Literal["auto", "regression"], DATA] = "auto"
     """``regression`` predicts the numbers of one or more label columns."""
-    categories: ColumnNames = ()
-    """Categorical columns of a table; ``auto`` means every string column."""
-    dates: ColumnNames = ()
+    categories: Annotated[ColumnNames, DATA] = ()
+    """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column."""
+    dates: Annotated[ColumnNames, DATA] = ()
     """Date columns of a table."""
-    missing: Literal["error", "mean", "indicator"] = "error"
-    """Missing numbers in a table: raise an error, replace by the mean, or also mark them by an additional input."""
-    split_by: str | None = None
-    """Column whose values are never split between training and held-out rows; or ``time:COLUMN``, ``column:COLUMN``."""
+    missing: Annotated[Literal["error", "mean", "indicator"], DATA] = "error"
+    """Missing numbers in a table: ``error``, ``mean`` to replace them by the mean, or ``indicator`` to also mark them by an
+    additional input."""
+    split_by: Annotated[str | None, DATA] = None
+    """Column whose values are never split between training and held-out rows: ``patient_id``; or ``time:COLUMN``,
+    ``column:COLUMN``."""
     csv: CsvConfig = CsvConfig()
     """Format of CSV files, if detection fails."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -85,19 +108,19 @@ class Experiment(Section):
     """Keep only the samples of this many first classes."""
     max_train_samples: Annotated[int, Field(ge=1)] | None = None
     """Number of training samples to keep, drawn by the seed."""
-    partition: str = "dirichlet:0.1"
-    """Data partition: the assignment of training samples to clients."""
-    clients: Annotated[int, Field(ge=1, le=100_000_000)] | None = 10
+    partition: Annotated[str, DATA] = "dirichlet:0.1"
+    """Data partition, which assigns samples to clients: ``iid``, ``dirichlet:0.1``, ``classes:2``, ``sorted``, ..."""
+    clients: Annotated[Annotated[int, Field(ge=1, le=100_000_000)] | None, DATA] = 10
     """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each client's samples that is held out to evaluate on that client."""
-    unseen: float | tuple[str, ...] = 0.0
+    unseen: Annotated[float | tuple[str, ...], DATA] = 0.0
     """Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or their names."""
-    shift: str | None = None
+    shift: Annotated[str | None, DATA] = None
     """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""
-    server_data: Annotated[int, Field(ge=0)] | str | None = None
+    server_data: Annotated[Annotated[int, Field(ge=0)] | str | None, DATA] = None
     """Data at the server: a number of test samples (removed from evaluation) or another data source."""
-    server_data_path: str | None = None
+    server_data_path: Annotated[str | None, DATA] = None
     """Folder with the files of that other data source."""
     text: TextConfig = TextConfig()
     """Columns and tokenizer of texts; a list of columns is accepted, too."""
@@ -106,8 +129,9 @@ class Experiment(Section):
     augment: bool = False
     """Random crops (padding 4) and horizontal flips of training images."""
 
-    model: Annotated[str, MODEL] = "cnn"
-    """Name of a model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
+    model: Annotated[str, MODEL, TRAINING] = "cnn"
+    """Model: logistic, mlp, table-mlp, cnn, resnet20, ... (``unskew models``), ``hf:NAME``, ``package.module:factory``, or in
+    a file a mapping of ``hf`` or ``name`` and options."""
     model_options: Annotated[dict[str, Any], AfterValidator(all_finite)] = Field(default_factory=dict)
     """Options of the model."""
     head: str | None = None
@@ -115,40 +139,41 @@ class Experiment(Section):
     buffers: Literal["average", "local", "reset"] = "average"
     """Treatment of buffers: averaged like parameters, kept at each client, or reset in every round."""
 
-    method: Annotated[str, METHOD] = "fedavg"
+    method: Annotated[str, METHOD, TRAINING] = "fedavg"
     """Method expression, such as ``fedprox:mu=0.1+scaffold``."""
-    client_weighting: Literal["auto", "samples", "uniform"] = "auto"
-    """Aggregation weights; ``auto`` is the method's default (by samples unless its paper averages uniformly)."""
-    rounds: Annotated[int, Field(ge=1, le=10_000_000)] = 50
+    client_weighting: Annotated[Literal["auto", "samples", "uniform"], TRAINING] = "auto"
+    """Weights of clients in the aggregation: ``samples``, ``uniform``, or ``auto``, the method's default: by
+    samples unless its paper averages uniformly."""
+    rounds: Annotated[int, Field(ge=1, le=10_000_000), TRAINING] = 50
     """Number of communication rounds."""
-    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    participation: Annotated[float, Field(gt=0, le=1), TRAINING] = 1.0
     """Share of clients per round."""
-    sampling: str = "fixed"
+    sampling: Annotated[str, TRAINING] = "fixed"
     """Cohorts of a ``fixed`` size, ``poisson``: each client takes part with probability ``participation``, or
     ``power-of-choice:D``: the clients with the largest losses of ``D`` candidates."""
-    local_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    local_steps: Annotated[Annotated[int, Field(ge=1, le=1_000_000)] | None, TRAINING] = None
     """Mini-batch steps per client and round; cannot be combined with ``local_epochs``."""
-    local_epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    local_epochs: Annotated[Annotated[int, Field(ge=1, le=10_000)] | None, TRAINING] = None
     """Passes over a client's data per round; 5 if neither this nor ``local_steps`` is set."""
-    batch_size: Annotated[int, Field(ge=1, le=10_000_000)] = 64
+    batch_size: Annotated[int, Field(ge=1, le=10_000_000), TRAINING] = 64
     """Samples per step."""
     drop_last: bool = False
     """Skip the last batch of an epoch if it is smaller."""
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    """Client optimizer."""
-    lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.1
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], TRAINING] = "sgd"
+    """Client optimizer: ``sgd``, ``adam`` or ``adamw``."""
+    lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False), TRAINING] = 0.1
     """Client learning rate; the default is 0.1 for sgd and 0.001 for adam and adamw."""
-    lr_schedule: str = "constant"
+    lr_schedule: Annotated[str, TRAINING] = "constant"
     """Learning-rate schedule: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5+cosine``."""
     lr_schedule_per: Literal["round", "step"] = "round"
     """Unit of the numbers in ``lr_schedule``: rounds or local steps."""
-    loss: Annotated[str, Field(pattern=LOSSES)] = "auto"
+    loss: Annotated[str, Field(pattern=LOSSES), TRAINING] = "auto"
     """Regression loss: ``mse`` (used for ``auto``), ``mae``, ``huber`` or ``huber:DELTA``."""
-    class_weights: Literal["balanced"] | tuple[Positive, ...] | None = None
+    class_weights: Annotated[Literal["balanced"] | tuple[Positive, ...] | None, TRAINING] = None
     """Class weights in the clients' loss: one per class, or ``balanced`` for weights from the global class counts."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    momentum: Annotated[float, Field(ge=0, lt=1), TRAINING] = 0.0
     """Momentum of the client's SGD."""
-    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1e3), TRAINING] = 0.0
     """Weight decay of the client's optimizer."""
     nesterov: bool = False
     """Nesterov momentum of the client's SGD."""
@@ -158,7 +183,7 @@ class Experiment(Section):
     """Training precision; ``tf32`` differs from ``fp32`` on CUDA only; ``bf16`` is autocast with fp32 weights."""
     network: NetworkConfig = NetworkConfig()
     """Simulated network between clients and server."""
-    attack: AnyAttack | None = None
+    attack: Annotated[AnyAttack | None, MACHINE] = None
     """Clients that attack the run: an expression such as ``signflip:share=0.2``, or a mapping with ``kind``."""
 
     secure_aggregation: Literal["off", "required"] = "off"
@@ -169,11 +194,11 @@ class Experiment(Section):
     """Folder of a finished run on the same data: this run starts from its model and continues its round numbers."""
     base_run: bool = False
     """True if other runs will ``start_from`` this one; its method may then have an effect only in their rounds."""
-    synthetic: str | None = None
-    """Folder of a run whose synthetic images are reused instead of generating new ones."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    synthetic: Annotated[str | None, EVALUATION] = None
+    """Folder of a run whose synthetic images are reused instead of generating new ones (fedssyn)."""
+    seed: Annotated[int, Field(ge=0, lt=2**63), TRAINING] = 0
     """Random seed of partition, initial model, cohorts, batches and dropouts."""
-    engine: Annotated[str, ENGINE] = "auto"
+    engine: Annotated[str, ENGINE, MACHINE] = "auto"
     """Engine that trains the clients: ``auto``, ``inline``, ``processes``, ``vectorized``, ``ray``, or a plugin's.
     Results agree up to rounding."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -185,28 +210,28 @@ class Experiment(Section):
     """Cluster of the engine ``ray``."""
     stall_warning_seconds: Positive = 600.0
     """Seconds without a reply from a worker process after which a warning is printed."""
-    device: Annotated[str, Field(pattern=DEVICES)] = "auto"
-    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
-    eval_every: Annotated[int, Field(ge=1)] = 1
+    device: Annotated[str, Field(pattern=DEVICES), MACHINE] = "auto"
+    """Device: ``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
+    eval_every: Annotated[int, Field(ge=1), EVALUATION] = 1
     """Number of rounds between evaluations on the test set (the last round is always evaluated)."""
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """Maximum number of clients to evaluate on their own data at the end of the run; 0 evaluates none."""
-    metrics: Annotated[tuple[MetricField, ...], METRIC] = ()
+    metrics: Annotated[tuple[MetricField, ...], METRIC, EVALUATION] = ()
     """Additional metrics: auroc, auprc, f1, balanced_accuracy, ece, brier, observed_expected, calibration_slope, recall, or
     functions ``f(y_true, scores)``."""
-    positive: str | None = None
+    positive: Annotated[str | None, EVALUATION] = None
     """Positive one of two classes, for metrics of one class and thresholds; None is the second class in sorted order."""
-    objective: Annotated[ObjectiveField, METRIC] = AUTO
+    objective: Annotated[ObjectiveField, METRIC, EVALUATION] = AUTO
     """Metric that judges the run; ``auto`` is the task's primary metric, accuracy or R²."""
-    early_stopping: Annotated[int, Field(ge=1)] | None = None
+    early_stopping: Annotated[Annotated[int, Field(ge=1)] | None, EVALUATION] = None
     """Stop after this many consecutive evaluations without a better objective on the clients' held-out samples."""
-    keep: Literal["best", "last"] = "last"
-    """Round whose model is the model of the run; ``best`` is by the objective on the clients' held-out samples."""
+    keep: Annotated[Literal["best", "last"], EVALUATION] = "last"
+    """Round whose model is the model of the run: ``last``, or ``best`` by the objective on the clients' held-out samples."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Number of rounds between checkpoints (one is always written after the last round)."""
-    save_samples: bool = False
+    save_samples: Annotated[bool, EVALUATION] = False
     """Plot the inputs that clients generate in the last round into the run folder, for methods that generate inputs."""
-    target: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    target: Annotated[Annotated[float, Field(allow_inf_nan=False)] | None, EVALUATION] = None
     """Value of the objective; the run reports the number of rounds needed to reach it."""
     trackers: Annotated[tuple[str, ...], TRACKER] = ()
     """Trackers that receive the metrics in addition to the run folder: ``tensorboard``, ``mlflow``, ``wandb``, or plugins."""
@@ -265,6 +290,12 @@ class Experiment(Section):
             values["server_data"] = int(values["server_data"])
         if values.get("device") == "cpu:0":  # PyTorch's other name for cpu
             values["device"] = "cpu"
+        weights = values.get("class_weights")
+        if isinstance(weights, str) and weights != "balanced":
+            try:
+                values["class_weights"] = [float(part) for part in weights.split(",")]
+            except ValueError:
+                raise ValueError(f"class_weights={weights!r} is neither balanced nor numbers such as 1,5") from None
         if isinstance(values.get("secure_aggregation"), bool):  # YAML reads off as false
             values["secure_aggregation"] = "required" if values["secure_aggregation"] else "off"
         if isinstance(values.get("network"), str):  # short for the delay

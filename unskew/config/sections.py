@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -14,10 +15,29 @@ from unskew.errors import ConfigError
 from unskew.expressions import unquote
 
 
+@dataclass(frozen=True)
+class Flag:
+    """Annotation of a field that has its own command-line flag; its docstring is the help text.
+
+    Attributes:
+        panel: Section of the flag in the help of a command.
+        name: Name of the flag; None is the name of the field, without its section.
+    """
+
+    panel: Literal["Data", "Training", "Machine", "Evaluation"]
+    name: str | None = None
+
+
+DATA = Flag("Data")
+TRAINING = Flag("Training")
+MACHINE = Flag("Machine")
+EVALUATION = Flag("Evaluation")
+
+
 class Section(BaseModel):
     """Base class of configuration sections: unknown keys are errors, and booleans are not accepted as numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
@@ -44,7 +64,7 @@ class NetworkConfig(Section):
 
     drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a client of the cohort fails and sends no update."""
-    delay: str = "none"
+    delay: Annotated[str, MACHINE] = "none"
     """Rounds until an update arrives: ``none``, ``fixed:K``, ``half-normal:S``, ``lognormal:M,S`` or ``trace:FILE``."""
     delay_per: Literal["dispatch", "client"] = "dispatch"
     """Draw a delay for every dispatch, or once per client."""
@@ -104,10 +124,10 @@ class NetworkConfig(Section):
 class TextConfig(Section):
     """Tokenization of texts."""
 
-    columns: ColumnNames = ()
-    """Text columns, one or a pair; if empty, ``text`` or the data source's default."""
-    tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    """Name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
+    columns: Annotated[ColumnNames, Flag("Data", "text")] = ()
+    """Text columns, one or a pair: ``premise,hypothesis``; if empty, ``text`` or the data source's default."""
+    tokenizer: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
+    """Tokenizer of texts: a name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     """Maximum number of tokens per text."""
 

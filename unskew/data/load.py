@@ -20,7 +20,7 @@ from unskew.data.readers.tables import Source
 from unskew.data.readers.text import is_text, load_texts
 from unskew.data.remote import with_local_files
 from unskew.data.server_data import purpose_generator, repeat_channels, server_data
-from unskew.data.shift import parse_shift, with_shift
+from unskew.data.shift import with_shift
 from unskew.data.sources.registry import load_source
 from unskew.data.spec import (
     DETECTED,
@@ -31,6 +31,7 @@ from unskew.data.spec import (
     as_text_source,
     csv_spec,
     parse_names,
+    parse_shift,
     parse_split,
     parse_unseen,
 )

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unskew.data.partition.parsing import parse_count, parse_positive
 from unskew.errors import ConfigError, short_repr, unknown_name
-from unskew.expressions import split_list, unquote
+from unskew.expressions import parse_expression, split_list, unquote
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,60 @@ def parse_split(text: str) -> Split:
     if "given" in values and len(values) > 1:
         raise ConfigError(f"split_by={text!r}: column:{values['given']} cannot be combined with other columns.")
     return Split(**values)
+
+
+class Shift(NamedTuple):
+    """Feature shift.
+
+    Attributes:
+        kind: ``rotate`` or ``noise``.
+        size: Largest angle in degrees, or largest standard deviation.
+        groups: Number of different angles; None means one per client.
+    """
+
+    kind: str
+    size: float
+    groups: int | None = None
+
+    def amount(self, client: int, clients: int) -> float:
+        """Return the angle or the standard deviation of a client.
+
+        Args:
+            client: Client number, from 0.
+            clients: Number of clients ``K``.
+
+        >>> [Shift("rotate", 270, 4).amount(k, 8) for k in range(5)], Shift("noise", 1.0).amount(1, 4)
+        ([0.0, 90.0, 180.0, 270.0, 0.0], 0.5)
+        """
+        if self.kind == "noise":
+            return self.size * (client + 1) / clients
+        groups = clients if self.groups is None else self.groups
+        return self.size * (client % groups) / max(1, groups - 1)
+
+
+def parse_shift(text: str) -> Shift:
+    """Parse ``rotate:ANGLE[,groups=G]`` or ``noise:SIGMA``.
+
+    Args:
+        text: Value of ``shift``.
+
+    Raises:
+        ConfigError: If the text has none of these forms.
+
+    >>> parse_shift("rotate:270,groups=4")
+    Shift(kind='rotate', size=270.0, groups=4)
+    """
+    expression = parse_expression(text)
+    name, values = expression.name, expression.values
+    options = dict(expression.options)
+    groups = options.pop("groups", None) if name == "rotate" else None
+    if name not in ("rotate", "noise") or len(values) != 1 or options:
+        raise ConfigError(f"shift={text!r} is not valid. Write rotate:ANGLE, rotate:ANGLE,groups=G or noise:SIGMA.")
+    size = parse_positive(values[0], f"The number in shift={text!r}")
+    count = None if groups is None else parse_count(groups, f"groups in shift={text!r}")
+    if count == 1:
+        raise ConfigError(f"shift={text!r} rotates nothing: one group has the angle 0. Use groups of at least 2.")
+    return Shift(name, size, count)
 
 
 Unseen = float | tuple[str, ...]
