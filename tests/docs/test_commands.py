@@ -23,7 +23,7 @@ from unskew.methods.registry import method
 from unskew.models.registry import HUB, MODELS
 from unskew.reproduction.preset import load_preset, preset_cells
 from unskew.reproduction.study import load_study, study_names
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -103,7 +103,7 @@ def test_a_command_that_is_shown_is_valid(line, after_demo):
     for name in names:
         chosen = method(name)
         if known and here(values) and not config.synthetic:
-            check_method(experiment({**values, "method": name}), federation_of(config.data_spec, 0), None, chosen)
+            resolve_run(experiment({**values, "method": name}), federation_of(config.data_spec, 0), None, chosen)
 
 
 def test_the_help_gives_defaults_an_example_and_the_whole_text(capsys):

@@ -510,12 +510,12 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     config = experiment(load_yaml(tmp_path / "run" / "config.yaml"))
     assert config.model_options == {"lora": LORA}
     from unskew.data.load import federation_of
+    from unskew.runs.validation import resolve_run
 
     fed = federation_of(config.data_spec, config.seed)
-    from unskew.runs.build_model import initial_spec
-
-    spec = initial_spec(config, fed, None, method("fedavg"))
-    parts = assemble(config, PreparedData(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"))
+    resolved = resolve_run(config, fed, None, method("fedavg"))
+    parts = assemble(resolved, PreparedData(fed, config.training), pick_device("cpu"))
+    spec = resolved.spec
     frozen = [p for p in spec.module.parameters() if not p.requires_grad]
     copies = [p for p in parts.evaluator.model.module.parameters() if not p.requires_grad]
     assert len(frozen) > 30
@@ -551,14 +551,13 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     seen = []
     config = experiment(options(opt, texts, rounds=4, method="fedals:alpha=3,split=1", precision="fp32"))
     from unskew.data.load import federation_of
-    from unskew.runs.build_model import initial_spec
+    from unskew.runs.validation import resolve_run
 
     fed, rule = federation_of(config.data_spec, config.seed), method(config.method)
-    spec = initial_spec(config, fed, None, rule)
+    resolved = resolve_run(config, fed, None, rule)
+    spec = resolved.spec
     start = spec.flatten()
-    parts = assemble(
-        config, PreparedData(fed, config.training), fed, spec, rule, pick_device("cpu"), None, [Watching()]
-    )
+    parts = assemble(resolved, PreparedData(fed, config.training), pick_device("cpu"), None, [Watching()])
     Session(parts).run(resume=False)
     body, head = split_at_depth(layer_groups(spec), 1)
     inside = torch.zeros(spec.size, dtype=torch.bool)

@@ -32,7 +32,7 @@ from unskew.methods.registry import method
 from unskew.protocol.rules import Method
 from unskew.records.notebook import NotebookTable
 from unskew.runs.cost import duration, estimate
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 from unskew.simulation.personal_models import has_personal_models
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ def evaluate_suggestion(
         limits: User's limits.
     """
     try:
-        _, warnings = check_method(setting.config, setting.federation, setting.model, chosen)
+        warnings = resolve_run(setting.config, setting.federation, setting.model, chosen).warnings
     except UnskewError as error:
         return Excluded(expected.method, str(error))
     if limits.epsilon is not None and any(data_rule.generates_data for data_rule in chosen.data):

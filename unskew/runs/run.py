@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from unskew.runs.assembly import assemble
 from unskew.runs.build_model import ModelLike, match_model_input_range
 from unskew.runs.preparation import check_given_set, prepare
 from unskew.runs.session import Session
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 from unskew.secret_draws import KEY_FILE
 
 
@@ -179,14 +180,13 @@ def _execute(
         original = split_federation(federation, config.unseen, config.seed)
     notify_loaded(callbacks, original)
     original = apply_task_options(original, config.loss, config.class_weights)
-    spec, warnings = check_method(config, original, model, method)
+    run = resolve_run(config, original, model, method)
     check_given_set(config, method)
-    original = match_model_input_range(original, spec)
+    run = replace(run, federation=match_model_input_range(original, run.spec))
     with device_modes(device, config.precision):
-        prepared = prepare(method, original, config, device, folder, shared, callbacks, resume)
-        everyone = [*callbacks, *trackers]
-        parts = assemble(config, prepared, original, spec, method, device, folder, everyone)
-        return Session(parts, warnings=warnings).run(resume)
+        prepared = prepare(run, device, folder, shared, callbacks, resume)
+        parts = assemble(run, prepared, device, folder, [*callbacks, *trackers])
+        return Session(parts, warnings=run.warnings).run(resume)
 
 
 def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Federation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.runs.assembly import assemble
 from unskew.runs.build_model import match_model_input_range
+from unskew.runs.metrics import run_metrics
 from unskew.runs.run import check_unfinished, keep_on_error, notify_loaded, override_paths, resumed_folder
 from unskew.runs.session import Session
 
@@ -134,7 +136,8 @@ def _carried_out(
     local = place.local if isinstance(place, RunLocation) else None
     if local not in (None, total):
         raise ConfigError(f"--local {local} does not match the {total} clients of the experiment.")
-    spec, warnings = check_method_over_sites(config, deployment, reference, method, total)
+    run = check_method_over_sites(config, deployment, reference, method, total)
+    spec = run.spec
     reference = match_model_input_range(reference, spec)
     followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
     # Checkpoint every round, so that a resumed run never needs a state that the sites have already deleted.
@@ -177,13 +180,15 @@ def _carried_out(
         prepared = run_data_rules(
             method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm, spec
         )
-        parts = assemble(config, prepared, federation, spec, method, device, folder, followers, deployed=True)
+        metrics = run_metrics(config, federation)
+        run = replace(run, config=config, federation=federation, spec=spec, metrics=metrics)
+        parts = assemble(run, prepared, device, folder, followers, deployed=True)
         present = None
         if deployment.quorum is not None:
             present = Membership(sites, door, prepared.federation, deployment.quorum)
         budget = changed_budget(config, prepared)
         clients = SiteClients(parts, sites, terms, budget, roster, deployment.asynchronous, present)
-        result = Session(clients.parts, clients, warnings).run(again)
+        result = Session(clients.parts, clients, run.warnings).run(again)
     except EngineError as error:
         why = superlink.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error
