@@ -84,6 +84,14 @@ class PreRunContext:
                 f"{name} needs all updates of a round in the same round and cannot be combined with network.delay."
             )
 
+    def need_no_candidates(self, name: str) -> None:
+        """Validate that the server does not learn the loss of each candidate of power-of-choice."""
+        if self.plan.candidates is not None:
+            raise ConfigError(
+                f"With sampling=power-of-choice the server learns the loss of each candidate, which {name} does not protect. "
+                "Use sampling=fixed."
+            )
+
     def need_no_statistics(self, name: str) -> None:
         """Validate that no statistics of the clients' data are summed before the first round."""
         if self.federation.stats_traffic is not None:

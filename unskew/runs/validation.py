@@ -14,9 +14,7 @@ from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
 from unskew.data.federation import Federation
 from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflictError, unknown_name
-from unskew.methods.dp import DP
 from unskew.methods.dp_sites import site_noise
-from unskew.methods.dpsgd import DPSGD
 from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.registry import MODELS
@@ -73,7 +71,7 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
             "Remove client_weighting."
         )
-    warnings += check_sampling(config, run, method)
+    warnings += check_sampling(run)
     if config.attack is not None:
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
         warnings += unsuspected_attackers(config, federation, method)
@@ -112,13 +110,11 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
     return ResolvedRun(config, method, federation, spec, run.plan, weights, metrics, late, tuple(warnings))
 
 
-def check_sampling(config: Experiment, run: PreRunContext, method: Method) -> list[str]:
+def check_sampling(run: PreRunContext) -> list[str]:
     """Validate power-of-choice, whose server learns the loss of each candidate; returns warnings.
 
     Args:
-        config: Configuration of the run.
         run: Run to check.
-        method: Method of the run.
 
     Raises:
         ConfigError: If the number of candidates is impossible, or nobody may learn the losses.
@@ -131,13 +127,8 @@ def check_sampling(config: Experiment, run: PreRunContext, method: Method) -> li
             f"sampling=power-of-choice:{candidates} needs at least as many candidates as clients per round "
             f"({run.plan.cohort}) and at most all clients ({run.plan.clients}). Change the number or participation."
         )
-    private = next((rule.name for rule in method.client if isinstance(rule, DP | DPSGD)), None)
-    if private is not None or config.secure_aggregation == "required":
-        what = "secure_aggregation=required" if private is None else private
-        raise ConfigError(
-            f"With sampling=power-of-choice the server learns the loss of each candidate, which {what} does not protect. Use "
-            "sampling=fixed."
-        )
+    if run.secure_aggregation:
+        run.need_no_candidates("secure_aggregation=required")
     return ["With power-of-choice the cohorts depend on the model, so methods are not compared on the same cohorts."]
 
 
