@@ -173,7 +173,7 @@ def test_sources_with_a_single_class(tmp_path):
     with pytest.raises(DataError, match="All samples of t have the same label, yes"):
         load_source(f"table:{tmp_path}/t.csv", label="y")
     with pytest.raises(DataError, match="All samples of t have the same label, yes"):
-        load_federation(f"text:{tmp_path}/t.csv", label="y", tokenizer="bytes", partition="iid", clients=2)
+        load_federation(f"text:{tmp_path}/t.csv", label="y", text={"tokenizer": "bytes"}, partition="iid", clients=2)
 
 
 def bomb(side):

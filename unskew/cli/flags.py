@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from unskew.config.experiment import Experiment
 from unskew.config.other_names import OF_OTHERS
-from unskew.config.sections import Flag
+from unskew.config_fields import Flag
 from unskew.filesystem import parse_path
 
 ClientName = Annotated[

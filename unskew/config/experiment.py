@@ -18,30 +18,10 @@ from pydantic_core import PydanticSerializationError
 from unskew import plugins
 from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
-from unskew.config.sections import (
-    DATA,
-    EVALUATION,
-    MACHINE,
-    TRAINING,
-    ColumnName,
-    ColumnNames,
-    CsvConfig,
-    NetworkConfig,
-    RayConfig,
-    Section,
-    TextConfig,
-)
+from unskew.config.sections import NetworkConfig, RayConfig
 from unskew.config.trust import ENGINE, METHOD, METRIC, MODEL, TRACKER
-from unskew.data.spec import (
-    DataSpec,
-    TextSpec,
-    as_text_source,
-    is_table,
-    parse_names,
-    parse_shift,
-    parse_split,
-    parse_unseen,
-)
+from unskew.config_fields import EVALUATION, MACHINE, TRAINING
+from unskew.data.spec import DataSpec, as_text_source, is_table, parse_names, text_columns
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
 from unskew.methods.registry import method, own_diagnostics
@@ -67,65 +47,12 @@ DIAGNOSES = (*AT_CLIENTS, "server")
 """Diagnostics that are available with every method; some methods provide more."""
 
 
-class Experiment(Section):
+class Experiment(DataSpec):
     """Configuration of a run: data, model, method, training budget and execution.
 
     ``Experiment()`` is the default of the command line.
     """
 
-    data: Annotated[str, DATA] = "digits"
-    """Data source: digits, cifar10, ..., ``table:PATH``, ``folder:PATH``, ``npz:PATH``, ``text:PATH``, ``leaf:PATH``; or
-    ``arrays`` for data passed in Python."""
-    data_path: Annotated[str | None, DATA] = None
-    """Folder with the source's files, for offline use."""
-    label: Annotated[ColumnName | None, DATA] = None
-    """Label column of a table; if it contains lists, the task is multi-label."""
-    label_separator: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
-    """Separator between the labels of a sample in a string label column."""
-    image: Annotated[ColumnName | None, DATA] = None
-    """Image column of a table; for ``leaf``, the folder of image files."""
-    features: Annotated[ColumnNames, DATA] = ()
-    """Columns of a table that are inputs, in this order: ``age,income``; if empty, all numeric columns."""
-    exclude: Annotated[ColumnNames, DATA] = ()
-    """Columns of a table that are not inputs: ``patient_id,row``."""
-    task: Annotated[Literal["auto", "regression"], DATA] = "auto"
-    """``regression`` predicts the numbers of one or more label columns."""
-    categories: Annotated[ColumnNames, DATA] = ()
-    """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column."""
-    dates: Annotated[ColumnNames, DATA] = ()
-    """Date columns of a table."""
-    missing: Annotated[Literal["error", "mean", "indicator"], DATA] = "error"
-    """Missing numbers in a table: ``error``, ``mean`` to replace them by the mean, or ``indicator`` to also mark them by an
-    additional input."""
-    split_by: Annotated[str | None, DATA] = None
-    """Column whose values are never split between training and held-out rows: ``patient_id``; or ``time:COLUMN``,
-    ``column:COLUMN``."""
-    csv: CsvConfig = CsvConfig()
-    """Format of CSV files, if detection fails."""
-    image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Side length in pixels to which images are resized; None leaves them unchanged."""
-    max_classes: Annotated[int, Field(ge=2)] | None = None
-    """Keep only the samples of this many first classes."""
-    max_train_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of training samples to keep, drawn by the seed."""
-    partition: Annotated[str, DATA] = "dirichlet:0.1"
-    """Data partition, which assigns samples to clients: ``iid``, ``dirichlet:0.1``, ``classes:2``, ``sorted``, ..."""
-    clients: Annotated[Annotated[int, Field(ge=1, le=100_000_000)] | None, DATA] = 10
-    """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
-    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of each client's samples that is held out to evaluate on that client."""
-    unseen: Annotated[float | tuple[str, ...], DATA] = 0.0
-    """Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or their names."""
-    shift: Annotated[str | None, DATA] = None
-    """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""
-    server_data: Annotated[Annotated[int, Field(ge=0)] | str | None, DATA] = None
-    """Data at the server: a number of test samples (removed from evaluation) or another data source."""
-    server_data_path: Annotated[str | None, DATA] = None
-    """Folder with the files of that other data source."""
-    text: TextConfig = TextConfig()
-    """Columns and tokenizer of texts; a list of columns is accepted, too."""
-    reserve_test_samples: Annotated[int, Field(ge=0)] = 0
-    """Exclude at least this many test samples from evaluation, to compare runs with and without server data."""
     augment: bool = False
     """Random crops (padding 4) and horizontal flips of training images."""
 
@@ -243,17 +170,21 @@ class Experiment(Section):
             return parse_names(value)
         return (value,) if callable(value) else value
 
-    @pydantic.field_validator("unseen", mode="before")
-    @classmethod
-    def _unseen(cls, value: Any) -> Any:
-        return parse_unseen(value)
-
     @pydantic.field_validator("positive", mode="before")
     @classmethod
     def _class_name(cls, value: Any) -> Any:
         if isinstance(value, bool):  # YAML reads yes as true
             raise ValueError(f"positive={value}: write the name of the class in quotes, such as 'yes'")
         return str(value) if isinstance(value, int) else value
+
+    @classmethod
+    def allowed_values(cls, field: str) -> str | None:
+        """Return what is allowed for a field, for errors, if its annotation does not explain it."""
+        if field == "device":
+            from unskew.engines.registry import available_devices
+
+            return f"the devices of this machine are {', '.join(available_devices())}"
+        return "it must be auto, mse, mae, huber or huber:DELTA" if field == "loss" else None
 
     @pydantic.field_validator("engine")
     @classmethod
@@ -284,10 +215,6 @@ class Experiment(Section):
             values.setdefault("lr", 0.001)
         if values.get("local_steps") is None and values.get("local_epochs") is None:
             values["local_epochs"] = DEFAULT_EPOCHS
-        if str(values.get("partition", "")).startswith("natural"):
-            values.setdefault("clients", None)
-        if isinstance(values.get("server_data"), str) and values["server_data"].isdigit():
-            values["server_data"] = int(values["server_data"])
         if values.get("device") == "cpu:0":  # PyTorch's other name for cpu
             values["device"] = "cpu"
         weights = values.get("class_weights")
@@ -300,9 +227,7 @@ class Experiment(Section):
             values["secure_aggregation"] = "required" if values["secure_aggregation"] else "off"
         if isinstance(values.get("network"), str):  # short for the delay
             values["network"] = {"delay": values["network"]}
-        if isinstance(values.get("text"), str | list | tuple):
-            values["text"] = {"columns": values["text"]}
-        _fill_for_texts_and_tables(values)
+        _set_default_model(values)
         for name in ("trackers", "diagnose"):
             if isinstance(values.get(name), str):
                 values[name] = [values[name]]
@@ -313,11 +238,6 @@ class Experiment(Section):
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("local_steps and local_epochs cannot be combined; set only one of them")
         self._check_schedule()
-        for parse, text in ((parse_split, self.split_by), (parse_shift, self.shift)):
-            try:
-                _ = None if text is None else parse(text)
-            except ConfigError as error:
-                raise ValueError(str(error).rstrip(".")) from error
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov requires momentum above 0")
         if self.optimizer != "sgd" and self.momentum:
@@ -399,10 +319,10 @@ class Experiment(Section):
         own = None
         if is_text(self.data):
             own = self.model.removeprefix(HUB) if self.model.startswith(HUB) else OWN_TOKENIZERS.get(self.model)
-        tokenizer = self.text.tokenizer or own
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataSpec)}
-        text = TextSpec(self.text.columns, tokenizer, self.text.block)
-        return DataSpec(**{**values, "text": text, "csv": self.csv.spec})
+        text = self.text if own is None or self.text.tokenizer else self.text.model_copy(update={"tokenizer": own})
+        return DataSpec.model_construct(
+            **{name: getattr(self, name) for name in DataSpec.model_fields} | {"text": text}
+        )
 
     def to_yaml(self) -> str:
         """Return the configuration as YAML, with every field in order."""
@@ -415,15 +335,13 @@ class Experiment(Section):
             ) from error
 
 
-def _fill_for_texts_and_tables(values: dict[str, Any]) -> None:
-    """Convert a table with text columns to a text source, and set the default model of labeled texts and tables."""
-    data, text = values.get("data"), values.get("text")
-    if not isinstance(data, str):
+def _set_default_model(values: dict[str, Any]) -> None:
+    """Set the default model of labeled texts and tables."""
+    data = values.get("data")
+    if not isinstance(data, str) or values.get("model") is not None or values.get("label") is None:
         return
-    columns = text.get("columns") if isinstance(text, Mapping) else getattr(text, "columns", ())
-    data = values["data"] = as_text_source(data, columns or ())
-    if values.get("model") is None and values.get("label") is not None:
-        if data.partition(":")[0] in ("text", "sentences", "multi_nli"):
-            values["model"] = "text-mlp"
-        elif is_table(data) and values.get("image") is None:
-            values["model"] = "table-mlp"
+    data = as_text_source(data, text_columns(values.get("text")))
+    if data.partition(":")[0] in ("text", "sentences", "multi_nli"):
+        values["model"] = "text-mlp"
+    elif is_table(data) and values.get("image") is None:
+        values["model"] = "table-mlp"

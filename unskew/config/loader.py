@@ -6,16 +6,14 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pydantic
 import yaml
-from pydantic import BaseModel
 
 from unskew.attacks.registry import OPTIONS
 from unskew.config.experiment import Experiment
 from unskew.config.other_names import OF_OTHERS
-from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
 from unskew.config.trust import check_trusted
-from unskew.errors import ConfigError, plain_message, short_repr, unknown_name
+from unskew.config_fields import check_keys, validate_fields
+from unskew.errors import ConfigError
 from unskew.filesystem import read_file
 
 if TYPE_CHECKING:
@@ -32,57 +30,7 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
     Raises:
         ConfigError: If a key is unknown, or a value has the wrong type or is out of range.
     """
-    check_keys(values, Experiment)
-    try:
-        return Experiment.model_validate(values, context={"method_given": method is not None})
-    except pydantic.ValidationError as error:
-        errors = error.errors()
-        # If a field allows several types, report the type that was validated deepest, which fits the value best.
-        first = max(
-            (detail for detail in errors if detail["loc"][:1] == errors[0]["loc"][:1]),
-            key=lambda detail: len(detail["loc"]),
-        )
-        fields = {
-            *Experiment.model_fields,
-            *NetworkConfig.model_fields,
-            *TextConfig.model_fields,
-            *CsvConfig.model_fields,
-            *OPTIONS,
-        }
-        where = ".".join(str(part) for part in first["loc"] if part in fields)
-        reason = plain_message(first["msg"])
-        if where == "device":
-            from unskew.engines.registry import available_devices
-
-            reason = f"the devices of this machine are {', '.join(available_devices())}"
-        elif where == "loss":
-            reason = "it must be auto, mse, mae, huber or huber:DELTA"
-        raise ConfigError(
-            f"{where}={short_repr(first['input'])} is not valid: {reason}." if where else f"{reason}."
-        ) from error
-
-
-def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
-    """Validate that all keys are known, including those of sections; the error suggests similar names.
-
-    Args:
-        values: Fields by name.
-        model: Section of the configuration.
-        prefix: Name of the section with a dot, for the error.
-
-    Raises:
-        ConfigError: If a key is unknown.
-    """
-    for key, value in values.items():
-        if key not in model.model_fields:
-            known = [f"{prefix}{name}" for name in model.model_fields]
-            sentence = unknown_name(
-                "option", f"{prefix}{key}", known, meant=OF_OTHERS.get(key) if model is Experiment else None
-            )
-            raise ConfigError(sentence)
-        section = model.model_fields[key].annotation
-        if isinstance(value, dict) and isinstance(section, type) and issubclass(section, BaseModel):
-            check_keys(value, section, f"{prefix}{key}.")
+    return validate_fields(Experiment, values, {"method_given": method is not None}, OF_OTHERS, OPTIONS)
 
 
 class Loader(yaml.SafeLoader):
@@ -226,7 +174,7 @@ def load_config(
     """
     values = without_fields(load_yaml(path), replaced or {})
     try:
-        check_keys(values, Experiment)
+        check_keys(values, Experiment, meant=OF_OTHERS)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if remedy is None:

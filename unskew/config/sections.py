@@ -3,60 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
 from unskew.config.trust import CLUSTER
-from unskew.data.spec import CsvSpec, parse_names
-from unskew.errors import ConfigError
-from unskew.expressions import unquote
-
-
-@dataclass(frozen=True)
-class Flag:
-    """Annotation of a field that has its own command-line flag; its docstring is the help text.
-
-    Attributes:
-        panel: Section of the flag in the help of a command.
-        name: Name of the flag; None is the name of the field, without its section.
-    """
-
-    panel: Literal["Data", "Training", "Machine", "Evaluation"]
-    name: str | None = None
-
-
-DATA = Flag("Data")
-TRAINING = Flag("Training")
-MACHINE = Flag("Machine")
-EVALUATION = Flag("Evaluation")
-
-
-class Section(BaseModel):
-    """Base class of configuration sections: unknown keys are errors, and booleans are not accepted as numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    @pydantic.field_validator("*", mode="before")
-    @classmethod
-    def _reject_booleans_as_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("must not be a boolean")
-        return value
-
-
-def _split_column_names(value: Any) -> Any:
-    names = [value] if isinstance(value, str) else value
-    several = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-    return parse_names(value) if several else value
-
-
-ColumnName = Annotated[str, AfterValidator(unquote)]
-"""Name of one column."""
-ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
-"""Names of columns: a list, or a string with commas."""
+from unskew.config_fields import MACHINE, Section
 
 
 class NetworkConfig(Section):
@@ -119,51 +72,6 @@ class NetworkConfig(Section):
 
         parse_delay(str(value))  # raises an error for everything that is not a delay, including plain numbers
         return str(value)
-
-
-class TextConfig(Section):
-    """Tokenization of texts."""
-
-    columns: Annotated[ColumnNames, Flag("Data", "text")] = ()
-    """Text columns, one or a pair: ``premise,hypothesis``; if empty, ``text`` or the data source's default."""
-    tokenizer: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
-    """Tokenizer of texts: a name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
-    block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
-    """Maximum number of tokens per text."""
-
-
-class CsvConfig(Section):
-    """Format of CSV files; fields that are not set are detected for each file."""
-
-    separator: str | None = None
-    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``."""
-    decimal: str | None = None
-    """Decimal mark: ``point`` or ``comma``."""
-    encoding: str | None = None
-    """Character encoding, such as ``latin-1``."""
-    thousands: str | None = None
-    """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
-    missing: str | int | float | tuple[str | int | float, ...] | None = None
-    """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers."""
-    dates: str | None = None
-    """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
-    skip: Annotated[int, Field(ge=0)] | None = None
-    """Number of lines before the header."""
-    names: str | tuple[str, ...] = ()
-    """Names of the columns of files without a header."""
-
-    @property
-    def spec(self) -> CsvSpec:
-        """Format as a ``CsvSpec`` for the readers."""
-        return CsvSpec(**dict(self))
-
-    @pydantic.model_validator(mode="after")
-    def _is_valid(self) -> CsvConfig:
-        try:
-            self.spec  # noqa: B018
-        except ConfigError as error:
-            raise ValueError(str(error).rstrip(".")) from error
-        return self
 
 
 ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:[0-9]{1,5})"

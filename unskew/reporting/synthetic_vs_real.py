@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -58,7 +58,7 @@ def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
         return None
     try:
         with from_cache():
-            names = {field.name for field in fields(DataSpec)} | {"seed"}
+            names = {*DataSpec.model_fields, "seed"}
             config = experiment({name: value for name, value in run.config.items() if name in names})
             federation = federation_of(config.data_spec, config.seed)
         dataset = synthetic_dataset.load(folder)

@@ -10,10 +10,11 @@ import pydantic
 from pydantic import AfterValidator, Field
 
 from unskew.config.experiment import Experiment
-from unskew.config.loader import check_keys, experiment, load_config, load_yaml
+from unskew.config.loader import experiment, load_config, load_yaml
 from unskew.config.paths import with_absolute_paths
-from unskew.config.sections import ColumnName, ColumnNames, Section
 from unskew.config.trust import NOT_OF_MODEL
+from unskew.config_fields import Section, check_keys
+from unskew.data.spec import ColumnName, ColumnNames
 from unskew.deployment.wire.data_schema import experiment_digest
 from unskew.errors import ConfigError, plain_message, short_repr
 
