@@ -163,10 +163,10 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
             raise ConfigError(
                 f"--space {text!r} is not a search space. Write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
             )
-        given = {key: value} if equals else load_yaml(Path(text))
+        named_spaces = {key: value} if equals else load_yaml(Path(text))
         if not equals and not trust_code:
-            check_spaces(given, text, TRUST)
-        for name, space in given.items():
+            check_spaces(named_spaces, text, TRUST)
+        for name, space in named_spaces.items():
             if name in spaces:
                 raise ConfigError(f"--space sets {name} twice. Remove one of them.")
             spaces[str(name)] = space

@@ -51,10 +51,10 @@ def load_federation(data: str, *, seed: int = 0, **options: Any) -> Federation:
     """
     check_integer(seed, "seed")
     partition = options.get("partition", "")
-    given = {} if isinstance(partition, str) else {"partition": partition}
+    passed = {} if isinstance(partition, str) else {"partition": partition}
     paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
-    spec = validate_fields(DataSpec, {"data": data, **options, **paths, **dict.fromkeys(given, "iid")})
-    return federation_of(spec.model_copy(update=given), seed)
+    spec = validate_fields(DataSpec, {"data": data, **options, **paths, **dict.fromkeys(passed, "iid")})
+    return federation_of(spec.model_copy(update=passed), seed)
 
 
 def federation_of(spec: DataSpec, seed: int) -> Federation:

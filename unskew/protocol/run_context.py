@@ -55,7 +55,7 @@ class PreRunContext:
 
     @property
     def secure_aggregation(self) -> bool:
-        """Whether the server sees only sums."""
+        """Return whether the server sees only sums."""
         return self.plan.masked
 
     @cached_property
