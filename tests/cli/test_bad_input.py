@@ -758,7 +758,7 @@ def test_diverged_runs_are_marked_in_tables_and_notes(capsys):
 
 
 def test_a_list_of_methods_in_a_file_of_a_comparison_is_rejected(capsys, tmp_path):
-    (tmp_path / "c.yaml").write_text("data: digits\nmethod: [fedavg, mine.Rule]\n")
+    (tmp_path / "c.yaml").write_text("data: digits\nmethod: [fedavg, moon]\n")
     (tmp_path / "d.yaml").write_text("data: digits\n")
     outcome = call(capsys, "compare", tmp_path / "c.yaml", tmp_path / "d.yaml", "--seeds", "0")
     assert (outcome.code, "is not a method expression" in outcome.err) == (2, True)

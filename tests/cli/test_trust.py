@@ -5,17 +5,19 @@ import shutil
 import sys
 from pathlib import Path
 
+import pydantic
 import pytest
 import yaml
 from support.running import call
 
 import unskew
-from unskew.config.loader import experiment, load_yaml
+from unskew.benchmark.suite import load_suite
+from unskew.config.experiment import Experiment
+from unskew.config.loader import load_config
+from unskew.config.trust import TRUST, NamesCode, is_registered_method, no_import_path
 from unskew.errors import ConfigError
-from unskew.methods.registry import method
 from unskew.option_parsing import import_from_path
-from unskew.provenance import UntrustedText
-from unskew.runs.run import run_experiment
+from unskew.simulation import checkpoint
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -112,7 +114,7 @@ def test_what_the_user_names_or_trusts_is_run(folder, capsys):
     assert call(capsys, "run", config, *flags, "--out", "named", "--json").code == 0
     refused = call(capsys, "resume", "sent", "--rounds", 2)
     assert refused.code == 2
-    assert "sent/config.yaml names code to import, the method 'sent_module.Rule'" in refused.err
+    assert "sent/config.yaml names code to import, the model 'sent_module:net'" in refused.err
     with pytest.raises(ConfigError, match="trust_code=True"):
         unskew.resume("sent", rounds=2)
     assert len(unskew.resume("sent", rounds=2, trust_code=True).history) == 2
@@ -181,27 +183,128 @@ def test_spaces_of_a_file_do_not_run_code(folder, capsys):
     assert not (folder / "imported").exists()
 
 
-def test_an_experiment_carries_where_it_came_from(folder):
-    """Into copies and other processes, and so to the engine that imports the model."""
-    import pickle
+def fields(model=Experiment, prefix=()):
+    """Every field of the configuration, by the names of its sections and its own, with its annotations."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
+            yield from fields(kind, (*prefix, name))
+        yield (*prefix, name), field.metadata
 
-    from unskew.config.paths import with_absolute_paths
 
-    config = experiment(load_yaml(write(folder / "config.yaml", **CODE["model"])))
-    for one in (
-        config,
-        config.model_copy(update={"seed": 3}),
-        pickle.loads(pickle.dumps(config)),
-        with_absolute_paths(config),
-    ):
-        with pytest.raises(ConfigError, match="names code to import"):
-            run_experiment(one)
-    assert config == experiment(load_yaml(folder / "config.yaml", None))
-    assert "sent_module:net" in config.to_yaml()
+def nested(path, value):
+    for name in reversed(path):
+        value = {name: value}
+    return value
+
+
+WRITTEN = ("sent_module:net", "sent_module.Rule", "fedssyn:generator=sent_module:net", "signflip:share=sent_module:net")
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_no_field_of_an_untrusted_file_imports_code(folder, capsys, text):
+    """Each field of the models is tried, so a new field that imports code and is not annotated fails here."""
+    for path, _ in fields():
+        for value in (text, [text], {"name": text}):
+            values = nested(path, value)
+            config = write(folder / "config.yaml", model="logistic", **values) if path[0] != "model" else None
+            call(capsys, "run", config or write(folder / "config.yaml", **values), "--out", "run")
+            shutil.rmtree("run", ignore_errors=True)
+            assert not (folder / "imported").exists(), f"{'.'.join(path)}: {value}"
+
+
+OUTSIDE = {
+    "ray.address": "10.0.0.1:6379",
+    "trackers": "wandb",
+    "engine": "ray:address=evil",
+    "method": "sent_module.Rule",
+}
+ANNOTATED = [(path, rule) for path, metadata in fields() for rule in metadata if isinstance(rule, NamesCode)]
+
+
+@pytest.mark.parametrize(("path", "rule"), ANNOTATED, ids=[".".join(path) for path, _ in ANNOTATED])
+def test_annotated_fields_reject_what_is_not_registered(folder, path, rule):
+    text = OUTSIDE.get(".".join(path), "sent_module:net")
+    for value in (text, [text], [[text]]):
+        config = write(folder / "config.yaml", **nested(path, value))
+        with pytest.raises(ConfigError, match=r"config\.yaml names .*trust the file: "):
+            load_config(config, TRUST)
+        assert load_config(config, None)[path[0]]  # the user trusts the file
+        replaced = nested(path, "what the user sets")
+        assert path[-1] not in str(load_config(config, TRUST, replaced).get(path[0]))
+    default = nested(path, Experiment().model_dump()[path[0]]) if len(path) == 1 else {}
+    assert load_config(write(folder / "config.yaml", **default), TRUST)
+
+
+def test_fields_that_a_command_does_not_use_are_dropped_only_if_they_name_code(folder):
+    config = write(folder / "config.yaml", objective="sent_module:net", target=40, metrics=["auroc"])
+    values = load_config(config, TRUST, ignored=("objective", "metrics"))
+    assert values == {**BUDGET, "metrics": ["auroc"]}
+
+
+def test_an_unknown_field_is_an_error_that_names_the_file(folder):
+    with pytest.raises(ConfigError, match=r"config\.yaml: .*round"):
+        load_config(write(folder / "config.yaml", round=3), TRUST)
+
+
+@pytest.mark.parametrize(
+    ("expression", "registered"),
+    [
+        ("fedprox:mu=0.1+scaffold", True),
+        ("fedals:periods=head:2;first: 3", True),
+        ("fedssyn:generator=vae;epochs=2", True),
+        ("fedspeed", True),
+        ("sent_module.Rule", False),
+        ("fedavgm+sent_module.inner.Rule:mu=1", False),
+        ("fedssyn:generator=sent_module:net;epochs=2", False),
+        ('fedssyn:keep="sent_module:net"', False),
+        ("fedssyn:keep= sent_module : net", False),
+    ],
+)
+def test_registered_methods_name_no_import_path(expression, registered):
+    assert is_registered_method(expression) is registered
+
+
+@pytest.mark.parametrize(
+    "path", ["sent_module:2", "sent_module:-1", "sent_module:.5", "sent_module: 3", "sent_module:1.net"]
+)
+def test_texts_without_import_path_cannot_be_imported(folder, path):
+    """What ``no_import_path`` accepts is rejected before the module is imported."""
+    assert no_import_path(path)
+    with pytest.raises(ConfigError, match="is not an import path"):
+        import_from_path(path, "the model")
     assert not (folder / "imported").exists()
 
 
-def test_options_in_python_keep_the_mark_of_a_file(folder):
-    with pytest.raises(ConfigError, match="a file names code to import"):
-        method("fedssyn", generator=UntrustedText("sent_module:net", "a file", "trust it"))
+def test_a_checkpoint_of_another_run_does_not_run_code(folder, monkeypatch):
+    """The method of the run in ``start_from`` is read from its checkpoint."""
+    first = finished_run(folder / "first")
+    read = checkpoint.newest_checkpoint
+
+    def manipulated(where):
+        path, manifest, problems = read(where)
+        manifest["extra"]["config"]["method"] = "sent_module.Rule"
+        return path, manifest, problems
+
+    monkeypatch.setattr(checkpoint, "newest_checkpoint", manipulated)
+    values = {**BUDGET, "rounds": 2, "data": "digits", "model": "logistic", "method": "fedavgm"}
+    unskew.run(out=folder / "second", start_from=str(first), **values)
+    assert not (folder / "imported").exists()
+
+
+def test_a_suite_and_its_federations_do_not_run_code(folder):
+    suite = {"title": "-", "federations": ["here.yaml"], "methods": ["fedavg", "fedprox"]}
+    federation = {"title": "-", "kind": "controlled", "source": "-", "settings": {"data": "digits", "rounds": 1}}
+    evil = {"data": "digits", "model": "sent_module:net"}
+    for in_suite, in_federation in (
+        ({"methods": ["fedavg", "sent_module.Rule"]}, {}),
+        ({"untuned": ["sent_module.Rule"]}, {}),
+        ({"settings": evil}, {}),
+        ({"space": {"fedprox.mu": ["sent_module:net"]}}, {}),
+        ({}, {"settings": evil}),
+    ):
+        Path("suite.yaml").write_text(yaml.safe_dump({**suite, **in_suite}))
+        Path("here.yaml").write_text(yaml.safe_dump({**federation, **in_federation}))
+        with pytest.raises(ConfigError, match=r"\.yaml names code to import, .*trust"):
+            load_suite("suite.yaml")
     assert not (folder / "imported").exists()

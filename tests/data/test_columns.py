@@ -114,7 +114,7 @@ def test_features_are_taken_in_the_order_they_are_named_in(patients):
         ({"features": ["name"]}, r"'name' in features is not numeric \(text\)"),
         ({"features": ["dose"]}, r"'dose' in features is not numeric \(numbers with decimal commas, see csv.decimal\)"),
         ({"features": ["outcome"]}, "'outcome' is the label"),
-        ({"features": 3}, "3 is not a list of names"),
+        ({"features": 3}, "features=3 is not valid"),
         ({"exclude": ["patient_id", "age", "bmi", "ward"]}, r"no numeric input columns .*age \(left out: excluded\)"),
     ],
 )
@@ -192,7 +192,7 @@ def test_row_numbers_that_pandas_stores_are_left_out(tmp_path):
 
 
 def test_only_tables_of_numbers_have_features(tmp_path):
-    for name, options in (("digits", {}), ("sentences", {"tokenizer": "bytes"})):
+    for name, options in (("digits", {}), ("sentences", {"text": {"tokenizer": "bytes"}})):
         for field in ("features", "exclude"):
             with pytest.raises(ConfigError, match="features and exclude require a table"):
                 load_federation(name, partition="iid", **options, **{field: "a"})

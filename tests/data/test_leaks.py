@@ -26,7 +26,7 @@ def write(path, columns):
 
 def leaks_of(path, columns, **options):
     options = {"label": "y", "partition": "iid", "clients": 2, **options}
-    return find_leaks(DataSpec(write(path / "t.csv", columns), **options))
+    return find_leaks(DataSpec(data=write(path / "t.csv", columns), **options))
 
 
 def noise(n=N):

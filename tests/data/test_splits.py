@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import unskew
+from unskew.config_fields import validate_fields
 from unskew.data.load import load_partitioned
 from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
@@ -30,7 +31,7 @@ def visits(tmp_path_factory):
 def parts(path, **options):
     """Numbers of the rows that clients train on, that they hold out, and of the test rows."""
     options = {"data": f"table:{path}", "label": "ill", "features": ("row",), "clients": 4, **options}
-    whole = load_partitioned(DataSpec(**{"partition": "iid", **options}), 0)
+    whole = load_partitioned(validate_fields(DataSpec, {"partition": "iid", **options}), 0)
     found = [whole.client(k) for k in range(whole.parts.clients)]
     trained, held = (np.concatenate([pair[side].x[:, 0].int().numpy() for pair in found]) for side in (0, 1))
     return trained, held, whole.test.x[:, 0].int().numpy(), whole

@@ -142,18 +142,19 @@ def test_partition_functions_that_return_something_else(made):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"clients": "3"}, "clients must be an integer, not '3'"),
+        ({"clients": "x"}, "clients='x' is not valid: it must be a valid integer"),
         ({"seed": 0.5}, "seed must be an integer"),
-        ({"max_train_samples": "9"}, "max_train_samples must be an integer"),
-        ({"server_data": 1.5}, "server_data must be an integer"),
-        ({"name": 3}, "The data set must be a string"),
-        ({"image": {}}, "image must be a string, not {}"),
-        ({"label": True}, "label must be a string, not True"),
-        ({"tokenizer": Path("x")}, "tokenizer must be a string"),
-        ({"server_data_path": 1}, "server_data_path must be a string, not 1"),
-        ({"label_separator": b"|"}, "label_separator must be a string"),
-        ({"label_separator": ""}, "label_separator must not be empty"),
-        ({"features": 10**5000}, "is not a list of names"),
+        ({"max_train_samples": 9.5}, "max_train_samples=9.5 is not valid: it must be a valid integer"),
+        ({"server_data": 1.5}, "server_data=1.5 is not valid: it must be a valid integer"),
+        ({"data": 3}, "data=3 is not valid: it must be a valid string"),
+        ({"image": {}}, "image={} is not valid: it must be a valid string"),
+        ({"label": True}, "label=True is not valid: must not be a boolean"),
+        ({"text": {"tokenizer": 3}}, "text.tokenizer=3 is not valid: it must be a valid string"),
+        ({"tokenizer": "bytes"}, "There is no option 'tokenizer'"),
+        ({"server_data_path": 1}, "server_data_path=1 is not valid: it must be a valid string"),
+        ({"label_separator": 3}, "label_separator=3 is not valid: it must be a valid string"),
+        ({"label_separator": ""}, "label_separator='' is not valid"),
+        ({"features": 10**5000}, "features=an object of type int that cannot be written out is not valid"),
         (
             {"text": "premise,hypothesis"},
             "text.columns=premise,hypothesis requires texts, but digits contains none",
@@ -165,7 +166,7 @@ def test_partition_functions_that_return_something_else(made):
 )
 def test_options_of_a_source(options, words):
     with pytest.raises(UnskewError, match=words):
-        load_federation(**{"name": "digits", "partition": "iid", "clients": 2, **options})
+        load_federation(**{"data": "digits", "partition": "iid", "clients": 2, **options})
 
 
 def test_sources_with_a_single_class(tmp_path):
@@ -173,7 +174,7 @@ def test_sources_with_a_single_class(tmp_path):
     with pytest.raises(DataError, match="All samples of t have the same label, yes"):
         load_source(f"table:{tmp_path}/t.csv", label="y")
     with pytest.raises(DataError, match="All samples of t have the same label, yes"):
-        load_federation(f"text:{tmp_path}/t.csv", label="y", tokenizer="bytes", partition="iid", clients=2)
+        load_federation(f"text:{tmp_path}/t.csv", label="y", text={"tokenizer": "bytes"}, partition="iid", clients=2)
 
 
 def bomb(side):

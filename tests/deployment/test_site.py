@@ -18,20 +18,17 @@ from support.running import call
 from support.sites import TINY, LoopPlace
 
 from unskew.config.loader import experiment
-from unskew.data.load import federation_of
 from unskew.deployment.flower.project_files import init_project, make_certificates, make_node_key, write_scripts
 from unskew.deployment.secagg.roster import SigningIdentity, is_signed
 from unskew.deployment.site import process as site_module
 from unskew.deployment.site.config import load_site_config
 from unskew.deployment.site.process import SiteProcess
 from unskew.deployment.site.state import SiteState, SiteStateLostError
+from unskew.deployment.wire.data_schema import experiment_digest
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.deployment.wire.tensor_codec import parse_slices, slices_as_text
 from unskew.errors import ConfigError, UnskewError
-from unskew.methods.registry import method as method_of
 from unskew.protocol.messages import ClientState
-from unskew.provenance import with_provenance
-from unskew.runs.build_model import initial_spec
 
 MINE = {"name": "a", "client": 0}
 
@@ -68,15 +65,16 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump({**TINY, "method": "mine.Rule"}))
     with pytest.raises(ConfigError, match="trust_code: true"):
         SiteProcess(path)
-    # The method is built, and the model imported, only when the server asks for work.
     sent = {**TINY, "model": "unskew.config.loader:yaml.unsafe_load", "model_options": {"stream": "!!python/name:os"}}
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(sent))
-    config = next(iter(SiteProcess(path).experiments.values()))
-    federation = federation_of(config.data_spec, config.seed)
     with pytest.raises(ConfigError, match="trust_code: true"):
-        initial_spec(config, federation, None, method_of("fedavg"))
-    with pytest.raises(ConfigError, match="trust_code: true"):
-        method_of(with_provenance("mine.Rule", config.model))
+        SiteProcess(path)
+    # Sites compute no metrics and use no trackers, so they need not trust those of the server.
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump({**TINY, "metrics": ["mine:cost"], "trackers": ["wandb"]}))
+    (config,) = SiteProcess(path).experiments.values()
+    assert config.metrics == config.trackers == ()
+    served = experiment({**TINY, "metrics": ["mine:cost"], "objective": "mine:cost", "trackers": ["wandb"]})
+    assert experiment_digest(served) == experiment_digest(config)
 
 
 def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):

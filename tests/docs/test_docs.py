@@ -13,10 +13,11 @@ from support.pages import DOCS, ROOT, fences, first_names, section, table
 
 import unskew
 from unskew.cli.app import commands
-from unskew.config.experiment import CsvConfig, Experiment, NetworkConfig, RayConfig, TextConfig
+from unskew.config.experiment import Experiment, NetworkConfig, RayConfig
 from unskew.config.loader import experiment
 from unskew.data.partition.parsing import OPTIONS, PARTITIONS
 from unskew.data.sources.registry import SOURCES
+from unskew.data.spec import CsvConfig, TextSpec
 from unskew.models.registry import MODELS, build_model
 
 PAGES = [
@@ -76,7 +77,7 @@ def test_every_option_of_a_command_is_described_and_no_other(name):
 def test_every_field_of_the_configuration_is_described_with_its_default():
     rows = table(CONFIGURATION.split("<!-- fields -->")[1])
     described = {row[0].strip("`"): row[1].strip("`") for row in rows}
-    sections = {"network": NetworkConfig, "text": TextConfig, "csv": CsvConfig, "ray": RayConfig}
+    sections = {"network": NetworkConfig, "text": TextSpec, "csv": CsvConfig, "ray": RayConfig}
     fields = {name: info.default for name, info in Experiment.model_fields.items() if name not in sections}
     for part, kind in sections.items():
         fields |= {f"{part}.{name}": info.default for name, info in kind.model_fields.items()}

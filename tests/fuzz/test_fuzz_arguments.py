@@ -13,6 +13,7 @@ from support.fuzz_names import FIELDS, methods, models, near, of_field, partitio
 from support.fuzzing import amounts, fuzz, numbers, values
 
 import unskew
+from unskew.data.spec import DataSpec
 
 FED = federation()
 TOP = [name for name in FIELDS if "." not in name]
@@ -94,13 +95,14 @@ def test_diagnose(box, finished, examples):
 
 @amounts(15, 800)
 def test_load_federation(box, examples):
-    known = {"partition": partitions(), "name": of_field("data"), "text": of_field("columns")}
+    known = {"partition": partitions(), "data": of_field("data"), "text": of_field("columns")}
+    fields = st.lists(options.filter(lambda option: option[0] in DataSpec.model_fields), max_size=2)
 
     @fuzz(examples)
-    @given(arguments(unskew.load_federation, **known))
-    def check(given):
-        base = {"name": "table:tiny.csv", "label": "label", "partition": "iid", "clients": 3}
-        box.python(lambda: unskew.load_federation(**{**base, **given}))
+    @given(st.fixed_dictionaries({}, optional=known), fields, arguments(unskew.load_federation))
+    def check(given, more, others):
+        base = {"data": "table:tiny.csv", "label": "label", "partition": "iid", "clients": 3}
+        box.python(lambda: unskew.load_federation(**{**base, **others, **dict(more), **given}))
 
     check()
 

@@ -20,14 +20,13 @@ from support.running import call
 
 import unskew
 from unskew.config.experiment import Experiment
-from unskew.config.loader import experiment, read_yaml
+from unskew.config.loader import read_yaml
+from unskew.config.trust import check_trusted
 from unskew.data.readers.image_folders import class_folders
 from unskew.data.readers.images import decode
 from unskew.deployment.server.config import Deployment
-from unskew.engines.ray.cluster import check_address_trusted, connect
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
 from unskew.filesystem import check_plain, is_occupied, write_atomic
-from unskew.provenance import UntrustedText
 from unskew.reporting.run_reader import read_curves
 from unskew.simulation.checkpoint import list_checkpoints
 
@@ -373,20 +372,12 @@ def test_damaged_files_of_a_deployed_run_are_a_sentence(here, capsys):
 
 
 def test_a_file_names_no_cluster_on_another_machine():
-    origin = ("sent.yaml", "trust it")
     for name in ("10.0.0.1:6379", "[2001:db8::1]:6379", "localhost.example.org:1", "127.0.0.1.example.org:1"):
-        address = experiment(read_yaml(f"ray: {{address: '{name}'}}", origin)).ray.model_dump()["address"]
-        with pytest.raises(ConfigError, match=r"sent\.yaml names a Ray cluster, ray\.address="):
-            connect(address, None)
-        check_address_trusted(str(address))
+        values = read_yaml(f"ray: {{address: '{name}'}}")
+        with pytest.raises(ConfigError, match=r"sent\.yaml names a Ray cluster, .*trust it"):
+            check_trusted(values, Experiment, "sent.yaml", "trust it")
     for name in ("local", "auto", "127.0.0.1:6379", "127.0.0.2:1", "[::1]:6379", "localhost:1"):
-        check_address_trusted(experiment(read_yaml(f"ray: {{address: '{name}'}}", origin)).ray.address)
-
-
-def test_metrics_keep_the_mark_of_a_file():
-    config = experiment(read_yaml("{metrics: ['evil:f'], objective: 'evil:g'}", ("sent.yaml", "trust it")))
-    again = experiment(config.model_dump())
-    assert all(isinstance(one, UntrustedText) for one in (*again.metrics, again.objective))
+        check_trusted(read_yaml(f"ray: {{address: '{name}'}}"), Experiment, "sent.yaml", "trust it")
 
 
 def test_odd_names_of_folders_are_read_or_ignored(here):

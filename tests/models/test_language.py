@@ -42,6 +42,10 @@ TASK = TASKS["language"]
 LORA = {"r": 2, "alpha": 4, "targets": ["q_proj", "fc1"]}
 
 
+def load_texts(data, text=(), tokenizer=None, block=128, **options):
+    return load_federation(data, text={"columns": text, "tokenizer": tokenizer, "block": block}, **options)
+
+
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory):
     return opt_folder(tmp_path_factory.mktemp("opt"))
@@ -125,7 +129,7 @@ def test_the_test_loss_is_a_mean_over_all_tokens_however_batches_fall(opt, texts
     small = run(opt, texts, rounds=1)
     assert small.summary["loss"] == near(whole.summary["loss"])
     assert small.summary["accuracy"] == near(whole.summary["accuracy"])
-    fed = load_federation(
+    fed = load_texts(
         f"text:{texts}", partition="iid", clients=2, text=["premise", "hypothesis"], tokenizer=str(opt), block=14
     )
     x, y = fed.test
@@ -215,7 +219,7 @@ def test_the_command_shows_the_layers(capsys, opt):
 
 
 def test_texts_become_tokens_that_follow_one_another(texts, opt):
-    fed = load_federation(
+    fed = load_texts(
         f"text:{texts}",
         partition="sorted:genre",
         clients=3,
@@ -237,7 +241,7 @@ def test_texts_become_tokens_that_follow_one_another(texts, opt):
     assert counts.tolist() == [[20, 0, 0], [0, 20, 0], [0, 0, 20]]
     assert fed.classes == len(words)
     assert (
-        load_federation(
+        load_texts(
             f"text:{texts}", partition="natural:genre", clients=None, text=["premise"], tokenizer="bytes"
         ).sizes.tolist()
         == [18] * 3
@@ -248,13 +252,13 @@ def test_long_texts_are_cut_into_rows_or_cut_off(tmp_path):
     some = [{"text": "abcdefghij", "kind": "x", "who": "p"}, {"text": "abcd", "kind": "y", "who": "q"}] * 5
     path = write_jsonl(tmp_path / "a.jsonl", some)
     options = {"partition": "natural:who", "clients": None, "holdout": 0.0, "tokenizer": "bytes", "block": 5}
-    fed = load_federation(f"text:{path}", **options)
+    fed = load_texts(f"text:{path}", **options)
     # 11 bytes with the one before: rows of 5, 5 and a lone one, which predicts nothing; 5 bytes are one row.
     assert fed.clients[0].x[0].tolist() == [256, *b"abc"]
     assert fed.clients[0].y[0].tolist() == [*b"abcd"]
     assert {tuple(row) for row in fed.clients[0].x.tolist()} == {(256, *b"abc"), (*b"efgh",)}
     assert sum(len(c.x) for c in fed.clients) + len(fed.test[0]) == 15
-    fed = load_federation(f"text:{path}", label="kind", **options)
+    fed = load_texts(f"text:{path}", label="kind", **options)
     assert (fed.task, fed.classes, fed.class_names) == ("classification", 2, ("x", "y"))
     assert fed.clients[0].x[0].tolist() == [256, *b"abcd"]
 
@@ -274,21 +278,21 @@ def test_multi_nli_from_a_folder_as_at_the_hub(tmp_path, opt):
     labeled = [{**row, "label": int(row["label"] == "yes")} for row in rows(30)]
     for name in ("train-00000-of-00001", "validation_matched-00000-of-00001"):
         parquet.write_table(pa.Table.from_pylist(labeled), tmp_path / f"{name}.parquet")
-    fed = load_federation("multi_nli", data_path=tmp_path, partition="sorted:genre", clients=3, tokenizer=str(opt))
+    fed = load_texts("multi_nli", data_path=tmp_path, partition="sorted:genre", clients=3, tokenizer=str(opt))
     assert (fed.task, len(fed.test[0]), fed.label_distribution()[1]) == ("language", 30, GENRES)
-    fed = load_federation(
+    fed = load_texts(
         "nyu-mll/multi_nli", data_path=tmp_path, partition="iid", clients=3, tokenizer=str(opt), label="label"
     )
     assert (fed.task, fed.classes) == ("classification", 2)
     with pytest.raises(DataError, match="does not contain multi_nli"):
-        load_federation("multi_nli", data_path=opt, partition="iid", tokenizer="bytes")
+        load_texts("multi_nli", data_path=opt, partition="iid", tokenizer="bytes")
 
 
 def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
     def refused(error, words, name=f"text:{texts}", **options):
         options = {"partition": "iid", "clients": 2, "tokenizer": "bytes", "text": ["premise"], **options}
         with pytest.raises(error, match=words):
-            load_federation(name, **options)
+            load_texts(name, **options)
 
     refused(ConfigError, "Texts require a tokenizer", tokenizer=None)
     refused(DataError, "tokenizer '/nowhere' cannot be loaded", tokenizer="/nowhere")
@@ -320,11 +324,11 @@ def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
 
 @pytest.mark.slow
 def test_made_up_sentences_need_nothing():
-    fed = load_federation("sentences", partition="sorted:genre", clients=5, tokenizer="bytes")
+    fed = load_texts("sentences", partition="sorted:genre", clients=5, tokenizer="bytes")
     assert fed.sizes.tolist() == [720] * 5
     assert (np.diag(fed.label_distribution()[0]) == 800).all()
     assert len(fed.test[0]) == 1000
-    labeled = load_federation("sentences", partition="dirichlet:1", clients=5, tokenizer="bytes", label="label")
+    labeled = load_texts("sentences", partition="dirichlet:1", clients=5, tokenizer="bytes", label="label")
     assert labeled.class_names == ("contradiction", "entailment", "neutral")
 
 
@@ -461,7 +465,7 @@ def test_lora_trains_as_in_peft_with_torch_optim(opt, texts):
     values |= {"local_steps": 4, "batch_size": 1000, "weight_decay": 0.1}
     config = experiment(values)
     result = run_experiment(config)
-    fed = load_federation(
+    fed = load_texts(
         f"text:{texts}",
         partition="iid",
         clients=1,
@@ -510,12 +514,12 @@ def test_frozen_parameters_are_shared_not_sent_and_not_in_the_file(opt, texts, t
     config = experiment(load_yaml(tmp_path / "run" / "config.yaml"))
     assert config.model_options == {"lora": LORA}
     from unskew.data.load import federation_of
+    from unskew.runs.validation import resolve_run
 
     fed = federation_of(config.data_spec, config.seed)
-    from unskew.runs.build_model import initial_spec
-
-    spec = initial_spec(config, fed, None, method("fedavg"))
-    parts = assemble(config, PreparedData(fed, config.training), fed, spec, method("fedavg"), pick_device("cpu"))
+    resolved = resolve_run(config, fed, None, method("fedavg"))
+    parts = assemble(resolved, PreparedData(fed, config.training), pick_device("cpu"))
+    spec = resolved.spec
     frozen = [p for p in spec.module.parameters() if not p.requires_grad]
     copies = [p for p in parts.evaluator.model.module.parameters() if not p.requires_grad]
     assert len(frozen) > 30
@@ -551,14 +555,13 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     seen = []
     config = experiment(options(opt, texts, rounds=4, method="fedals:alpha=3,split=1", precision="fp32"))
     from unskew.data.load import federation_of
-    from unskew.runs.build_model import initial_spec
+    from unskew.runs.validation import resolve_run
 
     fed, rule = federation_of(config.data_spec, config.seed), method(config.method)
-    spec = initial_spec(config, fed, None, rule)
+    resolved = resolve_run(config, fed, None, rule)
+    spec = resolved.spec
     start = spec.flatten()
-    parts = assemble(
-        config, PreparedData(fed, config.training), fed, spec, rule, pick_device("cpu"), None, [Watching()]
-    )
+    parts = assemble(resolved, PreparedData(fed, config.training), pick_device("cpu"), None, [Watching()])
     Session(parts).run(resume=False)
     body, head = split_at_depth(layer_groups(spec), 1)
     inside = torch.zeros(spec.size, dtype=torch.bool)

@@ -67,7 +67,11 @@ def test_a_table_with_a_text_column_is_trained_on_and_predicted_without_a_named_
 
 def test_every_engine_gives_the_same_model_and_python_needs_no_name(reviews):
     fed = unskew.load_federation(
-        f"table:{reviews}", text="review", label="stars", tokenizer="words", partition="natural:shop", clients=None
+        f"table:{reviews}",
+        text={"columns": "review", "tokenizer": "words"},
+        label="stars",
+        partition="natural:shop",
+        clients=None,
     )
     first, second = (unskew.run(fed, **{**OPTIONS, "rounds": 1, "engine": e}) for e in ("inline", "vectorized"))
     assert first.summary["model"] == "text-mlp"

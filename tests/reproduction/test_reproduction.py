@@ -72,8 +72,8 @@ def test_every_run_of_a_preset_is_a_valid_experiment_whose_method_takes_its_sett
             for config in filter(None, (cell.config, cell.parent)):
                 chosen = method(config.method)
                 run = PreRunContext(
-                    federation, lambda: SPEC, config.training, config.rounds, delayed,
-                    base_run=config.base_run, plan=make_round_plan(config, config.clients or len(federation.clients), chosen),
+                    federation, lambda: SPEC, make_round_plan(config, config.clients or len(federation.clients), chosen),
+                    delayed, base_run=config.base_run,
                 )  # fmt: skip
                 for rule in (*chosen.client, *filter(None, [chosen.server])):
                     rule.check(run)

@@ -86,13 +86,13 @@ def test_a_resumed_run_selects_the_same_clients(tmp_path):
 
 
 def test_candidates_are_drawn_by_size():
-    sampler = Sampler(3, 0.3, 0, "power-of-choice:1", np.array([1, 1, 8]))
+    sampler = Sampler(3, 0.3, 0, "power-of-choice", 1, np.array([1, 1, 8]))
     counts = np.bincount([sampler.draw(t)[0] for t in range(2000)], minlength=3)
     assert np.abs(counts / 2000 - [0.1, 0.1, 0.8]).max() < 5 * np.sqrt(0.2 * 0.8 / 2000)
 
 
 def test_clients_in_flight_are_no_candidates():
-    sampler = Sampler(4, 0.5, 0, "power-of-choice:3", np.ones(4))
+    sampler = Sampler(4, 0.5, 0, "power-of-choice", 3, np.ones(4))
     assert sampler.draw(0, in_flight=[0, 1]) == [2, 3]
 
 

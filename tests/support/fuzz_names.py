@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from support.fuzzing import NUMBERS, TEXTS, near, nested, numbers, plain, texts
 from unskew.config.experiment import DIAGNOSES, Experiment
-from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
+from unskew.config.sections import NetworkConfig
 from unskew.data.partition.parsing import OPTIONS, PARTITIONS
+from unskew.data.spec import CsvConfig, TextSpec
 from unskew.methods.registry import METHODS, rule_class
 from unskew.models.registry import MODELS
 from unskew.option_parsing import option_defaults
@@ -16,7 +17,7 @@ from unskew.simulation.delays import KINDS
 FIELDS = [
     *Experiment.model_fields,
     *(f"network.{name}" for name in NetworkConfig.model_fields),
-    *(f"text.{name}" for name in TextConfig.model_fields),
+    *(f"text.{name}" for name in TextSpec.model_fields),
     *(f"csv.{name}" for name in CsvConfig.model_fields),
     *("model_options.hidden", "model_options.width", "model_options.x", "model_options.hidden.x", "lr.x"),
 ]

@@ -28,7 +28,7 @@ from unskew.runs.parallel import check_parallel, run_in_pool, run_jobs, run_on_c
 from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
-from unskew.tuning.spaces import split_expression
+from unskew.tuning.spaces import SHARED, split_expression
 from unskew.tuning.tune import tune
 
 VERSION = 1
@@ -249,7 +249,7 @@ def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome
     baseline = read_outcome(runs.results, runs.identity(Unit(unit.federation, suite.baseline, suite.trials)))
     if baseline is None or "options" not in baseline:
         raise EngineError(f"{unit.method} uses the options of {suite.baseline}, which has no outcome. Run it first.")
-    options = {name: value for name, value in baseline["options"].items() if "." not in name}
+    options = {name: value for name, value in baseline["options"].items() if name in SHARED}
     share, alone = experiment(settings).participation, is_local(unit.method)
     spelling = unit.method if alone or share == 1 else f"{unit.method}:participation={share:g}"
     summaries, histories = [], []

@@ -15,11 +15,12 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml
+from unskew.config.trust import METHOD, TRUST, check_spaces, check_trusted
 from unskew.errors import ConfigError, first_problem, unknown_name
 from unskew.json_models import InnerPath
 from unskew.methods.registry import REFERENCES, check_expression
-from unskew.provenance import TRUST, Named, check_trusted, with_provenance
 
 Settings = dict[str, Any]
 PLACEHOLDER = "$data"
@@ -74,8 +75,8 @@ class Suite(BaseModel):
     tuning_seed: Seed = 0
     settings: Settings = Field(default_factory=dict)
     federations: Annotated[list[InnerPath], Field(min_length=1)]
-    methods: Annotated[list[Named], Field(min_length=1)]
-    untuned: list[Named] = Field(default_factory=list)
+    methods: Annotated[list[str], Field(min_length=1), METHOD]
+    untuned: Annotated[list[str], METHOD] = Field(default_factory=list)
     references: list[str] = Field(default_factory=list)
     space: dict[str, Any] = Field(default_factory=dict)
 
@@ -130,9 +131,6 @@ def load_suite(name: str, trust_code: bool = False) -> tuple[Suite, list[Benchma
     twice = [federation for federation in names if names.count(federation) > 1]
     if twice:
         raise ConfigError(f"Two federations of the suite are named {twice[0]}. Rename one of their files.")
-    for expression in (*suite.methods, *suite.untuned):
-        if any("." in part.partition(":")[0] for part in check_expression(expression)):
-            check_trusted(expression, f"the method {expression!r}")
     for federation in federations:
         check_settings(suite, federation)
     return suite, federations
@@ -169,7 +167,7 @@ def run_settings(suite: Suite, federation: BenchmarkFederation, data: Path | Non
     if data is None:
         return settings
     return {
-        name: with_provenance(value.replace(PLACEHOLDER, str(data)), value) if isinstance(value, str) else value
+        name: value.replace(PLACEHOLDER, str(data)) if isinstance(value, str) else value
         for name, value in settings.items()
     }
 
@@ -190,10 +188,19 @@ def _is_file(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
+def _mapping(values: Settings, name: str) -> Settings:
+    value = values.get(name)
+    return value if isinstance(value, dict) else {}  # another value is an error later
+
+
 def _read(kind: type[File], name: str, where: str, folder: Path | None, trust_code: bool) -> File:
     """Read and validate a file: an included one by its name, or one relative to a folder."""
     if _is_file(name):
-        values = load_yaml(Path(name) if folder is None else folder / name, None if trust_code else TRUST)
+        values = load_yaml(Path(name) if folder is None else folder / name)
+        if not trust_code:
+            check_trusted(values, kind, name, TRUST)
+            check_trusted(_mapping(values, "settings"), Experiment, name, TRUST)
+            check_spaces(_mapping(values, "space"), name, TRUST)
     elif name in included(where):
         path = files("unskew") / "benchmark" / where / f"{name}.yaml"
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

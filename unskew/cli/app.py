@@ -52,7 +52,7 @@ from unskew.cli.diagnose import diagnose
 from unskew.cli.doctor import doctor
 from unskew.cli.evaluate import evaluate
 from unskew.cli.export import export
-from unskew.cli.flags import DATA, EVALUATION, EXAMPLES, MACHINE, SERVER, TRAINING, Sections
+from unskew.cli.flags import EXAMPLES, PANELS, Sections
 from unskew.cli.init import init
 from unskew.cli.predict import predict
 from unskew.cli.privacy import privacy
@@ -72,7 +72,7 @@ app.callback(invoke_without_command=True)(cli_info.version)
 
 
 @app.command(cls=Sections)
-@given_on_command_line(*DATA, *SERVER, "method", *TRAINING, "seed", *MACHINE, *EVALUATION, "save_samples", "synthetic")
+@given_on_command_line(*PANELS)
 def run(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
@@ -113,7 +113,7 @@ def run(
 
 
 @app.command(cls=Sections)
-@given_on_command_line(*DATA, *SERVER, *TRAINING, *MACHINE, *EVALUATION, "synthetic")
+@given_on_command_line(*PANELS, without=("method", "seed", "save_samples"))
 def compare(
     context: typer.Context,
     methods: Annotated[
@@ -188,8 +188,8 @@ def compare(
                 "and set the seeds with --seeds 0..4."
             )
     which = parse_seeds(seeds)
-    values = config_values(config, context)
     # The file may be written for a single run; methods and seeds of the comparison come from the command line.
+    values = config_values(config, context, ignored=("method", "seed"))
     for name in ("method", "seed"):
         values.pop(name, None)
     checked = experiment({**next(iter(each.values()), {}), **values})

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -89,11 +89,18 @@ def printed_warnings() -> Iterator[None]:
         print(f"unskew: {escape_lines(text)}", file=sys.stderr)
 
 
-def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def given_on_command_line(
+    *names: str, without: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command with flags of configuration fields, after its parameter ``config``.
 
     ``config_values`` reads the flags from the command's context; they override the configuration file.
+
+    Args:
+        *names: Names of flags, and panels, which stand for all their flags.
+        without: Names of flags that the command does not have.
     """
+    chosen = {name: flag for name, flag in FLAGS.items() if {name, flag.panel} & {*names} and name not in without}
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
@@ -101,7 +108,7 @@ def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callab
         for parameter in own.values():
             parameters.append(parameter)
             if parameter.name == "config":
-                kinds = {name: Annotated[FLAGS[name][0] | None, add_flag(name)] for name in names}
+                kinds = {name: Annotated[flag.kind | None, add_flag(name)] for name, flag in chosen.items()}
                 parameters += [parameter.replace(name=name, annotation=kind) for name, kind in kinds.items()]
 
         @functools.wraps(command)
@@ -145,30 +152,36 @@ def is_config_file(word: str) -> bool:
     return word.lower().endswith((".yaml", ".yml"))
 
 
-def config_values(config: Path | None, context: typer.Context) -> dict[str, Any]:
-    """Return the values of the configuration file, overridden by flags, which are overridden by ``--set``."""
-    from unskew.attacks.registry import attack_values
-    from unskew.config.loader import load_yaml, set_field
-    from unskew.provenance import TRUST
+def config_values(config: Path | None, context: typer.Context, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values of the configuration file, overridden by flags, which are overridden by ``--set``.
 
-    values = {} if config is None else load_yaml(config, None if context.params.get("trust_code") else TRUST)
+    Args:
+        config: Configuration file, or None.
+        context: Context of the command.
+        ignored: Fields of the file that the command does not use, because it may be written for a single run.
+    """
+    from unskew.attacks.registry import attack_values
+    from unskew.config.loader import load_config, set_field
+    from unskew.config.trust import TRUST
+
+    flags: dict[str, Any] = {}
+    for name, flag in FLAGS.items():
+        if context.params.get(name) is not None:
+            *sections, last = flag.path
+            inner = functools.reduce(lambda values, section: values.setdefault(section, {}), sections, flags)
+            inner[last] = context.params[name]
+    attack = flags.pop("attack", None)
+    for assignment in context.params.get("sets") or []:
+        set_field(flags, assignment)
+    remedy = None if context.params.get("trust_code") else TRUST
+    values = {} if config is None else load_config(config, remedy, {**dict.fromkeys(ignored), **flags})
     for section, field in (("network", "delay"), ("text", "columns")):
         if isinstance(values.get(section), str | list):  # expand the short form, so that --set can add other fields
             values[section] = {field: values[section]}
     if isinstance(values.get("attack"), str):
         values["attack"] = attack_values(values["attack"])
-    flags = {name: context.params[name] for name in FLAGS if context.params.get(name) is not None}
-    if flags.get("class_weights", "balanced") != "balanced":
-        flags["class_weights"] = parse_numbers(flags["class_weights"])
-    if "delay" in flags:
-        flags["network"] = {"delay": flags.pop("delay")}
-    if "attack" in flags:  # replaces the attack of the file, whose options another kind does not have
-        values["attack"] = attack_values(flags.pop("attack"))
-    texts = {"columns": flags.pop("text", None), "tokenizer": flags.pop("tokenizer", None)}
-    if any(texts.values()):
-        flags["text"] = {field: value for field, value in texts.items() if value is not None}
-    for assignment in context.params.get("sets") or []:
-        set_field(flags, assignment)
+    if attack is not None:  # replaces the attack of the file, whose options another kind does not have
+        values["attack"] = attack_values(attack)
     # One budget replaces the other.
     for given_field, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
         if flags.get(given_field) is not None and other not in flags:
@@ -197,21 +210,6 @@ def csv_values(sets: list[str] | None) -> dict[str, Any]:
         raise ConfigError(f"--set {(sets or [''])[0]}: this command takes only csv.field=value.")
     csv: dict[str, Any] = values.get("csv", {})
     return csv
-
-
-def parse_numbers(text: str) -> list[float]:
-    """Parse the weights of ``--class-weights``.
-
-    Args:
-        text: Numbers separated by commas.
-
-    Raises:
-        ConfigError: If the text is not a list of numbers.
-    """
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--class-weights {text!r} is neither balanced nor numbers such as 1,5.") from None
 
 
 def set_default_model(config: Experiment, values: Mapping[str, Any]) -> None:

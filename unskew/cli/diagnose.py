@@ -17,7 +17,7 @@ from unskew.cli.common import (
     given_on_command_line,
     print_json,
 )
-from unskew.cli.flags import BUDGET, DATA, FLAGS, OBJECTIVE, path_option
+from unskew.cli.flags import FLAGS, SERVER, path_option
 from unskew.errors import ConfigError
 
 COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
@@ -26,7 +26,11 @@ SITES_SHOWN = 30
 """Maximum number of clients in the table; ``--json`` has all of them."""
 
 
-@given_on_command_line(*DATA, "model", "rounds", "participation", *BUDGET, "lr", *OBJECTIVE, "seed", "device")
+@given_on_command_line(
+    *("Data", "model", "rounds", "participation", "local_steps", "local_epochs", "batch_size", "lr"),
+    *("loss", "class_weights", "seed", "device"),
+    without=SERVER,
+)
 def diagnose(
     context: typer.Context,
     run: Annotated[
@@ -99,13 +103,12 @@ def diagnose(
     from unskew.diagnosis.successive_halving import check_minutes, validate_advice
     from unskew.plots.figure import check_place
     from unskew.progress import report_progress_to
-    from unskew.provenance import TRUST
 
     AdviceLimits.read(traffic, secure_aggregation, server_data, privacy)  # report mistakes before anything is measured
     if minutes is not None:
         check_minutes(minutes)
     options: dict[str, Any] = config_values(config, context)
-    file_values = None if config is None else load_yaml(config, None if trust_code else TRUST)
+    file_values = None if config is None else load_yaml(config)
     try:
         shares = [float(part) for part in synthetic_fraction.split(",")]
     except ValueError:

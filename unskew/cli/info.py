@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, ConfigFile, Sets, config_values, console_for, given_on_command_line, print_json
-from unskew.cli.flags import DATA, path_option
+from unskew.cli.flags import SERVER, path_option
 from unskew.cli.verbosity import LOUDNESS
 from unskew.errors import ConfigError, UnskewError
 from unskew.filesystem import user_cache, write_atomic
@@ -131,7 +131,7 @@ def models(
     print_json(layers) if as_json else console_for().print(layers_table(model, layers), grouping_note(spec))
 
 
-@given_on_command_line(*DATA, "seed")
+@given_on_command_line("Data", "seed", without=SERVER)
 def partition(
     context: typer.Context,
     source: Annotated[

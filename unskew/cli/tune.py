@@ -28,7 +28,7 @@ from unskew.cli.common import (
     shorten_name,
     unused_path,
 )
-from unskew.cli.flags import DATA, SERVER, TRAINING, path_option
+from unskew.cli.flags import PANELS, path_option
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError
 
@@ -38,24 +38,8 @@ if TYPE_CHECKING:
     from unskew.records.recorder import Callback
     from unskew.tuning.results import TuningResult
 
-FIELDS = (
-    *DATA,
-    *SERVER,
-    *TRAINING,
-    "seed",
-    "engine",
-    "device",
-    "delay",
-    "attack",
-    "eval_every",
-    "metrics",
-    "objective",
-    "positive",
-    "keep",
-)
 
-
-@given_on_command_line(*FIELDS)
+@given_on_command_line(*PANELS, without=("method", "early_stopping", "target", "save_samples", "synthetic"))
 def tune(
     context: typer.Context,
     methods: Annotated[
@@ -97,8 +81,8 @@ def tune(
     for name in methods:  # report mistakes before PyTorch is loaded
         check_expression(name)
     confirm_resume_target(again, out)
-    values = config_values(config, context)
-    values.pop("method", None)  # the file may be written for a single run
+    values = config_values(config, context, ignored=("method",))
+    values.pop("method", None)
     checked = experiment(values)
     spaces, fresh = parse_spaces(space or [], trust_code), 3 if seeds is None else parse_seeds(seeds, checked.seed + 1)
     from unskew.cli.progress import ProgressLine, make_progress
@@ -170,9 +154,8 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
         ConfigError: If a value is not a search space, or an option has two search spaces.
     """
     from unskew.config.loader import load_yaml
-    from unskew.provenance import TRUST
+    from unskew.config.trust import TRUST, check_spaces
 
-    remedy = None if trust_code else TRUST
     spaces: dict[str, Any] = {}
     for text in texts:
         key, equals, value = (part.strip() for part in text.partition("="))
@@ -180,7 +163,10 @@ def parse_spaces(texts: list[str], trust_code: bool) -> dict[str, Any]:
             raise ConfigError(
                 f"--space {text!r} is not a search space. Write lr=0.001:0.3:log, batch_size=16|32, or a .yaml file."
             )
-        for name, space in ({key: value} if equals else load_yaml(Path(text), remedy)).items():
+        named_spaces = {key: value} if equals else load_yaml(Path(text))
+        if not equals and not trust_code:
+            check_spaces(named_spaces, text, TRUST)
+        for name, space in named_spaces.items():
             if name in spaces:
                 raise ConfigError(f"--space sets {name} twice. Remove one of them.")
             spaces[str(name)] = space

@@ -41,7 +41,7 @@ from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool,
 from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 
 
 def compare(
@@ -151,9 +151,9 @@ def compare(
             check_same_settings(folder, configs, by_name)
         size, data = 0, data_of(which[0])
         for name, m in by_name.items():  # validate all methods before training the first
-            spec, _ = check_method(configs[name, which[0]], data, own_model, m)
+            resolved = resolve_run(configs[name, which[0]], data, own_model, m)
             check_given_set(configs[name, which[0]], m)
-            size = max(size, spec.size)
+            size = max(size, resolved.spec.size)
         if reference_rows.BY_DEFAULT if references is None else references:
             base = "fedavg" if "fedavg" in names else names[0]
             more, left_out = applicable_references(configs[base, which[0]], data, own_model, names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from unskew.config.experiment import Experiment
@@ -43,7 +42,7 @@ def check_same_data(configs: Iterable[Experiment]) -> None:
     Raises:
         ConfigError: If a data field differs between methods.
     """
-    specs = [asdict(with_absolute_paths(config).data_spec) for config in configs]
+    specs = [with_absolute_paths(config).data_spec.model_dump() for config in configs]
     for spec in specs[1:]:
         for name, value in spec.items():
             if value != specs[0][name]:

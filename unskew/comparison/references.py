@@ -11,7 +11,7 @@ from unskew.errors import UnskewError
 from unskew.methods.registry import REFERENCES, method
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import ModelLike
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 from unskew.tasks.primary_metric import primary_metric_name
 
 BY_DEFAULT = True
@@ -84,7 +84,7 @@ def applicable_references(
             continue
         chosen = method(spelling)
         try:
-            check_method(config.model_copy(update={"diagnose": (), "attack": None}), federation, model, chosen)
+            resolve_run(config.model_copy(update={"diagnose": (), "attack": None}), federation, model, chosen)
         except UnskewError as error:
             notes.append(f"{spelling} is left out: {error}")
         else:

@@ -18,9 +18,10 @@ from pydantic_core import PydanticSerializationError
 from unskew import plugins
 from unskew.attacks.registry import AnyAttack, attack_values, check_attack_options
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
-from unskew.config.sections import ColumnName, ColumnNames, CsvConfig, NetworkConfig, RayConfig, Section, TextConfig
-from unskew.data.shift import parse_shift
-from unskew.data.spec import DataSpec, TextSpec, as_text_source, is_table, parse_names, parse_split, parse_unseen
+from unskew.config.sections import NetworkConfig, RayConfig
+from unskew.config.trust import ENGINE, METHOD, METRIC, MODEL, TRACKER
+from unskew.config_fields import EVALUATION, MACHINE, TRAINING
+from unskew.data.spec import DataSpec, as_text_source, is_table, parse_names, text_columns
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
 from unskew.methods.registry import method, own_diagnostics
@@ -28,7 +29,6 @@ from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.training_config import Training
-from unskew.provenance import Named, with_provenance
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric_info
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
@@ -47,67 +47,18 @@ DIAGNOSES = (*AT_CLIENTS, "server")
 """Diagnostics that are available with every method; some methods provide more."""
 
 
-class Experiment(Section):
+class Experiment(DataSpec):
     """Configuration of a run: data, model, method, training budget and execution.
 
     ``Experiment()`` is the default of the command line.
     """
 
-    data: str = "digits"
-    """Data source: a name, ``table:PATH``, ``folder:PATH``, ``leaf:PATH``, or ``arrays`` for data passed in Python."""
-    data_path: str | None = None
-    """Folder with the source's files, for offline use."""
-    label: ColumnName | None = None
-    """Label column of a table; if it contains lists, the task is multi-label."""
-    label_separator: Annotated[str, Field(min_length=1)] | None = None
-    """Separator between the labels of a sample in a string label column."""
-    image: ColumnName | None = None
-    """Image column of a table; for ``leaf``, the folder of image files."""
-    features: ColumnNames = ()
-    """Columns of a table that are inputs, in this order; if empty, all numeric columns."""
-    exclude: ColumnNames = ()
-    """Columns of a table that are not inputs."""
-    task: Literal["auto", "regression"] = "auto"
-    """``regression`` predicts the numbers of one or more label columns."""
-    categories: ColumnNames = ()
-    """Categorical columns of a table; ``auto`` means every string column."""
-    dates: ColumnNames = ()
-    """Date columns of a table."""
-    missing: Literal["error", "mean", "indicator"] = "error"
-    """Missing numbers in a table: raise an error, replace by the mean, or also mark them by an additional input."""
-    split_by: str | None = None
-    """Column whose values are never split between training and held-out rows; or ``time:COLUMN``, ``column:COLUMN``."""
-    csv: CsvConfig = CsvConfig()
-    """Format of CSV files, if detection fails."""
-    image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Side length in pixels to which images are resized; None leaves them unchanged."""
-    max_classes: Annotated[int, Field(ge=2)] | None = None
-    """Keep only the samples of this many first classes."""
-    max_train_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of training samples to keep, drawn by the seed."""
-    partition: str = "dirichlet:0.1"
-    """Data partition: the assignment of training samples to clients."""
-    clients: Annotated[int, Field(ge=1, le=100_000_000)] | None = 10
-    """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
-    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of each client's samples that is held out to evaluate on that client."""
-    unseen: float | tuple[str, ...] = 0.0
-    """Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or their names."""
-    shift: str | None = None
-    """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""
-    server_data: Annotated[int, Field(ge=0)] | str | None = None
-    """Data at the server: a number of test samples (removed from evaluation) or another data source."""
-    server_data_path: str | None = None
-    """Folder with the files of that other data source."""
-    text: TextConfig = TextConfig()
-    """Columns and tokenizer of texts; a list of columns is accepted, too."""
-    reserve_test_samples: Annotated[int, Field(ge=0)] = 0
-    """Exclude at least this many test samples from evaluation, to compare runs with and without server data."""
     augment: bool = False
     """Random crops (padding 4) and horizontal flips of training images."""
 
-    model: Named = "cnn"
-    """Name of a model, ``hf:NAME``, ``package.module:factory``, or a mapping of ``hf`` or ``name`` and options."""
+    model: Annotated[str, MODEL, TRAINING] = "cnn"
+    """Model: logistic, mlp, table-mlp, cnn, resnet20, ... (``unskew models``), ``hf:NAME``, ``package.module:factory``, or in
+    a file a mapping of ``hf`` or ``name`` and options."""
     model_options: Annotated[dict[str, Any], AfterValidator(all_finite)] = Field(default_factory=dict)
     """Options of the model."""
     head: str | None = None
@@ -115,40 +66,41 @@ class Experiment(Section):
     buffers: Literal["average", "local", "reset"] = "average"
     """Treatment of buffers: averaged like parameters, kept at each client, or reset in every round."""
 
-    method: Named = "fedavg"
+    method: Annotated[str, METHOD, TRAINING] = "fedavg"
     """Method expression, such as ``fedprox:mu=0.1+scaffold``."""
-    client_weighting: Literal["auto", "samples", "uniform"] = "auto"
-    """Aggregation weights; ``auto`` is the method's default (by samples unless its paper averages uniformly)."""
-    rounds: Annotated[int, Field(ge=1, le=10_000_000)] = 50
+    client_weighting: Annotated[Literal["auto", "samples", "uniform"], TRAINING] = "auto"
+    """Weights of clients in the aggregation: ``samples``, ``uniform``, or ``auto``, the method's default: by
+    samples unless its paper averages uniformly."""
+    rounds: Annotated[int, Field(ge=1, le=10_000_000), TRAINING] = 50
     """Number of communication rounds."""
-    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    participation: Annotated[float, Field(gt=0, le=1), TRAINING] = 1.0
     """Share of clients per round."""
-    sampling: str = "fixed"
+    sampling: Annotated[str, TRAINING] = "fixed"
     """Cohorts of a ``fixed`` size, ``poisson``: each client takes part with probability ``participation``, or
     ``power-of-choice:D``: the clients with the largest losses of ``D`` candidates."""
-    local_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    local_steps: Annotated[Annotated[int, Field(ge=1, le=1_000_000)] | None, TRAINING] = None
     """Mini-batch steps per client and round; cannot be combined with ``local_epochs``."""
-    local_epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    local_epochs: Annotated[Annotated[int, Field(ge=1, le=10_000)] | None, TRAINING] = None
     """Passes over a client's data per round; 5 if neither this nor ``local_steps`` is set."""
-    batch_size: Annotated[int, Field(ge=1, le=10_000_000)] = 64
+    batch_size: Annotated[int, Field(ge=1, le=10_000_000), TRAINING] = 64
     """Samples per step."""
     drop_last: bool = False
     """Skip the last batch of an epoch if it is smaller."""
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    """Client optimizer."""
-    lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.1
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], TRAINING] = "sgd"
+    """Client optimizer: ``sgd``, ``adam`` or ``adamw``."""
+    lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False), TRAINING] = 0.1
     """Client learning rate; the default is 0.1 for sgd and 0.001 for adam and adamw."""
-    lr_schedule: str = "constant"
+    lr_schedule: Annotated[str, TRAINING] = "constant"
     """Learning-rate schedule: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5+cosine``."""
     lr_schedule_per: Literal["round", "step"] = "round"
     """Unit of the numbers in ``lr_schedule``: rounds or local steps."""
-    loss: Annotated[str, Field(pattern=LOSSES)] = "auto"
+    loss: Annotated[str, Field(pattern=LOSSES), TRAINING] = "auto"
     """Regression loss: ``mse`` (used for ``auto``), ``mae``, ``huber`` or ``huber:DELTA``."""
-    class_weights: Literal["balanced"] | tuple[Positive, ...] | None = None
+    class_weights: Annotated[Literal["balanced"] | tuple[Positive, ...] | None, TRAINING] = None
     """Class weights in the clients' loss: one per class, or ``balanced`` for weights from the global class counts."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    momentum: Annotated[float, Field(ge=0, lt=1), TRAINING] = 0.0
     """Momentum of the client's SGD."""
-    weight_decay: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1e3), TRAINING] = 0.0
     """Weight decay of the client's optimizer."""
     nesterov: bool = False
     """Nesterov momentum of the client's SGD."""
@@ -158,7 +110,7 @@ class Experiment(Section):
     """Training precision; ``tf32`` differs from ``fp32`` on CUDA only; ``bf16`` is autocast with fp32 weights."""
     network: NetworkConfig = NetworkConfig()
     """Simulated network between clients and server."""
-    attack: AnyAttack | None = None
+    attack: Annotated[AnyAttack | None, MACHINE] = None
     """Clients that attack the run: an expression such as ``signflip:share=0.2``, or a mapping with ``kind``."""
 
     secure_aggregation: Literal["off", "required"] = "off"
@@ -169,11 +121,11 @@ class Experiment(Section):
     """Folder of a finished run on the same data: this run starts from its model and continues its round numbers."""
     base_run: bool = False
     """True if other runs will ``start_from`` this one; its method may then have an effect only in their rounds."""
-    synthetic: str | None = None
-    """Folder of a run whose synthetic images are reused instead of generating new ones."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    synthetic: Annotated[str | None, EVALUATION] = None
+    """Folder of a run whose synthetic images are reused instead of generating new ones (fedssyn)."""
+    seed: Annotated[int, Field(ge=0, lt=2**63), TRAINING] = 0
     """Random seed of partition, initial model, cohorts, batches and dropouts."""
-    engine: Named = "auto"
+    engine: Annotated[str, ENGINE, MACHINE] = "auto"
     """Engine that trains the clients: ``auto``, ``inline``, ``processes``, ``vectorized``, ``ray``, or a plugin's.
     Results agree up to rounding."""
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -185,43 +137,38 @@ class Experiment(Section):
     """Cluster of the engine ``ray``."""
     stall_warning_seconds: Positive = 600.0
     """Seconds without a reply from a worker process after which a warning is printed."""
-    device: Annotated[str, Field(pattern=DEVICES)] = "auto"
-    """``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
-    eval_every: Annotated[int, Field(ge=1)] = 1
+    device: Annotated[str, Field(pattern=DEVICES), MACHINE] = "auto"
+    """Device: ``cpu``, ``cuda``, ``cuda:1``, or ``auto``."""
+    eval_every: Annotated[int, Field(ge=1), EVALUATION] = 1
     """Number of rounds between evaluations on the test set (the last round is always evaluated)."""
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """Maximum number of clients to evaluate on their own data at the end of the run; 0 evaluates none."""
-    metrics: tuple[MetricField, ...] = ()
+    metrics: Annotated[tuple[MetricField, ...], METRIC, EVALUATION] = ()
     """Additional metrics: auroc, auprc, f1, balanced_accuracy, ece, brier, observed_expected, calibration_slope, recall, or
     functions ``f(y_true, scores)``."""
-    positive: str | None = None
+    positive: Annotated[str | None, EVALUATION] = None
     """Positive one of two classes, for metrics of one class and thresholds; None is the second class in sorted order."""
-    objective: ObjectiveField = AUTO
+    objective: Annotated[ObjectiveField, METRIC, EVALUATION] = AUTO
     """Metric that judges the run; ``auto`` is the task's primary metric, accuracy or R²."""
-    early_stopping: Annotated[int, Field(ge=1)] | None = None
+    early_stopping: Annotated[Annotated[int, Field(ge=1)] | None, EVALUATION] = None
     """Stop after this many consecutive evaluations without a better objective on the clients' held-out samples."""
-    keep: Literal["best", "last"] = "last"
-    """Round whose model is the model of the run; ``best`` is by the objective on the clients' held-out samples."""
+    keep: Annotated[Literal["best", "last"], EVALUATION] = "last"
+    """Round whose model is the model of the run: ``last``, or ``best`` by the objective on the clients' held-out samples."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Number of rounds between checkpoints (one is always written after the last round)."""
-    save_samples: bool = False
+    save_samples: Annotated[bool, EVALUATION] = False
     """Plot the inputs that clients generate in the last round into the run folder, for methods that generate inputs."""
-    target: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    target: Annotated[Annotated[float, Field(allow_inf_nan=False)] | None, EVALUATION] = None
     """Value of the objective; the run reports the number of rounds needed to reach it."""
-    trackers: tuple[Named, ...] = ()
+    trackers: Annotated[tuple[str, ...], TRACKER] = ()
     """Trackers that receive the metrics in addition to the run folder: ``tensorboard``, ``mlflow``, ``wandb``, or plugins."""
 
     @pydantic.field_validator("metrics", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
         if isinstance(value, str):
-            return [with_provenance(name, value) for name in parse_names(value)]
+            return parse_names(value)
         return (value,) if callable(value) else value
-
-    @pydantic.field_validator("unseen", mode="before")
-    @classmethod
-    def _unseen(cls, value: Any) -> Any:
-        return parse_unseen(value)
 
     @pydantic.field_validator("positive", mode="before")
     @classmethod
@@ -229,6 +176,15 @@ class Experiment(Section):
         if isinstance(value, bool):  # YAML reads yes as true
             raise ValueError(f"positive={value}: write the name of the class in quotes, such as 'yes'")
         return str(value) if isinstance(value, int) else value
+
+    @classmethod
+    def allowed_values(cls, field: str) -> str | None:
+        """Return what is allowed for a field, for errors, if its annotation does not explain it."""
+        if field == "device":
+            from unskew.engines.registry import available_devices
+
+            return f"the devices of this machine are {', '.join(available_devices())}"
+        return "it must be auto, mse, mae, huber or huber:DELTA" if field == "loss" else None
 
     @pydantic.field_validator("engine")
     @classmethod
@@ -259,19 +215,19 @@ class Experiment(Section):
             values.setdefault("lr", 0.001)
         if values.get("local_steps") is None and values.get("local_epochs") is None:
             values["local_epochs"] = DEFAULT_EPOCHS
-        if str(values.get("partition", "")).startswith("natural"):
-            values.setdefault("clients", None)
-        if isinstance(values.get("server_data"), str) and values["server_data"].isdigit():
-            values["server_data"] = int(values["server_data"])
         if values.get("device") == "cpu:0":  # PyTorch's other name for cpu
             values["device"] = "cpu"
+        weights = values.get("class_weights")
+        if isinstance(weights, str) and weights != "balanced":
+            try:
+                values["class_weights"] = [float(part) for part in weights.split(",")]
+            except ValueError:
+                raise ValueError(f"class_weights={weights!r} is neither balanced nor numbers such as 1,5") from None
         if isinstance(values.get("secure_aggregation"), bool):  # YAML reads off as false
             values["secure_aggregation"] = "required" if values["secure_aggregation"] else "off"
         if isinstance(values.get("network"), str):  # short for the delay
             values["network"] = {"delay": values["network"]}
-        if isinstance(values.get("text"), str | list | tuple):
-            values["text"] = {"columns": values["text"]}
-        _fill_for_texts_and_tables(values)
+        _set_default_model(values)
         for name in ("trackers", "diagnose"):
             if isinstance(values.get(name), str):
                 values[name] = [values[name]]
@@ -282,11 +238,6 @@ class Experiment(Section):
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("local_steps and local_epochs cannot be combined; set only one of them")
         self._check_schedule()
-        for parse, text in ((parse_split, self.split_by), (parse_shift, self.shift)):
-            try:
-                _ = None if text is None else parse(text)
-            except ConfigError as error:
-                raise ValueError(str(error).rstrip(".")) from error
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov requires momentum above 0")
         if self.optimizer != "sgd" and self.momentum:
@@ -368,10 +319,10 @@ class Experiment(Section):
         own = None
         if is_text(self.data):
             own = self.model.removeprefix(HUB) if self.model.startswith(HUB) else OWN_TOKENIZERS.get(self.model)
-        tokenizer = self.text.tokenizer or own
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(DataSpec)}
-        text = TextSpec(self.text.columns, tokenizer, self.text.block)
-        return DataSpec(**{**values, "text": text, "csv": self.csv.spec})
+        text = self.text if own is None or self.text.tokenizer else self.text.model_copy(update={"tokenizer": own})
+        return DataSpec.model_construct(
+            **{name: getattr(self, name) for name in DataSpec.model_fields} | {"text": text}
+        )
 
     def to_yaml(self) -> str:
         """Return the configuration as YAML, with every field in order."""
@@ -384,15 +335,13 @@ class Experiment(Section):
             ) from error
 
 
-def _fill_for_texts_and_tables(values: dict[str, Any]) -> None:
-    """Convert a table with text columns to a text source, and set the default model of labeled texts and tables."""
-    data, text = values.get("data"), values.get("text")
-    if not isinstance(data, str):
+def _set_default_model(values: dict[str, Any]) -> None:
+    """Set the default model of labeled texts and tables."""
+    data = values.get("data")
+    if not isinstance(data, str) or values.get("model") is not None or values.get("label") is None:
         return
-    columns = text.get("columns") if isinstance(text, Mapping) else getattr(text, "columns", ())
-    data = values["data"] = as_text_source(data, columns or ())
-    if values.get("model") is None and values.get("label") is not None:
-        if data.partition(":")[0] in ("text", "sentences", "multi_nli"):
-            values["model"] = "text-mlp"
-        elif is_table(data) and values.get("image") is None:
-            values["model"] = "table-mlp"
+    data = as_text_source(data, text_columns(values.get("text")))
+    if data.partition(":")[0] in ("text", "sentences", "multi_nli"):
+        values["model"] = "text-mlp"
+    elif is_table(data) and values.get("image") is None:
+        values["model"] = "table-mlp"

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pydantic
 import yaml
-from pydantic import BaseModel
 
 from unskew.attacks.registry import OPTIONS
 from unskew.config.experiment import Experiment
 from unskew.config.other_names import OF_OTHERS
-from unskew.config.sections import CsvConfig, NetworkConfig, TextConfig
-from unskew.errors import ConfigError, plain_message, short_repr, unknown_name
+from unskew.config.trust import check_trusted
+from unskew.config_fields import check_keys, validate_fields
+from unskew.errors import ConfigError
 from unskew.filesystem import read_file
-from unskew.provenance import TRUST, UntrustedText
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method
@@ -31,57 +30,7 @@ def experiment(values: dict[str, Any], method: Method | None = None) -> Experime
     Raises:
         ConfigError: If a key is unknown, or a value has the wrong type or is out of range.
     """
-    check_keys(values, Experiment)
-    try:
-        return Experiment.model_validate(values, context={"method_given": method is not None})
-    except pydantic.ValidationError as error:
-        errors = error.errors()
-        # If a field allows several types, report the type that was validated deepest, which fits the value best.
-        first = max(
-            (detail for detail in errors if detail["loc"][:1] == errors[0]["loc"][:1]),
-            key=lambda detail: len(detail["loc"]),
-        )
-        fields = {
-            *Experiment.model_fields,
-            *NetworkConfig.model_fields,
-            *TextConfig.model_fields,
-            *CsvConfig.model_fields,
-            *OPTIONS,
-        }
-        where = ".".join(str(part) for part in first["loc"] if part in fields)
-        reason = plain_message(first["msg"])
-        if where == "device":
-            from unskew.engines.registry import available_devices
-
-            reason = f"the devices of this machine are {', '.join(available_devices())}"
-        elif where == "loss":
-            reason = "it must be auto, mse, mae, huber or huber:DELTA"
-        raise ConfigError(
-            f"{where}={short_repr(first['input'])} is not valid: {reason}." if where else f"{reason}."
-        ) from error
-
-
-def check_keys(values: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
-    """Validate that all keys are known, including those of sections; the error suggests similar names.
-
-    Args:
-        values: Fields by name.
-        model: Section of the configuration.
-        prefix: Name of the section with a dot, for the error.
-
-    Raises:
-        ConfigError: If a key is unknown.
-    """
-    for key, value in values.items():
-        if key not in model.model_fields:
-            known = [f"{prefix}{name}" for name in model.model_fields]
-            sentence = unknown_name(
-                "option", f"{prefix}{key}", known, meant=OF_OTHERS.get(key) if model is Experiment else None
-            )
-            raise ConfigError(f"{key.source}: {sentence}" if isinstance(key, UntrustedText) else sentence)
-        section = model.model_fields[key].annotation
-        if isinstance(value, dict) and isinstance(section, type) and issubclass(section, BaseModel):
-            check_keys(value, section, f"{prefix}{key}.")
+    return validate_fields(Experiment, values, {"method_given": method is not None}, OF_OTHERS, OPTIONS)
 
 
 class Loader(yaml.SafeLoader):
@@ -89,9 +38,6 @@ class Loader(yaml.SafeLoader):
 
     It does not use PyYAML's C parser, which crashes on deeply nested text.
     """
-
-    origin: tuple[str, str] | None = None
-    """Source and remedy of ``UntrustedText``; None means that the text is trusted."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Reject aliases, which can expand a few bytes to gigabytes, and tags, which construct arbitrary types.
@@ -124,12 +70,11 @@ class Loader(yaml.SafeLoader):
         return node
 
     def construct_scalar(self, node: Any) -> Any:
-        """Reject base-60 numbers, which YAML 1.1 reads from times such as 12:30; mark strings of untrusted files."""
+        """Reject base-60 numbers, which YAML 1.1 reads from times such as 12:30."""
         kind = node.tag.rpartition(":")[2]
         if kind in ("int", "float") and ":" in node.value:
             raise _wrong(f"YAML reads {node.value} as a base-60 number; write it in quotes, or as a plain number", node)
-        value = super().construct_scalar(node)
-        return UntrustedText(value, *self.origin) if kind == "str" and self.origin is not None else value
+        return super().construct_scalar(node)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """Add the line number to the error for a value that cannot be read, such as the date 2020-13-45.
@@ -150,15 +95,14 @@ class Loader(yaml.SafeLoader):
 
 
 Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_int)
-yaml.add_representer(
-    UntrustedText, yaml.SafeDumper.represent_str, Dumper=yaml.SafeDumper
-)  # so that loaded values can be written again
 
 
 def _wrong(problem: str, at: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
+SHORT_FORMS = ("attack", "network", "text")
+"""Sections that may be written as a single value."""
 LISTS = ("features", "exclude", "categories", "dates", "text", "columns", "split_by")
 """Fields with a list of column names, in which double quotes enclose a name with commas."""
 COLUMNS = (*LISTS, "label", "image", "partition")
@@ -189,12 +133,11 @@ def _read_as_names(node: Any, name: str = "", inner: bool = False) -> None:
         node.tag = "tag:yaml.org,2002:str"
 
 
-def read_yaml(text: str, origin: tuple[str, str] | None = None, name: str = "") -> Any:
+def read_yaml(text: str, name: str = "") -> Any:
     """Parse a YAML document.
 
     Args:
         text: YAML text.
-        origin: Source and remedy of ``UntrustedText``, for text from an untrusted file.
         name: Field whose value the text is, or empty for a whole configuration.
 
     Raises:
@@ -202,7 +145,6 @@ def read_yaml(text: str, origin: tuple[str, str] | None = None, name: str = "") 
     """
     try:
         loader = Loader(text)
-        loader.origin = origin
         node = loader.get_single_node()
         _read_as_names(node, name)
         return None if node is None else loader.construct_document(node)
@@ -216,19 +158,70 @@ def read_yaml(text: str, origin: tuple[str, str] | None = None, name: str = "") 
         raise ValueError("it is nested too deeply") from error
 
 
-def load_yaml(path: Path, remedy: str | None = TRUST) -> dict[str, Any]:
-    """Read a configuration file.
+def load_config(
+    path: Path, remedy: str | None, replaced: Mapping[str, Any] | None = None, ignored: Collection[str] = ()
+) -> dict[str, Any]:
+    """Read the fields of an experiment from a file that is not necessarily trusted.
 
     Args:
         path: Path of the file.
-        remedy: Advice how to trust the file, for errors if it names code to import; None means that the file is
-            trusted.
+        remedy: Advice how to trust the file, for errors if it names code to import; None if the user trusts the file.
+        replaced: Fields that the caller replaces; the file's values of these are neither validated nor returned.
+        ignored: Fields that the caller does not use; they are not returned if they name code to import.
+
+    Raises:
+        ConfigError: If the file cannot be read, has an unknown field, or names code to import without being trusted.
+    """
+    values = without_fields(load_yaml(path), replaced or {})
+    try:
+        check_keys(values, Experiment, meant=OF_OTHERS)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if remedy is None:
+        return values
+    for name, value in tuple(values.items()):
+        try:
+            check_trusted({name: value}, Experiment, path, remedy)
+        except ConfigError:
+            if name not in ignored:
+                raise
+            del values[name]
+            if name == "objective":
+                values.pop("target", None)  # which is in the unit of the objective
+    return values
+
+
+def without_fields(values: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values without those that are replaced; a section loses only its replaced fields, its short form none.
+
+    Args:
+        values: Fields by name.
+        replaced: New values of fields.
+
+    >>> without_fields({"seed": 1, "ray": {"address": "auto", "retries": 2}}, {"seed": 2, "ray": {"address": "local"}})
+    {'ray': {'retries': 2}}
+    """
+    remaining = {}
+    for name, value in values.items():
+        section = isinstance(replaced.get(name), dict)
+        if name not in replaced or (section and name in SHORT_FORMS and not isinstance(value, dict)):
+            remaining[name] = value
+        elif section and isinstance(value, dict):
+            remaining[name] = without_fields(value, replaced[name])
+    return remaining
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file without validating its fields; ``load_config`` reads the configuration of a run to create.
+
+    Args:
+        path: Path of the file.
 
     Raises:
         ConfigError: If the file does not exist, is not valid YAML, has a duplicate key, or is not a mapping.
     """
     try:
-        values = read_yaml(read_file(path).decode(), None if remedy is None else (str(path), remedy))
+        values = read_yaml(read_file(path).decode())
     except OSError as error:
         hint = "" if path.suffix or path.exists() else f" For data with this name, use --data {path}."
         raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.{hint}") from error

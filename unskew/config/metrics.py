@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import AfterValidator
 
 from unskew.errors import short_repr, unknown_name
-from unskew.provenance import with_provenance
 from unskew.tasks.metrics import METRICS
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL
 
@@ -78,10 +77,5 @@ def validate_objective(value: MetricLike) -> MetricLike:
     return value
 
 
-def _keep(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    return with_provenance(check(value), value)
-
-
-MetricField = Annotated[MetricLike, AfterValidator(validate_metric), WrapValidator(_keep)]
-ObjectiveField = Annotated[MetricLike, AfterValidator(validate_objective), WrapValidator(_keep)]
-"""Types of configuration fields that keep the provenance of import paths from untrusted files."""
+MetricField = Annotated[MetricLike, AfterValidator(validate_metric)]
+ObjectiveField = Annotated[MetricLike, AfterValidator(validate_objective)]

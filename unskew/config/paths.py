@@ -9,7 +9,6 @@ from unskew.config.experiment import Experiment
 from unskew.data.sources.registry import PATHS
 from unskew.data.spec import TABLES
 from unskew.models.names import HUB
-from unskew.provenance import with_provenance
 
 PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
 """Prefixes of names that continue with a path, as in ``table:PATH``."""
@@ -32,8 +31,8 @@ def absolute_source_name(name: Any) -> Any:
         return name
     prefix, colon, path = name.partition(":")
     if colon and prefix in PREFIXES:
-        return with_provenance(f"{prefix}:{absolute_if_exists(path)}", name)
-    return with_provenance(str(absolute_if_exists(name)), name) if name.lower().endswith(TABLES) else name
+        return f"{prefix}:{absolute_if_exists(path)}"
+    return absolute_if_exists(name) if name.lower().endswith(TABLES) else name
 
 
 def with_absolute_paths(config: Experiment) -> Experiment:

@@ -6,37 +6,10 @@ import re
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-from unskew.data.spec import CsvSpec, parse_names
-from unskew.errors import ConfigError
-from unskew.expressions import unquote
-from unskew.provenance import Named
-
-
-class Section(BaseModel):
-    """Base class of configuration sections: unknown keys are errors, and booleans are not accepted as numbers."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @pydantic.field_validator("*", mode="before")
-    @classmethod
-    def _reject_booleans_as_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("must not be a boolean")
-        return value
-
-
-def _split_column_names(value: Any) -> Any:
-    names = [value] if isinstance(value, str) else value
-    several = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-    return parse_names(value) if several else value
-
-
-ColumnName = Annotated[str, AfterValidator(unquote)]
-"""Name of one column."""
-ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
-"""Names of columns: a list, or a string with commas."""
+from unskew.config.trust import CLUSTER
+from unskew.config_fields import MACHINE, Section
 
 
 class NetworkConfig(Section):
@@ -44,7 +17,7 @@ class NetworkConfig(Section):
 
     drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability that a client of the cohort fails and sends no update."""
-    delay: str = "none"
+    delay: Annotated[str, MACHINE] = "none"
     """Rounds until an update arrives: ``none``, ``fixed:K``, ``half-normal:S``, ``lognormal:M,S`` or ``trace:FILE``."""
     delay_per: Literal["dispatch", "client"] = "dispatch"
     """Draw a delay for every dispatch, or once per client."""
@@ -101,51 +74,6 @@ class NetworkConfig(Section):
         return str(value)
 
 
-class TextConfig(Section):
-    """Tokenization of texts."""
-
-    columns: ColumnNames = ()
-    """Text columns, one or a pair; if empty, ``text`` or the data source's default."""
-    tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    """Name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
-    block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
-    """Maximum number of tokens per text."""
-
-
-class CsvConfig(Section):
-    """Format of CSV files; fields that are not set are detected for each file."""
-
-    separator: str | None = None
-    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``."""
-    decimal: str | None = None
-    """Decimal mark: ``point`` or ``comma``."""
-    encoding: str | None = None
-    """Character encoding, such as ``latin-1``."""
-    thousands: str | None = None
-    """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
-    missing: str | int | float | tuple[str | int | float, ...] | None = None
-    """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers."""
-    dates: str | None = None
-    """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
-    skip: Annotated[int, Field(ge=0)] | None = None
-    """Number of lines before the header."""
-    names: str | tuple[str, ...] = ()
-    """Names of the columns of files without a header."""
-
-    @property
-    def spec(self) -> CsvSpec:
-        """Format as a ``CsvSpec`` for the readers."""
-        return CsvSpec(**dict(self))
-
-    @pydantic.model_validator(mode="after")
-    def _is_valid(self) -> CsvConfig:
-        try:
-            self.spec  # noqa: B018
-        except ConfigError as error:
-            raise ValueError(str(error).rstrip(".")) from error
-        return self
-
-
 ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:[0-9]{1,5})"
 """Pattern of cluster addresses: ``local``, ``auto``, ``HOST:PORT`` or ``[IPV6]:PORT``."""
 
@@ -153,7 +81,7 @@ ADDRESS = r"(local|auto|[A-Za-z0-9.-]{1,253}:[0-9]{1,5}|\[[0-9A-Fa-f:.]{2,45}\]:
 class RayConfig(Section):
     """Options of the engine ``ray``."""
 
-    address: Named | None = None
+    address: Annotated[str | None, CLUSTER] = None
     """Address: ``local``, ``auto``, or ``HOST:PORT`` of the head node; None means ``local`` for engine ``ray``."""
     cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
     """Cores and threads of a task, which trains ``clients_per_group`` clients."""

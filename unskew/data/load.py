@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from unskew.config_fields import validate_fields
 from unskew.data.federation import Federation
 from unskew.data.from_arrays import check_integer, num_training_samples
 from unskew.data.partition.parsing import partition_column
@@ -20,169 +20,41 @@ from unskew.data.readers.tables import Source
 from unskew.data.readers.text import is_text, load_texts
 from unskew.data.remote import with_local_files
 from unskew.data.server_data import purpose_generator, repeat_channels, server_data
-from unskew.data.shift import parse_shift, with_shift
+from unskew.data.shift import with_shift
 from unskew.data.sources.registry import load_source
-from unskew.data.spec import (
-    DETECTED,
-    CsvSpec,
-    DataSpec,
-    Split,
-    TextSpec,
-    as_text_source,
-    csv_spec,
-    parse_names,
-    parse_split,
-    parse_unseen,
-)
+from unskew.data.spec import DataSpec, Split, TextSpec, parse_shift, parse_split
 from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
 from unskew.data.validation import check_classes
-from unskew.errors import ConfigError, abbreviate, short_repr, unknown_name
-from unskew.expressions import unquote
+from unskew.errors import ConfigError, abbreviate
 from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
-MISSING = ("error", "mean", "indicator")
-"""Options for missing numbers in a table."""
 
 
-def load_federation(
-    name: str,
-    *,
-    partition: str | object = "dirichlet:0.1",
-    clients: int | Literal["auto"] | None = "auto",
-    seed: int = 0,
-    data_path: str | Path | None = None,
-    label: str | None = None,
-    image: str | None = None,
-    label_separator: str | None = None,
-    image_size: int | None = None,
-    max_classes: int | None = None,
-    max_train_samples: int | None = None,
-    holdout: float = 0.1,
-    server_data: int | str | None = None,
-    server_data_path: str | Path | None = None,
-    text: Sequence[str] = (),
-    tokenizer: str | None = None,
-    block: int = 128,
-    reserve_test_samples: int = 0,
-    features: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    task: str = "auto",
-    categories: Sequence[str] = (),
-    dates: Sequence[str] = (),
-    missing: str = "error",
-    csv: Mapping[str, str] | CsvSpec = DETECTED,
-    split_by: str | None = None,
-    unseen: float | str | Sequence[str] = 0.0,
-    shift: str | None = None,
-) -> Federation:
+def load_federation(data: str, *, seed: int = 0, **options: Any) -> Federation:
     """Load a data set and partition it among clients.
 
     Args:
-        name: Name of the data set, as for ``unskew.data.sources.registry.load_source``.
-        partition: Data partition, as for ``unskew.data.partition.partitioner.make_partition``.
-        clients: Number of clients. None, only for ``natural:COLUMN``, means one client per value. ``auto`` means None
-            for ``natural`` partitions and 10 for others.
+        data: Data source, as in ``unskew.Experiment``.
         seed: Random seed of the partition, of each client's held-out samples, and of the server's samples.
-        data_path: Local files of the data set.
-        label: Label column; if it contains lists, the task is multi-label.
-        image: Column of encoded images.
-        label_separator: Separator between the labels of a row, in a string label column of a table.
-        image_size: Side length to which images are resized, including those of the server.
-        max_classes: Keep only the samples of this many first classes.
-        max_train_samples: Number of training samples to keep, drawn uniformly; the test set is not affected.
-        holdout: Share of each client's samples that is held out for evaluation.
-        server_data: Number of test samples that move to the server and are not used for evaluation. Or the name of a
-            data set: the server gets its training images, resized to the clients' size, as out-of-domain data. If only
-            the server or only the clients have color images, the other's gray images are repeated to three channels.
-        server_data_path: Local files of the server's data set.
-        text: Text columns, one or a pair. Without a label, the task is then ``language``.
-        tokenizer: Tokenizer of the texts: a name on the Hugging Face Hub, a folder, or ``bytes``.
-        block: Maximum number of tokens per text.
-        reserve_test_samples: Exclude at least this many test samples from evaluation: the ones that ``server_data``
-            with the same number would move to the server.
-        features: Input columns of a table, in this order. By default, all numeric columns except the label and the
-            column that decides the partition.
-        exclude: Columns of a table that are not inputs.
-        task: ``auto``, or ``regression`` to predict the numbers of one or more label columns: ``"systolic,diastolic"``.
-        categories: Categorical columns of a table; ``auto`` means every string column.
-        dates: Date columns of a table; the input is the number of days since 1970.
-        missing: ``error`` rejects missing numbers in a table, ``mean`` replaces them by the column's mean, and
-            ``indicator`` also adds an input that marks them.
-        csv: Format of CSV files, if detection fails: ``separator``, ``decimal`` and ``encoding``.
-        split_by: Column whose values are never split between training and held-out rows, such as ``patient_id``.
-            ``time:COLUMN`` holds out the newest rows, ``patient_id,time:COLUMN`` the patients with the newest rows, and
-            ``column:COLUMN`` the rows with the value ``test``.
-        unseen: Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or
-            their names.
-        shift: Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``.
+        **options: Data fields of ``unskew.Experiment``, such as ``partition="dirichlet:0.1", clients=10, label="stars"``;
+            ``partition`` may also be an object, as for ``unskew.data.partition.partitioner.make_partition``.
 
     Raises:
-        ConfigError: If arguments contradict each other.
-        DataError: If the data do not match the arguments or are not valid.
+        ConfigError: If an option is not valid, or options contradict each other.
+        DataError: If the data do not match the options or are not valid.
 
     >>> federation = load_federation("digits", partition="iid", clients=3, server_data=100)
     >>> federation.sizes.tolist(), len(federation.test[1])
     ([431, 431, 431], 260)
     """
-    if not isinstance(name, str):
-        raise ConfigError(f"The data set must be a string such as 'digits' or 'table:PATH', not {short_repr(name)}.")
-    if isinstance(clients, str) and clients == "auto":
-        clients = None if str(partition).startswith("natural") else DataSpec.clients
-    counts = {
-        "seed": seed,
-        "clients": clients,
-        "block": block,
-        "reserve_test_samples": reserve_test_samples,
-        "image_size": image_size,
-    }
-    for field, value in (counts | {"max_classes": max_classes, "max_train_samples": max_train_samples}).items():
-        if value is not None or field in ("seed", "block", "reserve_test_samples"):
-            check_integer(value, field)
-    if server_data is not None and not isinstance(server_data, str):
-        check_integer(server_data, "server_data")
-    text_options: dict[str, Any] = {
-        "label": label,
-        "image": image,
-        "label_separator": label_separator,
-        "tokenizer": tokenizer,
-    }
-    text_options |= {"split_by": split_by, "shift": shift, "task": task, "missing": missing}
-    paths = {"data_path": data_path, "server_data_path": server_data_path}
-    for field, text_or_path in (text_options | paths).items():
-        if not isinstance(text_or_path, str | None) and not (field in paths and isinstance(text_or_path, Path)):
-            raise ConfigError(f"{field} must be a string, not {short_repr(text_or_path)}.")
-    if label_separator == "":
-        raise ConfigError("label_separator must not be empty. Use for example '|'.")
-    spec = DataSpec(
-        data=as_text_source(name, parse_names(text)),
-        data_path=data_path,
-        label=label and unquote(label),
-        label_separator=label_separator,
-        image=image and unquote(image),
-        image_size=image_size,
-        max_classes=max_classes,
-        max_train_samples=max_train_samples,
-        partition=partition,
-        clients=clients,
-        holdout=holdout,
-        server_data=server_data,
-        server_data_path=server_data_path,
-        text=TextSpec(parse_names(text), tokenizer, block),
-        reserve_test_samples=reserve_test_samples,
-        features=parse_names(features),
-        exclude=parse_names(exclude),
-        task=task,
-        categories=parse_names(categories),
-        dates=parse_names(dates),
-        missing=missing,
-        csv=csv_spec(csv),
-        split_by=split_by,
-        unseen=parse_unseen(unseen),
-        shift=shift,
-    )
-    return federation_of(spec, seed)
+    check_integer(seed, "seed")
+    partition = options.get("partition", "")
+    passed = {} if isinstance(partition, str) else {"partition": partition}
+    paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
+    spec = validate_fields(DataSpec, {"data": data, **options, **paths, **dict.fromkeys(passed, "iid")})
+    return federation_of(spec.model_copy(update=passed), seed)
 
 
 def federation_of(spec: DataSpec, seed: int) -> Federation:
@@ -257,9 +129,6 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
 def load_source_for(spec: DataSpec) -> Source:
     """Load the data source, before it is partitioned."""
     path, label, text = spec.data_path, spec.label, spec.text
-    for field, allowed in (("task", ("auto", "regression")), ("missing", MISSING)):
-        if getattr(spec, field) not in allowed:
-            raise ConfigError(unknown_name(field, short_repr(getattr(spec, field), str), allowed))
     regression = spec.task == "regression"
     divides = partition_column(spec.partition)
     split = None if spec.split_by is None else parse_split(spec.split_by)
@@ -293,7 +162,7 @@ def load_source_for(spec: DataSpec) -> Source:
             columns=text.columns,
             tokenizer=text.tokenizer,
             block=text.block,
-            csv=spec.csv,
+            csv=spec.csv.spec,
             split=split,
         )
     if text.columns:
@@ -309,7 +178,7 @@ def load_source_for(spec: DataSpec) -> Source:
         size=spec.image_size,
         classes=spec.max_classes,
         choice=choice,
-        csv=spec.csv,
+        csv=spec.csv.spec,
     )
     if spec.image_size is not None and source.train.x.dim() != 4:
         raise ConfigError(

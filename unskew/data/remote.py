@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def with_local_files(spec: DataSpec) -> DataSpec:
             url = rest if SCHEME in rest else value
             local_file = fetch(url)
             local_values[name] = f"{prefix}:{local_file}" if url is rest else str(local_file)
-    return replace(spec, **local_values) if local_values else spec
+    return spec.model_copy(update=local_values) if local_values else spec
 
 
 def fetch(url: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,66 +10,11 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
 from unskew.data.clients import allocate_inputs
-from unskew.data.partition.parsing import parse_count, parse_positive
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.readers.tables import SampleTable
-from unskew.errors import ConfigError, DataError
-from unskew.expressions import parse_expression
+from unskew.data.spec import Shift
+from unskew.errors import DataError
 from unskew.seeding import numpy_generator
-
-
-class Shift(NamedTuple):
-    """Feature shift.
-
-    Attributes:
-        kind: ``rotate`` or ``noise``.
-        size: Largest angle in degrees, or largest standard deviation.
-        groups: Number of different angles; None means one per client.
-    """
-
-    kind: str
-    size: float
-    groups: int | None = None
-
-    def amount(self, client: int, clients: int) -> float:
-        """Return the angle or the standard deviation of a client.
-
-        Args:
-            client: Client number, from 0.
-            clients: Number of clients ``K``.
-
-        >>> [Shift("rotate", 270, 4).amount(k, 8) for k in range(5)], Shift("noise", 1.0).amount(1, 4)
-        ([0.0, 90.0, 180.0, 270.0, 0.0], 0.5)
-        """
-        if self.kind == "noise":
-            return self.size * (client + 1) / clients
-        groups = clients if self.groups is None else self.groups
-        return self.size * (client % groups) / max(1, groups - 1)
-
-
-def parse_shift(text: str) -> Shift:
-    """Parse ``rotate:ANGLE[,groups=G]`` or ``noise:SIGMA``.
-
-    Args:
-        text: Value of ``shift``.
-
-    Raises:
-        ConfigError: If the text has none of these forms.
-
-    >>> parse_shift("rotate:270,groups=4")
-    Shift(kind='rotate', size=270.0, groups=4)
-    """
-    expression = parse_expression(text)
-    name, values = expression.name, expression.values
-    options = dict(expression.options)
-    groups = options.pop("groups", None) if name == "rotate" else None
-    if name not in ("rotate", "noise") or len(values) != 1 or options:
-        raise ConfigError(f"shift={text!r} is not valid. Write rotate:ANGLE, rotate:ANGLE,groups=G or noise:SIGMA.")
-    size = parse_positive(values[0], f"The number in shift={text!r}")
-    count = None if groups is None else parse_count(groups, f"groups in shift={text!r}")
-    if count == 1:
-        raise ConfigError(f"shift={text!r} rotates nothing: one group has the angle 0. Use groups of at least 2.")
-    return Shift(name, size, count)
 
 
 def with_shift(drawn: PartitionedSource, shift: Shift) -> PartitionedSource:

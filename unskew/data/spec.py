@@ -5,27 +5,15 @@ from __future__ import annotations
 import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from unskew.config_fields import DATA, Flag, Section
+from unskew.data.partition.parsing import parse_count, parse_positive
 from unskew.errors import ConfigError, short_repr, unknown_name
-from unskew.expressions import split_list, unquote
-
-
-@dataclass(frozen=True)
-class TextSpec:
-    """Tokenization of texts.
-
-    Attributes:
-        columns: Text columns, one or a pair; if empty, the data source's default.
-        tokenizer: Name on the Hugging Face Hub, a folder, or ``bytes``.
-        block: Maximum number of tokens per text.
-    """
-
-    columns: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    block: int = 128
-
+from unskew.expressions import parse_expression, split_list, unquote
 
 TABLES = (".parquet", ".csv", ".jsonl")
 """File name extensions of tables."""
@@ -155,42 +143,62 @@ def parse_split(text: str) -> Split:
     return Split(**values)
 
 
-Unseen = float | tuple[str, ...]
-"""Share of unseen clients, or their names."""
+class Shift(NamedTuple):
+    """Feature shift.
 
-
-@dataclass(frozen=True)
-class DataSpec:
-    """Data specification of a run; ``unskew.load_federation`` and ``unskew.Experiment`` describe the fields.
-
-    Equal specifications with the same seed give the same federation.
+    Attributes:
+        kind: ``rotate`` or ``noise``.
+        size: Largest angle in degrees, or largest standard deviation.
+        groups: Number of different angles; None means one per client.
     """
 
-    data: str
-    data_path: str | Path | None = None
-    label: str | None = None
-    label_separator: str | None = None
-    image: str | None = None
-    image_size: int | None = None
-    max_classes: int | None = None
-    max_train_samples: int | None = None
-    partition: str | object = "dirichlet:0.1"
-    clients: int | None = 10
-    holdout: float = 0.1
-    server_data: int | str | None = None
-    server_data_path: str | Path | None = None
-    text: TextSpec = TextSpec()
-    reserve_test_samples: int = 0
-    features: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    task: str = "auto"
-    categories: tuple[str, ...] = ()
-    dates: tuple[str, ...] = ()
-    missing: str = "error"
-    csv: CsvSpec = DETECTED
-    split_by: str | None = None
-    unseen: Unseen = 0.0
-    shift: str | None = None
+    kind: str
+    size: float
+    groups: int | None = None
+
+    def amount(self, client: int, clients: int) -> float:
+        """Return the angle or the standard deviation of a client.
+
+        Args:
+            client: Client number, from 0.
+            clients: Number of clients ``K``.
+
+        >>> [Shift("rotate", 270, 4).amount(k, 8) for k in range(5)], Shift("noise", 1.0).amount(1, 4)
+        ([0.0, 90.0, 180.0, 270.0, 0.0], 0.5)
+        """
+        if self.kind == "noise":
+            return self.size * (client + 1) / clients
+        groups = clients if self.groups is None else self.groups
+        return self.size * (client % groups) / max(1, groups - 1)
+
+
+def parse_shift(text: str) -> Shift:
+    """Parse ``rotate:ANGLE[,groups=G]`` or ``noise:SIGMA``.
+
+    Args:
+        text: Value of ``shift``.
+
+    Raises:
+        ConfigError: If the text has none of these forms.
+
+    >>> parse_shift("rotate:270,groups=4")
+    Shift(kind='rotate', size=270.0, groups=4)
+    """
+    expression = parse_expression(text)
+    name, values = expression.name, expression.values
+    options = dict(expression.options)
+    groups = options.pop("groups", None) if name == "rotate" else None
+    if name not in ("rotate", "noise") or len(values) != 1 or options:
+        raise ConfigError(f"shift={text!r} is not valid. Write rotate:ANGLE, rotate:ANGLE,groups=G or noise:SIGMA.")
+    size = parse_positive(values[0], f"The number in shift={text!r}")
+    count = None if groups is None else parse_count(groups, f"groups in shift={text!r}")
+    if count == 1:
+        raise ConfigError(f"shift={text!r} rotates nothing: one group has the angle 0. Use groups of at least 2.")
+    return Shift(name, size, count)
+
+
+Unseen = float | tuple[str, ...]
+"""Share of unseen clients, or their names."""
 
 
 def csv_spec(values: Mapping[str, Any] | CsvSpec) -> CsvSpec:
@@ -285,3 +293,160 @@ def parse_unseen(value: object) -> Unseen:
             f"unseen has {odd[0]!s}, which is not a name. Write names such as NO and 2024-01-31 in quotes."
         )
     return parse_names([f"{name:d}" if isinstance(name, int) and abs(name) < 1 << 63 else name for name in value])
+
+
+def _split_column_names(value: Any) -> Any:
+    names = [value] if isinstance(value, str) else value
+    several = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    return parse_names(value) if several else value
+
+
+ColumnName = Annotated[str, AfterValidator(unquote)]
+"""Name of one column."""
+ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
+"""Names of columns: a list, or a string with commas."""
+
+
+class TextSpec(Section):
+    """Tokenization of texts."""
+
+    columns: Annotated[ColumnNames, Flag("Data", "text")] = ()
+    """Text columns, one or a pair: ``premise,hypothesis``; if empty, ``text`` or the data source's default."""
+    tokenizer: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
+    """Tokenizer of texts: a name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
+    block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
+    """Maximum number of tokens per text."""
+
+
+class CsvConfig(Section):
+    """Format of CSV files; fields that are not set are detected for each file."""
+
+    separator: str | None = None
+    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``."""
+    decimal: str | None = None
+    """Decimal mark: ``point`` or ``comma``."""
+    encoding: str | None = None
+    """Character encoding, such as ``latin-1``."""
+    thousands: str | None = None
+    """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
+    missing: str | int | float | tuple[str | int | float, ...] | None = None
+    """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers."""
+    dates: str | None = None
+    """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
+    skip: Annotated[int, Field(ge=0)] | None = None
+    """Number of lines before the header."""
+    names: str | tuple[str, ...] = ()
+    """Names of the columns of files without a header."""
+
+    @property
+    def spec(self) -> CsvSpec:
+        """Format as a ``CsvSpec`` for the readers."""
+        return CsvSpec(**dict(self))
+
+    @pydantic.model_validator(mode="after")
+    def _is_valid(self) -> CsvConfig:
+        try:
+            self.spec  # noqa: B018
+        except ConfigError as error:
+            raise ValueError(str(error).rstrip(".")) from error
+        return self
+
+
+def text_columns(text: object) -> Any:
+    """Return the columns of the section ``text``, which may be written as the columns alone."""
+    if isinstance(text, str | list | tuple):
+        return text
+    return text.get("columns") or () if isinstance(text, Mapping) else getattr(text, "columns", ())
+
+
+class DataSpec(Section):
+    """Data of a run: samples and their partition.
+
+    Equal specifications with the same seed give the same federation.
+    """
+
+    data: Annotated[str, DATA] = "digits"
+    """Data source: digits, cifar10, ..., ``table:PATH``, ``folder:PATH``, ``npz:PATH``, ``text:PATH``, ``leaf:PATH``; or
+    ``arrays`` for data passed in Python."""
+    data_path: Annotated[str | None, DATA] = None
+    """Folder with the source's files, for offline use."""
+    label: Annotated[ColumnName | None, DATA] = None
+    """Label column of a table; if it contains lists, the task is multi-label."""
+    label_separator: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
+    """Separator between the labels of a sample in a string label column."""
+    image: Annotated[ColumnName | None, DATA] = None
+    """Image column of a table; for ``leaf``, the folder of image files."""
+    features: Annotated[ColumnNames, DATA] = ()
+    """Columns of a table that are inputs, in this order: ``age,income``; if empty, all numeric columns."""
+    exclude: Annotated[ColumnNames, DATA] = ()
+    """Columns of a table that are not inputs: ``patient_id,row``."""
+    task: Annotated[Literal["auto", "regression"], DATA] = "auto"
+    """``regression`` predicts the numbers of one or more label columns."""
+    categories: Annotated[ColumnNames, DATA] = ()
+    """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column."""
+    dates: Annotated[ColumnNames, DATA] = ()
+    """Date columns of a table."""
+    missing: Annotated[Literal["error", "mean", "indicator"], DATA] = "error"
+    """Missing numbers in a table: ``error``, ``mean`` to replace them by the mean, or ``indicator`` to also mark them by an
+    additional input."""
+    split_by: Annotated[str | None, DATA] = None
+    """Column whose values are never split between training and held-out rows: ``patient_id``; or ``time:COLUMN``,
+    ``column:COLUMN``."""
+    csv: CsvConfig = CsvConfig()
+    """Format of CSV files, if detection fails."""
+    image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Side length in pixels to which images are resized; None leaves them unchanged."""
+    max_classes: Annotated[int, Field(ge=2)] | None = None
+    """Keep only the samples of this many first classes."""
+    max_train_samples: Annotated[int, Field(ge=1)] | None = None
+    """Number of training samples to keep, drawn by the seed."""
+    partition: Annotated[str, DATA] = "dirichlet:0.1"
+    """Data partition, which assigns samples to clients: ``iid``, ``dirichlet:0.1``, ``classes:2``, ``sorted``, ..."""
+    clients: Annotated[Annotated[int, Field(ge=1, le=100_000_000)] | None, DATA] = 10
+    """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of each client's samples that is held out to evaluate on that client."""
+    unseen: Annotated[float | tuple[str, ...], DATA] = 0.0
+    """Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or their names."""
+    shift: Annotated[str | None, DATA] = None
+    """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""
+    server_data: Annotated[Annotated[int, Field(ge=0)] | str | None, DATA] = None
+    """Data at the server: a number of test samples (removed from evaluation) or another data source."""
+    server_data_path: Annotated[str | None, DATA] = None
+    """Folder with the files of that other data source."""
+    text: TextSpec = TextSpec()
+    """Columns and tokenizer of texts; a list of columns is accepted, too."""
+    reserve_test_samples: Annotated[int, Field(ge=0)] = 0
+    """Exclude at least this many test samples from evaluation, to compare runs with and without server data."""
+
+    @pydantic.field_validator("unseen", mode="before")
+    @classmethod
+    def _unseen(cls, value: Any) -> Any:
+        return parse_unseen(value)
+
+    @pydantic.field_validator("split_by", "shift")
+    @classmethod
+    def _is_expression(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        if value is not None:
+            try:
+                (parse_split if info.field_name == "split_by" else parse_shift)(value)
+            except ConfigError as error:
+                raise ValueError(str(error).rstrip(".")) from error
+        return value
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _data_defaults(cls, values: Any) -> Any:
+        """Expand short forms, and fill defaults that depend on other fields."""
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
+        if str(values.get("partition", "")).startswith("natural"):
+            values.setdefault("clients", None)
+        if isinstance(values.get("server_data"), str) and values["server_data"].isdigit():
+            values["server_data"] = int(values["server_data"])
+        if isinstance(values.get("text"), str | list | tuple):
+            values["text"] = {"columns": values["text"]}
+        if isinstance(values.get("data"), str):
+            values["data"] = as_text_source(values["data"], text_columns(values.get("text")))
+        return values

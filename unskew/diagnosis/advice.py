@@ -32,7 +32,7 @@ from unskew.methods.registry import method
 from unskew.protocol.rules import Method
 from unskew.records.notebook import NotebookTable
 from unskew.runs.cost import duration, estimate
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 from unskew.simulation.personal_models import has_personal_models
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ class Advice(NotebookTable):
             file: Values of a configuration file that the comparison reads; fields equal to these are omitted.
         """
         config = self.setting.config.model_copy(update={"rounds": self.rounds})
-        values, usual = config.model_dump(mode="json"), experiment(dict(file or {})).model_dump(mode="json")
+        values = config.model_dump(mode="json")
+        usual = experiment({**(file or {}), "method": "fedavg"}).model_dump(mode="json")
         if values["local_steps"] is not None:
             usual["local_epochs"] = None
         return {k: v for k, v in values.items() if v != usual[k] and k not in ("method", "seed", "diagnose", "target")}
@@ -313,7 +314,7 @@ def evaluate_suggestion(
         limits: User's limits.
     """
     try:
-        _, warnings = check_method(setting.config, setting.federation, setting.model, chosen)
+        warnings = resolve_run(setting.config, setting.federation, setting.model, chosen).warnings
     except UnskewError as error:
         return Excluded(expected.method, str(error))
     if limits.epsilon is not None and any(data_rule.generates_data for data_rule in chosen.data):

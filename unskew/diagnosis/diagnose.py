@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from unskew.checked_tensors import load_checked
-from unskew.config.loader import experiment, load_yaml
+from unskew.config.loader import experiment, load_config
+from unskew.config.trust import NOT_OF_MODEL
 from unskew.data.federation import Federation
 from unskew.data.leaks import find_leaks
 from unskew.data.load import federation_of
@@ -109,7 +110,8 @@ def diagnose(
         if wrong is not None:
             raise ConfigError(f"The run in {folder} determines {wrong}. Remove this option.")
         remedy = "give the model in Python with unskew.diagnose(run=..., model=...)"
-        values = {**load_yaml(folder / "config.yaml", remedy), **options}
+        replaced = options if model is None else {**options, "model": model}
+        values = {**load_config(folder / "config.yaml", remedy, replaced, NOT_OF_MODEL), **options}
         if synthetic is None and image_files(folder):
             synthetic = folder
         if federation is None and values.get("data") == "arrays":

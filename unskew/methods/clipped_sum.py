@@ -143,6 +143,7 @@ class ClippedSum(ClientRule, AggregateRule):
             ConfigError: If something that clients send would not be protected, or the options are contradictory.
         """
         run.need_no_delays(self.name)
+        run.need_no_candidates(self.name)
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dp needs noise or epsilon, such as dp:epsilon=8.")
         if not self.adaptive:

@@ -24,7 +24,6 @@ from unskew.option_parsing import (
     import_own,
     option_defaults,
 )
-from unskew.provenance import on_behalf_of
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method, Rule
@@ -157,8 +156,7 @@ def rule_class(name: str) -> type[Rule]:
     elif path is not None:
         cls = import_own(path)
     else:
-        with on_behalf_of(name):
-            cls = import_from_path(":".join(name.rsplit(".", 1)), f"the method {str(name)!r}")
+        cls = import_from_path(":".join(name.rsplit(".", 1)), f"the method {name!r}")
     if isinstance(cls, type) and issubclass(cls, Rule):
         check_rule_name(cls)
         return cls
@@ -262,11 +260,9 @@ def method(spec: MethodLike, **options: object) -> Method:
     (FedProx(mu=0.1), Scaffold(option='II', variate='auto', eta_g=1.0))
     """
     if options:
-        with on_behalf_of(spec):
-            return _with_options(spec, options)
+        return _with_options(spec, options)
     if isinstance(spec, str):
-        with on_behalf_of(spec):
-            total = _add([_parse_one(text) for text in check_expression(spec)])
+        total = _add([_parse_one(text) for text in check_expression(spec)])
         return dataclasses.replace(total, expression=spec.replace(" ", ""))
     from unskew.protocol.method import Method, method_of_rule
     from unskew.protocol.rule import Rule

@@ -37,6 +37,16 @@ def parse_sampling(text: str) -> tuple[Sampling, int | None]:
     return "power-of-choice", int(number)
 
 
+def cohort_size(clients: int, participation: float) -> int:
+    """Return the number of clients of a fixed cohort, ``m``.
+
+    Args:
+        clients: Number of clients ``K``.
+        participation: Share of clients per round, ``q``.
+    """
+    return max(1, round(participation * clients))
+
+
 @dataclass(frozen=True)
 class RoundPlan:
     """Schedule of a run, which server and clients know before the first round.
@@ -48,6 +58,7 @@ class RoundPlan:
         cohort: Number of clients per round, ``m``; with Poisson cohorts the expected number, rounded.
         sampling: ``fixed`` cohorts of ``m`` clients, ``poisson``: each client is drawn with probability ``q``, or
             ``power-of-choice``: the ``m`` candidates with the largest loss.
+        candidates: Number of candidates ``D`` of power-of-choice; None for other kinds.
         scales: Factors that give the uploads of client rules the unit of an update, by ``RULE/NAME``; see
             ``ClientRule.private``.
         training: Budget of the clients.
@@ -59,6 +70,7 @@ class RoundPlan:
     participation: float = 1.0
     cohort: int = 1
     sampling: Sampling = "fixed"
+    candidates: int | None = None
     scales: Mapping[str, float] = field(default_factory=dict)
     training: Training = field(default_factory=Training)
     masked: bool = False

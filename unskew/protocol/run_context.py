@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -24,30 +24,39 @@ class PreRunContext:
     Attributes:
         federation: Data of all clients.
         build: Creates the model; called when a rule first reads ``spec``, so that data errors are reported first.
-        training: Budget of the clients.
-        rounds: Number of rounds.
+        plan: Schedule of the run.
         delayed: Whether updates may arrive in a later round than their broadcast.
         diagnose: Additional metrics to compute.
         base_run: Whether other runs continue from the end of this one, so that a rule may act only in those.
-        plan: Schedule of the run.
         client_weighting: ``samples``, ``uniform``, or ``auto``.
         buffers: Treatment of normalization buffers.
-        secure_aggregation: Whether the server sees only sums.
         save_samples: Whether generated samples are plotted.
     """
 
     federation: Federation
     build: Callable[[], ModelSpec]
-    training: Training
-    rounds: int
+    plan: RoundPlan
     delayed: bool = False
     diagnose: tuple[str, ...] = ()
     base_run: bool = False
-    plan: RoundPlan = field(default_factory=RoundPlan)
     client_weighting: str = "auto"
     buffers: Buffers = "average"
-    secure_aggregation: bool = False
     save_samples: bool = False
+
+    @property
+    def training(self) -> Training:
+        """Budget of the clients."""
+        return self.plan.training
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return self.plan.rounds
+
+    @property
+    def secure_aggregation(self) -> bool:
+        """Return whether the server sees only sums."""
+        return self.plan.masked
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -73,6 +82,14 @@ class PreRunContext:
         if self.delayed:
             raise ConfigError(
                 f"{name} needs all updates of a round in the same round and cannot be combined with network.delay."
+            )
+
+    def need_no_candidates(self, name: str) -> None:
+        """Validate that the server does not learn the loss of each candidate of power-of-choice."""
+        if self.plan.candidates is not None:
+            raise ConfigError(
+                f"With sampling=power-of-choice the server learns the loss of each candidate, which {name} does not protect. "
+                "Use sampling=fixed."
             )
 
     def need_no_statistics(self, name: str) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from unskew.errors import ConfigError, short_repr
-from unskew.provenance import on_behalf_of
 
 
 @dataclass(frozen=True)
@@ -84,17 +83,18 @@ def read_space(value: object, name: str, check: Callable[[Any], None]) -> Space:
         ConfigError: If the value is not a search space, or the option does not accept its values.
     """
     space = (
-        value if isinstance(value, RangeSpace | CategoricalSpace) else _range(value) or CategoricalSpace(_values(value))
+        value
+        if isinstance(value, RangeSpace | CategoricalSpace)
+        else parse_range(value) or CategoricalSpace(_values(value))
     )
     ends = (space.low, space.high) if isinstance(space, RangeSpace) else space.values
     if not ends:
         raise ConfigError(f"The search space of {name} is empty. {FORMAT}")
-    with on_behalf_of(value):  # parts of a string carry no mark of the file that the string comes from
-        for end in ends:
-            try:
-                check(end)
-            except ConfigError as error:
-                raise ConfigError(f"{error} {FORMAT}") from error
+    for end in ends:
+        try:
+            check(end)
+        except ConfigError as error:
+            raise ConfigError(f"{error} {FORMAT}") from error
     if isinstance(space, CategoricalSpace):
         return space
     if not (math.isfinite(space.low) and math.isfinite(space.high) and space.low < space.high):
@@ -121,7 +121,7 @@ def _number(text: Any) -> float:
     return int(number) if isinstance(text, int) or (isinstance(text, str) and text.strip().isdigit()) else number
 
 
-def _range(value: object) -> RangeSpace | None:
+def parse_range(value: object) -> RangeSpace | None:
     """Parse a string or a mapping as a range; return None if it is not a range."""
     if isinstance(value, Mapping):
         if not {"low", "high"} <= set(value) <= {"low", "high", "log"}:

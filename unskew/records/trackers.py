@@ -15,7 +15,6 @@ from typing import Any
 from unskew import plugins
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import write_atomic
-from unskew.provenance import UntrustedText
 from unskew.records.mlflow_store import NAME, is_complete_database, open_client
 from unskew.records.recorder import Callback, Row, notify_warning
 
@@ -235,8 +234,7 @@ def make_trackers(
         followers: Callbacks that receive a warning if a tracker fails.
 
     Raises:
-        ConfigError: If a tracker is not installed, or there is no run folder, or an untrusted file names a tracker that
-            writes outside the run folder.
+        ConfigError: If a tracker is not installed, or there is no run folder.
     """
     if not names:
         return []
@@ -249,11 +247,6 @@ def make_trackers(
     }
     chosen: list[Callback] = []
     for name in dict.fromkeys(names):
-        if isinstance(name, UntrustedText) and name != "tensorboard":
-            raise ConfigError(
-                f"{name.source} names the tracker {name!r}, which can write outside the run folder or send metrics to a "
-                f"server. To use it, add --set trackers={name}, or trust the file: {name.remedy}. Otherwise remove it there."
-            )
         if name not in kinds:
             create = plugins.find_plugin(plugins.TRACKERS, "tracker", name, kinds).load_callable()
             kinds[name] = partial(create, folder, resumed)

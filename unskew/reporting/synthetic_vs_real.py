@@ -16,6 +16,7 @@ from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.readers.hub import from_cache
 from unskew.data.readers.images import resize_images
+from unskew.data.spec import DataSpec
 from unskew.errors import UnskewError
 from unskew.generators import synthetic_dataset
 from unskew.generators.synthetic_dataset import SyntheticSet
@@ -57,7 +58,8 @@ def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
         return None
     try:
         with from_cache():
-            config = experiment(run.config)
+            names = {*DataSpec.model_fields, "seed"}
+            config = experiment({name: value for name, value in run.config.items() if name in names})
             federation = federation_of(config.data_spec, config.seed)
         dataset = synthetic_dataset.load(folder)
     except (UnskewError, OSError, ImportError):

@@ -21,7 +21,7 @@ from unskew.reproduction.preset import Preset, PresetCell, preset_cells
 from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 
 Sources = tuple[str, str | None, int | str | None, str | None]
 """Data of a run and of its server, with their paths."""
@@ -182,7 +182,7 @@ class Sweep:
             except (DataError, ConfigError) as error:
                 errors[sources] = error
                 continue
-            size = check_method(cell.config, federation, None, method(cell.config.method))[0].size
+            size = resolve_run(cell.config, federation, None, method(cell.config.method)).spec.size
             sizes[sources] = max(size, sizes.get(sources, 0))
         if errors and not sizes:
             raise next(iter(errors.values()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -36,12 +35,12 @@ def config_from_arguments(
     values = dict(options)
     if federation is not None:
         names = {"data": federation.name, "partition": federation.partition, "clients": len(federation.clients)}
-        for field in dataclasses.fields(DataSpec):
-            value, known = values.get(field.name), names.get(field.name)
+        for field in DataSpec.model_fields:
+            value, known = values.get(field), names.get(field)
             same = value is known or (isinstance(value, str | Integral) and value == known)
-            if field.name in values and not same and field.name != "unseen":  # splits the federation in the run
+            if field in values and not same and field != "unseen":  # splits the federation in the run
                 raise ConfigError(
-                    f"{field.name}={short_repr(value)} has no effect when a federation is passed; remove the option."
+                    f"{field}={short_repr(value)} has no effect when a federation is passed; remove the option."
                 )
         values = {**names, **values}
     if federation is not None and model is None and "model" not in options and len(federation.shape) == 1:

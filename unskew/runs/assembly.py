@@ -14,20 +14,18 @@ import torch
 from unskew.attacks.attackers import Attackers
 from unskew.config.experiment import Experiment
 from unskew.config.paths import without_data_locations
-from unskew.data.federation import Federation
 from unskew.engines.base import EngineConfig
 from unskew.engines.local_trainer import check_batch_sizes
 from unskew.methods.fedavg import FedAvg, server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
-from unskew.protocol.round_plan import parse_sampling
+from unskew.protocol.round_plan import cohort_size
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, Recorder
-from unskew.runs.metrics import RunMetrics, run_metrics
+from unskew.runs.metrics import RunMetrics
+from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.resume import RESUMABLE, data_identity, stored_content
-from unskew.runs.round_plan import make_round_plan
 from unskew.runs.state_stores import make_client_store
-from unskew.runs.validation import accepts_late_updates, resolve_weighting, run_context
 from unskew.secret_draws import KEY_FILE, NoiseSource, SecretKey, SystemEntropy, stored_key
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.clock import Clock, draw_speeds, parse_quantity, read_speeds
@@ -80,11 +78,8 @@ class RunParts:
 
 
 def assemble(
-    config: Experiment,
+    run: ResolvedRun,
     prepared: PreparedData,
-    original: Federation,
-    spec: ModelSpec,
-    method: Method,
     device: torch.device,
     folder: Path | None = None,
     callbacks: Sequence[Callback] = (),
@@ -93,11 +88,8 @@ def assemble(
     """Create the parts of a run, and count the traffic of the data preparation.
 
     Args:
-        config: Configuration of the run.
+        run: The run.
         prepared: Training data after the data rules of the method.
-        original: Data before the data rules, used for evaluation.
-        spec: Layout and initial parameters of the model.
-        method: Method of the run.
         device: Device for computations.
         folder: Run folder; None writes nothing.
         callbacks: Callbacks of the run.
@@ -107,27 +99,29 @@ def assemble(
     Raises:
         CheckpointError: If the key of an unfinished private run is missing.
     """
-    spec = spec.to(device)
+    config, method, original = run.config, run.method, run.federation
+    spec = run.spec.to(device)
     if device.type != "cpu":
         moved = prepared.to(device)
         original, prepared = moved.federation if original is prepared.federation else original, moved
     federation = prepared.federation
     task = federation.objective.unweighted
-    metrics = run_metrics(config, original)
     rule = server_rule(method)
-    weights = resolve_weighting(config, method)
+    weights = run.weights
     clients, cache, in_flight = (
         ClientStore(None if folder is None else folder / name) for name in ("clients", "cache", "in-flight")
     )
     store = make_client_store(config, folder, clients)
-    plan = make_round_plan(config, len(federation.clients), method)
+    clients_trained = len(federation.clients)  # a data rule may pool the clients
+    plan = replace(run.plan, clients=clients_trained, cohort=cohort_size(clients_trained, run.plan.participation))
     secret = SystemEntropy() if deployed else secret_key(method, folder, config, prepared, spec)
-    candidates = parse_sampling(config.sampling)[1]
-    sizes = None if candidates is None else np.asarray(federation.sizes)  # sizes of many clients are slow to read
-    sampler = Sampler(len(federation.clients), config.participation, config.seed, config.sampling, sizes, secret)
+    sizes = None if plan.candidates is None else np.asarray(federation.sizes)  # sizes of many clients are slow to read
+    sampler = Sampler(
+        plan.clients, plan.participation, config.seed, plan.sampling, plan.candidates, sizes=sizes, secret=secret
+    )
     observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
     trainer = ServerTrainer(
-        spec, federation, config.training, device, sampler.size, observed, "samples" if callable(weights) else weights
+        spec, federation, plan.training, device, sampler.size, observed, "samples" if callable(weights) else weights
     )
     server = Server(
         method,
@@ -148,22 +142,22 @@ def assemble(
         server.traffic.count(client, "down", down, 0)
     delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
     delays.check(len(federation.clients))
-    clock = make_clock(config, original, spec, method, server) if config.network.timed else None
+    clock = make_clock(run, server) if config.network.timed else None
     recorder = Recorder(folder, callbacks)
     setup = EngineConfig(
-        spec,
-        federation,
-        method.client,
-        federation.objective,
-        prepared.training,
-        config.seed,
-        device,
-        config.buffers,
-        prepared.common,
-        config.stall_warning_seconds,
-        recorder.warn,
-        recorder.retried,
-        plan,
+        spec=spec,
+        federation=federation,
+        rules=method.client,
+        task=federation.objective,
+        training=prepared.training,
+        seed=config.seed,
+        device=device,
+        buffers=config.buffers,
+        common=prepared.common,
+        stall_warning_seconds=config.stall_warning_seconds,
+        warn=recorder.warn,
+        retried=recorder.retried,
+        plan=plan,
         secret=secret,
     )
     trains_all = config.rounds * config.participation >= 1 and rule.steps_without != "clients"
@@ -182,11 +176,11 @@ def assemble(
         folder=folder,
         callbacks=callbacks,
         task=task,
-        metrics=metrics,
+        metrics=run.metrics,
         sampler=sampler,
         server=server,
         network=Network(config.network.drop, config.seed, delays, in_flight, device, clock),
-        evaluator=Evaluator(spec, original, task, device, metrics.computed),
+        evaluator=Evaluator(spec, original, task, device, run.metrics.computed),
         recorder=recorder,
         setup=setup,
         attackers=attackers,
@@ -227,25 +221,21 @@ def secret_key(
     return stored_key(path, begun and not finished).within(scope)
 
 
-def make_clock(config: Experiment, federation: Federation, spec: ModelSpec, method: Method, server: Server) -> Clock:
+def make_clock(run: ResolvedRun, server: Server) -> Clock:
     """Create the virtual clock of a run.
 
     Args:
-        config: Configuration of the run.
-        federation: Data before the data rules.
-        spec: Layout of the model.
-        method: Method of the run.
+        run: The run.
         server: Server of the run, which has counted the transfers before the first round.
 
     Raises:
         DataError: If the trace cannot be read or lacks a client.
     """
-    network, clients = config.network, server.federation_info.clients
+    network, seed, clients = run.config.network, run.config.seed, server.federation_info.clients
     if network.trace is None:
-        speeds = draw_speeds(network.speeds, clients, config.seed)
+        speeds = draw_speeds(network.speeds, clients, seed)
     else:
         speeds = read_speeds(Path(network.trace), clients)
     if network.deadline is None:
         return Clock(server, speeds, None, accepts_late=False)
-    late = accepts_late_updates(run_context(config, federation, lambda: spec, method), method)
-    return Clock(server, speeds, parse_quantity(network.deadline, "deadline"), late)
+    return Clock(server, speeds, parse_quantity(network.deadline, "deadline"), run.accepts_late)

@@ -29,7 +29,7 @@ from unskew.protocol.messages import replace_fields
 from unskew.protocol.rules import Method
 from unskew.runs.assembly import RunParts, assemble
 from unskew.runs.build_model import ModelLike
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 
 WORTH = 10.0
 """Methods are measured only if all runs are estimated, from plain local steps, to take at least this many seconds."""
@@ -222,13 +222,13 @@ def seconds_of_run(
     plain = {"engine": "inline", "diagnose": (), "trackers": (), "early_stopping": None, "keep": "last"}
     config_here = config.model_copy(update={**plain, "save_samples": False, "start_from": None})
     original = apply_task_options(federation, config.loss, config.class_weights)
-    spec, _ = check_method(config_here, original, model, method)
+    run = resolve_run(config_here, original, model, method)
     prepared = PreparedData(original, config_here.training)
     for rule in method.data:
         if not rule.generates_data:
             prepared = apply_data_rule(rule, prepared, config.seed)
     device = pick_device(config.device)
-    parts = assemble(config_here, prepared, original, spec, method, device)
+    parts = assemble(run, prepared, device)
     cohort = parts.sampler.size
     per_run = max(1, num_cores() // at_once)
     workers = 1

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.filesystem import check_no_link, write_atomic
 from unskew.generators.synthetic_dataset import SYNTHETIC, find
@@ -17,6 +16,7 @@ from unskew.protocol.data_preparation import PreparedData, Workspace
 from unskew.protocol.data_rule import apply_data_rule
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, callback_hooks, notify_warning
+from unskew.runs.resolved_run import ResolvedRun
 
 
 def check_given_set(config: Experiment, method: Method) -> None:
@@ -39,23 +39,19 @@ def check_given_set(config: Experiment, method: Method) -> None:
 
 
 def prepare(
-    method: Method,
-    federation: Federation,
-    config: Experiment,
+    run: ResolvedRun,
     device: torch.device,
     folder: Path | None,
     shared: Path | None,
     callbacks: Sequence[Callback],
     resume: bool = False,
 ) -> PreparedData:
-    """Apply the data rules of ``method`` in order.
+    """Apply the data rules of a run's method in order.
 
     Generated data are stored in ``shared`` or, if it is None, in the run folder, so that the run can be resumed.
 
     Args:
-        method: Method of the run.
-        federation: Data of all clients.
-        config: Configuration of the run.
+        run: The run.
         device: Device for computations.
         folder: Run folder, or None.
         shared: Folder of generated data that several runs share, or None.
@@ -67,6 +63,7 @@ def prepare(
         for hook in callback_hooks(callbacks, "prepare"):
             hook(text, done, total)
 
+    config = run.config
     given_folder = None if config.synthetic is None else Path(config.synthetic)
     where = shared if shared is not None else None if folder is None else folder / SYNTHETIC
     if shared is not None:
@@ -74,8 +71,8 @@ def prepare(
     above = folder if resume and shared is None else None
     warn = partial(notify_warning, callbacks)
     workspace = Workspace(where, shared is not None, device, given_folder, above, tell, warn)
-    prepared = PreparedData(federation, config.training)
-    for rule in method.data:
+    prepared = PreparedData(run.federation, run.plan.training)
+    for rule in run.method.data:
         if rule.generates_data and folder is not None:
             write_atomic(folder / "config.yaml", config.to_yaml().encode())
         prepared = apply_data_rule(rule, prepared, config.seed, workspace)

@@ -14,7 +14,8 @@ from pydantic.dataclasses import dataclass as rule_dataclass
 from torch import Tensor
 
 from unskew.config.experiment import Experiment
-from unskew.config.loader import experiment, load_yaml
+from unskew.config.loader import experiment, load_config
+from unskew.config.trust import NOT_OF_MODEL
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 from unskew.methods.clipped_sum import round_down
@@ -118,7 +119,8 @@ def audit_privacy(folder: str | Path, canaries: int = 50, trust_code: bool = Fal
     Raises:
         ConfigError: If the folder has no run with ``dp``, or there are too few clients.
     """
-    config = experiment(load_yaml(parse_path(folder) / "config.yaml", None if trust_code else TRUST))
+    file = parse_path(folder) / "config.yaml"
+    config = experiment(load_config(file, None if trust_code else TRUST, ignored=NOT_OF_MODEL))
     return audit(config, canaries)
 
 

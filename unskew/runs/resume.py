@@ -14,13 +14,13 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.config.loader import load_yaml
 from unskew.config.paths import without_data_locations
+from unskew.config.trust import is_registered_method
 from unskew.data.federation import ArrayClients
 from unskew.data.validation import to_float32
 from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
-from unskew.provenance import TRUST, UntrustedText
 from unskew.records.recorder import Recorder, check_rounds
 from unskew.records.result import read_history
 from unskew.simulation import checkpoint, restore
@@ -76,10 +76,9 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
             "meaning, so the privacy of both cannot be added. Use the same sampling and participation."
         )
     named = extra["config"].get("method")
-    if isinstance(named, str):  # trusted only if it is the method that the new run names itself
-        named = config.method if named == config.method else UntrustedText(named, str(path), TRUST)
+    trusted = isinstance(named, str) and (named == config.method or is_registered_method(named))
     try:
-        before = method(named) if isinstance(named, str) else None
+        before = method(named) if trusted else None
     except ConfigError:  # a method that was defined in Python
         before = None
     restore.start_from_run(path, manifest, server, before)

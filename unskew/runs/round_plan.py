@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from unskew.config.experiment import Experiment
-from unskew.protocol.round_plan import RoundPlan, parse_sampling
+from unskew.protocol.round_plan import RoundPlan, cohort_size, parse_sampling
 from unskew.protocol.rules import Method
-from unskew.simulation.sampler import Sampler
 
 
 def make_round_plan(config: Experiment, clients: int, method: Method) -> RoundPlan:
@@ -20,6 +19,15 @@ def make_round_plan(config: Experiment, clients: int, method: Method) -> RoundPl
     scales = {
         f"{rule.name}/{name}": float(scale(training)) for rule in method.client for name, scale in rule.private.items()
     }
-    cohort = Sampler(clients, config.participation, config.seed).size
-    sampling, masked = parse_sampling(config.sampling)[0], config.secure_aggregation == "required"
-    return RoundPlan(config.rounds, clients, config.participation, cohort, sampling, scales, training, masked)
+    sampling, candidates = parse_sampling(config.sampling)
+    return RoundPlan(
+        rounds=config.rounds,
+        clients=clients,
+        participation=config.participation,
+        cohort=cohort_size(clients, config.participation),
+        sampling=sampling,
+        candidates=candidates,
+        scales=scales,
+        training=training,
+        masked=config.secure_aggregation == "required",
+    )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.config.loader import experiment, load_yaml
+from unskew.config.loader import experiment, load_config, load_yaml
 from unskew.config.paths import with_absolute_paths
+from unskew.config.trust import TRUST
 from unskew.data.federation import Federation
 from unskew.data.load import federation_of
 from unskew.data.spec import TABLES
@@ -26,7 +28,6 @@ from unskew.methods.registry import MethodLike, check_expression
 from unskew.methods.registry import method as method_of
 from unskew.progress import report_progress_to
 from unskew.protocol.rules import Method
-from unskew.provenance import TRUST
 from unskew.records.notebook import notebook_progress
 from unskew.records.recorder import Callback, callback_hooks
 from unskew.records.result import Result, read_summary
@@ -42,7 +43,7 @@ from unskew.runs.assembly import assemble
 from unskew.runs.build_model import ModelLike, match_model_input_range
 from unskew.runs.preparation import check_given_set, prepare
 from unskew.runs.session import Session
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 from unskew.secret_draws import KEY_FILE
 
 
@@ -179,14 +180,13 @@ def _execute(
         original = split_federation(federation, config.unseen, config.seed)
     notify_loaded(callbacks, original)
     original = apply_task_options(original, config.loss, config.class_weights)
-    spec, warnings = check_method(config, original, model, method)
+    run = resolve_run(config, original, model, method)
     check_given_set(config, method)
-    original = match_model_input_range(original, spec)
+    run = replace(run, federation=match_model_input_range(original, run.spec))
     with device_modes(device, config.precision):
-        prepared = prepare(method, original, config, device, folder, shared, callbacks, resume)
-        everyone = [*callbacks, *trackers]
-        parts = assemble(config, prepared, original, spec, method, device, folder, everyone)
-        return Session(parts, warnings=warnings).run(resume)
+        prepared = prepare(run, device, folder, shared, callbacks, resume)
+        parts = assemble(run, prepared, device, folder, [*callbacks, *trackers])
+        return Session(parts, warnings=run.warnings).run(resume)
 
 
 def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Federation:
@@ -249,9 +249,13 @@ def resume(
     check_federation(federation)
     folder = parse_path(folder).absolute()
     with resumed_folder(folder):
-        stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
-        values = override_paths(stored, changes)
         built = None if method is None else method_of(method)
+        objects = {"method": method, "model": model}  # passed in Python, so the names in the file create nothing
+        replaced = changes | {name: value for name, value in objects.items() if value is not None}
+        stored = load_config(folder / "config.yaml", None if trust_code else TRUST, replaced)
+        values = override_paths(stored, changes)
+        if model is not None:
+            values["model"] = load_yaml(folder / "config.yaml").get("model")
         if built is not None:
             values["method"] = method_expression(built)
         else:

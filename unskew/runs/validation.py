@@ -14,9 +14,7 @@ from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
 from unskew.data.federation import Federation
 from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflictError, unknown_name
-from unskew.methods.dp import DP
 from unskew.methods.dp_sites import site_noise
-from unskew.methods.dpsgd import DPSGD
 from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.registry import MODELS
@@ -24,18 +22,16 @@ from unskew.models.spec import ModelSpec
 from unskew.option_parsing import option_defaults
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.requirements import NEEDS
-from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.metrics import objective_warnings, run_metrics
+from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.round_plan import make_round_plan
 
 
-def check_method(
-    config: Experiment, federation: Federation, model: ModelLike | None, method: Method
-) -> tuple[ModelSpec, list[str]]:
-    """Validate, before training, that the method fits the data, the model, the optimizer and the server.
+def resolve_run(config: Experiment, federation: Federation, model: ModelLike | None, method: Method) -> ResolvedRun:
+    """Resolve the configuration of a run, and validate that the method fits the data, the model and the server.
 
     Args:
         config: Configuration of the run.
@@ -43,15 +39,13 @@ def check_method(
         model: Model that was passed in Python, or None.
         method: Method of the run.
 
-    Returns:
-        The model's layout, and warnings for the user.
-
     Raises:
         ConfigError: If the method does not fit the data, the model, the optimizer or the server.
         MethodConflictError: If the method reads individual updates, which secure aggregation forbids.
     """
     check_task(method, federation)
-    warnings = objective_warnings(run_metrics(config, federation), config, federation)
+    metrics = run_metrics(config, federation)
+    warnings = objective_warnings(metrics, config, federation)
     if config.attack is not None:
         if method.name in REFERENCES:
             raise ConfigError(f"{method.name} trains without a server that clients could attack. Remove attack.")
@@ -77,7 +71,7 @@ def check_method(
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
             "Remove client_weighting."
         )
-    warnings += check_sampling(config, run, method)
+    warnings += check_sampling(run)
     if config.attack is not None:
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
         warnings += unsuspected_attackers(config, federation, method)
@@ -98,7 +92,8 @@ def check_method(
             "its own. Draw from the global generators instead, as torch.rand does."
         )
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
-    if of_one_round and (run.delayed or (config.network.deadline is not None and accepts_late_updates(run, method))):
+    late = config.network.deadline is not None and accepts_late_updates(run, method)
+    if of_one_round and (run.delayed or late):
         which = "network.delay" if run.delayed else "network.deadline"
         raise ConfigError(
             f"diagnose={of_one_round[0]} compares the clients of one round and does not support {which}. Remove one."
@@ -111,21 +106,20 @@ def check_method(
     if method.sync is not None:
         half = method.sync.server_init(spec.flatten(), FederationInfo.of(federation))
         method.sync.exchanged_slices(half, 0, 0, None, spec)
-    return spec, warnings
+    weights = resolve_weighting(config, method)
+    return ResolvedRun(config, method, federation, spec, run.plan, weights, metrics, late, tuple(warnings))
 
 
-def check_sampling(config: Experiment, run: PreRunContext, method: Method) -> list[str]:
+def check_sampling(run: PreRunContext) -> list[str]:
     """Validate power-of-choice, whose server learns the loss of each candidate; returns warnings.
 
     Args:
-        config: Configuration of the run.
         run: Run to check.
-        method: Method of the run.
 
     Raises:
         ConfigError: If the number of candidates is impossible, or nobody may learn the losses.
     """
-    candidates = parse_sampling(config.sampling)[1]
+    candidates = run.plan.candidates
     if candidates is None:
         return []
     if not run.plan.cohort <= candidates <= run.plan.clients:
@@ -133,13 +127,8 @@ def check_sampling(config: Experiment, run: PreRunContext, method: Method) -> li
             f"sampling=power-of-choice:{candidates} needs at least as many candidates as clients per round "
             f"({run.plan.cohort}) and at most all clients ({run.plan.clients}). Change the number or participation."
         )
-    private = next((rule.name for rule in method.client if isinstance(rule, DP | DPSGD)), None)
-    if private is not None or config.secure_aggregation == "required":
-        what = "secure_aggregation=required" if private is None else private
-        raise ConfigError(
-            f"With sampling=power-of-choice the server learns the loss of each candidate, which {what} does not protect. Use "
-            "sampling=fixed."
-        )
+    if run.secure_aggregation:
+        run.need_no_candidates("secure_aggregation=required")
     return ["With power-of-choice the cohorts depend on the model, so methods are not compared on the same cohorts."]
 
 
@@ -155,18 +144,15 @@ def run_context(
         method: Method of the run.
     """
     return PreRunContext(
-        federation,
-        build,
-        config.training,
-        config.rounds,
-        config.network.delay != "none",
-        config.diagnose,
-        config.base_run,
-        make_round_plan(config, len(federation.clients), method),
-        config.client_weighting,
-        config.buffers,
-        config.secure_aggregation == "required",
-        config.save_samples,
+        federation=federation,
+        build=build,
+        plan=make_round_plan(config, len(federation.clients), method),
+        delayed=config.network.delay != "none",
+        diagnose=config.diagnose,
+        base_run=config.base_run,
+        client_weighting=config.client_weighting,
+        buffers=config.buffers,
+        save_samples=config.save_samples,
     )
 
 

@@ -14,14 +14,14 @@ from safetensors import safe_open
 from torch import nn
 
 from unskew.config.experiment import Experiment
-from unskew.config.loader import experiment, load_yaml
+from unskew.config.loader import experiment, load_config
+from unskew.config.trust import NOT_OF_MODEL, TRUST
 from unskew.data.federation import Federation
 from unskew.diagnosis.diagnose import FINAL, final_model
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import check_run, parse_path, read_file
 from unskew.methods.registry import method as method_of
 from unskew.models.spec import ModelSpec
-from unskew.provenance import TRUST
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.input_spec import NAME as INPUTS
 from unskew.runs.input_spec import InputSpec, read_inputs
@@ -146,7 +146,8 @@ def open_run(
     if not (folder / FINAL).is_file():
         raise CheckpointError(f"The run in {folder} is not finished: it has no model.safetensors. Resume it first.")
     inputs = read_inputs(folder)
-    config = experiment(load_yaml(folder / "config.yaml", None if trust_code else TRUST))
+    remedy, replaced = None if trust_code else TRUST, {} if model is None else {"model": model}
+    config = experiment(load_config(folder / "config.yaml", remedy, replaced, NOT_OF_MODEL))
     method = method_of(config.method)
     spec = initial_spec(config, empty_federation(inputs), model, method)
     final = final_model(folder, spec)

@@ -106,7 +106,8 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
         own: Summary of the run.
     """
     key = "r2" if task == "regression" else "accuracy"
-    further = dict.fromkeys(metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO)
+    configured = [metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO]
+    further = dict.fromkeys([*configured, *own.get("own_metrics", {})])
     titles = {key: SCORES[key], "loss": "loss", **{name: name for name in TASKS[task].figures}}
     titles |= {name: metric_of(own, name).title for name in further}
     at_clients = {"client": "at clients", "personal": "of personal models"}

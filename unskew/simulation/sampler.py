@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from unskew.protocol.round_plan import parse_sampling
+from unskew.protocol.round_plan import Sampling, cohort_size
 from unskew.secret_draws import SecretKey
 from unskew.seeding import numpy_generator
 
@@ -24,14 +24,14 @@ class Sampler:
         participation: Share of clients per round, ``q``; a fixed cohort has at least one client.
         seed: Seed of the run.
         sampling: ``fixed``: uniformly without replacement; ``poisson``: each client is drawn with probability ``q``, and a
-            cohort may be empty; or ``power-of-choice:D``.
+            cohort may be empty; or ``power-of-choice``.
+        candidates: Number of candidates ``D`` of power-of-choice; None for other kinds.
         sizes: Number of samples of each client, ``[K]``, for power-of-choice.
         secret: Secret key from which Poisson cohorts are drawn instead, because amplification by sampling requires that
             nobody can compute the cohort.
 
     Attributes:
         size: Number of clients of a fixed cohort, ``m``.
-        candidates: Number of candidates ``D`` of power-of-choice; None for other kinds.
 
     >>> Sampler(clients=10, participation=0.3, seed=0).draw(0) == Sampler(10, 0.3, 0).draw(0)
     True
@@ -42,14 +42,15 @@ class Sampler:
         clients: int,
         participation: float,
         seed: int,
-        sampling: str = "fixed",
+        sampling: Sampling = "fixed",
+        candidates: int | None = None,
         sizes: np.ndarray | None = None,
         secret: SecretKey | None = None,
     ):
         self.clients, self.participation = clients, participation
         self.seed, self.sizes, self.secret = seed, sizes, secret
-        self.sampling, self.candidates = parse_sampling(sampling)
-        self.size = max(1, round(participation * clients))
+        self.sampling, self.candidates = sampling, candidates
+        self.size = cohort_size(clients, participation)
 
     def draw(self, round: int, in_flight: Collection[int] = ()) -> list[int]:
         """Draw the client ids of a round, in ascending order: fewer than usual if too few clients are idle.

@@ -27,7 +27,7 @@ from unskew.records.result import read_history, read_summary
 from unskew.runs.build_model import ModelLike
 from unskew.runs.metrics import check_objective_on_held_out, run_metrics
 from unskew.runs.run import finished_rounds, run_experiment
-from unskew.runs.validation import check_method
+from unskew.runs.validation import resolve_run
 from unskew.simulation.personal_models import has_personal_models
 from unskew.tasks.primary_metric import WORST, MetricInfo, client_metric_name, metric_info, validation_metric_name
 from unskew.tuning.spaces import apply_parameters, configured_values, fixed_fields, spaces_for, without_rival
@@ -136,7 +136,7 @@ class TuningPlan:
         for name in self.methods:
             first = self.of(name, fixed_fields(self.spaces(name)))
             built = method(first.method)
-            spec, _ = check_method(first, self.data, self.model, built)
+            spec = resolve_run(first, self.data, self.model, built).spec
             if has_personal_models(built, spec) and self.data.objective.name != "language":
                 self.personal.add(name)
 

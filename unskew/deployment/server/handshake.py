@@ -26,18 +26,17 @@ from unskew.methods.dp_sites import site_noise
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.round_plan import parse_sampling
+from unskew.protocol.round_plan import cohort_size
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import match_model_input_range
-from unskew.runs.round_plan import make_round_plan
-from unskew.runs.validation import check_method, resolve_weighting
-from unskew.simulation.sampler import Sampler
+from unskew.runs.resolved_run import ResolvedRun
+from unskew.runs.validation import resolve_run
 
 
 def check_method_over_sites(
     config: Experiment, deployment: Deployment, reference: Federation, method: Method, total: int
-) -> tuple[ModelSpec, list[str]]:
-    """Validate a method as ``check_method`` does, and validate that the deployment supports it.
+) -> ResolvedRun:
+    """Resolve a run as ``resolve_run`` does, and validate that the deployment supports it.
 
     Args:
         config: Configuration of the run.
@@ -46,20 +45,17 @@ def check_method_over_sites(
         method: Method of the run.
         total: Number of clients.
 
-    Returns:
-        The layout of the model, and warnings.
-
     Raises:
         ConfigError: If the method or the configuration cannot be deployed.
     """
     reference = apply_task_options(reference, config.loss, config.class_weights)
-    spec, warnings = check_method(config, reference, None, method)
+    run = resolve_run(config, reference, None, method)
     both_ways = next((rule.name for rule in method.client if rule.compresses_broadcast), None)
     if both_ways is not None:
         raise ConfigError(
             f"{both_ways}:down=true is available in simulations only; over sites, only uploads are compressed."
         )
-    if parse_sampling(config.sampling)[1] is not None:
+    if run.plan.candidates is not None:
         raise ConfigError("sampling=power-of-choice is available in simulations only. Use sampling=fixed.")
     asking = next((rule.name for rule in method.client if rule.survey_at == "asked"), None)
     if asking is not None:
@@ -70,10 +66,10 @@ def check_method_over_sites(
     if deployment.asynchronous:
         delay = config.network.model_copy(update={"delay": "fixed:1"})
         try:
-            check_method(config.model_copy(update={"network": delay}), reference, None, method)
+            resolve_run(config.model_copy(update={"network": delay}), reference, None, method)
         except ConfigError as error:
             raise ConfigError(str(error).replace("network.delay", "--asynchronous")) from error
-    cohort = Sampler(total, config.participation, config.seed).size
+    cohort = cohort_size(total, config.participation)
     sums = DataSchema.of(reference).needs_sums
     if deployment.quorum is not None:
         if deployment.quorum > total:
@@ -91,8 +87,8 @@ def check_method_over_sites(
                 f"round, so --quorum must be at least {cohort // 2 + 1}."
             )
         cohort = min(cohort, deployment.quorum)
-        plan, weights = make_round_plan(config, total, method), resolve_weighting(config, method)
-        check_late_joining(method, spec, replace(FederationInfo.of(reference), weights=weights, plan=plan))
+        plan = replace(run.plan, clients=total, cohort=cohort_size(total, config.participation))
+        check_late_joining(method, run.spec, replace(FederationInfo.of(reference), weights=run.weights, plan=plan))
     noise = site_noise(method)
     if noise is not None:
         if config.secure_aggregation != "required":
@@ -118,7 +114,7 @@ def check_method_over_sites(
                 "secure_aggregation=required, or turn secure aggregation off."
             )
         check_maskable(method, cohort, deployment.asynchronous)
-    return spec, warnings
+    return run
 
 
 def run_header(config: Experiment, reference: DataSchema) -> dict[str, Any]:
@@ -173,7 +169,7 @@ def agree_on_data_and_model(
     sums, own = DataSchema.of(reference).needs_sums, deployment.own_data
     if sums:
         reference = drawn.federation(collect_global_stats(drawn, frames, sites))
-        spec, _ = check_method_over_sites(config, deployment, reference, method, total)
+        spec = check_method_over_sites(config, deployment, reference, method, total).spec
         reference = match_model_input_range(reference, spec)
         sites.about = run_header(config, DataSchema.of(reference))
         frames = request_all(sites, {k: Frame("hello") for k in frames}, "facts", lambda client, frame: frame)

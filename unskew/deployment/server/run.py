@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.config.loader import experiment, load_yaml
+from unskew.config.loader import experiment, load_config
 from unskew.config.paths import with_absolute_paths
+from unskew.config.trust import TRUST
 from unskew.data.load import load_partitioned
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.secagg.roster import FILE
@@ -36,12 +38,12 @@ from unskew.errors import ConfigError, EngineError
 from unskew.filesystem import output_folder
 from unskew.methods.registry import method as method_of
 from unskew.protocol.data_preparation import PreparedData
-from unskew.provenance import TRUST
 from unskew.records.recorder import Callback, notify_warning
 from unskew.records.result import Result
 from unskew.records.trackers import make_trackers
 from unskew.runs.assembly import assemble
 from unskew.runs.build_model import match_model_input_range
+from unskew.runs.metrics import run_metrics
 from unskew.runs.run import check_unfinished, keep_on_error, notify_loaded, override_paths, resumed_folder
 from unskew.runs.session import Session
 
@@ -96,7 +98,7 @@ def resume(
         CheckpointError: If there is nothing to resume.
     """
     with owner_only_files(), resumed_folder(folder):
-        stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
+        stored = load_config(folder / "config.yaml", None if trust_code else TRUST, changes)
         config = experiment(override_paths(stored, changes))
         check_unfinished(folder, config.rounds)
         return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell, place)
@@ -134,7 +136,8 @@ def _carried_out(
     local = place.local if isinstance(place, RunLocation) else None
     if local not in (None, total):
         raise ConfigError(f"--local {local} does not match the {total} clients of the experiment.")
-    spec, warnings = check_method_over_sites(config, deployment, reference, method, total)
+    run = check_method_over_sites(config, deployment, reference, method, total)
+    spec = run.spec
     reference = match_model_input_range(reference, spec)
     followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
     # Checkpoint every round, so that a resumed run never needs a state that the sites have already deleted.
@@ -177,13 +180,15 @@ def _carried_out(
         prepared = run_data_rules(
             method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm, spec
         )
-        parts = assemble(config, prepared, federation, spec, method, device, folder, followers, deployed=True)
+        metrics = run_metrics(config, federation)
+        run = replace(run, config=config, federation=federation, spec=spec, metrics=metrics)
+        parts = assemble(run, prepared, device, folder, followers, deployed=True)
         present = None
         if deployment.quorum is not None:
             present = Membership(sites, door, prepared.federation, deployment.quorum)
         budget = changed_budget(config, prepared)
         clients = SiteClients(parts, sites, terms, budget, roster, deployment.asynchronous, present)
-        result = Session(clients.parts, clients, warnings).run(again)
+        result = Session(clients.parts, clients, run.warnings).run(again)
     except EngineError as error:
         why = superlink.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error

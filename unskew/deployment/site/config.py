@@ -10,9 +10,11 @@ import pydantic
 from pydantic import AfterValidator, Field
 
 from unskew.config.experiment import Experiment
-from unskew.config.loader import check_keys, experiment, load_yaml
+from unskew.config.loader import experiment, load_config, load_yaml
 from unskew.config.paths import with_absolute_paths
-from unskew.config.sections import ColumnName, ColumnNames, Section
+from unskew.config.trust import NOT_OF_MODEL
+from unskew.config_fields import Section, check_keys
+from unskew.data.spec import ColumnName, ColumnNames
 from unskew.deployment.wire.data_schema import experiment_digest
 from unskew.errors import ConfigError, plain_message, short_repr
 
@@ -203,7 +205,7 @@ def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]
     configs = {}
     remedy = None if config.trust_code else "read it, then set trust_code: true in site.yaml"
     for file in files:
-        loaded = with_absolute_paths(experiment(load_yaml(file, remedy)))
+        loaded = with_absolute_paths(experiment(load_config(file, remedy, ignored=NOT_OF_MODEL)))
         if loaded.clients is not None and config.client >= loaded.clients:
             raise ConfigError(
                 f"{file} has {loaded.clients} clients, numbered from 0, so client {config.client} does not exist."

@@ -185,7 +185,7 @@ def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
     source, first = holding.source, holding.train
     rows = np.arange(len(first))
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
-    spec = replace(config.data_spec, partition="iid")
+    spec = config.data_spec.model_copy(update={"partition": "iid"})
     split_at, ids = parts.offsets[1:], torch.from_numpy(rows)
     partitioned = PartitionedSource(spec, spec, 0, source, first, holding.held, None, parts, ids, split_at)
     return reference_schema(partitioned, config)

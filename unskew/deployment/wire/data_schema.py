@@ -36,7 +36,8 @@ PROTOCOL = 6
 
 def experiment_digest(config: Experiment) -> str:
     """Return a digest of all fields of an experiment that affect a site's training, without data locations."""
-    values = {k: v for k, v in without_data_locations(config.model_dump(mode="json")).items() if k not in RESUMABLE}
+    not_here = {*RESUMABLE, "metrics", "objective"}  # execution, and what only the server measures
+    values = {k: v for k, v in without_data_locations(config.model_dump(mode="json")).items() if k not in not_here}
     # Noise at the sites is computed for a number of rounds, and a site takes part in no more of them.
     if config.training.schedule.ends or site_noise(method_of(config.method)) is not None:
         values["rounds"] = config.rounds

@@ -18,7 +18,6 @@ from torch import Tensor
 from unskew.engines.cpu import num_cores
 from unskew.engines.ray.messages import as_array, as_tensor
 from unskew.errors import ConfigError, EngineError
-from unskew.provenance import UntrustedText
 
 TOKEN = Path.home() / ".ray" / "auth_token"
 PROBE = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).check_alive([], timeout=10)"
@@ -71,10 +70,8 @@ def connect(address: str, workers: int | None) -> None:
         workers: Cores of a local cluster; None for all of this machine.
 
     Raises:
-        ConfigError: If an untrusted file names a cluster on another machine.
         EngineError: If there is no such cluster.
     """
-    check_address_trusted(address)
     ray = load_ray()
     if not ray.is_initialized():
         options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
@@ -102,25 +99,6 @@ def connect(address: str, workers: int | None) -> None:
                 ray.shutdown()
                 raise
     ray.util.register_serializer(Tensor, serializer=as_array, deserializer=as_tensor)
-
-
-def check_address_trusted(address: str) -> None:
-    """Validate that an untrusted file does not name a cluster on another machine, which could run programs here.
-
-    Args:
-        address: Address of the cluster, ``HOST:PORT``, ``local`` or ``auto``.
-
-    Raises:
-        ConfigError: If an untrusted file names a cluster on another machine.
-    """
-    host = address.rpartition(":")[0].strip("[]")
-    if address in ("local", "auto") or host in ("localhost", "127.0.0.1") or _is_loopback(host):
-        return
-    if isinstance(address, UntrustedText):
-        raise ConfigError(
-            f"{address.source} names a Ray cluster, ray.address={address}, which can run programs on this machine. If you "
-            f"trust it, {address.remedy}, or set it yourself with --set ray.address={address}."
-        )
 
 
 def list_nodes(ray: Any) -> list[tuple[int, float]]:
