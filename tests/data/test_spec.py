@@ -10,6 +10,7 @@ from unskew.config.loader import experiment, read_yaml, set_field
 from unskew.data.load import federation_of
 from unskew.data.spec import DataSpec, TextSpec
 from unskew.errors import ConfigError
+from unskew.protocol.training_config import Training
 
 
 def test_an_experiment_says_its_data_in_one_object():
@@ -18,6 +19,10 @@ def test_an_experiment_says_its_data_in_one_object():
         data="digits", partition="iid", clients=3, server_data=100, text=TextSpec(block=64)
     )
     assert Experiment().data_spec == DataSpec()
+
+
+def test_training_has_the_defaults_of_the_configuration():
+    assert Experiment().training == Training(rounds=Experiment().rounds)
 
 
 def test_texts_take_the_tokenizer_of_the_model_unless_one_is_named():

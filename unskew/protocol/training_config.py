@@ -38,12 +38,12 @@ class Training:
     """
 
     local_steps: int | None = None
-    local_epochs: int | None = 1
+    local_epochs: int | None = 5
     counted: tuple[int, ...] | None = None
     batch_size: int = 64
     drop_last: bool = False
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    lr: float = 0.01
+    lr: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False

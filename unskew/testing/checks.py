@@ -45,7 +45,14 @@ def _train(method: MethodLike, engine: str, model: ModelLike | None = None, **op
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = SmallBatchNorm()
-    budget = {"rounds": 3, "lr": 0.05, "batch_size": 8, "participation": 0.5, "local_epochs": 1, "precision": "fp64"}
+    budget: dict[str, Any] = {
+        "rounds": 3,
+        "lr": 0.05,
+        "batch_size": 8,
+        "participation": 0.5,
+        "local_epochs": 1,
+        "precision": "fp64",
+    }
     return run(
         options.pop("federation", None) or small_federation(),
         model=model,
@@ -118,11 +125,13 @@ def check_data(data: str, **options: Any) -> None:
     options = {"partition": "iid", "clients": 3, **options}
     first, second = (load_federation(data, **options) for _ in range(2))
     assert len(first.test[1]) > 0, "there are no test samples"
-    for part, other in zip((*first.clients, first.test), (*second.clients, second.test), strict=True):
-        (x, y), (x_again, y_again) = ((p if isinstance(p, tuple) else (p.x, p.y)) for p in (part, other))
-        assert len(x) == len(y) > 0, "a client has no samples, or another number of inputs than of labels"
-        assert torch.equal(torch.as_tensor(x), torch.as_tensor(x_again)), "loading twice gives different inputs"
-        assert torch.equal(torch.as_tensor(y), torch.as_tensor(y_again)), "loading twice gives different labels"
+    parts, again = ([(c.x, c.y) for c in fed.clients] + [fed.test] for fed in (first, second))
+    for part, other in zip(parts, again, strict=True):
+        assert len(part[0]) == len(part[1]) > 0, "a client has no samples, or another number of inputs than of labels"
+        for content, values, values_again in zip(("inputs", "labels"), part, other, strict=True):
+            assert torch.equal(torch.as_tensor(values), torch.as_tensor(values_again)), (
+                f"loading twice gives other {content}"
+            )
     run(first, rounds=1, local_steps=1, engine="inline")
 
 
