@@ -56,7 +56,7 @@ def test_the_picture_of_the_package_is_true():
 
 def imported_modules():
     """Every module of the repository's packages and what it imports, also inside functions and for types only."""
-    packages = ("unskew", "benchmarks", "conformance")
+    packages = ("unskew", "speed", "conformance")
     paths = {}
     for package in packages:
         for path in (ROOT / package).rglob("*.py"):
@@ -86,7 +86,7 @@ def test_no_import_is_circular_and_there_are_few_layers():
         own = ".".join(module.split(".")[:2])
         packages.setdefault(own, set()).update({".".join(name.split(".")[:2]) for name in names} - {own})
     packages.pop("unskew")  # names of the public API
-    for module in [name for name in packages if name.startswith(("benchmarks.", "conformance."))]:
+    for module in [name for name in packages if name.startswith(("speed.", "conformance."))]:
         packages.setdefault(module.split(".")[0], set()).update(packages.pop(module))
     for module, names in packages.items():
         packages[module] = {n.split(".")[0] if not n.startswith("unskew.") else n for n in names} - {module, "unskew"}

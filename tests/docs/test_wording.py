@@ -109,7 +109,7 @@ OF_PROGRAMS = """
 --constraint --extra-index-url --no-build-isolation --no-deps --require-hashes --requirement
 --fl-bench --pfllib --iterations --minutes --only --pages --quick --setting
 """
-"""Flags of unskew itself, Ray, Flower, MLflow, pip, and of the scripts in ``benchmarks`` and ``conformance``."""
+"""Flags of unskew itself, Ray, Flower, MLflow, pip, and of the scripts in ``speed`` and ``conformance``."""
 
 
 def test_messages_and_pages_name_only_flags_that_exist():

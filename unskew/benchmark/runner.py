@@ -1,6 +1,6 @@
 """Execution of a benchmark suite: one unit per federation and method, which tunes the method and runs fresh seeds.
 
-Each finished unit is stored as a small JSON file, whose name depends on everything that determines its numbers. Run
+Each finished unit is appended to the JSON Lines file of its federation, with everything that determines its numbers. Run
 the suite again to continue: stored units are not repeated.
 """
 
@@ -22,7 +22,7 @@ from unskew.engines.cpu import num_cores
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
-from unskew.reproduction.outcomes import Files, Outcome, outcome_files, read_outcome, write_outcome
+from unskew.reproduction.outcomes import Outcome, append_outcome, identity_hash, read_outcome, stored_outcomes
 from unskew.runs.cost import estimate
 from unskew.runs.parallel import check_parallel, run_in_pool, run_jobs, run_on_cluster
 from unskew.runs.process_pool import Job
@@ -115,15 +115,11 @@ class SuiteRuns:
             "settings": {name: value for name, value in settings.items() if name not in ("engine", "device")},
         }
 
-    def stored(self, files: Files | None = None) -> dict[Unit, Outcome]:
-        """Return the stored outcomes of all units.
-
-        Args:
-            files: Outcome files, if they have been listed.
-        """
-        files = outcome_files(self.results) if files is None else files
-        outcomes = {unit: read_outcome(files, self.identity(unit)) for unit in self.units()}
-        return {unit: outcome for unit, outcome in outcomes.items() if outcome is not None}
+    def stored(self) -> dict[Unit, Outcome]:
+        """Return the stored outcomes of all units."""
+        stored = stored_outcomes(self.results)
+        keys = {unit: identity_hash(self.identity(unit)) for unit in self.units()}
+        return {unit: stored[key].outcome for unit, key in keys.items() if key in stored}
 
     def estimate(self, units: Sequence[Unit], at_once: int) -> tuple[float, list[str]]:
         """Estimate the time of units from FedAvg's local steps on each federation.
@@ -212,7 +208,7 @@ def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str 
     except Exception as error:  # also out of memory: the other units continue, and this one has no outcome
         return f"{type(error).__name__}: {error}"
     outcome["seconds"] = round(time.perf_counter() - started, 1)
-    write_outcome(runs.results, runs.identity(unit), outcome, indent=None)
+    append_outcome(runs.results, unit.federation, runs.identity(unit), outcome)
     return None
 
 
