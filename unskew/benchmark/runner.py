@@ -18,13 +18,12 @@ from unskew.benchmark.suite import BenchmarkFederation, Suite, missing_file, run
 from unskew.comparison.references import is_local, is_reference, reference_config, without_global_model
 from unskew.config.loader import experiment
 from unskew.data.load import federation_of
-from unskew.engines.cpu import num_cores
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, append_outcome, identity_hash, read_outcome, stored_outcomes
 from unskew.runs.cost import estimate
-from unskew.runs.parallel import check_parallel, run_in_pool, run_jobs, run_on_cluster
+from unskew.runs.parallel import num_parallel_jobs, run_in_pool, run_jobs
 from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
@@ -156,7 +155,7 @@ class SuiteRuns:
         Yields:
             Each finished unit, and the error with which it failed or None.
         """
-        at_once = num_parallel_units(parallel, len(units))
+        at_once = num_parallel_jobs(parallel, len(units))
         if run_in_pool(at_once):
             works = [Job(unit, run_unit, (unit,), after=self._before(unit, units)) for unit in units]
             for unit, failure in run_jobs(works, at_once, self):
@@ -169,22 +168,6 @@ class SuiteRuns:
         """Return the unit of the baseline, whose options a reference uses, if it is yet to run."""
         baseline = Unit(unit.federation, self.suite.baseline, self.suite.trials)
         return (baseline,) if is_reference(unit.method) and baseline in units else ()
-
-
-def num_parallel_units(parallel: int | str, units: int) -> int:
-    """Return the number of units that run at the same time.
-
-    Args:
-        parallel: Requested number, ``auto`` for one per core, or ``N@HOST:PORT`` on a Ray cluster.
-        units: Number of units.
-
-    Raises:
-        ConfigError: If ``parallel`` is not valid.
-    """
-    check_parallel(parallel)
-    if isinstance(parallel, str) and "@" in parallel:
-        return run_on_cluster(parallel, units, small=True)
-    return min(num_cores() if isinstance(parallel, str) else parallel, units)
 
 
 def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str | None:

@@ -243,35 +243,29 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
     return trial.fastest()
 
 
+@dataclass
 class Trial:
     """Comparison of candidates by measured and stored times.
 
-    Args:
+    Attributes:
         request: The user's request.
         plain: Default choice.
         setup: Configuration of the engine.
         budget: Local work of the run.
         form: Grouped form of the model, if groups are compared.
         measurement: Times that are known already.
+        changed: Whether times were added to the measurement.
+        predicted: Predicted seconds of a round of each candidate.
     """
 
-    def __init__(
-        self,
-        request: EngineRequest,
-        plain: EngineChoice,
-        setup: EngineConfig,
-        budget: Budget,
-        form: GroupedModel | None,
-        measurement: Measurement,
-    ):
-        self.request = request
-        self.plain = plain
-        self.setup = setup
-        self.budget = budget
-        self.form = form
-        self.measurement = measurement
-        self.changed = False
-        self.predicted: dict[EngineCandidate, float] = {}
+    request: EngineRequest
+    plain: EngineChoice
+    setup: EngineConfig
+    budget: Budget
+    form: GroupedModel | None
+    measurement: Measurement
+    changed: bool = field(default=False, init=False)
+    predicted: dict[EngineCandidate, float] = field(default_factory=dict, init=False)
 
     def time_groups(self, groups: list[int]) -> None:
         """Compare groups of clients in worker processes, then the best of them in half as many workers."""

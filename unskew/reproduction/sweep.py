@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,11 @@ Follow = Callable[[str, bool], Sequence[Callback]]
 """Returns the callbacks of a run for its title and whether it is only the common part of other runs."""
 
 
+@dataclass
 class Sweep:
     """Runs of one table.
 
-    Args:
+    Attributes:
         preset: Preset of the table.
         scale: ``smoke``, ``cpu`` or ``paper``.
         runs: Folder for run folders, which may be removed afterwards.
@@ -51,31 +52,20 @@ class Sweep:
         columns: Columns to run; None for all.
         follow: Creates the callbacks of a run.
         warn: Receives a sentence about rows whose data are not available.
+        otherwise: Whether the scale's settings for unavailable data are used.
     """
 
-    def __init__(
-        self,
-        preset: Preset,
-        scale: str,
-        runs: Path,
-        results: Path,
-        extra: dict[str, Any],
-        rows: Sequence[str] | None = None,
-        columns: Sequence[str] | None = None,
-        follow: Follow = lambda title, common: (),
-        warn: Callable[[str], object] = lambda text: None,
-    ):
-        self.preset = preset
-        self.scale = scale
-        self.runs = runs
-        self.results = results
-        self.extra = extra
-        self.rows = rows
-        self.columns = columns
-        self.follow = follow
-        self.warn = warn
-        self.otherwise = False
-        self._last = FederationCache()
+    preset: Preset
+    scale: str
+    runs: Path
+    results: Path
+    extra: dict[str, Any]
+    rows: Sequence[str] | None = None
+    columns: Sequence[str] | None = None
+    follow: Follow = lambda title, common: ()
+    warn: Callable[[str], object] = lambda text: None
+    otherwise: bool = field(default=False, init=False)
+    _last: FederationCache = field(default_factory=FederationCache, init=False)
 
     def cells(self, seed: int) -> list[PresetCell]:
         """Return the chosen runs for a seed."""
