@@ -92,18 +92,18 @@ conformance: .venv/installed  ## unskew and other libraries against the papers' 
 	$(BIN)/python -m conformance
 
 bench: .venv/installed  ## speed, memory, generation, Ray and the regret of auto, with one summary table; half an hour, idle machine
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m speed
 
 docs: .venv/installed  ## the output and pictures of the demo from one run, then the documentation, into site/
-	-$(BIN)/python -m benchmarks.demo
+	-$(BIN)/python -m speed.demo
 	-$(BIN)/python docs/fetch_mermaid.py
 	$(BIN)/mkdocs build --strict
 
 screenshots: .venv/installed  ## the pictures of reports in docs/assets, from the demo and the example of the hospitals
-	$(BIN)/python -m benchmarks.screenshots
+	$(BIN)/python -m speed.screenshots
 
 gallery: .venv/installed  ## the pictures of docs/gallery.md, by the code on that page
-	$(BIN)/python -m benchmarks.gallery
+	$(BIN)/python -m speed.gallery
 
 clean:  ## remove environments and build outputs
 	rm -rf .venv .venv-deploy .venv-audit site build *.egg-info .pytest_cache .mypy_cache .ruff_cache

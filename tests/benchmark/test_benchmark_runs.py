@@ -8,7 +8,7 @@ import yaml
 from support.running import call
 
 import unskew
-from benchmarks.advice_evidence import collect
+from speed.advice_evidence import collect
 from unskew.benchmark.pages import write_pages
 from unskew.benchmark.results import read_results
 from unskew.benchmark.runner import SuiteRuns, Unit
@@ -90,9 +90,9 @@ def test_suite_runs_once_and_its_numbers_are_those_of_single_runs(suite_file, tm
     assert set(few.values("global")) == {"fedavg", "fedprox", "pooled"}
     assert set(few.not_applicable) == {"fedper"}  # a linear model has no body
     assert set(few.values("clients")) == {"fedavg", "fedprox", "ditto", "pooled", "local"}
-    before = sorted((path, path.stat().st_mtime_ns) for path in results.rglob("*.json"))
+    before = sorted((path, path.stat().st_mtime_ns) for path in results.rglob("*.jsonl"))
     printed = json.loads(call(capsys, *arguments, "--json").out)
-    assert sorted((path, path.stat().st_mtime_ns) for path in results.rglob("*.json")) == before
+    assert sorted((path, path.stat().st_mtime_ns) for path in results.rglob("*.jsonl")) == before
     assert len(printed["units"]) == len(done)
     assert (pages / "index.md").is_file()
     assert "fedprox" in (pages / "few.md").read_text(encoding="utf-8")

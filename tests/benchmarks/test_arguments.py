@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
     path.relative_to(ROOT)
-    for folder in ("benchmarks", "conformance")
+    for folder in ("speed", "conformance")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "parse_args()" in path.read_text()
 ]

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu
+from speed import gpu
 
 
 def test_it_says_that_there_is_no_gpu(monkeypatch, capsys):
@@ -27,7 +27,7 @@ def test_what_fails_is_a_row():
 
 @pytest.mark.slow
 def test_it_measures_everything_small():
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--quick"]
+    command = [sys.executable, "-m", "speed.gpu", "--device", "cpu", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 2 * 8 + 3 + 10 + 2 * 2

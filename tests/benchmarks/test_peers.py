@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.peers import __main__ as peers
-from benchmarks.peers.work import Work
-from benchmarks.peers.workloads import WORKLOADS, normalize, table_rows
 from conformance.environments import constant
+from speed.peers import __main__ as peers
+from speed.peers.work import Work
+from speed.peers.workloads import WORKLOADS, normalize, table_rows
 from unskew.models.registry import build_model
 
 TINY = {"clients": 4, "per_client": 6, "cohort": 2, "steps": 1, "batch": 3, "lr": 0.1, "seed": 1}

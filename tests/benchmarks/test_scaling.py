@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.cluster import constants, costs, overhead_table, settings_table
-from benchmarks.scaling import (
+from speed.cluster import constants, costs, overhead_table, settings_table
+from speed.scaling import (
     MODELS,
     RESULTS,
     Constants,

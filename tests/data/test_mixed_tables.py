@@ -117,7 +117,7 @@ def test_a_plain_table_is_read_as_before(table):
     ("options", "words"),
     [
         ({"dates": ()}, "'since' contains dates. List it in dates"),
-        ({"dates": "age"}, "'age' in dates contains 20, which is no date"),
+        ({"dates": "age"}, "'age' in dates contains 20, which is not a date"),
         ({"categories": "dose"}, "'dose' in categories contains double"),
         ({"categories": "drugs"}, "Did you mean 'drug'"),
         ({"missing": "median"}, "median"),

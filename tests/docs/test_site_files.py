@@ -10,7 +10,7 @@ import tarfile
 import pytest
 from support.pages import DOCS, ROOT, fences
 
-from benchmarks.gallery import ASSETS, LIMIT, pictures
+from speed.gallery import ASSETS, LIMIT, pictures
 
 
 @pytest.fixture(scope="module")

@@ -115,6 +115,18 @@ def test_a_trial_changes_nothing(measured):
     assert torch.equal(torch.get_rng_state(), after)
 
 
+def test_a_failed_measurement_is_logged_and_the_default_is_used(measured, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no memory")
+
+    messages = []
+    monkeypatch.setattr(auto_select, "_measure", fail)
+    monkeypatch.setattr(auto_select.LOG, "info", lambda text, *values: messages.append(text % values))
+    train()
+    assert len(messages) == 1
+    assert messages[0].startswith("Engines could not be compared (no memory")
+
+
 def test_on_resuming_nothing_is_measured_and_the_user_may_decide(measured, forbid, tmp_path):
     measured(1.0, 2.0)
     with pytest.raises(Stop):

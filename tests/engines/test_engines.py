@@ -134,13 +134,18 @@ def test_workers_train_several_clients_as_one_network(never_alone):
 
 
 def test_a_rule_that_cannot_be_mapped_is_trained_client_by_client():
-    """Also with ``together``: bit for bit as without."""
+    """Also with ``together``: bit for bit as without, and with one warning that states the reason."""
 
     class Looks(SecondGradient):
         def loss(self, loss_fn, ctx, carry):
             return lambda v, batch: loss_fn(v, batch) * (2 if batch.x.mean().item() > 0 else 1)
 
-    assert torch.equal(train(Looks(), "inline", clients_per_group=3).vector, train(Looks(), "inline").vector)
+    alone = train(Looks(), "inline").vector
+    for engine in ("inline", "processes"):
+        with pytest.warns(UserWarning, match=r"one at a time, .* \(vmap: .*item\(\)") as caught:
+            together = train(Looks(), engine, clients_per_group=3).vector
+        assert torch.equal(together, alone)
+        assert len([own for own in caught if "one at a time" in str(own.message)]) == 1
 
 
 def test_a_model_of_unknown_layers_is_trained_client_by_client():

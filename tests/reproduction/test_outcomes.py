@@ -1,22 +1,22 @@
-"""Outcomes are named for readers and found by what a run is, also by versions whose configuration has more fields."""
+"""Outcomes are found by the identity of a run, also by versions whose configuration has more fields."""
 
-import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
 from unskew.config.experiment import Experiment, NetworkConfig
 from unskew.config.loader import experiment
+from unskew.errors import DataError
 from unskew.reproduction.outcomes import (
+    EARLIER,
+    append_outcome,
     experiment_hash,
     identity_hash,
-    outcome_files,
-    outcome_path,
     read_outcome,
     run_identity,
     store_outcome,
-    stored_outcome,
-    write_outcome,
+    stored_outcomes,
 )
 
 RUNS = Path(__file__).parents[2] / "results" / "runs"
@@ -32,30 +32,24 @@ class LaterExperiment(Experiment):
     shuffle: bool = True
 
 
-def outcomes():
-    return {path: json.loads(path.read_text()) for paths in outcome_files(RUNS).values() for path in paths}
-
-
-def test_every_file_lies_where_what_it_says_it_is_belongs():
-    for path, outcome in outcomes().items():
-        assert path.relative_to(RUNS) == outcome_path(outcome["run"]), path
-        assert not [v for v in outcome["run"].values() if str(v).startswith("/")], (
-            f"{path} names a place of one machine"
-        )
+def test_no_outcome_names_a_path_of_one_machine():
+    for key, stored in stored_outcomes(RUNS).items():
+        assert not [v for v in stored.outcome["run"].values() if str(v).startswith("/")], key
 
 
 @pytest.mark.parametrize("kind", [Experiment, LaterExperiment])
 def test_every_run_is_found_by_its_configuration_also_when_fields_are_added(kind):
-    files = outcome_files(RUNS)
-    for path, outcome in outcomes().items():
-        run = dict(outcome["run"])
+    for key, stored in stored_outcomes(RUNS).items():
+        if key.startswith(EARLIER):
+            continue
+        run = dict(stored.outcome["run"])
         if "study" in run:
-            assert read_outcome(files, run) == outcome
+            assert key == identity_hash(run)
             continue
         parent = run.pop("begins_with", None)
-        before = {"lr": 0.01}  # the default when the first outcomes were kept
+        before = {"lr": 0.01}  # the default when the first outcomes were stored
         configs = [None if one is None else kind.model_validate({**before, **one}) for one in (run, parent)]
-        assert stored_outcome(files, *configs) == outcome, path
+        assert experiment_hash(*configs) == key, (stored.path, stored.line)
 
 
 def test_a_field_with_its_default_names_nothing_anew():
@@ -68,67 +62,82 @@ def test_a_field_with_its_default_names_nothing_anew():
     assert run_identity(experiment({"model_options": {"width": None}}))["model_options"] == {"width": None}
 
 
-def test_a_file_is_found_wherever_it_was_moved_and_only_for_its_own_run(tmp_path):
-    run = run_identity(experiment(SOME))
-    path = write_outcome(tmp_path, run, {"summary": {"accuracy": 0.5}})
-    assert path == tmp_path / outcome_path(run)
-    outcome = read_outcome(tmp_path, run)
-    flat = path.rename(tmp_path / f"{identity_hash(run)}.json")  # as older versions named it
-    assert read_outcome(tmp_path, run) == outcome
-    flat.rename(tmp_path / f"anything-{identity_hash(run)[:8]}.json")
-    assert read_outcome(tmp_path, run) == outcome
-    other = run_identity(experiment({**SOME, "seed": 4}))
-    assert read_outcome(tmp_path, other) is None
-    (tmp_path / f"{identity_hash(other)}.json").write_text(
-        json.dumps(outcome)
-    )  # the name is another's: not to be believed
-    assert read_outcome(tmp_path, other) is None
+def test_an_outcome_is_found_in_any_file_and_the_last_one_of_a_run_counts(tmp_path):
+    runs = [run_identity(experiment({**SOME, "seed": seed})) for seed in (3, 4)]
+    append_outcome(tmp_path, "paper/table-1", runs[0], {"summary": {"accuracy": 0.5}})
+    append_outcome(tmp_path, "paper/table-1", runs[0], {"summary": {"accuracy": 0.6}})
+    assert read_outcome(tmp_path, runs[0])["summary"] == {"accuracy": 0.6}
+    assert read_outcome(tmp_path, runs[1]) is None
+    (tmp_path / "paper" / "table-1.jsonl").rename(tmp_path / "anything.jsonl")
+    append_outcome(tmp_path, "table:2", runs[1], {"summary": {}})
+    assert [path.name for path in sorted(tmp_path.rglob("*.jsonl"))] == ["anything.jsonl", "table-2.jsonl"]
+    assert read_outcome(tmp_path, runs[0])["summary"] == {"accuracy": 0.6}
+    assert stored_outcomes(tmp_path)[identity_hash(runs[0])].line == 2
+    assert set(read_outcome(tmp_path, runs[1])["made_with"]) == {"torch", "python", "cores"}
 
 
-def test_names_are_safe_and_short_and_two_runs_never_share_one():
-    run = {"data": "table:C:\\my files\\a?.csv", "method": "fedprox:mu=1.", "partition": "natural:<a|b>", "seed": 0}
-    assert outcome_path(run).as_posix().startswith("table-C--my-files-a-.csv/fedprox-mu=1/natural--a-b--seed0-")
-    long = [{**run, "method": "+".join(["feddle:lr=0.002,epochs=1"] * 40) + end} for end in ("", ",lam=0")]
-    places = [outcome_path(one) for one in long]
-    assert all(len(piece) <= 110 for place in places for piece in place.parts)
-    assert places[0].parent != places[1].parent
-    assert outcome_path({**run, "lr": 0.5}) != outcome_path(run)
-    assert (
-        outcome_path({"study": "quadratic", "part": "errors", "seed": 1})
-        .as_posix()
-        .startswith("studies/quadratic/errors-")
-    )
+@pytest.mark.parametrize("cut", [1, 2, 40])
+def test_an_incomplete_last_line_is_ignored_and_replaced(tmp_path, cut):
+    runs = [run_identity(experiment({**SOME, "seed": seed})) for seed in (3, 4, 5)]
+    for run in runs[:2]:
+        append_outcome(tmp_path, "table", run, {"summary": {"seed": run["seed"]}})
+    path = tmp_path / "table.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])  # as after a kill
+    assert read_outcome(tmp_path, runs[1]) is None
+    assert read_outcome(tmp_path, runs[0])["summary"] == {"seed": 3}
+    for run in (runs[2], runs[1]):
+        append_outcome(tmp_path, "table", run, {"summary": {"seed": run["seed"]}})
+    assert [read_outcome(tmp_path, run)["summary"]["seed"] for run in runs] == [3, 4, 5]
+    assert len(path.read_text().splitlines()) == 3
 
 
-def test_outcomes_of_before_a_default_changed_are_marked_and_give_way_to_new_ones(tmp_path):
-    """They are no run that a preset names, and never mixed with one."""
+def append_many(folder, worker):
+    for number in range(20):
+        append_outcome(folder, "table", {"study": "s", "worker": worker, "number": number}, {"text": "x" * 20_000})
+
+
+def test_several_processes_append_to_one_file(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=append_many, args=(tmp_path, worker)) for worker in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    assert len(stored_outcomes(tmp_path)) == 60
+    assert [path.name for path in tmp_path.iterdir()] == ["table.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "3", '{"summary": {}}', '{"run": 3}', '{"run": {}, "x": NaN}', '{"run": {}']
+)
+def test_a_corrupted_line_is_an_error_that_names_it(tmp_path, line):
+    append_outcome(tmp_path, "table", {"study": "s"}, {"summary": {}})
+    path = tmp_path / "table.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match=r"Line 2 of .*table\.jsonl is corrupted. Remove the line"):
+        read_outcome(tmp_path, {"study": "other"})
+
+
+def test_outcomes_measured_before_a_default_changed_are_marked_and_superseded_by_new_ones(tmp_path):
     from unskew.reproduction import tables
-    from unskew.reproduction.legacy_outcomes import notes
     from unskew.reproduction.preset import load_preset
     from unskew.reproduction.sweep import Sweep
 
     sweep = Sweep(load_preset("fedssyn/table-1"), "paper", tmp_path / "runs", tmp_path, {})
-    history = [{"round": 1, "accuracy": 0.5, "bytes_up": 1, "bytes_down": 1}]
-    summary = {
-        "accuracy": 0.5,
-        "rounds_to_target": 1,
-        "bytes_to_target": 2,
-        "bytes_up": 1,
-        "bytes_down": 1,
-        "target": 0.8,
-    }
     (cell,) = (c for c in sweep.cells(0) if (c.row, c.column) == ("FedAvg + Fedssyn", "N=10, C=1, α=0.01"))
-    for seed, method in ((0, cell.config.method), (1, cell.config.method)):
-        before = method + ",match_steps=epochs"
-        for one in (before, method)[: 1 + seed]:
-            store_outcome(
-                tmp_path, cell.config.model_copy(update={"method": one, "seed": seed}), None, history, summary
-            )
+    method, traffic = cell.config.method, {"bytes_up": 1, "bytes_down": 1}
+    summary = {"accuracy": 0.5, "rounds_to_target": 1, "bytes_to_target": 2, "target": 0.8, **traffic}
+    result = {"summary": summary, "curve": {"round": [1], "bytes": [2], "accuracy": [0.5]}}
+    for seed in (0, 1):
+        run = run_identity(cell.of_seed(seed).config)
+        earlier = {**run, "method": f"{method},match_steps=epochs"}
+        append_outcome(tmp_path, "table", earlier, {**result, "stands_in_for": method, "difference": "with epochs"})
+    store_outcome(tmp_path, "table", cell.of_seed(1).config, None, [{"round": 1, "accuracy": 0.5, **traffic}], summary)
     found = list(sweep.found([0, 1]))
     assert [(c.row, c.config.seed) for c, _ in found] == [("FedAvg + Fedssyn †", 0), ("FedAvg + Fedssyn", 1)]
     assert {e.row: e.published for e in tables.table_entries(sweep.preset, found)} == dict.fromkeys(
         (c.row for c, _ in found), 4
     )
-    (note,) = notes(c for c, _ in found)
-    assert "fedssyn:match_steps=epochs" in note
-    assert notes(c for c, _ in found[1:]) == []
+    assert tables.footnotes(found) == ["† Measured with an earlier default: with epochs."]
+    assert tables.footnotes(found[1:]) == []

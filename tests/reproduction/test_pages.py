@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.result_pages import Pages, main
-from unskew.reproduction.outcomes import outcome_files
+from speed.result_pages import Pages, main
+from unskew.reproduction.outcomes import stored_outcomes
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_tables_and_index_are_those_of_the_kept_outcomes():
-    assert not list(Pages(ROOT).stale()), "run: python -m benchmarks.result_pages"
+    assert not list(Pages(ROOT).stale()), "run: python -m speed.result_pages"
 
 
 def test_the_index_leads_to_every_outcome():
     links = set(re.findall(r"\]\((runs/[^)]+)\)", (ROOT / "results" / "INDEX.md").read_text(encoding="utf-8")))
-    files = [path for paths in outcome_files(ROOT / "results" / "runs").values() for path in paths]
-    assert links == {path.relative_to(ROOT / "results").as_posix() for path in files}
+    stored = stored_outcomes(ROOT / "results" / "runs").values()
+    assert links == {f"{own.path.relative_to(ROOT / 'results').as_posix()}#L{own.line}" for own in stored}
 
 
 def test_the_index_lists_every_scale_of_a_table_that_a_page_shows():
@@ -33,11 +33,12 @@ def test_the_index_lists_every_scale_of_a_table_that_a_page_shows():
 def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypatch, capsys):
     pages, runs = tmp_path / "docs" / "results", tmp_path / "results" / "runs"
     pages.mkdir(parents=True)
-    shutil.copytree(ROOT / "results" / "runs" / "studies", runs / "studies")
+    runs.mkdir(parents=True)
+    shutil.copy(ROOT / "results" / "runs" / "fedssyn" / "logistic.jsonl", runs)
     (pages / "one.md").write_text("Words.\n\n<!-- table: fedssyn/logistic cpu -->\nold\n<!-- end -->\n")
     (pages / "none.md").write_text("<!-- table: fedcog/table-1 cpu -->\n<!-- end -->\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("benchmarks.result_pages.preset_names", lambda: ["fedcog/table-1"])
+    monkeypatch.setattr("speed.result_pages.preset_names", lambda: ["fedcog/table-1"])
     main()
     assert len(capsys.readouterr().out.splitlines()) == 3
     one = (pages / "one.md").read_text(encoding="utf-8")

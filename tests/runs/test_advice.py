@@ -13,7 +13,7 @@ from support.pages import DOCS
 from support.running import call
 
 import unskew
-from benchmarks.advice_evidence import score_leaving_out, score_page, summarize_scores
+from speed.advice_evidence import score_leaving_out, score_page, summarize_scores
 from unskew.diagnosis import advice as advice_module
 from unskew.diagnosis.evidence import (
     SCALES,

@@ -11,6 +11,7 @@ from support.running import TINY, call
 from torch import nn
 
 import unskew
+from unskew.cli.comparison_tables import comparison_tables
 from unskew.errors import CheckpointError, ConfigError, MethodConflictError
 from unskew.methods.references import steps_per_round
 from unskew.protocol.training_config import Training
@@ -133,6 +134,13 @@ def test_the_terminal_has_them_in_a_table_of_their_own_and_they_are_resumed(caps
     assert sorted(path.name for path in Path("c").iterdir() if path.is_dir()) == ["fedavg", "local", "pooled"]
     call(capsys, *args[:-1], "d", "--no-references")
     assert [path.name for path in Path("d").iterdir() if path.is_dir()] == ["fedavg"]
+
+
+def test_the_title_says_that_references_are_not_tuned_only_if_they_are_not():
+    result = unskew.compare(digits(), methods=["fedavg"], seeds=1, references=True, **QUICK)
+    for tuned in (False, True):
+        _, references = comparison_tables(result.rows(), tuned)
+        assert ("not an upper bound" in str(references.title)) is not tuned
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Execution of a benchmark suite: one unit per federation and method, which tunes the method and runs fresh seeds.
 
-Each finished unit is stored as a small JSON file, whose name depends on everything that determines its numbers. Run
+Each finished unit is appended to the JSON Lines file of its federation, with everything that determines its numbers. Run
 the suite again to continue: stored units are not repeated.
 """
 
@@ -18,13 +18,12 @@ from unskew.benchmark.suite import BenchmarkFederation, Suite, missing_file, run
 from unskew.comparison.references import is_local, is_reference, reference_config, without_global_model
 from unskew.config.loader import experiment
 from unskew.data.load import federation_of
-from unskew.engines.cpu import num_cores
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
-from unskew.reproduction.outcomes import Files, Outcome, outcome_files, read_outcome, write_outcome
+from unskew.reproduction.outcomes import Outcome, append_outcome, identity_hash, read_outcome, stored_outcomes
 from unskew.runs.cost import estimate
-from unskew.runs.parallel import check_parallel, run_in_pool, run_jobs, run_on_cluster
+from unskew.runs.parallel import num_parallel_jobs, run_in_pool, run_jobs
 from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
@@ -115,15 +114,11 @@ class SuiteRuns:
             "settings": {name: value for name, value in settings.items() if name not in ("engine", "device")},
         }
 
-    def stored(self, files: Files | None = None) -> dict[Unit, Outcome]:
-        """Return the stored outcomes of all units.
-
-        Args:
-            files: Outcome files, if they have been listed.
-        """
-        files = outcome_files(self.results) if files is None else files
-        outcomes = {unit: read_outcome(files, self.identity(unit)) for unit in self.units()}
-        return {unit: outcome for unit, outcome in outcomes.items() if outcome is not None}
+    def stored(self) -> dict[Unit, Outcome]:
+        """Return the stored outcomes of all units."""
+        stored = stored_outcomes(self.results)
+        keys = {unit: identity_hash(self.identity(unit)) for unit in self.units()}
+        return {unit: stored[key].outcome for unit, key in keys.items() if key in stored}
 
     def estimate(self, units: Sequence[Unit], at_once: int) -> tuple[float, list[str]]:
         """Estimate the time of units from FedAvg's local steps on each federation.
@@ -160,7 +155,7 @@ class SuiteRuns:
         Yields:
             Each finished unit, and the error with which it failed or None.
         """
-        at_once = num_parallel_units(parallel, len(units))
+        at_once = num_parallel_jobs(parallel, len(units))
         if run_in_pool(at_once):
             works = [Job(unit, run_unit, (unit,), after=self._before(unit, units)) for unit in units]
             for unit, failure in run_jobs(works, at_once, self):
@@ -173,22 +168,6 @@ class SuiteRuns:
         """Return the unit of the baseline, whose options a reference uses, if it is yet to run."""
         baseline = Unit(unit.federation, self.suite.baseline, self.suite.trials)
         return (baseline,) if is_reference(unit.method) and baseline in units else ()
-
-
-def num_parallel_units(parallel: int | str, units: int) -> int:
-    """Return the number of units that run at the same time.
-
-    Args:
-        parallel: Requested number, ``auto`` for one per core, or ``N@HOST:PORT`` on a Ray cluster.
-        units: Number of units.
-
-    Raises:
-        ConfigError: If ``parallel`` is not valid.
-    """
-    check_parallel(parallel)
-    if isinstance(parallel, str) and "@" in parallel:
-        return run_on_cluster(parallel, units, small=True)
-    return min(num_cores() if isinstance(parallel, str) else parallel, units)
 
 
 def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str | None:
@@ -212,7 +191,7 @@ def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str 
     except Exception as error:  # also out of memory: the other units continue, and this one has no outcome
         return f"{type(error).__name__}: {error}"
     outcome["seconds"] = round(time.perf_counter() - started, 1)
-    write_outcome(runs.results, runs.identity(unit), outcome, indent=None)
+    append_outcome(runs.results, unit.federation, runs.identity(unit), outcome)
     return None
 
 

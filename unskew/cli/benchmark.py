@@ -40,10 +40,10 @@ def benchmark(
 ) -> None:
     """Tune methods with equal budgets on many federations, and compare them; finished parts are not repeated."""
     from unskew.benchmark.pages import write_pages
-    from unskew.benchmark.runner import SuiteRuns, num_parallel_units
+    from unskew.benchmark.runner import SuiteRuns
     from unskew.benchmark.suite import load_suite
     from unskew.runs.cost import duration
-    from unskew.runs.parallel import read_parallel
+    from unskew.runs.parallel import num_parallel_jobs, read_parallel
     from unskew.tuning.study import optuna_library
 
     at_once, console = read_parallel(parallel), console_for(as_json)
@@ -62,7 +62,7 @@ def benchmark(
             console.print(text, style="yellow", soft_wrap=True, highlight=False)
         if todo:
             optuna_library()
-            seconds, unknown = runs.estimate(todo, num_parallel_units(at_once, len(todo)))
+            seconds, unknown = runs.estimate(todo, num_parallel_jobs(at_once, len(todo)))
             text = (
                 f"{len(todo)} of {len(wanted)} units to run: about {duration(seconds)} if all took as long as FedAvg."
             )

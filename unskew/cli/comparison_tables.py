@@ -16,6 +16,7 @@ from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.leave_one_out import LeaveOneOut
 from unskew.comparison.references import TITLE as REFERENCES
+from unskew.comparison.references import UNTUNED
 from unskew.comparison.summary_statistics import CLIENT_MODELS, OVER_CLIENTS, UNSEEN, std_key
 from unskew.tasks.formatting import (
     COST,
@@ -157,16 +158,25 @@ def rounds_cell(row: dict[str, Any]) -> str:
     return f"{reached:.1f}" if reached is not None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds"
 
 
-def comparison_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
-    """Build the table of the methods, and the table of the references if there are any."""
+def comparison_tables(rows: Sequence[dict[str, Any]], tuned: bool = False) -> list[Table]:
+    """Build the table of the methods, and the table of the references if there are any.
+
+    Args:
+        rows: Results of each method and reference.
+        tuned: Whether all of them were tuned.
+    """
     parts = ([row for row in rows if row["reference"] is reference] for reference in (False, True))
-    return [comparison_table(part) for part in parts if part]
+    return [comparison_table(part, tuned) for part in parts if part]
 
 
-def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
+def comparison_table(rows: Sequence[dict[str, Any]], tuned: bool = False) -> Table:
     """Build the table that ``unskew compare`` prints: one row per method, means over seeds.
 
     The table of language models contains losses.
+
+    Args:
+        rows: Results of each method.
+        tuned: Whether the methods were tuned.
     """
     first, judge = rows[0], objective_metric(rows[0])
     accuracy, loss = metric_info("accuracy"), metric_info("loss")
@@ -187,7 +197,8 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> Table:
         further |= {title: (accuracy, name) for title, name in shares.items() if name in first}
         private = {"epsilon": "epsilon", NO_GUARANTEE: "epsilon_if_secret"}
         private = {title: name for title, name in private.items() if any(row.get(name) is not None for row in rows)}
-    title = REFERENCES if first.get("reference") else f"{title}, {mean_std_text(first)}"
+    references = REFERENCES if tuned else f"{REFERENCES}\n{UNTUNED}"
+    title = references if first.get("reference") else f"{title}, {mean_std_text(first)}"
     names = (*columns, rounds_title(first), *further, *private, *cost_columns(first))
     table = MethodRows(title, map(method_title, rows), *names)
     for row in rows:

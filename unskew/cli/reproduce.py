@@ -60,7 +60,6 @@ def reproduce(
     from unskew.expressions import parse_seed_list
     from unskew.reproduction import tables as report
     from unskew.reproduction.figures import draw_curves, draw_points
-    from unskew.reproduction.legacy_outcomes import notes
     from unskew.reproduction.preset import SCALES, load_preset, num_seeds, preset_names
     from unskew.reproduction.settings import settings_note
     from unskew.reproduction.study import load_study, study_names
@@ -144,7 +143,7 @@ def reproduce(
         table = table.model_copy(update={"published": requested})
     lines = report.table_lines(table, entries, whole=not outcomes)
     _print(console, table, scale, settings, lines, bool(outcomes))
-    for note in notes(cell for cell, _ in outcomes):
+    for note in report.footnotes(outcomes):
         console.print(note, soft_wrap=True)
 
 

@@ -127,7 +127,7 @@ def tune(
         from unskew.cli.comparison_tables import clients_table, comparison_tables, metrics_table, print_benefit
 
         ranked = [row for row in rows if not row["reference"]]
-        compared = (*comparison_tables(rows), metrics_table(rows), clients_table(ranked))
+        compared = (*comparison_tables(rows, tuned=True), metrics_table(rows), clients_table(ranked))
         tables = (tuned_table(result), importance_table(result), *compared)
         print_benefit(console, result.comparison)
         for note in result.notes():

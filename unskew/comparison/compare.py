@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from unskew.comparison.references import (
     reference_config,
 )
 from unskew.comparison.same_settings import check_same_settings
-from unskew.comparison.single_run import Given, last, run_or_resume
+from unskew.comparison.single_run import Given, RunRecords, last, run_or_resume
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
@@ -32,6 +32,7 @@ from unskew.filesystem import output_folder, parse_path, write_atomic
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class
+from unskew.protocol.rules import Method
 from unskew.records.notebook import notebook_progress
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
@@ -88,16 +89,61 @@ def compare(
     """
     if budget_minutes is not None:
         check_budget(budget_minutes)
-    if isinstance(methods, str):
-        methods = [methods]
-    if not isinstance(methods, Sequence):
-        raise ConfigError(f"methods must be a list such as ['fedavg', 'scaffold'], not {short_repr(methods)}.")
+    by_name = methods_by_name(methods)
     if callback_factory is not None and not callable(callback_factory):
         raise ConfigError(
             "callback_factory must be a function of a method, a seed and a configuration, not "
             f"{short_repr(callback_factory)}."
         )
     check_parallel(parallel)
+    which = seed_list(seeds)
+    folder = None if out is None else parse_path(out).absolute()
+    if not {"method", "seed"}.isdisjoint(options):
+        raise ConfigError("A comparison takes methods=[...] and seeds=... instead of method and seed.")
+    experiment({**options, "target": target})  # validate the options, including the target
+    values, own_model = config_from_arguments(options, federation, model), model_object(model)
+    own = overrides_by_method(overrides, list(by_name))
+    plan = ComparisonPlan(federation, own_model, by_name, which, values, own, without_synthetic(by_name), folder)
+    check_same_data(plan.configs[name, which[0]] for name in by_name)
+    check_same_objective(plan.configs[name, which[0]] for name in by_name)
+
+    def callbacks(name: str, seed: int) -> Sequence[Callback]:
+        return list(callback_factory(name, seed, plan.configs[name, seed])) if callback_factory else []
+
+    with output_folder(folder, resume, plan.has_begun):
+        if folder is not None:
+            check_same_settings(folder, plan.configs, by_name)
+        data, left_out = plan.data_of(which[0]), list[str]()
+        size = plan.check_methods(data)
+        if reference_rows.BY_DEFAULT if references is None else references:
+            plan, left_out = plan.with_references(data)
+        if folder is not None:
+            _plot_clients(data, which[0], folder)
+        at_once = num_parallel_runs(parallel, list(plan.configs.values()), size)
+        if budget_minutes is not None or on_estimate is not None:
+            on_cluster = isinstance(parallel, str) and "@" in parallel
+            _report_estimate(plan, data, None if on_cluster else at_once, budget_minutes, on_estimate)
+        result = _collect(plan, plan.execute(at_once, callbacks), tuple(left_out))
+        result = replace(result, target=default_target(result.ranked.values()) if target is None else target)
+        if folder is not None:
+            result.plot(folder / "convergence.png")
+            write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
+    return result
+
+
+def methods_by_name(methods: Sequence[MethodLike]) -> dict[str, Method]:
+    """Return the methods by their expressions, with the references last.
+
+    Args:
+        methods: Methods as ``unskew.method`` accepts them.
+
+    Raises:
+        ConfigError: If a method is not valid or named twice, or all of them are references.
+    """
+    if isinstance(methods, str):
+        methods = [methods]
+    if not isinstance(methods, Sequence):
+        raise ConfigError(f"methods must be a list such as ['fedavg', 'scaffold'], not {short_repr(methods)}.")
     names = [method_expression(m) for m in methods]
     if all(map(is_reference, names)):
         raise ConfigError("Name at least one method. pooled and local are only references to compare it with.")
@@ -106,106 +152,170 @@ def compare(
     if twice:
         raise ConfigError(f"Name each method only once: {twice} is listed twice.")
     by_name = dict(zip(names, map(method, methods), strict=True))
-    names.sort(key=is_reference)  # stable: references come last
-    which = seed_list(seeds)
-    folder = None if out is None else parse_path(out).absolute()
-    if not {"method", "seed"}.isdisjoint(options):
-        raise ConfigError("A comparison takes methods=[...] and seeds=... instead of method and seed.")
-    experiment({**options, "target": target})  # validate the options, including the target
-    values, own_model = config_from_arguments(options, federation, model), model_object(model)
-    # Given synthetic images are used only by methods that would otherwise generate some.
-    makers = {name for name, m in by_name.items() if any(rule.generates_data for rule in m.data)}
-    others = {name: {"synthetic": None} for name in names if makers and name not in makers}
-    own = overrides_by_method(overrides, names)
+    return {name: by_name[name] for name in sorted(names, key=is_reference)}
 
-    def config_of(name: str, seed: int) -> Experiment:
-        fields = {**values, **others.get(name, {}), **own[name], "seed": seed, "method": name}
-        return experiment(reference_config(fields, name) if is_reference(name) else fields, by_name[name])
 
-    configs = {(name, seed): config_of(name, seed) for seed in which for name in names}
-    check_same_data(configs[name, which[0]] for name in names)
-    check_same_objective(configs[name, which[0]] for name in names)
-    result, unequal = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, folder), False
+def without_synthetic(methods: Mapping[str, Method]) -> frozenset[str]:
+    """Return the methods that do not use given synthetic images, because only others would generate some."""
+    makers = {name for name, m in methods.items() if any(rule.generates_data for rule in m.data)}
+    return frozenset(set(methods) - makers if makers else ())
 
-    def begun() -> bool:
+
+@dataclass(frozen=True)
+class ComparisonPlan:
+    """Runs of a comparison: each method with each seed.
+
+    Attributes:
+        federation: Data for all seeds; if None, data are loaded for each seed.
+        model: Model given in Python, or None.
+        methods: Methods by name.
+        seeds: Seeds of the runs.
+        values: Fields of the configuration that all runs share.
+        overrides: Fields that differ for single methods, by name.
+        without_synthetic: Methods that do not use given synthetic images.
+        folder: Folder for all runs, or None.
+    """
+
+    federation: Federation | None
+    model: ModelLike | None
+    methods: dict[str, Method]
+    seeds: list[int]
+    values: Mapping[str, Any]
+    overrides: Mapping[str, Mapping[str, Any]]
+    without_synthetic: frozenset[str]
+    folder: Path | None
+
+    @cached_property
+    def configs(self) -> dict[tuple[str, int], Experiment]:
+        """Configuration of each run by method and seed, seed by seed."""
+        configs = {}
+        for seed in self.seeds:
+            for name, own_method in self.methods.items():
+                images = {"synthetic": None} if name in self.without_synthetic else {}
+                fields = {**self.values, **images, **self.overrides[name], "seed": seed, "method": name}
+                fields = reference_config(fields, name) if is_reference(name) else fields
+                configs[name, seed] = experiment(fields, own_method)
+        return configs
+
+    @property
+    def shared_folder(self) -> Path | None:
+        """Folder for prepared data that all runs share."""
+        return None if self.folder is None else self.folder / SYNTHETIC
+
+    def run_folder(self, name: str, seed: int) -> Path | None:
+        """Return the folder of a run, or None.
+
+        Args:
+            name: Name of the method.
+            seed: Seed of the run.
+        """
+        return None if self.folder is None else self.folder / folder_name(name) / f"seed-{seed}"
+
+    def has_begun(self) -> bool:
         """Return whether a run was started or shared data were generated."""
+        folder = self.folder
         return folder is not None and (any(folder.glob("*/*/config.yaml")) or (folder / SYNTHETIC).exists())
 
-    shared_inputs: Given = (federation, own_model, by_name)
+    def data_of(self, seed: int) -> Federation:
+        """Return the data of a seed."""
+        return self.federation or last.of(self.configs[next(iter(self.methods)), seed])
 
-    def data_of(seed: int) -> Federation:
-        return federation or last.of(configs[names[0], seed])
+    def check_methods(self, data: Federation) -> int:
+        """Validate all methods before the first one is trained, and return the size of the largest model."""
+        sizes = []
+        for name, own_method in self.methods.items():
+            config = self.configs[name, self.seeds[0]]
+            sizes.append(resolve_run(config, data, self.model, own_method).spec.size)
+            check_given_set(config, own_method)
+        return max(sizes)
 
-    def arguments(name: str, seed: int) -> tuple[str, Experiment, Path | None, Path | None]:
-        folder_path = None if folder is None else folder / folder_name(name) / f"seed-{seed}"
-        return name, configs[name, seed], folder_path, None if folder is None else folder / SYNTHETIC
+    def with_references(self, data: Federation) -> tuple[ComparisonPlan, list[str]]:
+        """Return the plan with the references that fit, which use the settings of one method, and notes on the others."""
+        base = "fedavg" if "fedavg" in self.methods else next(iter(self.methods))
+        config = self.configs[base, self.seeds[0]]
+        added, left_out = applicable_references(config, data, self.model, list(self.methods))
+        overrides = {**self.overrides, **dict.fromkeys(added, self.overrides[base])}
+        return replace(self, methods=self.methods | added, overrides=overrides), left_out
 
-    def run_callbacks(name: str, seed: int) -> Sequence[Callback]:
-        return list(callback_factory(name, seed, configs[name, seed])) if callback_factory else []
+    def execute(
+        self, at_once: int, callbacks: Callable[[str, int], Sequence[Callback]]
+    ) -> Iterator[tuple[str, int, RunRecords]]:
+        """Run all methods, seed by seed; finished runs are read and interrupted ones resumed.
 
-    def pool_callbacks(name: str, seed: int) -> Sequence[Callback]:
-        return [*run_callbacks(name, seed), *notebook_progress()]
+        Args:
+            at_once: Number of concurrent runs; with more than one, all runs finish before the first yield.
+            callbacks: Returns the callbacks of a run for its method and seed.
 
-    with output_folder(folder, resume, begun):
-        if folder is not None:
-            check_same_settings(folder, configs, by_name)
-        size, data = 0, data_of(which[0])
-        for name, m in by_name.items():  # validate all methods before training the first
-            resolved = resolve_run(configs[name, which[0]], data, own_model, m)
-            check_given_set(configs[name, which[0]], m)
-            size = max(size, resolved.spec.size)
-        if reference_rows.BY_DEFAULT if references is None else references:
-            base = "fedavg" if "fedavg" in names else names[0]
-            more, left_out = applicable_references(configs[base, which[0]], data, own_model, names)
-            by_name |= more
-            own |= dict.fromkeys(more, own[base])
-            names += more
-            result = replace(result, left_out=tuple(left_out))
-            configs |= {(name, seed): config_of(name, seed) for seed in which for name in more}
-        if folder is not None:
-            counts, class_names = data.label_distribution()
-            plot_clients_by_class(
-                counts,
-                class_names,
-                folder / "clients.png",
-                title=f"{data.name}, {data.partition}, seed {which[0]}",
-                client_names=data.client_names,
-                exclusive=data.task != "multilabel",
-            )
-        at_once = num_parallel_runs(parallel, list(configs.values()), size)
-        if budget_minutes is not None or on_estimate is not None:
-            finished_ones = {config for config in configs if is_finished(arguments(*config)[2], configs[config])}
-            left = {name: [seed for seed in which if (name, seed) not in finished_ones] for name in names}
-            todo = {name: (configs[name, which[0]], by_name[name], len(todo)) for name, todo in left.items() if todo}
-            known = None
-            if todo and not (isinstance(parallel, str) and "@" in parallel):
-                known = estimate(todo, data, own_model, at_once, WORTH if budget_minutes is None else 0)
-            if budget_minutes is not None and todo:
-                check_within(known, budget_minutes)
-            if on_estimate is not None and known is not None:
-                on_estimate(str(known))
-        works = [Job(config, run_or_resume, arguments(*config), partial(pool_callbacks, *config)) for config in configs]
-        finished = dict(run_jobs(works, at_once, shared_inputs)) if run_in_pool(at_once) else {}
-        for seed in which:
-            for name in names:
-                run = finished.get((name, seed))
-                if run is None:
-                    run = run_or_resume(shared_inputs, *arguments(name, seed), run_callbacks(name, seed))
-                history, summary, rows = run
-                if is_local(name):
-                    history, summary, rows = local_records(history, summary, rows)
-                result.histories.setdefault(name, []).append(history)
-                result.summaries.setdefault(name, []).append(summary)
-                result.clients.setdefault(name, []).append(rows)
-            if len({group[0]["client_weighting"] for group in result.ranked.values()}) > 1:
-                unequal = unequal or len(set(data_of(seed).sizes.tolist())) > 1
-        if target is None:
-            target = default_target(result.ranked.values())
-        result = replace(result, target=target, unequal=unequal)
-        if folder is not None:
-            result.plot(folder / "convergence.png")
-            write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
-    return result
+        Yields:
+            Method, seed and records of each run.
+        """
+        given: Given = (self.federation, self.model, self.methods)
+
+        def arguments(name: str, seed: int) -> tuple[str, Experiment, Path | None, Path | None]:
+            return name, self.configs[name, seed], self.run_folder(name, seed), self.shared_folder
+
+        def pool_callbacks(name: str, seed: int) -> Sequence[Callback]:
+            return [*callbacks(name, seed), *notebook_progress()]
+
+        jobs = [Job(key, run_or_resume, arguments(*key), partial(pool_callbacks, *key)) for key in self.configs]
+        finished = dict(run_jobs(jobs, at_once, given)) if run_in_pool(at_once) else {}
+        for name, seed in self.configs:
+            run = finished.get((name, seed))
+            if run is None:
+                run = run_or_resume(given, *arguments(name, seed), callbacks(name, seed))
+            yield name, seed, run
+
+
+def _plot_clients(data: Federation, seed: int, folder: Path) -> None:
+    """Draw the labels of each client."""
+    counts, class_names = data.label_distribution()
+    plot_clients_by_class(
+        counts,
+        class_names,
+        folder / "clients.png",
+        title=f"{data.name}, {data.partition}, seed {seed}",
+        client_names=data.client_names,
+        exclusive=data.task != "multilabel",
+    )
+
+
+def _report_estimate(
+    plan: ComparisonPlan,
+    data: Federation,
+    at_once: int | None,
+    budget_minutes: float | None,
+    on_estimate: Callable[[str], None] | None,
+) -> None:
+    """Estimate the time of unfinished runs, compare it with the budget, and report it; ``at_once`` is None on a cluster."""
+    todo = {}
+    for name, own_method in plan.methods.items():
+        keys = [(name, seed) for seed in plan.seeds]
+        open_runs = sum(not is_finished(plan.run_folder(*key), plan.configs[key]) for key in keys)
+        if open_runs:
+            todo[name] = (plan.configs[keys[0]], own_method, open_runs)
+    known = None
+    if todo and at_once is not None:
+        known = estimate(todo, data, plan.model, at_once, WORTH if budget_minutes is None else 0)
+    if budget_minutes is not None and todo:
+        check_within(known, budget_minutes)
+    if on_estimate is not None and known is not None:
+        on_estimate(str(known))
+
+
+def _collect(
+    plan: ComparisonPlan, runs: Iterable[tuple[str, int, RunRecords]], left_out: tuple[str, ...]
+) -> Comparison:
+    """Collect the records of all runs, and whether methods with different weightings have clients of unequal size."""
+    names, unequal = list(plan.methods), False
+    result = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, plan.folder)
+    for name, seed, records in runs:
+        history, summary, rows = local_records(*records) if is_local(name) else records
+        result.histories[name].append(history)
+        result.summaries[name].append(summary)
+        result.clients.setdefault(name, []).append(rows)
+        if name == names[-1] and len({own[0]["client_weighting"] for own in result.ranked.values()}) > 1:
+            unequal = unequal or len(set(plan.data_of(seed).sizes.tolist())) > 1
+    return replace(result, unequal=unequal, left_out=left_out)
 
 
 def is_finished(folder: Path | None, config: Experiment) -> bool:

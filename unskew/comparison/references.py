@@ -16,11 +16,10 @@ from unskew.tasks.primary_metric import primary_metric_name
 
 BY_DEFAULT = True
 """Default of ``references``."""
-TITLE = (
-    "References, not ranked: all data in one place (pooled), each client alone (local).\n"
-    "With settings of another method, pooled is not an upper bound; unskew tune tunes both."
-)
+TITLE = "References, not ranked: all data in one place (pooled), each client alone (local)."
 """Title of tables of references."""
+UNTUNED = "With settings of another method, pooled is not an upper bound; unskew tune tunes both."
+"""Second line of the title if the references were not tuned."""
 ROUNDS = 10_000_000
 """Larger than any number of rounds: as ``eval_every``, it evaluates a model after the last round only."""
 OF_CLIENTS = "personal_"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,9 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
         "diagnose": (),
     }
     light = config.model_copy(update=changes)
-    result = run_experiment(light, federation=tiny, model=setting.model, method=replace(method, data=()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are about the settings above, not about the user's
+        result = run_experiment(light, federation=tiny, model=setting.model, method=replace(method, data=()))
     # The first round is atypical, because some tensors do not exist yet, such as a method's first variates.
     first, last = (row["bytes_up"] + row["bytes_down"] for row in (result.history[0], result.history[-1]))
     each = (last - first) / (ROUNDS - 1) / len(few) * max(1, round(config.participation * len(fed.clients)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -20,7 +20,9 @@ from unskew.engines.names import BUILT_IN, parse_engine
 from unskew.errors import CheckpointError, ConfigError
 from unskew.json_models import STRICT, read_model, write_model
 from unskew.models.grouped.context import GroupedModel, grouped_unchecked
+from unskew.models.user_modules import describe_error
 
+LOG = logging.getLogger("unskew")
 FILE = "engine.json"
 MIN_STEPS = 150
 """Local steps of all clients in all rounds, below which nothing is measured."""
@@ -178,8 +180,10 @@ def choose_engine(
     open_ended = request.engine == "auto" or (request.engine == "processes" and request.clients_per_group == "auto")
     choice = plain
     if open_ended and not resume:
-        with contextlib.suppress(Exception):  # the run itself reports what is wrong with a step
+        try:
             choice = _measure(request, plain, setup, Budget(cohort, rounds, *_local_work(setup)))
+        except Exception as error:  # the run itself reports what is wrong with a step
+            LOG.info("Engines could not be compared (%s), so %s is used.", describe_error(error), plain.engine)
     if folder is not None:
         write_model(folder / FILE, choice)
     return choice
@@ -239,35 +243,29 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
     return trial.fastest()
 
 
+@dataclass
 class Trial:
     """Comparison of candidates by measured and stored times.
 
-    Args:
+    Attributes:
         request: The user's request.
         plain: Default choice.
         setup: Configuration of the engine.
         budget: Local work of the run.
         form: Grouped form of the model, if groups are compared.
         measurement: Times that are known already.
+        changed: Whether times were added to the measurement.
+        predicted: Predicted seconds of a round of each candidate.
     """
 
-    def __init__(
-        self,
-        request: EngineRequest,
-        plain: EngineChoice,
-        setup: EngineConfig,
-        budget: Budget,
-        form: GroupedModel | None,
-        measurement: Measurement,
-    ):
-        self.request = request
-        self.plain = plain
-        self.setup = setup
-        self.budget = budget
-        self.form = form
-        self.measurement = measurement
-        self.changed = False
-        self.predicted: dict[EngineCandidate, float] = {}
+    request: EngineRequest
+    plain: EngineChoice
+    setup: EngineConfig
+    budget: Budget
+    form: GroupedModel | None
+    measurement: Measurement
+    changed: bool = field(default=False, init=False)
+    predicted: dict[EngineCandidate, float] = field(default_factory=dict, init=False)
 
     def time_groups(self, groups: list[int]) -> None:
         """Compare groups of clients in worker processes, then the best of them in half as many workers."""

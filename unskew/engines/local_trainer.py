@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unskew.data.federation import take_rows
 from unskew.engines import optimizers
@@ -24,7 +25,8 @@ from unskew.engines.client_inputs import (
 )
 from unskew.engines.survey import CHUNK, forward, take_surveys
 from unskew.errors import ConfigError, DataError, short_repr
-from unskew.models.execution import Batch, BoundModel, LossFn, Model
+from unskew.models.batch_norm import rejects_single_samples
+from unskew.models.execution import Batch, BoundModel, GradFn, LossFn, Model
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update
 from unskew.protocol.rules import ClientRule, SurveyTime
@@ -32,8 +34,6 @@ from unskew.seeding import derive, fold, seeded_globals
 from unskew.tasks.base import Task
 
 Function = TypeVar("Function")
-SINGLE_SAMPLE = "more than 1 value per channel"
-"""Part of PyTorch's message for a batch of one sample."""
 
 
 def base_loss(model: Model, task: Task) -> LossFn:
@@ -50,20 +50,37 @@ def base_loss(model: Model, task: Task) -> LossFn:
     return loss_fn
 
 
-def wrapped_function(rule: ClientRule, hook: str, made: Function) -> Function:
-    """Validate and return the loss or gradient function that a hook created.
+def composed_gradient(
+    rules: Sequence[ClientRule], ctxs: Sequence[Context], carries: Sequence[Tensors], model: Model, task: Task
+) -> GradFn:
+    """Return the gradient of the task's loss, both wrapped by all rules in order.
 
     Args:
-        rule: The rule.
-        hook: Name of its hook.
-        made: Function that the hook returned.
+        rules: Client rules in order.
+        ctxs: Context of each rule.
+        carries: Carry of each rule.
+        model: Model of the client.
+        task: Task of the data.
 
     Raises:
-        ConfigError: If the hook did not return a function.
+        ConfigError: If a hook did not return a function.
     """
-    if not callable(made):
-        raise ConfigError(f"{rule.name}.{hook} must return a function of a vector and a batch, not {short_repr(made)}.")
-    return made
+    loss_fn = base_loss(model, task)
+    for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
+        loss_fn = _checked_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
+    grad_fn = model.gradient(loss_fn)
+    for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
+        grad_fn = _checked_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
+    return grad_fn
+
+
+def _checked_function(rule: ClientRule, hook: str, wrapped: Function) -> Function:
+    """Validate and return the loss or gradient function that a hook created."""
+    if not callable(wrapped):
+        raise ConfigError(
+            f"{rule.name}.{hook} must return a function of a vector and a batch, not {short_repr(wrapped)}."
+        )
+    return wrapped
 
 
 def single_sample_error(who: str, why: str = "") -> DataError:
@@ -88,18 +105,9 @@ def check_batch_sizes(setup: EngineConfig) -> None:
     Raises:
         DataError: If a client does.
     """
-    spec, training, federation = setup.spec, setup.training, setup.federation
-    normalizes = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in spec.module.modules())
-    if not normalizes or any(rule.poisson_batches for rule in setup.rules):
+    training, federation = setup.training, setup.federation
+    if any(rule.poisson_batches for rule in setup.rules) or not rejects_single_samples(setup.spec, setup.device):
         return
-    try:
-        x = torch.zeros(1, *spec.shape, dtype=spec.input_dtype, device=setup.device)
-        with torch.no_grad(), seeded_globals(spec.draws_globally, 0, setup.device):
-            spec.forward(spec.flatten(), spec.flatten_buffers(), x, train=True)
-        return  # for example, each channel of an image has several values
-    except ValueError as error:
-        if SINGLE_SAMPLE not in str(error):
-            return
     for client, size in enumerate(federation.sizes.tolist()):
         lengths = [cut.stop - cut.start for cut in training.cuts(size)]
         if 1 in lengths and training.steps(size, client) > lengths.index(1):
@@ -236,13 +244,8 @@ class LocalTrainer:
     def train(self, broadcast: Broadcast) -> Update:
         """Run the local training of one client from its broadcast."""
         number = derive(self.setup.seed, "model draws", broadcast.round, broadcast.client)
-        try:
-            with seeded_globals(self.setup.spec.draws_globally, number, self.setup.device):
-                return self._train(broadcast)
-        except ValueError as error:
-            if SINGLE_SAMPLE in str(error):
-                raise single_sample_error(self.setup.federation.client_title(broadcast.client)) from error
-            raise
+        with seeded_globals(self.setup.spec.draws_globally, number, self.setup.device):
+            return self._train(broadcast)
 
     def _train(self, broadcast: Broadcast) -> Update:
         if broadcast.closing:
@@ -252,6 +255,8 @@ class LocalTrainer:
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
         plan = setup.batch_plan(broadcast.round, broadcast.client).to(client.y.device)
+        if any(len(index) == 1 for index in plan.batches) and rejects_single_samples(setup.spec, device):
+            raise single_sample_error(setup.federation.client_title(broadcast.client))
         inputs = move_to(self.inputs_of(broadcast, plan), device)
         self.model.start(inputs["b_global"])
         began = time.perf_counter()
@@ -259,14 +264,8 @@ class LocalTrainer:
         carries, inputs, ctxs = apply_begin_hooks(setup.rules, inputs, contexts)
         ready = time.perf_counter()
         v_start, key = inputs["v_global"], inputs["key"]
-        pairs = list(zip(setup.rules, ctxs, strict=True))
         shown = shown_carry(setup.rules, carries, broadcast)
-        loss_fn = base_loss(self.model, setup.task)
-        for (rule, ctx), carry in zip(pairs, carries, strict=True):
-            loss_fn = wrapped_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
-        grad_fn = self.model.gradient(loss_fn)
-        for (rule, ctx), carry in zip(pairs, carries, strict=True):
-            grad_fn = wrapped_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
+        grad_fn = composed_gradient(setup.rules, ctxs, carries, self.model, setup.task)
 
         v = v_start.clone()
         moments = self.inputs.optimizer_state(broadcast, v)

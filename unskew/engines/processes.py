@@ -19,6 +19,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -78,6 +79,7 @@ def _work(
         other_end.close()  # if a worker kept the parent's ends open, other workers would not notice the parent's death
     torch.set_num_threads(1)
     keep_freed_memory()
+    setup = replace(setup, warn=lambda text: pipe.send((None, text)))
     single = LocalTrainer(setup)
     trainer = GroupTrainer(setup, single, form, views=True)
     for outbox in itertools.cycle(outboxes):
@@ -203,6 +205,7 @@ class ProcessesEngine:
         self.replies = [0] * workers
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
+        self._warnings: set[str] = set()
         context = multiprocessing.get_context("fork")
         for outboxes in self.outboxes:
             ours, child_end = context.Pipe()
@@ -270,9 +273,12 @@ class ProcessesEngine:
         return ready
 
     def _receive(self, pipe: Connection) -> list[Any]:
-        """Receive a worker's reply: the updates of a group, still in its outbox."""
+        """Receive a worker's reply: the updates of a group, still in its outbox. Warnings may precede it."""
         try:
             ok, answer = pipe.recv()
+            while ok is None:
+                self._warn_once(answer)
+                ok, answer = pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             process = self.processes[self.pipes.index(pipe)]
             process.join(timeout=1)
@@ -283,6 +289,12 @@ class ProcessesEngine:
         if not ok:
             raise answer
         return cast(list[Any], answer)
+
+    def _warn_once(self, text: str) -> None:
+        """Pass on a warning, which several workers may send."""
+        if text not in self._warnings:
+            self._warnings.add(text)
+            self.setup.warn(text)
 
     def close(self) -> None:
         """End the workers."""

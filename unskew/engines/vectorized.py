@@ -70,7 +70,6 @@ class VectorizedEngine:
         if pretrained or setup.spec.draws_globally or any(rule.trains_alone for rule in setup.rules):
             self.width = 1  # one client of a pretrained model fills a device; random numbers differ in a mapping
         self._file: Path | None = None
-        self._warned = False
 
     def remember_width(self, folder: Path, resume: bool) -> None:
         """Store a measured width in the run folder.
@@ -120,15 +119,9 @@ class VectorizedEngine:
         except (UnskewError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a mistake in a model or rule is raised again below
-            reason = describe_error(error).partition(". ")[0]
-        updates = [self.trainer.single.train(broadcast) for broadcast in broadcasts]
-        if not self._warned:
-            self._warned = True
-            self.setup.warn(
-                "The engine vectorized trains clients one at a time here, because PyTorch cannot map the model or the method "
-                f"over clients ({reason}). The engines inline and processes give the same numbers, usually sooner."
-            )
-        return updates
+            reason = describe_error(error)
+        remedy = "The engines inline and processes give the same numbers, usually sooner."
+        return self.trainer.train_singly(broadcasts, reason, remedy)
 
     def _measure_width(self, probe: Sequence[Broadcast]) -> None:
         """Train a small group, discard its updates, and set the width from the memory that it took."""

@@ -20,10 +20,11 @@ from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
 from unskew.engines.client_inputs import apply_begin_hooks, apply_end_hooks, local_update, pack_update
 from unskew.engines.group_batches import GroupBatches
-from unskew.engines.local_trainer import LocalTrainer, base_loss, combined_trainable_mask, shown_carry, wrapped_function
+from unskew.engines.local_trainer import LocalTrainer, combined_trainable_mask, composed_gradient, shown_carry
 from unskew.errors import UnskewError
 from unskew.models.execution import Batch, FunctionalModel
 from unskew.models.grouped.context import GroupedModel, use_grouped
+from unskew.models.user_modules import describe_error
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, Tensors, Update, replace_fields
 from unskew.seeding import fold
@@ -153,6 +154,7 @@ class GroupTrainer:
         self.form = None if any(rule.trains_alone for rule in setup.rules) else form
         # Encoded uploads are other tensors than those that are checked for all clients at once.
         self.encodes = any(rule.encodes for rule in setup.rules)
+        self._warned = False
 
     def train(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Train clients of one kind, as one network if possible.
@@ -160,14 +162,33 @@ class GroupTrainer:
         Some rules cannot be mapped, for example if they read values of tensors or differentiate twice. Their clients
         are trained one by one. This is tried again in every round, so that a resumed run takes the same path.
         """
-        if len(broadcasts) > 1 and self.form is not None:
-            try:
-                return self.mapped(broadcasts)
-            except UnskewError:
-                raise
-            except Exception:  # errors that do not come from the mapping are raised below
-                pass
-        return [self.single.train(broadcast) for broadcast in broadcasts]
+        if len(broadcasts) == 1 or self.form is None:
+            return [self.single.train(broadcast) for broadcast in broadcasts]
+        try:
+            return self.mapped(broadcasts)
+        except UnskewError:
+            raise
+        except Exception as error:  # errors that do not come from the mapping are raised below
+            reason = describe_error(error)
+        remedy = "With clients_per_group=1, the numbers are the same, and no round begins with a failed attempt."
+        return self.train_singly(broadcasts, reason, remedy)
+
+    def train_singly(self, broadcasts: Sequence[Broadcast], reason: str, remedy: str) -> list[Update]:
+        """Train clients one by one because their training cannot be mapped, and warn about it once.
+
+        Args:
+            broadcasts: Messages to the clients.
+            reason: Description of the error of the mapping.
+            remedy: Sentence about a faster choice.
+        """
+        updates = [self.single.train(broadcast) for broadcast in broadcasts]
+        if not self._warned:
+            self._warned = True
+            self.setup.warn(
+                "Clients are trained one at a time, because PyTorch cannot map the model or the method over clients "
+                f"({reason.partition('. ')[0]}). {remedy}"
+            )
+        return updates
 
     def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
         return torch.func.vmap(function, in_dims=dims, randomness="error")(*args)
@@ -202,12 +223,7 @@ class GroupTrainer:
         ) -> Tree:
             model, ctxs = ctxs_of(stacked, b)
             carries = [dict(carry) for carry in carries]
-            loss_fn = base_loss(model, setup.task)
-            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
-                loss_fn = wrapped_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
-            grad_fn = model.gradient(loss_fn)
-            for rule, ctx, carry in zip(setup.rules, ctxs, carries, strict=True):
-                grad_fn = wrapped_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
+            grad_fn = composed_gradient(setup.rules, ctxs, carries, model, setup.task)
             moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
             now = training.at(round, t)
             v, state = optimizers.optimizer_step(now, v, grad_fn(v, batch), state, t, moves)

@@ -36,7 +36,7 @@ class FedBuff(ServerRule):
     """
 
     name: ClassVar[str] = "fedbuff"
-    summary: ClassVar[str] = "moves whenever a buffer of updates is full"
+    summary: ClassVar[str] = "updates the model when a buffer of updates is full"
     paper: ClassVar[str] = "Nguyen et al. 2021, arXiv:2106.06639"
     # The grids of Zhu et al. 2025 (arXiv:2503.20138).
     spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(0.01, 1.0), "buffer_size": one_of(10, 20, 50)}

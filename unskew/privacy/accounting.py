@@ -183,34 +183,24 @@ def exact_epsilon(mu: float, delta: float) -> float:
 
 def _log_delta(s: float, mu: float) -> float:
     """Compute ``log delta(epsilon)`` at ``epsilon = s mu``."""
+    from scipy.integrate import fixed_quad
+
     a, b = s - mu / 2, s + mu / 2
     log_density = -a * a / 2 - math.log(2 * math.pi) / 2
     if a < -1:  # R(a) may overflow here, and the difference of the two probabilities does not cancel
-        return math.log(math.erfc(a / math.sqrt(2)) / 2 - math.exp(log_density) * _mills(b)[0])
+        return math.log(math.erfc(a / math.sqrt(2)) / 2 - math.exp(log_density) * _mills(b))
     if mu > 0.25:
-        return log_density + math.log(_mills(a)[0] - _mills(b)[0])
+        return log_density + math.log(_mills(a) - _mills(b))
     # R(a) - R(b) would cancel; it is the integral of -R'(x) = 1 - x R(x) from a to b (five-point Gauss quadrature).
-    total = sum(weight * _mills(s + mu / 2 * node)[1] for node, weight in _GAUSS)
-    return log_density + math.log(mu / 2 * total)
+    mean, _ = fixed_quad(lambda share: 1 - (s + mu * share) * _mills(s + mu * share), -0.5, 0.5)
+    return log_density + math.log(mu * mean)
 
 
-_GAUSS = [(0.0, 128 / 225)] + [
-    (sign * math.sqrt(5 - root * 2 * math.sqrt(10 / 7)) / 3, (322 + root * 13 * math.sqrt(70)) / 900)
-    for root in (1, -1)
-    for sign in (1, -1)
-]
-"""Nodes and weights of the five-point Gauss-Legendre quadrature on [-1, 1]."""
+def _mills(x: Any) -> Any:
+    """Compute Mills' ratio ``R(x) = Phi(-x) / phi(x)`` of a number or an array."""
+    from scipy.special import erfcx
 
-
-def _mills(x: float) -> tuple[float, float]:
-    """Compute Mills' ratio ``R(x) = Phi(-x) / phi(x)`` and ``1 - x R(x)``, for ``x >= -1.25``."""
-    if x < 6:
-        ratio = math.sqrt(math.pi / 2) * math.exp(x * x / 2) * math.erfc(x / math.sqrt(2))
-        return ratio, 1 - x * ratio
-    fraction = 0.0  # R(x) = 1 / (x + 1 / (x + 2 / (x + 3 / ...)))
-    for k in range(80, 0, -1):
-        fraction = k / (x + fraction)
-    return 1 / (x + fraction), fraction / (x + fraction)
+    return math.sqrt(math.pi / 2) * erfcx(x / math.sqrt(2))
 
 
 def _opacus() -> Any:

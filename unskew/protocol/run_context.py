@@ -73,7 +73,7 @@ class PreRunContext:
         """
         if self.rounds <= idle and not self.base_run:
             raise ConfigError(
-                f"{name} would never act: with {option}={idle} it does so after {idle} rounds, and the run has "
+                f"{name} would have no effect: with {option}={idle} it acts only after {idle} rounds, and the run has "
                 f"{self.rounds}. Use a smaller {option}, or more rounds."
             )
 

@@ -1,4 +1,8 @@
-"""Stored outcomes of finished runs: small JSON files, identified by the run's configuration, not by folder or time."""
+"""Stored outcomes of finished runs: lines of JSON Lines files, identified by the run's configuration.
+
+Each table has its own file, to which its runs are appended. A run is found wherever it is stored, because tables share
+runs. A process that is killed leaves at most an incomplete last line, which readers ignore and the next writer removes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +21,7 @@ import torch
 from unskew.comparison.folder_name import folder_name
 from unskew.config.experiment import Experiment
 from unskew.errors import DataError
-from unskew.filesystem import make_subfolder, parse_json, read_file, write_atomic
+from unskew.filesystem import disk_errors, file_lock, make_subfolder, open_to_append, parse_json, read_file
 from unskew.runs.resume import RESUMABLE
 
 ELSEWHERE = {*RESUMABLE, "data_path", "server_data_path", "start_from"} - {"rounds"}
@@ -27,11 +33,30 @@ CURVES = (
     *("coefficients/", "surrogate/", "updates/"),
 )
 """Prefixes of metrics that are stored for every evaluated round."""
-DIGITS, LONGEST = 8, 80
-"""Digits of the hash in a file name, and maximum length of its readable parts."""
+PATIENCE = 60.0
+"""Seconds to wait for another process that appends to the same file."""
+EARLIER = "earlier "
+"""Prefix of the keys of outcomes that stand in for a run."""
 Outcome = dict[str, Any]
-Files = dict[str, list[Path]]
-"""Outcome files by the first digits of their hashes."""
+
+
+@dataclass(frozen=True)
+class StoredOutcome:
+    """Outcome with its location.
+
+    Attributes:
+        path: File that contains it.
+        line: Number of its line, starting with 1.
+        outcome: Identity of the run (``run``), its results, and the versions it was made with.
+    """
+
+    path: Path
+    line: int
+    outcome: Outcome
+
+
+_parsed: dict[Path, tuple[tuple[int, int], dict[str, StoredOutcome]]] = {}
+"""Contents of files that this process has read, with the size and time of change when they were read."""
 
 
 def run_identity(config: Experiment, parent: Experiment | None = None) -> dict[str, Any]:
@@ -79,12 +104,18 @@ def experiment_hash(config: Experiment, parent: Experiment | None = None) -> str
 
 
 def store_outcome(
-    folder: Path, config: Experiment, parent: Experiment | None, history: list[dict[str, Any]], summary: dict[str, Any]
-) -> Path:
-    """Write the outcome of a finished run into ``folder``.
+    folder: Path,
+    table: str,
+    config: Experiment,
+    parent: Experiment | None,
+    history: list[dict[str, Any]],
+    summary: dict[str, Any],
+) -> None:
+    """Append the outcome of a finished run to the file of a table.
 
     Args:
         folder: Folder of the outcomes.
+        table: Name of the table, see ``append_outcome``.
         config: Configuration of the run.
         parent: Configuration of the run that it starts from, or None.
         history: Metrics of each round.
@@ -93,47 +124,35 @@ def store_outcome(
     scored = [row for row in history if row["accuracy"] is not None]
     sent = [row["bytes_up"] + row["bytes_down"] for row in scored]
     curve = {"round": [row["round"] for row in scored], "bytes": sent, **_curves(scored)}
-    return write_outcome(folder, run_identity(config, parent), {"summary": summary, "curve": curve})
+    append_outcome(folder, table, run_identity(config, parent), {"summary": summary, "curve": curve})
 
 
-def outcome_path(run: dict[str, Any]) -> Path:
-    """Return the path of an outcome, from its data, method, partition and seed. The hash at the end identifies it.
-
-    >>> outcome_path({"data": "digits", "method": "fedprox:mu=0.1", "partition": "classes:2", "seed": 3}).as_posix()
-    'digits/fedprox-mu=0.1/classes-2-seed3-b42ddabb.json'
-    """
-    if "benchmark" in run:
-        what = f"{_readable(run['method'])}-trials{run['trials']}"
-        return Path(_readable(run["federation"])) / f"{what}-{identity_hash(run)[:DIGITS]}.json"
-    if "study" in run:
-        folder, what = Path("studies") / _readable(run["study"]), run["part"]
-    else:
-        folder = Path(_readable(run["data"])) / _readable(run["method"])
-        what = run.get("partition", _defaults(Experiment)["partition"])
-    return folder / f"{_readable(what)}-seed{run['seed']}-{identity_hash(run)[:DIGITS]}.json"
-
-
-def _readable(text: str) -> str:
-    """Shorten a part of a file name to its start and its end, because compositions differ in both."""
-    name = folder_name(text).strip(".")
-    half = LONGEST // 2 - 1
-    return name if len(name) <= LONGEST else f"{name[:half]}..{name[-half:]}"
-
-
-def write_outcome(folder: Path, run: dict[str, Any], result: dict[str, Any], indent: int | None = 1) -> Path:
-    """Write the result of a run to ``folder``, in a file whose name ends with the hash of the run's identity.
+def append_outcome(folder: Path, table: str, run: dict[str, Any], result: dict[str, Any]) -> None:
+    """Append the outcome of a run to the file of a table; several processes may do so at the same time.
 
     Args:
         folder: Folder of the outcomes.
+        table: Name of the table, such as ``fedcog/table-1``, which is stored in ``fedcog/table-1.jsonl``.
         run: Identity of the run.
         result: Result of the run.
-        indent: Indentation of the JSON file.
+
+    Raises:
+        CheckpointError: If the file cannot be written.
+        ConfigError: If another process locks the file for more than a minute.
     """
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-    inside = outcome_path(run)
-    path = make_subfolder(folder, *inside.parts[:-1]) / inside.name
-    write_atomic(path, (json.dumps({"run": run, **result, "made_with": machine}, indent=indent) + "\n").encode())
-    return path
+    line = (json.dumps({"run": run, **result, "made_with": machine}) + "\n").encode()
+    *folders, name = map(folder_name, table.split("/"))
+    path = make_subfolder(folder, *folders) / f"{name}.jsonl"
+    with (
+        file_lock(path.with_name(f".{name}.lock"), PATIENCE),
+        disk_errors(path),
+        os.fdopen(open_to_append(path), "ab") as file,
+    ):
+        file.truncate(read_file(path).rfind(b"\n") + 1)  # a killed process may have left an incomplete line
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
@@ -142,41 +161,67 @@ def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     return {n: [None if row.get(n) is None else round(row[n], 5) for row in scored] for n in names}
 
 
-def outcome_files(folder: Path) -> Files:
-    """Return all outcome files below a folder, including files of older versions, named by their hash only."""
-    files: Files = {}
-    for path in sorted(folder.rglob("*.json")):
-        files.setdefault(path.stem.rpartition("-")[2][:DIGITS], []).append(path)
-    return files
+def stored_outcomes(folder: Path) -> dict[str, StoredOutcome]:
+    """Return all outcomes below a folder by the hash of their run's identity; the last one of a run in a file counts.
 
-
-def stored_outcome(files: Path | Files, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
-    """Return the outcome of a run if it is stored, see ``read_outcome``.
+    An outcome with the field ``stands_in_for`` was measured before a default of its method changed. It is also found
+    under ``earlier `` and the hash of the run with that method.
 
     Args:
-        files: Folder of the outcomes, or its files.
-        config: Configuration of the run.
-        parent: Configuration of the run that it starts from, or None.
+        folder: Folder of the outcomes; unchanged files are not read again.
+
+    Raises:
+        DataError: If a line cannot be read.
     """
-    return read_outcome(files, run_identity(config, parent))
+    outcomes: dict[str, StoredOutcome] = {}
+    for path in sorted(folder.rglob("*.jsonl")):
+        state = path.stat()
+        changed = state.st_size, state.st_mtime_ns
+        if path not in _parsed or _parsed[path][0] != changed:
+            _parsed[path] = changed, dict(_parse_file(path))
+        outcomes.update(_parsed[path][1])
+    return outcomes
 
 
-def read_outcome(files: Path | Files, run: dict[str, Any]) -> Outcome | None:
-    """Return the outcome of a run if it is stored, see ``write_outcome``.
+def _parse_file(path: Path) -> Iterator[tuple[str, StoredOutcome]]:
+    """Yield the outcomes of a file with their keys; an incomplete last line is still being written, or never will be."""
+    try:
+        *lines, _ = read_file(path).split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            outcome: Outcome = parse_json(line)
+            run = dict(outcome["run"])
+            earlier = {**run, "method": outcome["stands_in_for"]} if "stands_in_for" in outcome else None
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(f"Line {number} of {path} is corrupted. Remove the line to repeat its run.") from error
+        stored = StoredOutcome(path, number, outcome)
+        yield identity_hash(run), stored
+        if earlier is not None:
+            yield EARLIER + identity_hash(earlier), stored
+
+
+def read_outcome(folder: Path, run: dict[str, Any]) -> Outcome | None:
+    """Return the outcome of a run, or None if it is not stored.
 
     Args:
-        files: Folder of the outcomes; when many are read, the result of ``outcome_files``.
+        folder: Folder of the outcomes.
         run: Identity of the run.
 
     Raises:
-        DataError: If the file cannot be read.
+        DataError: If a stored outcome cannot be read.
     """
-    key = identity_hash(run)
-    for path in (outcome_files(files) if isinstance(files, Path) else files).get(key[:DIGITS], ()):
-        try:
-            outcome: Outcome = parse_json(read_file(path))
-            if identity_hash(outcome["run"]) == key:
-                return outcome
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DataError(f"{path} is corrupted. Remove it to repeat the run.") from error
-    return None
+    stored = stored_outcomes(folder).get(identity_hash(run))
+    return None if stored is None else stored.outcome
+
+
+def stored_outcome(folder: Path, config: Experiment, parent: Experiment | None = None) -> Outcome | None:
+    """Return the outcome of a run, or None if it is not stored, see ``read_outcome``.
+
+    Args:
+        folder: Folder of the outcomes.
+        config: Configuration of the run.
+        parent: Configuration of the run that it starts from, or None.
+    """
+    return read_outcome(folder, run_identity(config, parent))

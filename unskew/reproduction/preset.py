@@ -24,6 +24,8 @@ from unskew.errors import ConfigError, first_problem, unknown_name
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The C loader is ten times as fast, if the yaml package includes it."""
 SCALES = ("smoke", "cpu", "paper")
+MARK = " †"
+"""Suffix of rows whose outcomes were measured before a default of their method changed."""
 Options = dict[str, Any]
 
 
@@ -77,6 +79,11 @@ class PresetCell:
         """Return the same run with another seed."""
         parent = self.parent and self.parent.model_copy(update={"seed": seed})
         return replace(self, config=self.config.model_copy(update={"seed": seed}), parent=parent)
+
+
+def without_mark(row: str) -> str:
+    """Return the name of a row in the preset."""
+    return row.removesuffix(MARK)
 
 
 def preset_names() -> list[str]:

@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from unskew.config.experiment import Experiment
-from unskew.reproduction.legacy_outcomes import without_mark
-from unskew.reproduction.preset import Preset, PresetCell, preset_cells
+from unskew.reproduction.preset import Preset, PresetCell, preset_cells, without_mark
 
 STATED = ("data", "model", "clients", "rounds", "target")
 """Settings that a table states if they differ from the paper's."""

@@ -1,7 +1,7 @@
 """Studies: experiments with their own code, as presets ``paper/name.study.yaml``, run by part and by seed.
 
 The fields of a study's class (in ``unskew.reproduction.studies``) are its settings. Each finished part of a seed is
-stored in a file, whose name depends on all inputs of the part.
+stored as an outcome, which is identified by all inputs of the part.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Any, Protocol
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from unskew.engines.cpu import num_cores
 from unskew.errors import ConfigError, DataError, first_problem, unknown_name
 from unskew.option_parsing import build_from_options, import_own
 from unskew.records.recorder import Callback
-from unskew.reproduction.outcomes import Outcome, outcome_files, read_outcome, write_outcome
+from unskew.reproduction.outcomes import Outcome, append_outcome, read_outcome
 from unskew.reproduction.preset import SCALES, Options, presets_named, read_yaml
 from unskew.reproduction.settings import describe_settings
-from unskew.runs.parallel import check_parallel, run_in_pool, run_jobs, run_on_cluster
+from unskew.runs.parallel import num_parallel_jobs, run_in_pool, run_jobs
 from unskew.runs.process_pool import Job
 
 STUDIES = {
@@ -217,13 +216,9 @@ class StudyRuns:
         Yields:
             Outcomes of the parts.
         """
-        check_parallel(parallel)
         wanted = [(part, seed) for seed in seeds for part in self.parts()]
         missing = [cell for cell in wanted if read_outcome(self.results, self.identity(*cell)) is None]
-        if isinstance(parallel, str) and "@" in parallel:
-            at_once: int = run_on_cluster(parallel, len(missing), small=True)
-        else:
-            at_once = min(num_cores() if isinstance(parallel, str) else parallel, len(missing))
+        at_once = num_parallel_jobs(parallel, len(missing))
         if run_in_pool(at_once):
             works = [Job(cell, _beside, cell) for cell in missing]
             for _, (part, seed) in run_jobs(works, at_once, self):
@@ -242,17 +237,16 @@ class StudyRuns:
         run = self.identity(part, seed)
         outcome = read_outcome(self.results, run)
         if outcome is None:
-            write_outcome(self.results, run, {"summary": self.study.run(part, seed)}, indent=None)
+            append_outcome(self.results, self.preset.name, run, {"summary": self.study.run(part, seed)})
             outcome = read_outcome(self.results, run)
         assert outcome is not None
         return outcome
 
     def found(self, seeds: Sequence[int]) -> ByPart:
         """Return stored outcomes without running anything; if there are none, those of the scale's other settings."""
-        files = outcome_files(self.results)
         for _ in range(2):
             by_part = {
-                part: {s: o for s in seeds if (o := read_outcome(files, self.identity(part, s))) is not None}
+                part: {s: o for s in seeds if (o := read_outcome(self.results, self.identity(part, s))) is not None}
                 for part in self.parts()
             }
             by_part = {part: outcomes for part, outcomes in by_part.items() if outcomes}

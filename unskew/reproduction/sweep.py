@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,15 @@ from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
 from unskew.records.result import read_history, read_summary
-from unskew.reproduction.legacy_outcomes import legacy_identity
-from unskew.reproduction.outcomes import Outcome, experiment_hash, outcome_files, store_outcome, stored_outcome
-from unskew.reproduction.preset import Preset, PresetCell, preset_cells
+from unskew.reproduction.outcomes import (
+    EARLIER,
+    Outcome,
+    experiment_hash,
+    store_outcome,
+    stored_outcome,
+    stored_outcomes,
+)
+from unskew.reproduction.preset import MARK, Preset, PresetCell, preset_cells
 from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
@@ -25,14 +32,17 @@ from unskew.runs.validation import resolve_run
 
 Sources = tuple[str, str | None, int | str | None, str | None]
 """Data of a run and of its server, with their paths."""
+Places = tuple[Path, Path, str]
+"""Folder for run folders, folder of the outcomes, and name of the table."""
 Follow = Callable[[str, bool], Sequence[Callback]]
 """Returns the callbacks of a run for its title and whether it is only the common part of other runs."""
 
 
+@dataclass
 class Sweep:
     """Runs of one table.
 
-    Args:
+    Attributes:
         preset: Preset of the table.
         scale: ``smoke``, ``cpu`` or ``paper``.
         runs: Folder for run folders, which may be removed afterwards.
@@ -42,31 +52,20 @@ class Sweep:
         columns: Columns to run; None for all.
         follow: Creates the callbacks of a run.
         warn: Receives a sentence about rows whose data are not available.
+        otherwise: Whether the scale's settings for unavailable data are used.
     """
 
-    def __init__(
-        self,
-        preset: Preset,
-        scale: str,
-        runs: Path,
-        results: Path,
-        extra: dict[str, Any],
-        rows: Sequence[str] | None = None,
-        columns: Sequence[str] | None = None,
-        follow: Follow = lambda title, common: (),
-        warn: Callable[[str], object] = lambda text: None,
-    ):
-        self.preset = preset
-        self.scale = scale
-        self.runs = runs
-        self.results = results
-        self.extra = extra
-        self.rows = rows
-        self.columns = columns
-        self.follow = follow
-        self.warn = warn
-        self.otherwise = False
-        self._last = FederationCache()
+    preset: Preset
+    scale: str
+    runs: Path
+    results: Path
+    extra: dict[str, Any]
+    rows: Sequence[str] | None = None
+    columns: Sequence[str] | None = None
+    follow: Follow = lambda title, common: ()
+    warn: Callable[[str], object] = lambda text: None
+    otherwise: bool = field(default=False, init=False)
+    _last: FederationCache = field(default_factory=FederationCache, init=False)
 
     def cells(self, seed: int) -> list[PresetCell]:
         """Return the chosen runs for a seed."""
@@ -116,7 +115,7 @@ class Sweep:
         works = [] if parallel == 1 else self._works(table)
         at_once = num_parallel_runs(parallel, [work.arguments[0] for work in works], size)
         if run_in_pool(at_once):
-            for _ in run_jobs(works, at_once, (self.runs, self.results)):
+            for _ in run_jobs(works, at_once, (self.runs, self.results, self.preset.name)):
                 pass
         for cell in table:
             yield cell, self._outcome(cell)
@@ -140,14 +139,14 @@ class Sweep:
 
     def found(self, seeds: Sequence[int]) -> Iterator[tuple[PresetCell, Outcome]]:
         """Yield runs with a stored outcome, or with one of the same run before a default changed; nothing is run."""
-        files, cells = outcome_files(self.results), self.cells(0)
+        stored, cells = stored_outcomes(self.results), self.cells(0)
         for seed in seeds:
             for cell in (cell.of_seed(seed) for cell in cells):
-                for identity in filter(None, (cell, legacy_identity(cell))):
-                    outcome = stored_outcome(files, identity.config, identity.parent)
-                    if outcome is not None:
-                        yield identity, outcome
-                        break
+                key = experiment_hash(cell.config, cell.parent)
+                if key in stored:
+                    yield cell, stored[key].outcome
+                elif EARLIER + key in stored:
+                    yield replace(cell, row=cell.row + MARK), stored[EARLIER + key].outcome
 
     def folder(self, cell: PresetCell) -> Path | None:
         """Return the folder of a cell's finished run, if it still exists."""
@@ -170,8 +169,7 @@ class Sweep:
             ConfigError: If a method does not fit, or no source is available.
             DataError: If no source is available.
         """
-        files = outcome_files(self.results)
-        open_ = [cell for cell in self.cells(seed) if stored_outcome(files, cell.config, cell.parent) is None]
+        open_ = [cell for cell in self.cells(seed) if stored_outcome(self.results, cell.config, cell.parent) is None]
         sizes, errors = dict[Sources, int](), dict[Sources, DataError | ConfigError]()
         for cell in open_:
             sources = sources_of(cell)
@@ -220,7 +218,7 @@ class Sweep:
 
     def _run(self, config: Experiment, parent: Experiment | None, title: str, common: bool = False) -> Path:
         callbacks = partial(self._followers, title, common)
-        return run_cell((self.runs, self.results), self._last, config, parent, callbacks)
+        return run_cell((self.runs, self.results, self.preset.name), self._last, config, parent, callbacks)
 
 
 def sources_of(cell: PresetCell) -> Sources:
@@ -230,7 +228,7 @@ def sources_of(cell: PresetCell) -> Sources:
 
 
 def run_cell(
-    folders: tuple[Path, Path],
+    places: Places,
     data: FederationCache,
     config: Experiment,
     parent: Experiment | None,
@@ -239,13 +237,13 @@ def run_cell(
     """Run an experiment in its folder unless it is finished, store its outcome and return the folder.
 
     Args:
-        folders: Folder for run folders, and folder of the outcomes.
+        places: Folder for run folders, folder of the outcomes, and name of the table.
         data: Cache of federations.
         config: Configuration of the run.
         parent: Configuration of the run that it starts from, or None.
         follow: Creates the callbacks if the run is executed.
     """
-    runs, results = folders
+    runs, results, table = places
     folder, shared = runs / experiment_hash(config, parent), runs / SYNTHETIC
     if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
         history, summary = read_history(folder), read_summary(folder)
@@ -257,12 +255,10 @@ def run_cell(
         else:
             result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks, shared=shared)
         history, summary = result.history, result.summary
-    store_outcome(results, config, parent, history, summary)
+    store_outcome(results, table, config, parent, history, summary)
     return folder
 
 
-def _beside(
-    folders: tuple[Path, Path], config: Experiment, parent: Experiment | None, callbacks: list[Callback]
-) -> None:
+def _beside(places: Places, config: Experiment, parent: Experiment | None, callbacks: list[Callback]) -> None:
     """Run an experiment in a worker process, which stores its outcome."""
-    run_cell(folders, last, config, parent, lambda: callbacks)
+    run_cell(places, last, config, parent, lambda: callbacks)

@@ -11,9 +11,8 @@ from unskew.comparison.summary_statistics import mean_std
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
 from unskew.records.recorder import first_reaching
-from unskew.reproduction.legacy_outcomes import without_mark
 from unskew.reproduction.outcomes import Outcome
-from unskew.reproduction.preset import Preset, PresetCell
+from unskew.reproduction.preset import MARK, Preset, PresetCell, without_mark
 from unskew.reproduction.settings import has_same_model, other_setting, published_settings
 from unskew.tasks.intervals import interval95
 
@@ -312,6 +311,16 @@ def signed_difference(mean: float, std: float, count: int, digits: int, seeds: i
     """
     spread = f" ± {std:.{digits}f}" if count > 1 else ""
     return f"{mean:+.{digits}f}{spread}" + (f" ({count} of {seeds})" if count < seeds else "")
+
+
+def footnotes(outcomes: Iterable[tuple[PresetCell, Outcome]]) -> list[str]:
+    """Return the explanations of a table's marked rows.
+
+    Args:
+        outcomes: Cells with the outcomes of their runs.
+    """
+    differences = (outcome["difference"] for cell, outcome in outcomes if cell.row.endswith(MARK))
+    return [f"{MARK.strip()} Measured with an earlier default: {text}." for text in dict.fromkeys(differences)]
 
 
 def as_json(table: list[TableEntry]) -> list[dict[str, Any]]:

@@ -110,6 +110,22 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
     return 1 if alone else min(num_cores(), len(configs))
 
 
+def num_parallel_jobs(parallel: int | str, jobs: int) -> int:
+    """Return the number of small jobs that run at the same time.
+
+    Args:
+        parallel: Requested number, ``auto`` for one per core, or ``N@HOST:PORT`` on a Ray cluster.
+        jobs: Number of jobs.
+
+    Raises:
+        ConfigError: If ``parallel`` is not valid.
+    """
+    check_parallel(parallel)
+    if isinstance(parallel, str) and "@" in parallel:
+        return run_on_cluster(parallel, jobs, small=True)
+    return min(num_cores() if isinstance(parallel, str) else parallel, jobs)
+
+
 def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> ParallelOn:
     """Return the number of parallel runs on a cluster.
 

@@ -237,7 +237,7 @@ def declared_kind(column: Any, name: str, choice: ColumnSelection) -> str | None
     if name in choice.dates:
         if not is_date(column.type) and not (choice.agreed and is_empty(column.type)):
             present = column.drop_null()
-            values = f"{present[0].as_py()!r}, which is no date" if len(present) else str(column.type)
+            values = f"{present[0].as_py()!r}, which is not a date" if len(present) else str(column.type)
             reason = f" ({why})" if is_string(column.type) and (why := why_text(column)) else ""
             raise DataError(
                 f"The column {name!r} in dates contains {values}{reason}. Write dates as 2024-01-31, or set csv.dates to "

@@ -1,0 +1,1 @@
+"""The same work in other libraries: ``python -m speed.peers``. One module a library, run in its own interpreter."""
