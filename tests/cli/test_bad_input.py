@@ -105,7 +105,10 @@ OPTIONS = [
     ("--device cpu:1", "device='cpu:1' is not valid: the devices of this machine are"),
     ("--device cuda:99", "device 'cuda:99' is not available here"),
     # methods that would do nothing in so few rounds
-    ("--method fedcog", "fedcog would have no effect: with start_round=50 it acts only after 50 rounds, and the run has 1"),
+    (
+        "--method fedcog",
+        "fedcog would have no effect: with start_round=50 it acts only after 50 rounds, and the run has 1",
+    ),
     ("--method scaffold+fedcog-authors:start_round=1", "or more rounds"),
     ("--method dense:start_round=1", "dense would have no effect"),
     ("--method fedals:auto --set momentum=0.9", "fedals:auto would have no effect: with longest=50"),
