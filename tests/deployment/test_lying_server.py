@@ -17,14 +17,14 @@ from test_masked import FOUR, close, lost
 
 import unskew
 from unskew.config.loader import experiment
-from unskew.deployment.secagg import client as secagg_client
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.client import SecAggClient
 from unskew.deployment.secagg.fixed_point import dequantize
 from unskew.deployment.secagg.roster import SigningIdentity, read_roster
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.run import resume, run
+from unskew.deployment.site import masking as secagg_client
 from unskew.deployment.site.ledger import DataLedger
+from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import BroadcastDigest
 from unskew.errors import EngineError, UnskewError

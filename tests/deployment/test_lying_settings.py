@@ -16,18 +16,19 @@ from test_faults import with_patience
 
 import unskew
 from unskew.config.loader import experiment
+from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
+from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.flower.project_files import init_project
-from unskew.deployment.secagg.client import SecAggClient
-from unskew.deployment.secagg.engine import MaskedEngine
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, is_in_range, quantize, step_size
 from unskew.deployment.server import sites as sites_module
 from unskew.deployment.server.audit_log import read_events
 from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.run import run
 from unskew.deployment.site import process, trainer
 from unskew.deployment.site.check import check_site
+from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.state import SiteState
-from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema, experiment_digest
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import BroadcastDigest, broadcast_digest, parameter_spans
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record

@@ -13,13 +13,14 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.task_options import apply_task_options
-from unskew.deployment.secagg.engine import check_maskable
+from unskew.deployment.common.agreement import experiment_digest
+from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.server.column_statistics import collect_global_stats
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.data_exchange import federation_of_sites, remote_client, request_all
+from unskew.deployment.server.masked_engine import check_maskable
 from unskew.deployment.server.membership import check_late_joining
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.wire.data_schema import DataSchema, experiment_digest
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError
 from unskew.methods.dp_sites import site_noise

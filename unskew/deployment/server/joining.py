@@ -9,18 +9,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from unskew.deployment.common.agreement import NAME, SKEW, software_versions
 from unskew.deployment.flower.grid_bridge import LinkClosedError
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.data_exchange import MOST
 from unskew.deployment.server.sites import FAILURES, retry_delay
-from unskew.deployment.site.config import NAME
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 from unskew.errors import ConfigError, EngineError, UnskewError
-from unskew.version import __version__
 
 if TYPE_CHECKING:
     from unskew.deployment.server.sites import SiteManager
@@ -29,19 +26,8 @@ POLL = 0.2
 """Seconds between two checks for new sites."""
 REPORT = 30.0
 """Seconds between two reports on missing sites."""
-SKEW = 300.0
-"""Clock difference in seconds above which a warning is shown."""
 AGAIN = 30.0
 """Seconds after which a rejected node is asked again, because its site may have been corrected."""
-
-
-def software_versions() -> dict[str, str]:
-    """Return the versions of unskew and PyTorch and the CPU's vector instructions, which determine a result bit for bit."""
-    return {
-        "unskew": __version__,
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
 
 
 @dataclass

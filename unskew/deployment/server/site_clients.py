@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
-from unskew.deployment.secagg.engine import MaskedEngine
 from unskew.deployment.server.async_engine import AsyncFlowerEngine
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
+from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.messages import WireContext

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from unskew.deployment.common.agreement import PROTOCOL
 from unskew.deployment.flower.grid_bridge import GridBridge, LinkClosedError
 from unskew.deployment.server.audit_log import AuditLog
-from unskew.deployment.wire.data_schema import PROTOCOL
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 from unskew.errors import ConfigError, EngineError, UnskewError

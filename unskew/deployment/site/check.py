@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import ssl
+import stat
 import subprocess
 import tempfile
 import time
@@ -16,16 +17,14 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.flower.project_files import is_private
-from unskew.deployment.secagg.roster import load_identity
-from unskew.deployment.server.column_statistics import describe_sums
-from unskew.deployment.server.joining import SKEW
-from unskew.deployment.site.config import SiteConfig, load_site_config, read_experiments
-from unskew.deployment.site.data import load_site_data, own_split, reference_schema, schema_from_own_data
+from unskew.deployment.common.agreement import SKEW, experiment_digest
+from unskew.deployment.common.data_schema import read_schema, reference_schema
+from unskew.deployment.site.column_statistics import describe_sums
+from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config, read_experiments
+from unskew.deployment.site.data import load_site_data, own_split, schema_from_own_data
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
 from unskew.deployment.site.trainer import SiteTrainer
-from unskew.deployment.wire.data_schema import experiment_digest, read_schema
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import encode_broadcast, encode_update
 from unskew.errors import ConfigError, UnskewError
@@ -176,6 +175,11 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
     finally:
         work.config = before
     return request, answered
+
+
+def is_private(path: Path) -> bool:
+    """Return whether only its owner can read a file."""
+    return not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def _key(site: SiteConfig, folder: Path) -> Iterator[Finding]:

@@ -18,18 +18,18 @@ from types import FrameType
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.secagg.client import PHASES, SecAggClient
-from unskew.deployment.secagg.roster import load_identity
-from unskew.deployment.server.column_statistics import site_squares, site_sums
-from unskew.deployment.server.joining import software_versions
-from unskew.deployment.site.config import SiteConfig, agreed_experiments, load_site_config
-from unskew.deployment.site.data import SiteData, load_site_data, own_split, reference_schema
+from unskew.deployment.common.agreement import PROTOCOL, software_versions
+from unskew.deployment.common.data_schema import DataSchema, read_schema, reference_schema
+from unskew.deployment.secagg.protocol import PHASES
+from unskew.deployment.site.column_statistics import site_squares, site_sums
+from unskew.deployment.site.config import SiteConfig, agreed_experiments, load_identity, load_site_config
+from unskew.deployment.site.data import SiteData, load_site_data, own_split
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
+from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
 from unskew.deployment.site.trainer import SiteTrainer, size_report
-from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema, read_schema
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record

@@ -10,13 +10,15 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.secagg.client import LEAST, SecAggClient
+from unskew.deployment.common.client_view import SingleClientView
+from unskew.deployment.common.data_schema import DataSchema
+from unskew.deployment.secagg.protocol import LEAST
 from unskew.deployment.site.config import SiteConfig
-from unskew.deployment.site.data import SingleClientView, SiteData
+from unskew.deployment.site.data import SiteData
 from unskew.deployment.site.ledger import DataLedger
+from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
-from unskew.deployment.wire.data_schema import DataSchema
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import (
     WireContext,

@@ -13,7 +13,8 @@ import numpy as np
 from torch import Tensor
 
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.client import (
+from unskew.deployment.secagg.fixed_point import SumPart, dequantize, step_size
+from unskew.deployment.secagg.protocol import (
     LEAST,
     parse_json_field,
     parts_as_text,
@@ -21,7 +22,6 @@ from unskew.deployment.secagg.client import (
     threshold,
     view_digest,
 )
-from unskew.deployment.secagg.fixed_point import SumPart, dequantize, step_size
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
