@@ -22,8 +22,9 @@ from test_flower import FLOWER as FLOWER_PROGRAMS
 from test_flower import environment, real
 
 from unskew.deployment.flower.grid_bridge import GridBridge, LinkClosedError
-from unskew.deployment.server import sites as sites_module
-from unskew.deployment.server.config import Deployment
+from unskew.deployment.server import round_requests
+from unskew.deployment.server.config import Deployment, RoundPolicy
+from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.control import ControlSocket
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.site import process as site_module
@@ -47,7 +48,7 @@ class Recorded:
     """A finished run: its messages, and the functions with which the server reads replies."""
 
     def __init__(self, folder, values, monkeypatch):
-        self.takes, ask = {}, SiteManager.ask
+        self.takes, ask = {}, round_requests.ask_sites
 
         def asked(sites, requests, round, take, *rest, **options):
             kind = next((frame.kind for frame in requests.values()), "")
@@ -60,11 +61,12 @@ class Recorded:
             return ask(sites, requests, round, taken, *rest, **options)
 
         with monkeypatch.context() as patched:
-            patched.setattr(SiteManager, "ask", asked)
-            patched.setattr(sites_module, "POLL", 0.001)
+            patched.setattr(round_requests, "ask_sites", asked)
+            patched.setattr(round_requests, "POLL", 0.001)
             deployment = Deployment(run="0123456789abcdef", startup_timeout=60)
             _, self.place = deployed(folder, LoopPlace(folder, {**TINY, **values}), deployment, **values)
-        self.sites.audit, self.sites.warn = None, lambda text: None
+        self.sites.audit = None
+        self.sites.warn_with(lambda text: None)
         self.site = self.place.sites[0]
         self.requests = [frame for client, frame in self.place.link.sent if client == 0]
 
@@ -275,7 +277,7 @@ def test_a_message_whose_arrays_arrive_too_slowly_does_not_block_a_site(tmp_path
 
 
 def test_the_control_socket_replies_after_mutated_messages(tmp_path):
-    sites = SiteManager(None, lambda: None, "0", {}, sites_module.RoundPolicy(), lambda text: None)
+    sites = SiteManager(SiteConnection(None, lambda: None, "0", {}), 0, RoundPolicy(), lambda text: None)
     control = ControlSocket(tmp_path, sites, lambda excluded: None)
     path = control._listener.getsockname()
     mutator = Mutator([Frame("status"), Frame("stop", {"now": True}), Frame("exclude", {"site": "a"})], seed=2)

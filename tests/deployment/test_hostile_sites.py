@@ -12,10 +12,9 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from support.slow import slow_but
 from test_equal import BODY, FULL_BATCHES, QUICK, SERVER_DATA
 
-from unskew.deployment.server import sites as sites_module
-from unskew.deployment.server.config import Deployment
+from unskew.deployment.server import round_requests
+from unskew.deployment.server.config import Deployment, RoundPolicy
 from unskew.deployment.server.run import resume
-from unskew.deployment.server.sites import RoundPolicy
 from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.tensor_codec import decode_tensor, encode_tensor
 from unskew.methods.registry import METHODS
@@ -28,8 +27,8 @@ OTHER_TYPE |= {"bfloat16": "int16", "float64": "int64", "int64": "float64", "boo
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.001)
-    monkeypatch.setattr(sites_module, "PAUSE", 0.001)
+    monkeypatch.setattr(round_requests, "POLL", 0.001)
+    monkeypatch.setattr(round_requests, "PAUSE", 0.001)
 
 
 # ---- ways to spoil a reply ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.flower.project_files import init_project
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, is_in_range, quantize, step_size
-from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.audit_log import read_events
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.masked_engine import MaskedEngine
@@ -43,7 +43,7 @@ NOISE = "dp:noise=4,clip=1,adaptive=false,noise_at=sites,honest=3"
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
 
 
 def cosine(one, other):

@@ -6,10 +6,9 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from test_faults import trained
 
 import unskew
+from unskew.deployment.server import connection, round_requests
 from unskew.deployment.server import engine as engine_module
-from unskew.deployment.server import sites as sites_module
-from unskew.deployment.server.config import Deployment
-from unskew.deployment.server.sites import RoundPolicy
+from unskew.deployment.server.config import Deployment, RoundPolicy
 from unskew.errors import ConfigError, EngineError
 
 LATE = {"rounds": 5, "eval_clients": 0}
@@ -17,8 +16,8 @@ LATE = {"rounds": 5, "eval_clients": 0}
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
-    monkeypatch.setattr(sites_module, "NODES", 0.0)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
+    monkeypatch.setattr(connection, "NODES", 0.0)
 
 
 def deployment(**options):

@@ -167,9 +167,8 @@ def run(
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.folder_name import folder_name
     from unskew.deployment.flower.superlinks import RunLocation
-    from unskew.deployment.server.config import Deployment
+    from unskew.deployment.server.config import Deployment, RoundPolicy
     from unskew.deployment.server.run import run as run_deployed
-    from unskew.deployment.server.sites import RoundPolicy
 
     location = RunLocation(local, folder, superlink)
     location.check()

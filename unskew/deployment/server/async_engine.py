@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unskew.deployment.server.engine import FlowerEngine, tensor_norms
-from unskew.deployment.server.sites import PendingRequests, RoundWait
+from unskew.deployment.server.round_requests import PendingRequests, RoundWait
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import encode_broadcast
 from unskew.protocol.messages import Broadcast, Update
@@ -45,7 +45,7 @@ class AsyncFlowerEngine(FlowerEngine):
                 self.talk.drop(client)
                 self.flying.pop(client)
                 self.server.lost(client)
-            sites.pending = {*self.talk.requests}
+            sites.await_replies(self.talk.requests)
             sites.check_stopped()
             answers = self.talk.step()
             for client, update in answers:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.placeholder import placeholder_upload
 from unskew.deployment.server.sites import SiteManager
@@ -147,8 +148,8 @@ class FlowerEngine:
         round = str(broadcasts[0].round + 1) if broadcasts else ""
         arrived = ArrivedUpdates(self.setup.device, self.folder)
         norms = {}
-        for client, update in self.sites.ask(
-            requests, round, lambda client, frame: self.taken(by_client[client], frame)
+        for client, update in round_requests.ask_sites(
+            self.sites, requests, round, lambda client, frame: self.taken(by_client[client], frame)
         ):
             norms[client] = tensor_norms(update)
             arrived.put(update)
@@ -279,7 +280,7 @@ class FlowerEngine:
                 scores[f"{which}loss"] = read_metric(frame.figures, f"{which}loss")
             return scores
 
-        return dict(sorted(self.sites.ask(requests, "scores", take)))
+        return dict(sorted(round_requests.ask_sites(self.sites, requests, "scores", take)))
 
     def figures(self) -> dict[str, Any]:
         """Return the engine's round metrics; none for this engine."""

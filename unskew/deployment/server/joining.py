@@ -7,20 +7,18 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unskew.deployment.common.agreement import NAME, SKEW, software_versions
 from unskew.deployment.flower.grid_bridge import LinkClosedError
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.data_exchange import MOST
-from unskew.deployment.server.sites import FAILURES, retry_delay
+from unskew.deployment.server.round_requests import FAILURES, retry_delay
+from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 from unskew.errors import ConfigError, EngineError, UnskewError
-
-if TYPE_CHECKING:
-    from unskew.deployment.server.sites import SiteManager
 
 POLL = 0.2
 """Seconds between two checks for new sites."""
@@ -36,7 +34,6 @@ class SiteRegistry:
 
     Attributes:
         sites: Sites of the run; admitted ones are added.
-        clients: Number of clients of the experiment.
         rounds: Number of rounds of the run.
         seconds: Time to live of a message, and timeout of ``wait_for_sites``.
         check: Validates a site's data report; raises ``InvalidMessageError`` or ``ConfigError``.
@@ -48,7 +45,6 @@ class SiteRegistry:
     """
 
     sites: SiteManager
-    clients: int
     rounds: int
     seconds: float
     check: Callable[[int, Frame], Any] = lambda client, frame: None
@@ -80,13 +76,12 @@ class SiteRegistry:
                 if time.monotonic() < self._again.get(node, 0.0):
                     continue
                 self._known.add(node)
-                self._asked[sites.push(node, Frame("hello", {"challenge": self.challenge}), "hello", self.seconds)] = (
-                    node
-                )
-            answers = sites.link.pull(list(self._asked)) if self._asked else []
+                hello = Frame("hello", {"challenge": self.challenge})
+                self._asked[sites.connection.push(node, hello, "hello", self.seconds)] = node
+            answers = sites.connection.pull(list(self._asked))
         except LinkClosedError as error:
             sites.warn(str(error))
-            sites.reconnect()
+            sites.connection.reopen()
             self._known, self._asked = set(sites.nodes.values()), {}
             return {}
         joined = {}
@@ -109,16 +104,10 @@ class SiteRegistry:
                 self._known.discard(node)
                 continue
             self.rejected.pop(node, None)
-            sites.nodes[client] = node
-            sites.names[client] = str(frame.config["name"])
             joined[client] = frame
             self.failures.pop(node, None)
-            contact = sites.contact(client)
-            contact.connected, contact.since = True, time.time()
-            contact.seen, contact.error = contact.since, ""
-            contact.version = printable(frame.config.get("unskew", ""))[:40]
-            contact.key = printable(frame.config.get("key", ""))[:80]
-            sites.log("joined", client, version=contact.version)
+            version, key = (printable(frame.config.get(name, "")) for name in ("unskew", "key"))
+            sites.admit(client, node, str(frame.config["name"]), version[:40], key[:80])
         return joined
 
     def _failed(self, node: int, reason: str) -> None:
@@ -137,8 +126,9 @@ class SiteRegistry:
     def missing(self, found: Collection[int]) -> str:
         """Describe which sites are connected, which are missing, and why."""
         names = ", ".join(self.sites.name(k) for k in sorted(found)) or "none"
-        absent = ", ".join([str(k) for k in range(self.clients) if k not in found][:20])
-        silent = self.sites.connected(REPORT) - {self.sites.nodes[k] for k in found}
+        absent = ", ".join([str(k) for k in range(len(self.sites.sites)) if k not in found][:20])
+        nodes = self.sites.nodes
+        silent = self.sites.connected(REPORT) - {nodes[k] for k in found}
         texts = [f"Connected: {names}. Missing clients: {absent}."]
         if silent - self.rejected.keys():
             texts.append(
@@ -161,18 +151,19 @@ class SiteRegistry:
             )
         if not 0 < examples <= MOST:
             raise InvalidMessageError(f"{name} reports {examples} samples; a site must have 1 to {MOST}")
-        if client >= self.clients:
-            raise ConfigError(f"A site reports to be client {client}, but the experiment has {self.clients}, from 0.")
+        clients = len(sites.sites)
+        if client >= clients:
+            raise ConfigError(f"A site reports to be client {client}, but the experiment has {clients}, from 0.")
         proof = ["hello", sites.run, self.challenge, client]
         if self.roster and not is_signed(self.roster, client, proof, frame.config.get("signature")):
             raise ConfigError(
                 f"{name} reports to be client {client}, but its signature does not match the roster's key of this client. "
                 "Compare signing.pub and roster.txt at the site with the server's roster.txt."
             )
-        if client in sites.names:
+        if other := sites.sites[client].site:
             raise ConfigError(
-                f"Two sites report to be client {client}: {sites.names[client]} and {name}. Set a different client number "
-                "in each site.yaml."
+                f"Two sites report to be client {client}: {other} and {name}. Set a different client number in each "
+                "site.yaml."
             )
         agreed = read_integer(frame.config, "rounds")
         if agreed < self.rounds:
@@ -224,7 +215,7 @@ def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
         present |= door.step()
         if len(present) >= quorum:
             return dict(sorted(present.items()))
-        if len(door.rejected.keys() & door.sites.connected()) >= door.clients:
+        if len(door.rejected.keys() & door.sites.connected()) >= len(door.sites.sites):
             raise ConfigError(next(iter(door.rejected.values())))
         door.sites.check_stopped()
         now = time.monotonic()

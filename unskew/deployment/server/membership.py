@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from unskew.data.federation import Federation
-from unskew.deployment.server import sites as waiting
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.data_exchange import remote_client
 from unskew.deployment.server.joining import SiteRegistry
 from unskew.deployment.server.sites import SiteManager
@@ -45,7 +45,7 @@ class Membership:
 
     def away(self) -> set[int]:
         """Return the clients whose site is missing or excluded."""
-        return {*range(self.door.clients)} - self.there()
+        return {*range(len(self.sites.sites))} - self.there()
 
     def wait(self) -> None:
         """Admit new sites, and wait until enough are present.
@@ -60,14 +60,14 @@ class Membership:
             self.count = len(self.there())
             if self.count >= self.quorum:
                 return
-            if self.door.clients - len(self.sites.excluded) < self.quorum:
+            if len(self.sites.sites) - len(self.sites.excluded) < self.quorum:
                 raise EngineError(f"Too many sites are excluded to reach the quorum of {self.quorum} (--quorum).")
-            if time.monotonic() - heard > waiting.SILENCE:
+            if time.monotonic() - heard > round_requests.SILENCE:
                 heard = time.monotonic()
                 self.sites.warn(
                     f"{self.count} of at least {self.quorum} sites are connected. {self.door.missing(self.there())}"
                 )
-            time.sleep(waiting.POLL)
+            time.sleep(round_requests.POLL)
 
     def _welcome(self) -> None:
         clients: Any = self.federation.clients

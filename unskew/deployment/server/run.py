@@ -17,6 +17,7 @@ from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.secagg.roster import FILE
 from unskew.deployment.server.audit_log import AuditLog
 from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.control import ControlSocket
 from unskew.deployment.server.data_exchange import run_data_rules
 from unskew.deployment.server.handshake import (
@@ -148,10 +149,13 @@ def _carried_out(
         link = superlink.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
         reopen = partial(superlink.reopen, deployment.startup_timeout)
         sites = SiteManager(
-            link, reopen, deployment.run, about, deployment.round_policy, partial(notify_warning, callbacks)
+            SiteConnection(link, reopen, deployment.run, about),
+            total,
+            deployment.round_policy,
+            partial(notify_warning, callbacks),
+            within.enter_context(closing(AuditLog(folder))),
+            deployment.excluded,
         )
-        sites.total, sites.barred = total, {*deployment.excluded}
-        sites.audit = within.enter_context(closing(AuditLog(folder)))
         within.enter_context(closing(ControlSocket(folder, sites, partial(deployment.write_excluded, folder))))
         roster = superlink.roster()
         if config.secure_aggregation == "required" and not {*range(total)} <= {*roster}:
@@ -161,7 +165,6 @@ def _carried_out(
             )
         door = SiteRegistry(
             sites,
-            total,
             config.rounds,
             deployment.startup_timeout,
             report_validator(reference, spec),
@@ -170,9 +173,7 @@ def _carried_out(
             roster,
         )
         frames = wait_for_sites(door, total if deployment.quorum is None else deployment.quorum)
-        federation, spec = agree_on_data_and_model(
-            config, deployment, method, drawn, reference, spec, frames, sites, total
-        )
+        federation, spec = agree_on_data_and_model(config, deployment, method, drawn, reference, spec, frames, sites)
         terms = WireContext(method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6))
         prepared = run_data_rules(
             method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm, spec

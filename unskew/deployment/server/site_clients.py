@@ -110,11 +110,7 @@ class SiteClients(SimulatedClients):
         self.sites = sites
         self.complete = True  # whether the whole model is averaged in this round
 
-        def warn(text: str) -> None:
-            sites.last_warning = text
-            parts.recorder.warn(text)
-
-        sites.warn = warn
+        sites.warn_with(parts.recorder.warn)
 
     def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
         """Return the engine that trains at the sites."""
@@ -147,9 +143,9 @@ class SiteClients(SimulatedClients):
         """Log the start of the run, or its resumption after ``start`` rounds."""
         if start < self.parts.config.rounds:
             self.parts.server.mean = None  # it is outdated if the run was extended
-        self.sites.round = start
+        self.sites.begin_round(start)
         self.sites.log("resumed" if start else "started")
-        self.sites.round = start + 1
+        self.sites.begin_round(start + 1)
 
     def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
         """Log the updates skipped in round ``t``, and the digest of its model."""
@@ -165,7 +161,7 @@ class SiteClients(SimulatedClients):
             self.sites.log("finished")
             return
         self.sites.check_stopped(between_rounds=True)
-        self.sites.round = t + 2
+        self.sites.begin_round(t + 2)
 
     def saved(self, rounds: int) -> None:
         """Log a checkpoint."""
