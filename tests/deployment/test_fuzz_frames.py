@@ -27,7 +27,7 @@ from unskew.deployment.server.config import Deployment, RoundPolicy
 from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.control import ControlSocket
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.site import process as site_module
+from unskew.deployment.site import listener
 from unskew.deployment.wire.frames import Frame, FrameError, decode, receive
 from unskew.errors import UnskewError
 
@@ -203,7 +203,7 @@ def test_bytes_that_do_not_arrive_take_no_memory():
 
 def listening(site):
     path = site.config.path("socket", site.folder)
-    threading.Thread(target=site.serve, daemon=True).start()
+    threading.Thread(target=listener.serve, args=(site,), daemon=True).start()
     while not path.exists():
         pass
     return path
@@ -245,17 +245,16 @@ def test_an_error_at_a_connection_does_not_end_a_site(tmp_path, monkeypatch):
     lines = []
     site.log = lines.append
     path = listening(site)
-    serve_one = type(site)._serve_one
-    monkeypatch.setattr(type(site), "_serve_one", lambda *_: {}["a"])
-    assert exchange(path, b"x") is None
-    monkeypatch.setattr(type(site), "_serve_one", serve_one)
+    with monkeypatch.context() as patched:
+        patched.setattr(listener, "serve_connection", lambda *_: {}["a"])
+        assert exchange(path, b"x") is None
     assert exchange(path, on_the_wire(*to_bytes(Frame("shell")))).kind == "refused"
     assert any("KeyError" in line for line in lines)
 
 
 def test_a_message_whose_arrays_arrive_too_slowly_does_not_block_a_site(tmp_path, monkeypatch):
     """The deadline is one of the whole message, which single bytes do not extend."""
-    monkeypatch.setattr(site_module, "MESSAGE_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "MESSAGE_SECONDS", 0.3)
     path = listening(LoopPlace(tmp_path, TINY).sites[0])
     header = b'{"kind":"a","config":{},"figures":{},"arrays":[["a","uint8",[1000000],1000000]]}'
     ended = threading.Event()

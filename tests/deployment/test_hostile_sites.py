@@ -353,8 +353,10 @@ def test_a_run_whose_times_are_not_numbers_finishes_and_is_resumed(tmp_path, mon
     assert result.history[-1]["train_seconds"] is None
     assert math.isfinite(result.summary["client_seconds"])
     for site in runs.place.sites:  # their administrators agree to a further round
-        further = {digest: config.model_copy(update={"rounds": 3}) for digest, config in site.experiments.items()}
-        site.experiments, site._work = further, None
+        further = {
+            digest: config.model_copy(update={"rounds": 3}) for digest, config in site.experiments.configs.items()
+        }
+        site.experiments.configs, site.experiments._trainer = further, None
     resumed = resume(runs.folder_of_run, place=runs.place, tell=lambda text: None, rounds=3)
     assert resumed.summary["rounds"] == 3
 

@@ -27,6 +27,7 @@ from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.run import run
 from unskew.deployment.site import process, trainer
 from unskew.deployment.site.check import check_site
+from unskew.deployment.site.experiments import SiteExperiments
 from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.state import SiteState
 from unskew.deployment.wire.frames import Frame
@@ -132,7 +133,7 @@ def test_equal_bytes_at_other_parameters_or_of_another_type_are_not_equal_models
     place = LoopPlace(tmp_path, values)
     run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     frame = next(frame for _, frame in place.link.sent if frame.kind == "train")
-    terms = place.sites[0]._work[1].terms
+    terms = place.sites[0].experiments._trainer[1].terms
     half = terms.spec.size // 2
     v = decode_record(frame, "model")["v"][:half]
     c = next(name for name in frame.arrays if name.startswith("download"))
@@ -150,7 +151,7 @@ def test_equal_bytes_at_other_parameters_or_of_another_type_are_not_equal_models
 def test_without_the_comparison_they_do(own_data, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "broadcast_digest", lambda *_: BroadcastDigest("same", "same", {}))
     monkeypatch.setattr(process, "check_settings", lambda *_: None)
-    monkeypatch.setattr(process.SiteProcess, "_check_schema", lambda *_: None)
+    monkeypatch.setattr(SiteExperiments, "check_schema", lambda *_: None)
     lie = changed(weights=json.dumps([1e-30] * 3)) if own_data else WEIGHTS
     assert isolated(tmp_path, monkeypatch, 5, lie, own_data) > 0.9999
 
@@ -245,7 +246,7 @@ def test_slices_that_overlap_others_are_rejected(tmp_path):
     place = LoopPlace(tmp_path, values)
     run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     frame = next(frame for _, frame in place.link.sent if frame.kind == "train")
-    terms = place.sites[0]._work[1].terms
+    terms = place.sites[0].experiments._trainer[1].terms
     known = broadcast_digest(frame, terms, {}, "").known
     v = decode_record(frame, "model")["v"][1:3]
     part = replace(
@@ -490,7 +491,7 @@ def test_a_round_with_private_noise_has_one_reply(tmp_path):
     def asks(client, asked, answer):
         if asked.kind == "train" and client == 0:
             site = place.sites[0]
-            site._work = None  # as after a restart
+            site.experiments._trainer = None  # as after a restart
             again = site.answer(replace(asked, config={**asked.config, "attempt": 99}))
             assert {n: b.data for n, b in again.arrays.items()} == {n: b.data for n, b in answer.arrays.items()}
             v = decode_record(asked, "model")["v"]

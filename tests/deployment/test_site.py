@@ -21,6 +21,7 @@ from unskew.config.loader import experiment
 from unskew.data.load import federation_of
 from unskew.deployment.flower.project_files import init_project, make_certificates, make_node_key, write_scripts
 from unskew.deployment.secagg.roster import SigningIdentity, is_signed
+from unskew.deployment.site import listener
 from unskew.deployment.site import process as site_module
 from unskew.deployment.site.config import load_site_config
 from unskew.deployment.site.process import SiteProcess
@@ -71,7 +72,7 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
     # The method is built, and the model imported, only when the server asks for work.
     sent = {**TINY, "model": "unskew.config.loader:yaml.unsafe_load", "model_options": {"stream": "!!python/name:os"}}
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(sent))
-    config = next(iter(SiteProcess(path).experiments.values()))
+    config = next(iter(SiteProcess(path).experiments.configs.values()))
     federation = federation_of(config.data_spec, config.seed)
     with pytest.raises(ConfigError, match="trust_code: true"):
         initial_spec(config, federation, None, method_of("fedavg"))
@@ -84,7 +85,7 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     site = place.sites[0]
     path = site.config.path("socket", site.folder)
-    threading.Thread(target=site.serve, daemon=True).start()
+    threading.Thread(target=listener.serve, args=(site,), daemon=True).start()
     while not path.exists():
         pass
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -98,15 +99,15 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
     assert "not a message of unskew" in ask(lambda c: c.sendall(b"GET / HTTP/1.1\r\n\r\n")).config["reason"]
     assert "unknown request:" in ask(lambda c: send(c, Frame("shell", {"command": "ls"}))).config["reason"]
     with pytest.raises(ConfigError, match="Another process of this site is listening"):
-        LoopPlace(tmp_path, TINY).sites[0].serve()
+        listener.serve(LoopPlace(tmp_path, TINY).sites[0])
 
 
 def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path, monkeypatch):
     """Neither one that sends a few bytes and waits, nor one that sends single bytes for ever."""
-    monkeypatch.setattr(site_module, "MESSAGE_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "MESSAGE_SECONDS", 0.3)
     site = LoopPlace(tmp_path, TINY).sites[0]
     path = site.config.path("socket", site.folder)
-    threading.Thread(target=site.serve, daemon=True).start()
+    threading.Thread(target=listener.serve, args=(site,), daemon=True).start()
     while not path.exists():
         pass
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as slow:

@@ -89,9 +89,7 @@ class LoopPlace:
                 site = {"roster": str(folder / "roster.txt"), **site}
             (place / "experiment.yaml").write_text(experiment(config).to_yaml())
             (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
-            one = SiteProcess(place / "site.yaml")
-            one.log = lambda line: None
-            self.sites.append(one)
+            self.sites.append(SiteProcess(place / "site.yaml", log=lambda line: None))
         self.link = LoopLink(self.sites)
 
     def roster(self):

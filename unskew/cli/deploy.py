@@ -101,7 +101,7 @@ def site(
     ],
 ) -> None:
     """Run the process of a site that has the data and trains; the site's SuperNode forwards messages to it."""
-    from unskew.deployment.site.process import serve_site
+    from unskew.deployment.site.listener import serve_site
 
     serve_site(file)
 

@@ -6,6 +6,7 @@ and processes are named only on the command line.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Iterable
 from dataclasses import field, replace
@@ -26,7 +27,7 @@ Seconds = Annotated[float, Field(gt=0, lt=1e9)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)  # validated as a part of ``Deployment``
 class RoundPolicy:
     """Waiting time of a round and number of updates required.
 
