@@ -25,8 +25,8 @@ from unskew.deployment.server.run import resume, run
 from unskew.deployment.site import masking as secagg_client
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
+from unskew.deployment.wire.digests import BroadcastDigest
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import BroadcastDigest
 from unskew.errors import EngineError, UnskewError
 from unskew.protocol.messages import ClientState, Update
 

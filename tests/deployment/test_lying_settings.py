@@ -30,8 +30,8 @@ from unskew.deployment.site.check import check_site
 from unskew.deployment.site.experiments import SiteExperiments
 from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.state import SiteState
+from unskew.deployment.wire.digests import BroadcastDigest, broadcast_digest, parameter_spans
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import BroadcastDigest, broadcast_digest, parameter_spans
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.build_model import initial_spec

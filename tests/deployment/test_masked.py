@@ -13,10 +13,10 @@ from test_faults import trained, with_patience
 
 import unskew
 from unskew.deployment.secagg.crypto import apply_mask
-from unskew.deployment.secagg.protocol import parse_json_field
 from unskew.deployment.server import round_requests
 from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.masked_sum import parse_parts
+from unskew.deployment.wire.fields import parse_json_field
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record
 from unskew.errors import ConfigError, EngineError, MethodConflictError

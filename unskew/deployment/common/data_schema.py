@@ -17,7 +17,7 @@ from unskew.data.normalization import Normalization
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.readers.encoders import Encoder
 from unskew.data.task_options import apply_task_options
-from unskew.deployment.wire.messages import read_integer, read_text
+from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError
 from unskew.errors import ConfigError, DataError
 from unskew.json_models import read_model

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unskew.deployment.secagg.fixed_point import SumPart
-from unskew.deployment.wire.messages import read_text
-from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError
+from unskew.deployment.wire.tensor_codec import NAMES
 
 LEAST = 3
 """Minimum number of sites of a masked sum: with two, each could compute the other's update."""
@@ -67,7 +66,7 @@ def ready_message(run: str, round: int, session: str, client: int, keys: list[st
         session: Identifier of the sum.
         client: Number of the client.
         keys: Public keys of the site.
-        model: Digest of model, settings and schema, see ``unskew.deployment.wire.messages.broadcast_digest``.
+        model: Digest of model, settings and schema, see ``unskew.deployment.wire.digests.broadcast_digest``.
     """
     return ["ready", run, round, session, client, keys, model]
 
@@ -81,19 +80,3 @@ def survivors_message(view: str, shared: Sequence[int], alive: Sequence[int]) ->
         alive: Clients whose masked update arrived.
     """
     return ["survivors", view, [*shared], [*alive]]
-
-
-def parse_json_field(config: dict[str, Any], name: str) -> Any:
-    """Parse a JSON field of a message.
-
-    Args:
-        config: Fields of a message.
-        name: Name of the field.
-
-    Raises:
-        InvalidMessageError: If the field is missing or is not JSON.
-    """
-    try:
-        return json.loads(read_text(config, name))
-    except (ValueError, RecursionError) as error:
-        raise InvalidMessageError(f"{name} cannot be read") from error

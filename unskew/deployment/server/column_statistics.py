@@ -26,8 +26,8 @@ from unskew.data.readers.encoders import (
 from unskew.data.target_scaling import target_scaling_bytes, task_with_moments
 from unskew.deployment.server.data_exchange import MOST, request_all
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
 from unskew.errors import ConfigError, DataError
 from unskew.protocol.messages import Tensors

@@ -13,8 +13,8 @@ from torch import Tensor
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.server import round_requests
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.fields import LARGEST_WEIGHT, read_integer, read_number, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import LARGEST_WEIGHT, read_class_counts, read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import (
     InvalidMessageError,
     check_norm,
@@ -66,6 +66,23 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
         x[:0],
         y[:1].expand(read_integer(frame.config, "held_out", MOST), *y.shape[1:]),
     )
+
+
+def read_class_counts(frame: Frame, classes: int) -> Tensor:
+    """Return a site's number of samples per class, ``[C]``.
+
+    Args:
+        frame: Message that was received.
+        classes: Number of classes.
+
+    Raises:
+        InvalidMessageError: If the counts are missing or invalid.
+    """
+    check_records(frame, ("facts",))
+    counts = decode_record(frame, "facts").get("class_counts")
+    if counts is None or counts.dtype != torch.int64 or tuple(counts.shape) != (classes,) or (counts < 0).any():
+        raise InvalidMessageError(f"it does not report sample counts of {classes} classes")
+    return counts
 
 
 def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ from unskew.deployment.server import round_requests
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.placeholder import placeholder_upload
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.fields import read_metric, read_number
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import WireContext, decode_update, encode_broadcast, read_metric, read_number
+from unskew.deployment.wire.messages import decode_update, encode_broadcast
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, printable
 from unskew.engines.base import EngineConfig
 from unskew.errors import EngineError

@@ -15,8 +15,8 @@ from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.data_exchange import MOST
 from unskew.deployment.server.round_requests import FAILURES, retry_delay
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.fields import read_integer, read_number, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 from unskew.errors import ConfigError, EngineError, UnskewError
 

@@ -14,19 +14,12 @@ from torch import Tensor
 
 from unskew.deployment.secagg import crypto
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, step_size
-from unskew.deployment.secagg.protocol import (
-    LEAST,
-    parse_json_field,
-    parts_as_text,
-    survivors_message,
-    threshold,
-    view_digest,
-)
+from unskew.deployment.secagg.protocol import LEAST, parts_as_text, survivors_message, threshold, view_digest
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server import round_requests
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.fields import parse_json_field, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, InvalidMessageError, check_records, decode_record
 from unskew.errors import UnskewError
 

@@ -31,7 +31,7 @@ from unskew.deployment.server.joining import SiteRegistry, wait_for_sites
 from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.site_clients import SiteClients, check_deployable
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.wire.messages import WireContext
+from unskew.deployment.wire.context import WireContext
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, EngineError
 from unskew.filesystem import output_folder

@@ -15,7 +15,7 @@ from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.wire.messages import WireContext
+from unskew.deployment.wire.context import WireContext
 from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.engines.auto_select import EngineChoice
 from unskew.engines.base import Engine

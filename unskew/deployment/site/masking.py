@@ -19,7 +19,6 @@ from unskew.deployment.secagg.fixed_point import SumPart, is_in_range, quantize
 from unskew.deployment.secagg.protocol import (
     LEAST,
     PHASES,
-    parse_json_field,
     parts_as_text,
     ready_message,
     survivors_message,
@@ -29,8 +28,9 @@ from unskew.deployment.secagg.protocol import (
 from unskew.deployment.secagg.roster import SigningIdentity, is_signed
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.state import SiteStateLostError
+from unskew.deployment.wire.digests import BroadcastDigest
+from unskew.deployment.wire.fields import parse_json_field, read_text
 from unskew.deployment.wire.frames import Frame, encode_header
-from unskew.deployment.wire.messages import BroadcastDigest, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_tensor
 from unskew.protocol.messages import Update, flatten_records
 from unskew.simulation.update_buffer import FIGURES

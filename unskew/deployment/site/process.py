@@ -25,8 +25,8 @@ from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
 from unskew.deployment.site.trainer import SiteTrainer, size_report
+from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace

@@ -13,8 +13,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from unskew.deployment.wire.digests import BroadcastDigest
 from unskew.deployment.wire.frames import Frame, FrameError, decode, encode_header
-from unskew.deployment.wire.messages import BroadcastDigest
 from unskew.errors import UnskewError
 from unskew.filesystem import make_folder, write_atomic
 from unskew.json_models import Content, read_model, write_model

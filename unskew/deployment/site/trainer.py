@@ -19,17 +19,11 @@ from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
+from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.digests import broadcast_digest, request_digest
+from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import (
-    WireContext,
-    broadcast_digest,
-    decode_broadcast,
-    encode_update,
-    read_accepted,
-    read_integer,
-    read_text,
-    request_digest,
-)
+from unskew.deployment.wire.messages import decode_broadcast, encode_update, read_accepted
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
