@@ -26,7 +26,7 @@ from unskew.deployment.site import process as site_module
 from unskew.deployment.site.config import load_site_config
 from unskew.deployment.site.process import SiteProcess
 from unskew.deployment.site.state import SiteState, SiteStateLostError
-from unskew.deployment.wire.frames import Frame, FrameError, receive, send
+from unskew.deployment.wire.frames import EncodedFrame, Frame, FrameError, receive, send
 from unskew.deployment.wire.tensor_codec import parse_slices, slices_as_text
 from unskew.errors import ConfigError, UnskewError
 from unskew.methods.registry import method as method_of
@@ -147,10 +147,8 @@ def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path,
     ],
 )
 def test_what_is_no_message_is_refused(header):
-    from unskew.deployment.wire.frames import decode
-
     with pytest.raises(FrameError):
-        decode(header, lambda size: bytes(size), largest=1 << 20)
+        EncodedFrame(header, bytes(8)).decode()
 
 
 def test_slices_travel_as_text():
