@@ -21,7 +21,7 @@ from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError, UnskewError
-from unskew.filesystem import folder_lock
+from unskew.folder_locks import folder_lock
 from unskew.runs import run as run_module
 from unskew.simulation.checkpoint import FORMAT, list_checkpoints
 

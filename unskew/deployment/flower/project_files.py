@@ -16,7 +16,8 @@ from unskew.deployment.common.data_schema import reference_schema
 from unskew.deployment.flower.cli import VERSION
 from unskew.deployment.flower.subprocesses import run_to_completion
 from unskew.errors import ConfigError
-from unskew.filesystem import is_occupied, make_folder, write_atomic
+from unskew.filesystem import make_folder, write_atomic
+from unskew.folder_locks import is_occupied
 from unskew.methods.dp_sites import site_noise
 from unskew.methods.registry import method as method_of
 

@@ -34,7 +34,7 @@ from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.context import WireContext
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, EngineError
-from unskew.filesystem import output_folder
+from unskew.folder_locks import output_folder
 from unskew.methods.registry import method as method_of
 from unskew.protocol.data_preparation import PreparedData
 from unskew.provenance import TRUST

@@ -28,7 +28,8 @@ from unskew.engines.ray.messages import as_array, as_tensor, restore_shared
 from unskew.engines.ray.private_api import previous_attempts
 from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.errors import DataError, EngineError, UnskewError
-from unskew.filesystem import file_lock, private_folder
+from unskew.filesystem import private_folder
+from unskew.folder_locks import file_lock
 from unskew.models.grouped.context import grouped_form
 from unskew.protocol.client_state_files import load_client_state, store_client_state
 from unskew.protocol.messages import Broadcast
