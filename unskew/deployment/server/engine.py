@@ -21,7 +21,7 @@ from unskew.deployment.wire.messages import decode_update, encode_broadcast
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, printable
 from unskew.engines.base import EngineConfig
 from unskew.errors import EngineError
-from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records, num_bytes
+from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
 from unskew.tasks.regression import LEAST
@@ -73,37 +73,26 @@ class ArrivedUpdates:
     """
 
     def __init__(self, device: torch.device, folder: Path | None):
-        self.device, self.bytes = device, 0
-        self.held: dict[int, Update] = {}
+        self.device = device
         self.fields: dict[int, dict[str, Any]] = {}
-        self.store = None if folder is None else ClientStore(folder / "arrived", 0)
+        self.store = ClientStore(None if folder is None else folder / "arrived", HELD)
 
     def __contains__(self, client: int) -> bool:
-        return client in self.held or client in self.fields
+        return client in self.fields
 
     def put(self, update: Update) -> None:
         """Store an update."""
-        size = num_bytes(update.tensors().values())
-        if self.store is None or self.bytes + size <= HELD:
-            self.held[update.client], self.bytes = update, self.bytes + size
-        else:
-            self.fields[update.client] = update.fields()
-            self.store.put(update.client, update.tensors())
+        self.fields[update.client] = update.fields()
+        self.store.put(update.client, update.tensors())
 
     def take(self, client: int) -> Update:
         """Remove and return the update of a client."""
-        update = self.held.pop(client, None)
-        if update is not None:
-            self.bytes -= num_bytes(update.tensors().values())
-            return update
-        assert self.store is not None
         tensors = {name: channels_last_images(t) for name, t in self.store.take(client).items()}
         return Update.of(self.fields.pop(client), tensors, self.device)
 
     def close(self) -> None:
         """Remove the files."""
-        if self.store is not None:
-            self.store.close()
+        self.store.close()
 
 
 class FlowerEngine:

@@ -171,7 +171,7 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
             update, broadcast = work.trained(request, SiteState(Path(scratch), "0" * 16, client), received)
             if work.noise is not None:
                 update = work.without_data(update.upload, broadcast.round)
-            answered = encode_update(update, broadcast, work.terms, {})
+            answered = encode_update(update, broadcast, work.terms)
     finally:
         work.config = before
     return request, answered

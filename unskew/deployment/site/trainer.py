@@ -198,7 +198,7 @@ class SiteTrainer:
                     return stored
             if self._replied is None or self._replied[0] != key:
                 update, broadcast = self.trained(request, state, received)
-                self._replied = key, encode_update(update, broadcast, self.terms, {})
+                self._replied = key, encode_update(update, broadcast, self.terms)
             if private:
                 state.keep_reply(round, key, self._replied[1])
             return self._replied[1]

@@ -127,14 +127,13 @@ def decode_broadcast(frame: Frame, terms: WireContext, state: ClientState) -> Br
     )
 
 
-def encode_update(update: Update, broadcast: Broadcast, terms: WireContext, about: dict[str, Any]) -> Frame:
+def encode_update(update: Update, broadcast: Broadcast, terms: WireContext) -> Frame:
     """Encode an update; the client's state stays at the client.
 
     Args:
         update: The update.
         broadcast: Broadcast that the client was trained from.
         terms: Wire context.
-        about: Further fields.
     """
     arrays = {"update/buffers": encode_tensor(update.buffers[terms.sent(broadcast).to(update.buffers.device)])}
     if terms.compressed:
@@ -145,7 +144,6 @@ def encode_update(update: Update, broadcast: Broadcast, terms: WireContext, abou
         arrays |= encode_rules("upload", update.upload, broadcast.up, terms.spec.size)
     arrays |= encode_record("report", update.report)
     config = {
-        **about,
         "client": update.client,
         "round": update.born,
         "examples": update.examples,
