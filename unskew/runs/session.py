@@ -55,64 +55,63 @@ class Session:
 
     def run(self, resume: bool) -> Result:
         """Train the remaining rounds and write the summary."""
+        parts = self.parts
         start = self.checkpoints.start(resume)
-        config = self.parts.config
+        config = parts.config
         engine, choice = self.clients.make_engine(resume)
         if config.save_samples:
             engine = self.samples = GeneratedSamplesRecorder(
-                engine, self.parts.method.client, self.parts.prepared.federation, config.rounds - 1
+                engine, parts.method.client, parts.prepared.federation, config.rounds - 1
             )
         try:
             self._begin(start)
             for diagnosis in self.diagnoses:
                 diagnosis.begin()
             texts = [*self.warnings, *filter(None, [self.samples.problem if self.samples else None])]
-            if personal_models.has_fine_tuning(self.parts.method) and not self.parts.config.eval_clients:
-                name = next(rule.name for rule in self.parts.method.rules if "final_training" in rule.needs)
+            if personal_models.has_fine_tuning(parts.method) and not config.eval_clients:
+                name = next(rule.name for rule in parts.method.rules if "final_training" in rule.needs)
                 texts.append(
                     f"{name} personalizes only evaluated clients; with eval_clients=0 no personal metrics are reported."
                 )
-            sync = self.parts.method.sync
-            if self.parts.config.early_stopping is not None and sync is not None and sync.local_slices(self.parts.spec):
+            sync = parts.method.sync
+            if config.early_stopping is not None and sync is not None and sync.local_slices(parts.spec):
                 texts.append(
                     f"early_stopping judges the global model, but with {sync.name} clients keep parts of their models, so "
                     "the run may end too early. Remove early_stopping, or compare personal metrics for several rounds."
                 )
             for text in texts:
                 self.recorder.warn(text)
-            if start < self.parts.config.rounds and (reason := self._stop_reason()) is not None:
+            if start < config.rounds and (reason := self._stop_reason()) is not None:
                 self.recorder.warn(reason)
             ended = self.stopping.should_stop or self._stop_reason() is not None
-            rounds = range(start, start if ended else self.parts.config.rounds)
-            attackers = self.parts.attackers
-            run_rounds(rounds, self.parts.sampler, self.server, engine, self.parts.network, self._finished, attackers)
-            foretold = self.parts.method.sync is not None and (self.warnings or self.parts.method.name in REFERENCES)
+            rounds = range(start, start if ended else config.rounds)
+            attackers = parts.attackers
+            run_rounds(rounds, parts.sampler, self.server, engine, parts.network, self._finished, attackers)
+            foretold = parts.method.sync is not None and (self.warnings or parts.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
-                self.recorder.warn(run_warnings.model_unchanged_warning(self.parts.network, len(rounds)))
+                self.recorder.warn(run_warnings.model_unchanged_warning(parts.network, len(rounds)))
             if lost := run_warnings.late_updates_warning(self.recorder.history):
                 self.recorder.warn(lost)
-            problem = run_warnings.divergence_warning(self.recorder.history[-1], self.parts.attack)
+            problem = run_warnings.divergence_warning(self.recorder.history[-1], parts.attack)
             if problem is not None and not self.server.overflows:
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
             closing = self._close(engine)
             client_scores, clients = self.clients.score(engine)
-            if self.parts.network.clock is not None:
-                client_scores["seconds_simulated"] = self.parts.network.clock.now
-                closing |= {"seconds_simulated": self.parts.network.clock.now} if closing else {}
+            if parts.network.clock is not None:
+                client_scores["seconds_simulated"] = parts.network.clock.now
+                closing |= {"seconds_simulated": parts.network.clock.now} if closing else {}
             add_rule_fields(clients, self.server)
-            history, scored = self.recorder.history, self.parts.task.scored
-            best = kept_metrics(history, self.best.round, self.parts.metrics, closing) if self.best.active else {}
+            history, scored = self.recorder.history, parts.task.scored
+            best = kept_metrics(history, self.best.round, parts.metrics, closing) if self.best.active else {}
             accuracy = best.get(f"kept_{scored}") if best else {**history[-1], **closing}.get(scored)
-            final_results = evaluate_final_model(
-                self.evaluator, self.server, self.parts.metrics, accuracy, self.best.active
-            )
+            final_results = evaluate_final_model(self.evaluator, self.server, parts.metrics, accuracy, self.best.active)
             if final_results.warning is not None and problem is None:
                 self.recorder.warn(final_results.warning)
         except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
-            interruption.folder = self.parts.folder
+            interruption.folder = parts.folder
             raise
         finally:
             engine.close()
@@ -120,45 +119,32 @@ class Session:
         client_scores |= self.stopping.summary() | final_results.fields | best
         who = () if attackers is None else attackers.clients
         summary = summarize(
-            self.parts.config,
-            self.parts.prepared,
-            self.server,
-            self.recorder,
-            client_scores,
-            choice,
-            self.parts.metrics,
-            who,
-            closing,
+            config, parts.prepared, self.server, self.recorder, client_scores, choice, parts.metrics, who, closing
         )
-        if self.parts.folder is not None:
+        if parts.folder is not None:
             self.recorder.check_folder()
             write_artifacts(
-                self.parts.folder,
-                config,
-                self.evaluator.federation,
-                self.server,
-                clients,
-                summary,
-                final_results.curves,
+                parts.folder, config, self.evaluator.federation, self.server, clients, summary, final_results.curves
             )
-            (self.parts.folder / KEY_FILE).unlink(missing_ok=True)
-        for store in (self.server.store, self.server.cache, self.parts.network.store):
+            (parts.folder / KEY_FILE).unlink(missing_ok=True)
+        for store in (self.server.store, self.server.cache, parts.network.store):
             store.close()
-        for callback in self.parts.callbacks:
+        for callback in parts.callbacks:
             callback.end(copy.deepcopy(summary))
-        module = self.parts.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
+        module = parts.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         plots = METHOD_PLOTS.get(self.server.rule.name, lambda history, folder: None)
         draw = partial(plots, self.recorder.history)
-        predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), self.parts.spec.dtype)
+        predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), parts.spec.dtype)
         history, vector = self.recorder.history, self.server.evaluated.cpu()
-        return Result(history, summary, module, vector, self.parts.folder, draw, clients, predictor)
+        return Result(history, summary, module, vector, parts.folder, draw, clients, predictor)
 
     def _close(self, engine: Engine) -> dict[str, Any]:
         """Run the surveys after the last round, if the method has any; return the metrics of the new final model."""
-        if all(rule.survey_at != "final" for rule in self.parts.method.client):
+        parts = self.parts
+        if all(rule.survey_at != "final" for rule in parts.method.client):
             return {}
-        round, task = self.parts.config.rounds, self.parts.task
-        clock = self.parts.network.clock
+        round, task = parts.config.rounds, parts.task
+        clock = parts.network.clock
         counted = {} if clock is None else clock.counted()
         broadcasts = [self.server.closing_broadcast(round, client) for client in self.clients.reachable()]
         self.server.close(round, engine.train(broadcasts))
@@ -178,27 +164,29 @@ class Session:
 
     def _begin(self, start: int) -> None:
         """Write the configuration, remove outdated files, and notify the callbacks."""
-        if self.parts.folder is not None:
-            write_atomic(self.parts.folder / "config.yaml", self.parts.config.to_yaml().encode())
-            write_about(self.parts.folder, self.parts.setup.device, counted_class_names(self.evaluator.federation))
+        parts = self.parts
+        if parts.folder is not None:
+            write_atomic(parts.folder / "config.yaml", parts.config.to_yaml().encode())
+            write_about(parts.folder, parts.setup.device, counted_class_names(self.evaluator.federation))
             for name in ("summary.json", "clients.jsonl", "curves.json"):
-                (self.parts.folder / name).unlink(missing_ok=True)
-            make_folder(self.parts.folder / "checkpoints")
-            checkpoint.drop_old_checkpoints(self.parts.folder / "checkpoints", after=start)
-        for callback in self.parts.callbacks:
-            callback.start(self.parts.config.model_dump(mode="json"), start)
+                (parts.folder / name).unlink(missing_ok=True)
+            make_folder(parts.folder / "checkpoints")
+            checkpoint.drop_old_checkpoints(parts.folder / "checkpoints", after=start)
+        for callback in parts.callbacks:
+            callback.start(parts.config.model_dump(mode="json"), start)
         self.recorder.start_clock()
         self.clients.begin(start)
 
     def _finished(self, t: int, figures: dict[str, Any]) -> bool:
         """Evaluate, record and save after round ``t``; return whether it was the last."""
+        parts = self.parts
         done = t + 1
         self.clients.finishing_round(t, figures)
         score = None
         evaluated = self.clients.evaluates(t)
-        if self.parts.attackers is not None:
+        if parts.attackers is not None:
             predict = partial(self.evaluator.predict_classes, self.server.evaluated, self.server.evaluated_b)
-            figures |= self.parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
+            figures |= parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
         if evaluated:
             score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
             figures |= self.stopping.figures(self.server)
@@ -209,37 +197,28 @@ class Session:
             diagnosis.begin()
         traffic = self.server.traffic
         names = self.evaluator.federation.client_names
-        if problem := run_warnings.nonfinite_update_warning(self.server, done, names, self.parts.attack):
+        if problem := run_warnings.nonfinite_update_warning(self.server, done, names, parts.attack):
             self.recorder.warn(problem)
         self.recorder.round(
             {
                 "round": done,
-                self.parts.task.scored: score and score.accuracy,
+                parts.task.scored: score and score.accuracy,
                 "loss": score and score.loss,
-                **(
-                    score.figures
-                    if score
-                    else dict.fromkeys((*self.parts.task.figures, *self.parts.metrics.computed.names))
-                ),
+                **(score.figures if score else dict.fromkeys((*parts.task.figures, *parts.metrics.computed.names))),
                 "bytes_up": traffic.up + traffic.buffers_up,
                 "bytes_down": traffic.down + traffic.buffers_down,
                 "seconds": round(self.recorder.seconds, 4),
-                **({"lr": self.parts.setup.training.rate(t)} if self.parts.setup.training.scheduled else {}),
+                **({"lr": parts.setup.training.rate(t)} if parts.setup.training.scheduled else {}),
                 **figures,
             }
         )
-        reason = self._stop_reason() if done < self.parts.config.rounds else None
+        reason = self._stop_reason() if done < parts.config.rounds else None
         if reason is not None:
             self.recorder.warn(reason)
-        last = done == self.parts.config.rounds or self.stopping.should_stop or reason is not None
-        if (
-            last
-            and self.samples
-            and self.parts.folder
-            and (nothing := self.samples.draw(self.parts.folder / "samples"))
-        ):
+        last = done == parts.config.rounds or self.stopping.should_stop or reason is not None
+        if last and self.samples and parts.folder and (nothing := self.samples.draw(parts.folder / "samples")):
             self.recorder.warn(nothing)
-        if last or done % self.parts.config.checkpoint_every == 0:
+        if last or done % parts.config.checkpoint_every == 0:
             self._save(done)
         self.clients.finished_round(t, last)
         return last
