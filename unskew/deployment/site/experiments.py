@@ -94,6 +94,10 @@ class SiteExperiments:
     def check_schema(self, digest: str, reference: DataSchema) -> None:
         """Validate that a data schema is the one that this site knows, if it does not have to learn it from the server.
 
+        Args:
+            digest: Digest of the experiment.
+            reference: Schema that the server sent.
+
         Raises:
             InvalidMessageError: If the schema differs.
             ConfigError: If the site adds noise to its updates and has no schema, so that it could be asked for properties
