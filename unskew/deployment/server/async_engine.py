@@ -34,11 +34,8 @@ class AsyncFlowerEngine(FlowerEngine):
         sites, patience = self.sites, self.sites.round_policy
         for broadcast in broadcasts:
             self.flying[broadcast.client] = broadcast
-            self.talk.failures.pop(broadcast.client, None)
-            self.talk.requests[broadcast.client] = encode_broadcast(
-                broadcast, self.terms, "train", self._budget(broadcast.client)
-            )
-        self.talk.round = str(broadcasts[0].round + 1) if broadcasts else self.talk.round
+            request = encode_broadcast(broadcast, self.terms, "train", self._budget(broadcast.client))
+            self.talk.add(broadcast.client, request, str(broadcast.round + 1))
         wait, done = RoundWait(sites, self.talk.round, patience.min_updates, patience.round_timeout), 0
         while self.talk.requests:
             for client in self.talk.requests.keys() & sites.barred:

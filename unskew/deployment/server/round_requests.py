@@ -136,6 +136,18 @@ class PendingRequests:
     _waiting: dict[int, PendingRequest] = field(default_factory=dict)
     _again: dict[int, float] = field(default_factory=dict)
 
+    def add(self, client: int, request: Frame, round: str) -> None:
+        """Send a client a request at the next step.
+
+        Args:
+            client: Number of the client.
+            request: Message to send.
+            round: Label of the round, also for messages that are sent again.
+        """
+        self.requests[client] = request
+        self.round = round
+        self.failures.pop(client, None)
+
     def step(self) -> list[tuple[int, Any]]:
         """Send due messages and collect replies.
 
@@ -215,8 +227,7 @@ class PendingRequests:
         """Schedule a failed message to be sent again after a growing pause; too many failures are a fault."""
         self._waiting.pop(client, None)
         reason = printable(frame.config.get("reason"))
-        self.sites.sites[client].error = reason
-        self.sites.resent(client, reason)
+        self.sites.resent(client, reason, failed=True)
         self.sites.connection.poll_soon()
         self.failures[client] = self.failures.get(client, 0) + 1
         self._again[client] = time.monotonic() + retry_delay(self.failures[client])
@@ -258,9 +269,9 @@ def ask_sites(
     """
     deadline = None if strict else sites.round_policy.round_timeout
     excluded = sites.excluded
-    pending = PendingRequests(sites, round, take, deadline or 86400.0)
-    pending.requests = {client: frame for client, frame in requests.items() if client not in excluded}
-    phase = next((frame.kind for frame in pending.requests.values()), None)
+    wanted = {client: frame for client, frame in requests.items() if client not in excluded}
+    pending = PendingRequests(sites, round, take, deadline or 86400.0, wanted)
+    phase = next((frame.kind for frame in wanted.values()), None)
     wait, done = RoundWait(sites, round, max(sites.round_policy.min_updates, least), deadline), 0
     sites.await_replies(pending.requests, phase)
     while pending.requests:

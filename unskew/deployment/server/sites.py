@@ -224,13 +224,16 @@ class SiteManager:
         """
         self.counts[event] += number
 
-    def resent(self, client: int, reason: str) -> None:
+    def resent(self, client: int, reason: str, failed: bool = False) -> None:
         """Count a message that is sent again.
 
         Args:
             client: Number of the client.
             reason: Reason why it is sent again.
+            failed: Whether the message failed; the reason is then shown until the site replies.
         """
+        if failed:
+            self.sites[client].error = reason
         self.count("resent")
         self.log("resent", client, reason=reason)
 
