@@ -26,14 +26,14 @@ class Membership:
 
     Attributes:
         sites: Connected sites.
-        door: Registry that admits new sites.
+        registry: Registry that admits new sites.
         federation: Data as the server sees them; updated when a site joins.
         quorum: Number of sites that a round requires.
         count: Number of sites present when the last round started.
     """
 
     sites: SiteManager
-    door: SiteRegistry
+    registry: SiteRegistry
     federation: Federation
     quorum: int
     count: int = 0
@@ -65,13 +65,13 @@ class Membership:
             if time.monotonic() - heard > round_requests.SILENCE:
                 heard = time.monotonic()
                 self.sites.warn(
-                    f"{self.count} of at least {self.quorum} sites are connected. {self.door.missing(self.there())}"
+                    f"{self.count} of at least {self.quorum} sites are connected. {self.registry.missing(self.there())}"
                 )
             time.sleep(round_requests.POLL)
 
     def _welcome(self) -> None:
         clients: Any = self.federation.clients
-        for client, frame in self.door.step().items():
+        for client, frame in self.registry.step().items():
             clients[client] = remote_client(client, frame, self.federation)  # validated by the registry
             self.sites.warn(f"{self.sites.name(client)} has joined the run.")
 

@@ -163,7 +163,7 @@ def _carried_out(
                 f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing keys of all {total} "
                 "clients: the file that the sites' operators have exchanged (docs/deployment.md)."
             )
-        door = SiteRegistry(
+        registry = SiteRegistry(
             sites,
             config.rounds,
             deployment.startup_timeout,
@@ -172,7 +172,7 @@ def _carried_out(
             tell,
             roster,
         )
-        frames = wait_for_sites(door, total if deployment.quorum is None else deployment.quorum)
+        frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree_on_data_and_model(config, deployment, method, drawn, reference, spec, frames, sites)
         terms = WireContext(method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6))
         prepared = run_data_rules(
@@ -181,7 +181,7 @@ def _carried_out(
         parts = assemble(config, prepared, federation, spec, method, device, folder, followers, deployed=True)
         present = None
         if deployment.quorum is not None:
-            present = Membership(sites, door, prepared.federation, deployment.quorum)
+            present = Membership(sites, registry, prepared.federation, deployment.quorum)
         budget = changed_budget(config, prepared)
         clients = SiteClients(parts, sites, terms, budget, roster, deployment.asynchronous, present)
         result = Session(clients.parts, clients, warnings).run(again)
