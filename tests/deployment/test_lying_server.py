@@ -72,7 +72,7 @@ class World:
         """The site's reply, None if it rejects the message."""
         written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in config.items()}
         try:
-            return self.masks[k].carried_out(RUN, Frame(kind, {"session": self.session, **written}))
+            return self.masks[k].reply(RUN, Frame(kind, {"session": self.session, **written}))
         except UnskewError:
             return None
 

@@ -71,7 +71,7 @@ def run(
     """
     with owner_only_files(), output_folder(out, False, partial(keep_on_error, out)):
         deployment.write(out)
-        return _carried_out(config, deployment, out, False, callbacks, tell, place)
+        return _run_over_sites(config, deployment, out, False, callbacks, tell, place)
 
 
 def resume(
@@ -100,7 +100,7 @@ def resume(
         stored = load_yaml(folder / "config.yaml", None if trust_code else TRUST)
         config = experiment(override_paths(stored, changes))
         check_unfinished(folder, config.rounds)
-        return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell, place)
+        return _run_over_sites(config, Deployment.read(folder), folder, True, callbacks, tell, place)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def owner_only_files() -> Iterator[None]:
         os.umask(before)
 
 
-def _carried_out(
+def _run_over_sites(
     config: Experiment,
     deployment: Deployment,
     folder: Path,

@@ -149,19 +149,19 @@ def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, Part
     return SiteData(client, total, who, *partitioned.client(client), partitioned.source), partitioned
 
 
-def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
+def schema_from_own_data(samples: SiteData, config: Experiment) -> DataSchema:
     """Return the data schema of a site's data alone, for checks before the server has sent global statistics.
 
     Args:
-        holding: Data of the site.
+        samples: Data of the site.
         config: The experiment.
     """
-    source, first = holding.source, holding.train
+    source, first = samples.source, samples.train
     rows = np.arange(len(first))
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
     spec = replace(config.data_spec, partition="iid")
     split_at, ids = parts.offsets[1:], torch.from_numpy(rows)
-    partitioned = PartitionedSource(spec, spec, 0, source, first, holding.held, None, parts, ids, split_at)
+    partitioned = PartitionedSource(spec, spec, 0, source, first, samples.held, None, parts, ids, split_at)
     return reference_schema(partitioned, config)
 
 

@@ -111,7 +111,7 @@ class OpenSum:
         """Number of shares that determine a secret, and of signatures that a list of sites needs."""
         return max(LEAST, threshold(len(self.keys)))
 
-    def carried_out(self, asked: Frame) -> Frame:
+    def reply(self, asked: Frame) -> Frame:
         """Reply to the next message, or repeat the reply to an earlier one.
 
         Args:
@@ -342,7 +342,7 @@ class SecAggClient:
         open_sum.ready = Frame("ready", config)
         return open_sum.ready
 
-    def carried_out(self, run: str, asked: Frame) -> Frame:
+    def reply(self, run: str, asked: Frame) -> Frame:
         """Reply to a message after the first one.
 
         Args:
@@ -357,6 +357,6 @@ class SecAggClient:
         if open_sum is None or open_sum.session != read_text(asked.config, "session"):
             raise SiteStateLostError("this site was restarted since the sum started, or never took part in it")
         try:
-            return open_sum.carried_out(asked)
+            return open_sum.reply(asked)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise InvalidMessageError(f"its keys or shares cannot be read ({type(error).__name__})") from error

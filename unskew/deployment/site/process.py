@@ -62,7 +62,7 @@ class SiteProcess:
         """Reply to a message; if this is not possible, reply with the reason."""
         try:
             with time_limit(self.config.limits.seconds):
-                return self._answered(request)
+                return self._reply(request)
         except (SiteStateLostError, OutdatedMessageError) as error:
             return Frame("forgotten" if isinstance(error, SiteStateLostError) else "outdated", {"reason": str(error)})
         except InvalidMessageError as error:
@@ -73,7 +73,7 @@ class SiteProcess:
             self.log(repr(error)[:1000])
             return Frame("refused", {"reason": f"{type(error).__name__} at the site; see its log."})
 
-    def _answered(self, request: Frame) -> Frame:
+    def _reply(self, request: Frame) -> Frame:
         config = request.config
         if request.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *PHASES):
             raise InvalidMessageError(f"unknown request: {request.kind[:40]!r}")
@@ -94,7 +94,7 @@ class SiteProcess:
         work = self.experiments.trainer(digest, reference)
         received = ReceivedData(state.folder, work.method.data).load()
         began = time.perf_counter()
-        reply = self._carried_out(request, work, state, received)
+        reply = self._execute(request, work, state, received)
         seconds = time.perf_counter() - began
         self.log(f"run {run[:8]}, {request.kind}{self._round(request)}: {seconds:.2f} s, {reply.size} bytes back")
         return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, reply.figures, reply.arrays)
@@ -103,7 +103,7 @@ class SiteProcess:
     def _round(request: Frame) -> str:
         return f" in round {request.config['round'] + 1}" if "round" in request.config else ""
 
-    def _carried_out(self, request: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData) -> Frame:
+    def _execute(self, request: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData) -> Frame:
         folder, digest = self.config.path("state", self.folder), read_text(request.config, "digest")
         ledger = DataLedger(folder / LEDGER, state.run, self.config.max_runs)
         if self.experiments.limited[digest]:
@@ -113,13 +113,13 @@ class SiteProcess:
                 ledger.begin()  # of masked updates, only opened sums count
         if request.kind == "hello":
             reply = work.facts(work.data)
-            return self._introduced(request, reply)
+            return self._with_site_info(request, reply)
         if request.kind == "train":
-            return work.answered(request, state, received, self.masks, ledger)
+            return work.reply_to_train(request, state, received, self.masks, ledger)
         if request.kind in PHASES:
-            return self.masks.carried_out(state.run, request)
+            return self.masks.reply(state.run, request)
         if request.kind == "evaluate":
-            return work.measured(request, state, received, ledger)
+            return work.reply_to_evaluate(request, state, received, ledger)
         index = read_integer(request.config, "place")
         if index >= len(work.method.data):
             raise InvalidMessageError(f"the method has no data rule number {index}")
@@ -174,9 +174,9 @@ class SiteProcess:
             raise InvalidMessageError("the global column statistics are not known yet")
         sums, values = site_sums(samples)
         config = size_report(self.config, len(samples.train), len(samples.held))
-        return self._introduced(request, Frame("facts", {**config, "values": values}, {}, sums))
+        return self._with_site_info(request, Frame("facts", {**config, "values": values}, {}, sums))
 
-    def _introduced(self, request: Frame, report: Frame) -> Frame:
+    def _with_site_info(self, request: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""
         rounds = self.experiments.config(read_text(request.config, "digest")).rounds
         config = {**report.config, **software_versions(), "clock": time.time(), "key": self.key, "rounds": rounds}

@@ -65,23 +65,23 @@ class SiteTrainer:
         site: Configuration of the site.
         config: Configuration of the experiment.
         reference: Data schema of the server.
-        holding: The site's samples.
+        samples: The site's samples.
 
     Raises:
         ConfigError: If the experiment cannot run here.
         DataError: If the site's data do not fit the experiment.
     """
 
-    def __init__(self, site: SiteConfig, config: Experiment, reference: DataSchema, holding: SiteData):
+    def __init__(self, site: SiteConfig, config: Experiment, reference: DataSchema, samples: SiteData):
         self.site = site
         self.config = config
         self.reference = reference
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
-        federation = holding.federation(reference, config.loss)
+        federation = samples.federation(reference, config.loss)
         self.spec = initial_spec(config, federation, None, self.method).to(self.device)
         federation = match_model_input_range(federation, self.spec)
-        self.original, self.total = federation, holding.total
+        self.original, self.total = federation, samples.total
         self.terms = WireContext(
             self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
         )
@@ -174,7 +174,7 @@ class SiteTrainer:
         b, none = self.spec.flatten_buffers(), torch.zeros(0)
         return Update(self.site.client, round, HIDDEN_SIZE, 1.0, none, b, upload, ClientState(), {})
 
-    def answered(
+    def reply_to_train(
         self, request: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: DataLedger
     ) -> Frame:
         """Reply to a broadcast with the update, or, under secure aggregation, with the readiness to mask it.
@@ -279,7 +279,7 @@ class SiteTrainer:
             )
         return broadcast
 
-    def measured(self, request: Frame, state: SiteState, received: ReceivedData, ledger: DataLedger) -> Frame:
+    def reply_to_evaluate(self, request: Frame, state: SiteState, received: ReceivedData, ledger: DataLedger) -> Frame:
         """Evaluate the global and the personal model on the site's held-out samples; only metrics leave the site.
 
         Args:
