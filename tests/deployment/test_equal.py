@@ -62,7 +62,7 @@ def bytes_of_sums(place):
 
     Numbers in JSON count as 8 bytes each and categories as compact JSON.
     """
-    config = next(iter(place.sites[0].experiments.values()))
+    config = next(iter(place.sites[0].experiments.configs.values()))
     balanced = config.class_weights == "balanced"
     up, settled = 0, {}
     for _, frame in place.link.received:

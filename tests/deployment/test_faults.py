@@ -10,10 +10,9 @@ from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
 from unskew.config.loader import experiment
-from unskew.deployment.server import sites as sites_module
-from unskew.deployment.server.config import Deployment
+from unskew.deployment.server import connection, round_requests
+from unskew.deployment.server.config import Deployment, RoundPolicy
 from unskew.deployment.server.run import resume, run
-from unskew.deployment.server.sites import RoundPolicy
 from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.tensor_codec import decode_tensor
 from unskew.errors import ConfigError, EngineError
@@ -24,8 +23,8 @@ SCAFFOLD = {"method": "scaffold", "rounds": 4, "eval_clients": 0}
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
-    monkeypatch.setattr(sites_module, "PAUSE", 0.01)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
+    monkeypatch.setattr(round_requests, "PAUSE", 0.01)
 
 
 def with_patience(**patience):
@@ -59,7 +58,7 @@ class Trainings:
     def __init__(self, place):
         self.counts = [0] * len(place.sites)
         for client, site in enumerate(place.sites):
-            site.work = self.counted(client, site.work)
+            site.experiments.trainer = self.counted(client, site.experiments.trainer)
 
     def counted(self, client, work):
         def counting(*arguments):
@@ -80,9 +79,9 @@ class Trainings:
 @pytest.mark.parametrize("lost", ["offline", "silent", "late"])
 def test_a_message_that_a_supernode_lost_is_sent_again_and_trained_once(lost, tmp_path, monkeypatch):
     """A SuperNode that dies with a message never gets it again from Flower; without a deadline the run waited forever."""
-    monkeypatch.setattr(sites_module, "SELDOM", 0.0)
-    monkeypatch.setattr(sites_module, "NODES", 0.0)
-    monkeypatch.setattr(sites_module, "NO_REPLY", 1e9 if lost == "offline" else 0.05)
+    monkeypatch.setattr(round_requests, "SELDOM", 0.0)
+    monkeypatch.setattr(connection, "NODES", 0.0)
+    monkeypatch.setattr(round_requests, "NO_REPLY", 1e9 if lost == "offline" else 0.05)
     values = {**TINY, **SCAFFOLD}
     place, first, looks = LoopPlace(tmp_path, values), {}, []
     trainings = Trainings(place)
@@ -225,7 +224,7 @@ def test_an_older_copy_of_a_run_folder_is_not_resumed(tmp_path):
 
 def test_whatever_a_message_causes_the_site_answers_the_next(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, "method": "scaffold"})
-    place.sites[0].work = lambda digest, reference: {}[digest]
+    place.sites[0].experiments.trainer = lambda digest, reference: {}[digest]
     with pytest.raises(EngineError, match="KeyError at the site; see its log"):
         deployed(tmp_path, place, method="scaffold")
 
@@ -298,7 +297,7 @@ def test_too_few_updates_stop_the_run_if_that_is_asked_for(tmp_path):
 
 def test_who_is_waited_for_is_told(tmp_path, monkeypatch):
     """Without a deadline a round waits as long as it takes."""
-    monkeypatch.setattr(sites_module, "SILENCE", 0.1)
+    monkeypatch.setattr(round_requests, "SILENCE", 0.1)
     told, place, late = Told(), LoopPlace(tmp_path, {**TINY, **SCAFFOLD}), []
 
     def slow(client, asked, answer):

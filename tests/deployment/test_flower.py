@@ -52,8 +52,8 @@ def processes_of(tmp_path):
 @pytest.mark.slow
 def test_a_wrong_socket_is_reported_at_once(tmp_path):
     code = "import sys, time; from unskew.deployment.flower.app.client_app import exchange; "
-    code += "from unskew.deployment.wire.frames import Frame; t = time.monotonic(); "
-    code += "print(exchange(sys.argv[1], Frame('hello'))); assert time.monotonic() - t < 60"
+    code += "from unskew.deployment.wire.frames import EncodedFrame, Frame; t = time.monotonic(); "
+    code += "print(exchange(sys.argv[1], EncodedFrame.of(Frame('hello'))).decode()); assert time.monotonic() - t < 60"
     done = subprocess.run(
         [str(FLOWER / "python"), "-c", code, str(tmp_path / "run" / "site.sock")],
         capture_output=True, text=True, env=environment(tmp_path), check=False,

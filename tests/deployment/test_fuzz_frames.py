@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import socket
+import struct
 import subprocess
 import threading
 
@@ -22,12 +23,13 @@ from test_flower import FLOWER as FLOWER_PROGRAMS
 from test_flower import environment, real
 
 from unskew.deployment.flower.grid_bridge import GridBridge, LinkClosedError
-from unskew.deployment.server import sites as sites_module
-from unskew.deployment.server.config import Deployment
+from unskew.deployment.server import round_requests
+from unskew.deployment.server.config import Deployment, RoundPolicy
+from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.control import ControlSocket
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.site import process as site_module
-from unskew.deployment.wire.frames import Frame, FrameError, decode, receive
+from unskew.deployment.site import listener
+from unskew.deployment.wire.frames import MAGIC, EncodedFrame, Frame, FrameError, receive
 from unskew.errors import UnskewError
 
 RUNS = {
@@ -47,7 +49,7 @@ class Recorded:
     """A finished run: its messages, and the functions with which the server reads replies."""
 
     def __init__(self, folder, values, monkeypatch):
-        self.takes, ask = {}, SiteManager.ask
+        self.takes, ask = {}, round_requests.ask_sites
 
         def asked(sites, requests, round, take, *rest, **options):
             kind = next((frame.kind for frame in requests.values()), "")
@@ -60,11 +62,12 @@ class Recorded:
             return ask(sites, requests, round, taken, *rest, **options)
 
         with monkeypatch.context() as patched:
-            patched.setattr(SiteManager, "ask", asked)
-            patched.setattr(sites_module, "POLL", 0.001)
+            patched.setattr(round_requests, "ask_sites", asked)
+            patched.setattr(round_requests, "POLL", 0.001)
             deployment = Deployment(run="0123456789abcdef", startup_timeout=60)
             _, self.place = deployed(folder, LoopPlace(folder, {**TINY, **values}), deployment, **values)
-        self.sites.audit, self.sites.warn = None, lambda text: None
+        self.sites.audit = None
+        self.sites.warn_with(lambda text: None)
         self.site = self.place.sites[0]
         self.requests = [frame for client, frame in self.place.link.sent if client == 0]
 
@@ -115,7 +118,7 @@ def test_the_server_rejects_a_reply_only_with_an_error_that_it_expects(recorded,
         except FrameError:
             continue
         with contextlib.suppress(UnskewError):
-            take(client, recorded.sites.checked(frame, frame.config.get("attempt")))
+            take(client, recorded.sites.connection.checked(frame, frame.config.get("attempt")))
 
 
 JSON = st.recursive(
@@ -143,7 +146,7 @@ def test_any_header_is_a_message_or_a_frame_error(about, body):
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_frame_error(data):
     with pytest.raises(FrameError):
-        decode(data, lambda size: b"")
+        EncodedFrame(data, b"").decode()
 
 
 @pytest.mark.parametrize(
@@ -174,22 +177,22 @@ def test_any_bytes_are_a_message_or_a_frame_error(data):
 )
 def test_a_header_that_no_site_sends_is_one_kind_of_error(header):
     with pytest.raises(FrameError):
-        decode(header, lambda size: bytes(size), 1 << 20)
+        EncodedFrame(header, b"").decode()
 
 
 def test_sizes_are_checked_before_anything_is_read():
-    reads = []
+    here, there = socket.socketpair()
     header = b'{"kind":"a","config":{},"figures":{},"arrays":[["a","uint8",[9],9],["b","uint8",[3000],3000]]}'
-    with pytest.raises(FrameError, match="above the limit"):
-        decode(header, reads.append, 3000)
-    assert reads == []
+    there.sendall(on_the_wire(header, bytes(3009)))
+    with here, there, pytest.raises(FrameError, match="above the limit"):
+        receive(here, 3000)
 
 
 def test_bytes_that_do_not_arrive_take_no_memory():
     here, there = socket.socketpair()
     header = b'{"kind":"a","config":{},"figures":{},"arrays":[["a","uint8",[4000000000],4000000000]]}'
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    there.sendall(on_the_wire(header, b"x" * 1000))
+    there.sendall(MAGIC + struct.pack("<QQ", len(header), 4_000_000_000) + header + b"x" * 1000)
     there.close()
     with here, pytest.raises(FrameError):
         receive(here)
@@ -201,7 +204,7 @@ def test_bytes_that_do_not_arrive_take_no_memory():
 
 def listening(site):
     path = site.config.path("socket", site.folder)
-    threading.Thread(target=site.serve, daemon=True).start()
+    threading.Thread(target=listener.serve, args=(site,), daemon=True).start()
     while not path.exists():
         pass
     return path
@@ -231,8 +234,8 @@ def test_a_site_replies_at_its_socket_after_mutated_messages(count, tmp_path):
         b"",
         b"unskew01",
         b"GET / HTTP/1.1\r\n\r\n",
-        b"unskew01" + b"\xff" * 8,
-        b"unskew01" + b"\x10" + b"\0" * 7 + b"{",
+        b"unskew01" + b"\xff" * 16,
+        b"unskew01" + b"\x10" + b"\0" * 15 + b"{",
     ):
         exchange(path, data)
     assert exchange(path, on_the_wire(*to_bytes(Frame("shell")))).kind == "refused"
@@ -243,17 +246,16 @@ def test_an_error_at_a_connection_does_not_end_a_site(tmp_path, monkeypatch):
     lines = []
     site.log = lines.append
     path = listening(site)
-    serve_one = type(site)._serve_one
-    monkeypatch.setattr(type(site), "_serve_one", lambda *_: {}["a"])
-    assert exchange(path, b"x") is None
-    monkeypatch.setattr(type(site), "_serve_one", serve_one)
+    with monkeypatch.context() as patched:
+        patched.setattr(listener, "serve_connection", lambda *_: {}["a"])
+        assert exchange(path, b"x") is None
     assert exchange(path, on_the_wire(*to_bytes(Frame("shell")))).kind == "refused"
     assert any("KeyError" in line for line in lines)
 
 
 def test_a_message_whose_arrays_arrive_too_slowly_does_not_block_a_site(tmp_path, monkeypatch):
     """The deadline is one of the whole message, which single bytes do not extend."""
-    monkeypatch.setattr(site_module, "MESSAGE_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "MESSAGE_SECONDS", 0.3)
     path = listening(LoopPlace(tmp_path, TINY).sites[0])
     header = b'{"kind":"a","config":{},"figures":{},"arrays":[["a","uint8",[1000000],1000000]]}'
     ended = threading.Event()
@@ -275,7 +277,7 @@ def test_a_message_whose_arrays_arrive_too_slowly_does_not_block_a_site(tmp_path
 
 
 def test_the_control_socket_replies_after_mutated_messages(tmp_path):
-    sites = SiteManager(None, lambda: None, "0", {}, sites_module.RoundPolicy(), lambda text: None)
+    sites = SiteManager(SiteConnection(None, lambda: None, "0", {}), 0, RoundPolicy(), lambda text: None)
     control = ControlSocket(tmp_path, sites, lambda excluded: None)
     path = control._listener.getsockname()
     mutator = Mutator([Frame("status"), Frame("stop", {"now": True}), Frame("exclude", {"site": "a"})], seed=2)
@@ -291,69 +293,71 @@ def test_the_control_socket_replies_after_mutated_messages(tmp_path):
 
 
 def test_the_bridge_to_flower_raises_one_kind_of_error(tmp_path):
-    mutator = Mutator([Frame("answers", {"count": 1}), Frame("nodes", {"ids": ["1", "2"]})], seed=3)
+    mutator = Mutator([Frame("update"), Frame("nodes", {"ids": ["1", "2"]})], seed=3)
     bridge = GridBridge(1 << 20)
     try:
-        for _ in range(300):
+        for number in range(300):
             bridge._app, app = socket.socketpair()
             with app:
-                app.sendall(on_the_wire(*to_bytes(Frame("answers", {"count": 1}))))
                 for _ in range(2):
                     app.sendall(on_the_wire(*mutator.draw()))
                 app.shutdown(socket.SHUT_WR)
                 with contextlib.suppress(LinkClosedError):
-                    bridge.nodes()
+                    bridge.pull(["1", "2"]) if number % 2 else bridge.nodes()
                 bridge.disconnect()
     finally:
         bridge.close()
 
 
 FLOWER = r"""
-import random, sys
+import random
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from unskew.deployment.flower.app.records import to_frame, to_records
-from unskew.deployment.flower.app.server_app import reply_frame
-from unskew.deployment.wire.frames import Blob, Frame, FrameError, decode, encode_header
+from unskew.deployment.flower.app.records import to_message, to_records
+from unskew.deployment.flower.app.server_app import reply_message
+from unskew.deployment.wire.frames import Blob, EncodedFrame, Frame, FrameError
 
 dice = random.Random(0)
-values = ["", "a", "\x1b[2J", 1, -1, 2**62, 1.5, float("nan"), True, b"x", [1, 2], ["a"], [b"x"], "x" * 100]
+values = ["", "a", 1, 1.5, float("nan"), True, b"x", b"{}", [1, 2], ["a"], [b"x"], b"x" * (65 << 20)]
 class Reply:
     def __init__(self, content):
         self.content = content
-        self.metadata = type("Metadata", (), {"reply_to_message_id": "m"})
     def has_error(self):
         return False
 
 kinds = set()
 for _ in range(3000):
-    content = to_records(Frame("update", {"client": 1}, {"loss": 1.0}, {"a/b": Blob("float32", (2,), b"\0" * 8)}))
-    for _ in range(dice.choice((1, 1, 2))):
-        way = dice.randrange(7)
+    update = Frame("update", {"client": 1}, {"loss": 1.0}, {"a/b": Blob("float32", (2,), b"\0" * 8)})
+    content = to_records(EncodedFrame.of(update))
+    assert to_message(content).decode() == update
+    for _ in range(dice.choice((0, 1, 2))):
+        way = dice.randrange(5)
         if way == 0:
-            name = dice.choice(["a", "kind", "\x1b"])
-            content["unskew"] = ConfigRecord({"kind": dice.choice(values), name: dice.choice(values)})
+            content["header"] = ConfigRecord({dice.choice(["json", "a"]): dice.choice(values)})
         elif way == 1:
-            content["figures"] = MetricRecord({"loss": dice.choice([1.0, float("inf"), 3, [1.0]])})
+            form, data = dice.choice(["unskew.raw", "numpy"]), b"\0" * dice.choice([0, 8, 3000])
+            array = Array("uint8", (len(data),), form, data)
+            content["body"] = ArrayRecord({dice.choice(["bytes", "a"]): array})
         elif way == 2:
-            shape = dice.choice([(1, 2), (3,), (-1,), (2,) * 12, (2**40, 0)])
-            dtype, form = dice.choice(["float32", "object", "uint8"]), dice.choice(["unskew.raw", "numpy"])
-            array = Array(dtype, shape, form, b"\0" * dice.choice([0, 8]))
-            content["arrays.a"] = ArrayRecord({dice.choice(["b", "\x1b", ""]): array})
+            content[dice.choice(["x", "header", "body"])] = MetricRecord({dice.choice(["json", "bytes"]): 1})
         elif way == 3:
-            content[dice.choice(["x", "arrays.", "unskew"])] = MetricRecord({"a": 1})
-        elif way == 4:
-            content["arrays.b"] = ArrayRecord({"c": Array("uint8", (3000,), "unskew.raw", b"x" * 3000)})
-        elif way == 5:
-            content.pop(dice.choice(list(content)), None)
+            content["body"] = ConfigRecord({"bytes": b"x"})
+        else:
+            content.pop(dice.choice(["header", "body"]), None)
     try:
-        to_frame(content)
+        to_message(content)
     except FrameError:
         pass
-    reply = reply_frame(Reply(content), 2000)
-    bodies = iter(blob.data for blob in reply.arrays.values())
-    decode(encode_header(reply), lambda size: next(bodies), 2000)
-    kinds.add(reply.kind)
-assert {"refused", "update"} <= kinds, kinds
+    reply = reply_message(Reply(content), 2000)
+    if isinstance(reply, Frame):
+        assert reply.kind == "refused"
+        kinds.add("refused")
+        continue
+    assert len(reply.body) <= 2000
+    try:
+        kinds.add(reply.decode().kind)
+    except FrameError:
+        kinds.add("invalid")
+assert kinds == {"refused", "update", "invalid"}, kinds
 """
 
 

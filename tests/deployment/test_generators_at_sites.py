@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.sites import TINY, LoopPlace, crossed, deployed
 
-from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.wire.tensor_codec import decode_record
 from unskew.errors import UnskewError
@@ -27,7 +27,7 @@ PRIVATE = {
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
 
 
 def contributions(folder, run, place=None):

@@ -12,10 +12,9 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from support.slow import slow_but
 from test_equal import BODY, FULL_BATCHES, QUICK, SERVER_DATA
 
-from unskew.deployment.server import sites as sites_module
-from unskew.deployment.server.config import Deployment
+from unskew.deployment.server import round_requests
+from unskew.deployment.server.config import Deployment, RoundPolicy
 from unskew.deployment.server.run import resume
-from unskew.deployment.server.sites import RoundPolicy
 from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.tensor_codec import decode_tensor, encode_tensor
 from unskew.methods.registry import METHODS
@@ -28,8 +27,8 @@ OTHER_TYPE |= {"bfloat16": "int16", "float64": "int64", "int64": "float64", "boo
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.001)
-    monkeypatch.setattr(sites_module, "PAUSE", 0.001)
+    monkeypatch.setattr(round_requests, "POLL", 0.001)
+    monkeypatch.setattr(round_requests, "PAUSE", 0.001)
 
 
 # ---- ways to spoil a reply ---------------------------------------------------------------------------------------------
@@ -354,8 +353,10 @@ def test_a_run_whose_times_are_not_numbers_finishes_and_is_resumed(tmp_path, mon
     assert result.history[-1]["train_seconds"] is None
     assert math.isfinite(result.summary["client_seconds"])
     for site in runs.place.sites:  # their administrators agree to a further round
-        further = {digest: config.model_copy(update={"rounds": 3}) for digest, config in site.experiments.items()}
-        site.experiments, site._work = further, None
+        further = {
+            digest: config.model_copy(update={"rounds": 3}) for digest, config in site.experiments.configs.items()
+        }
+        site.experiments.configs, site.experiments._trainer = further, None
     resumed = resume(runs.folder_of_run, place=runs.place, tell=lambda text: None, rounds=3)
     assert resumed.summary["rounds"] == 3
 

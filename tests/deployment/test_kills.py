@@ -87,7 +87,9 @@ class Kills:
 
 @pytest.mark.usefixtures("flower_is_found")
 def test_a_run_survives_kills_with_the_numbers_of_the_simulator(tmp_path, monkeypatch):
-    monkeypatch.setattr("unskew.deployment.server.sites.NO_REPLY", 10.0)  # else each lost message costs two minutes
+    monkeypatch.setattr(
+        "unskew.deployment.server.round_requests.NO_REPLY", 10.0
+    )  # else each lost message costs two minutes
     rounds = KILLS + 1
     values = {**TINY, "clients": 2, "method": "scaffold", "rounds": rounds, "eval_clients": 0}
     place = LocalSuperLink(tmp_path / "run", 2, [experiment(values)])

@@ -17,16 +17,16 @@ from test_masked import FOUR, close, lost
 
 import unskew
 from unskew.config.loader import experiment
-from unskew.deployment.secagg import client as secagg_client
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.client import SecAggClient
 from unskew.deployment.secagg.fixed_point import dequantize
 from unskew.deployment.secagg.roster import SigningIdentity, read_roster
-from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.run import resume, run
+from unskew.deployment.site import masking as secagg_client
 from unskew.deployment.site.ledger import DataLedger
+from unskew.deployment.site.masking import SecAggClient
+from unskew.deployment.wire.digests import BroadcastDigest
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import BroadcastDigest
 from unskew.errors import EngineError, UnskewError
 from unskew.protocol.messages import ClientState, Update
 
@@ -40,7 +40,7 @@ SWITCHES = {
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
 
 
 class World:
@@ -72,7 +72,7 @@ class World:
         """The site's reply, None if it rejects the message."""
         written = {name: value if isinstance(value, str) else json.dumps(value) for name, value in config.items()}
         try:
-            return self.masks[k].carried_out(RUN, Frame(kind, {"session": self.session, **written}))
+            return self.masks[k].reply(RUN, Frame(kind, {"session": self.session, **written}))
         except UnskewError:
             return None
 

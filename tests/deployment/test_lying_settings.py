@@ -16,20 +16,22 @@ from test_faults import with_patience
 
 import unskew
 from unskew.config.loader import experiment
+from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
+from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.flower.project_files import init_project
-from unskew.deployment.secagg.client import SecAggClient
-from unskew.deployment.secagg.engine import MaskedEngine
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, is_in_range, quantize, step_size
-from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.audit_log import read_events
 from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.run import run
 from unskew.deployment.site import process, trainer
 from unskew.deployment.site.check import check_site
+from unskew.deployment.site.experiments import SiteExperiments
+from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.state import SiteState
-from unskew.deployment.wire.data_schema import PROTOCOL, DataSchema, experiment_digest
+from unskew.deployment.wire.digests import BroadcastDigest, broadcast_digest, parameter_spans
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import BroadcastDigest, broadcast_digest, parameter_spans
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.build_model import initial_spec
@@ -42,7 +44,7 @@ NOISE = "dp:noise=4,clip=1,adaptive=false,noise_at=sites,honest=3"
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
 
 
 def cosine(one, other):
@@ -131,7 +133,7 @@ def test_equal_bytes_at_other_parameters_or_of_another_type_are_not_equal_models
     place = LoopPlace(tmp_path, values)
     run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     frame = next(frame for _, frame in place.link.sent if frame.kind == "train")
-    terms = place.sites[0]._work[1].terms
+    terms = place.sites[0].experiments._trainer[1].terms
     half = terms.spec.size // 2
     v = decode_record(frame, "model")["v"][:half]
     c = next(name for name in frame.arrays if name.startswith("download"))
@@ -149,7 +151,7 @@ def test_equal_bytes_at_other_parameters_or_of_another_type_are_not_equal_models
 def test_without_the_comparison_they_do(own_data, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "broadcast_digest", lambda *_: BroadcastDigest("same", "same", {}))
     monkeypatch.setattr(process, "check_settings", lambda *_: None)
-    monkeypatch.setattr(process.SiteProcess, "_check_schema", lambda *_: None)
+    monkeypatch.setattr(SiteExperiments, "check_schema", lambda *_: None)
     lie = changed(weights=json.dumps([1e-30] * 3)) if own_data else WEIGHTS
     assert isolated(tmp_path, monkeypatch, 5, lie, own_data) > 0.9999
 
@@ -244,7 +246,7 @@ def test_slices_that_overlap_others_are_rejected(tmp_path):
     place = LoopPlace(tmp_path, values)
     run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     frame = next(frame for _, frame in place.link.sent if frame.kind == "train")
-    terms = place.sites[0]._work[1].terms
+    terms = place.sites[0].experiments._trainer[1].terms
     known = broadcast_digest(frame, terms, {}, "").known
     v = decode_record(frame, "model")["v"][1:3]
     part = replace(
@@ -489,7 +491,7 @@ def test_a_round_with_private_noise_has_one_reply(tmp_path):
     def asks(client, asked, answer):
         if asked.kind == "train" and client == 0:
             site = place.sites[0]
-            site._work = None  # as after a restart
+            site.experiments._trainer = None  # as after a restart
             again = site.answer(replace(asked, config={**asked.config, "attempt": 99}))
             assert {n: b.data for n, b in again.arrays.items()} == {n: b.data for n, b in answer.arrays.items()}
             v = decode_record(asked, "model")["v"]

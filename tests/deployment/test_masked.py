@@ -12,11 +12,11 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from test_faults import trained, with_patience
 
 import unskew
-from unskew.deployment.secagg.client import parse_json_field
 from unskew.deployment.secagg.crypto import apply_mask
-from unskew.deployment.secagg.engine import MaskedEngine
-from unskew.deployment.secagg.server import parse_parts
-from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server import round_requests
+from unskew.deployment.server.masked_engine import MaskedEngine
+from unskew.deployment.server.masked_sum import parse_parts
+from unskew.deployment.wire.fields import parse_json_field
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record
 from unskew.errors import ConfigError, EngineError, MethodConflictError
@@ -27,7 +27,7 @@ FOUR = {**MASKED, "clients": 4, "rounds": 1}
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
 
 
 def lost(kind, whom):

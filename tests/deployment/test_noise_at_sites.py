@@ -8,7 +8,7 @@ from support.sites import TINY, LoopPlace, Told, deployed
 from test_faults import with_patience
 
 import unskew
-from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.site.check import check_site
 from unskew.deployment.wire.frames import Frame
@@ -28,7 +28,7 @@ RANDOM = {"keys", "signature", "sealed", "commitments", "shares", "session", "cl
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
 
 
 @pytest.fixture

@@ -21,8 +21,7 @@ from unskew.config.loader import experiment
 from unskew.deployment.flower import cli as flower_cli
 from unskew.deployment.flower.cli import SuperLink
 from unskew.deployment.flower.subprocesses import ManagedProcess
-from unskew.deployment.server import joining
-from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server import connection, joining, round_requests
 from unskew.deployment.server.audit_log import AuditLog, read_events
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.control import send_command, socket_path
@@ -35,10 +34,10 @@ from unskew.simulation.round_loop import RunInterrupted
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
-    monkeypatch.setattr(sites_module, "POLL", 0.01)
-    monkeypatch.setattr(sites_module, "NODES", 0.0)
+    monkeypatch.setattr(round_requests, "POLL", 0.01)
+    monkeypatch.setattr(connection, "NODES", 0.0)
     monkeypatch.setattr(joining, "POLL", 0.01)
-    monkeypatch.setattr(sites_module, "PAUSE", 0.001)
+    monkeypatch.setattr(round_requests, "PAUSE", 0.001)
 
 
 def failing(client, answers=None):
@@ -83,10 +82,10 @@ def test_a_site_whose_messages_fail_is_asked_with_growing_pauses_and_not_for_eve
     place.link.spoil = noted
     with pytest.raises(EngineError, match="2 of 3 sites"):
         run(experiment(TINY), Deployment(startup_timeout=1.8), tmp_path / "run", [Told()], [].append, place)
-    assert len(times) == sites_module.FAILURES + 1
+    assert len(times) == round_requests.FAILURES + 1
     waits = [b - a for a, b in pairwise(times)]
     assert all(wait >= 0.001 * 2**n for n, wait in enumerate(waits))
-    assert sites_module.retry_delay(1000) == sites_module.LONGEST
+    assert round_requests.retry_delay(1000) == round_requests.LONGEST
 
 
 def test_a_site_that_answers_after_failures_takes_part(tmp_path):

@@ -38,8 +38,7 @@ def clinics(tmp_path, own):
         table(path.parent / "own.csv", 150, **options)
         data = {"source": "table:own.csv", "label": "outcome"}
         path.write_text(yaml.safe_dump({"name": f"clinic-{client}", "client": client, "data": data}))
-        place.sites[client] = SiteProcess(path)
-        place.sites[client].log = lambda line: None
+        place.sites[client] = SiteProcess(path, log=lambda line: None)
     return place, values
 
 

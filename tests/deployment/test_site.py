@@ -18,14 +18,15 @@ from support.running import call
 from support.sites import TINY, LoopPlace
 
 from unskew.config.loader import experiment
+from unskew.deployment.common.agreement import experiment_digest
 from unskew.deployment.flower.project_files import init_project, make_certificates, make_node_key, write_scripts
 from unskew.deployment.secagg.roster import SigningIdentity, is_signed
+from unskew.deployment.site import listener
 from unskew.deployment.site import process as site_module
 from unskew.deployment.site.config import load_site_config
 from unskew.deployment.site.process import SiteProcess
 from unskew.deployment.site.state import SiteState, SiteStateLostError
-from unskew.deployment.wire.data_schema import experiment_digest
-from unskew.deployment.wire.frames import Frame, FrameError, receive, send
+from unskew.deployment.wire.frames import EncodedFrame, Frame, FrameError, receive, send
 from unskew.deployment.wire.tensor_codec import parse_slices, slices_as_text
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.messages import ClientState
@@ -71,7 +72,7 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
         SiteProcess(path)
     # Sites compute no metrics and use no trackers, so they need not trust those of the server.
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump({**TINY, "metrics": ["mine:cost"], "trackers": ["wandb"]}))
-    (config,) = SiteProcess(path).experiments.values()
+    (config,) = SiteProcess(path).experiments.configs.values()
     assert config.metrics == config.trackers == ()
     served = experiment({**TINY, "metrics": ["mine:cost"], "objective": "mine:cost", "trackers": ["wandb"]})
     assert experiment_digest(served) == experiment_digest(config)
@@ -82,7 +83,7 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     site = place.sites[0]
     path = site.config.path("socket", site.folder)
-    threading.Thread(target=site.serve, daemon=True).start()
+    threading.Thread(target=listener.serve, args=(site,), daemon=True).start()
     while not path.exists():
         pass
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -96,15 +97,15 @@ def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
     assert "not a message of unskew" in ask(lambda c: c.sendall(b"GET / HTTP/1.1\r\n\r\n")).config["reason"]
     assert "unknown request:" in ask(lambda c: send(c, Frame("shell", {"command": "ls"}))).config["reason"]
     with pytest.raises(ConfigError, match="Another process of this site is listening"):
-        LoopPlace(tmp_path, TINY).sites[0].serve()
+        listener.serve(LoopPlace(tmp_path, TINY).sites[0])
 
 
 def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path, monkeypatch):
     """Neither one that sends a few bytes and waits, nor one that sends single bytes for ever."""
-    monkeypatch.setattr(site_module, "MESSAGE_SECONDS", 0.3)
+    monkeypatch.setattr(listener, "MESSAGE_SECONDS", 0.3)
     site = LoopPlace(tmp_path, TINY).sites[0]
     path = site.config.path("socket", site.folder)
-    threading.Thread(target=site.serve, daemon=True).start()
+    threading.Thread(target=listener.serve, args=(site,), daemon=True).start()
     while not path.exists():
         pass
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as slow:
@@ -144,10 +145,8 @@ def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path,
     ],
 )
 def test_what_is_no_message_is_refused(header):
-    from unskew.deployment.wire.frames import decode
-
     with pytest.raises(FrameError):
-        decode(header, lambda size: bytes(size), largest=1 << 20)
+        EncodedFrame(header, bytes(8)).decode()
 
 
 def test_slices_travel_as_text():

@@ -85,8 +85,7 @@ def wards(tmp_path, **asked):
         write(path.parent / "own.csv", rows_of(ward, 40, client))
         site = {"name": f"ward-{ward}", "client": client, "data": data, "roster": str(tmp_path / "roster.txt")}
         path.write_text(yaml.safe_dump(site))
-        place.sites[client] = SiteProcess(path)
-        place.sites[client].log = lambda line: None
+        place.sites[client] = SiteProcess(path, log=lambda line: None)
     return place, values
 
 
@@ -99,7 +98,11 @@ def test_sites_with_tables_of_their_own_settle_columns_by_sums(tmp_path):
     place, values = wards(tmp_path, class_weights="balanced")
     own(tmp_path, place, values)
     columns = {one["name"]: one for one in json.loads((tmp_path / "run" / "inputs.json").read_text())["columns"]}
-    trained = [site.holding(digest, site._work[1].reference) for site in place.sites for digest in site.experiments]
+    trained = [
+        site.experiments.samples(digest, site.experiments._trainer[1].reference)
+        for site in place.sites
+        for digest in site.experiments.configs
+    ]
     names = [one.name for one in trained[0].source.encoders]
     for name in ("age", "dose", "weight"):
         pooled = np.concatenate([one.train.x.numpy()[:, names.index(name)] for one in trained]).astype(np.float64)
@@ -107,7 +110,7 @@ def test_sites_with_tables_of_their_own_settle_columns_by_sums(tmp_path):
         assert columns[name]["std"] == pytest.approx(np.nanstd(pooled))
         assert columns[name]["marks"] == bool(np.isnan(pooled).any())
     assert set(columns["drug"]["values"]) == {f"{ward}{n}" for ward in "abc" for n in (0, 1)}
-    weights = {site._work[1].original.objective.weights for site in place.sites}
+    weights = {site.experiments._trainer[1].original.objective.weights for site in place.sites}
     assert len(weights) == 1
     assert weights != {(1.0, 1.0)}
     kinds = {name.partition("/")[0] for _, frame in place.link.received for name in frame.arrays}
@@ -176,7 +179,9 @@ def test_sums_that_cannot_be_exclude_their_site_and_the_others_have_the_columns_
     assert result.history[-1]["sites_excluded"] == 1
     columns = {one["name"]: one for one in json.loads((tmp_path / "run" / "inputs.json").read_text())["columns"]}
     trained = [
-        place.sites[k].holding(d, place.sites[k]._work[1].reference) for k in (0, 2) for d in place.sites[k].experiments
+        place.sites[k].experiments.samples(d, place.sites[k].experiments._trainer[1].reference)
+        for k in (0, 2)
+        for d in place.sites[k].experiments.configs
     ]
     names = [one.name for one in trained[0].source.encoders]
     pooled = np.concatenate([one.train.x.numpy()[:, names.index("dose")] for one in trained]).astype(np.float64)

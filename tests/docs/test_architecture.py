@@ -21,37 +21,56 @@ def test_contributors_are_told_every_folder():
     assert listed == {path.name for path in (ROOT / "unskew").iterdir() if path.is_dir()} - {"__pycache__"}
 
 
-def imports_between_folders():
-    """Which folder of the package imports which; the modules beside them count as one, called root."""
+def imports_between_folders(package):
+    """Which folder inside a package imports which other; the modules beside them count as one, called root."""
     arrows = {}
-    for path in (ROOT / "unskew").rglob("*.py"):
-        inside = path.relative_to(ROOT / "unskew").parts
-        if inside in (("__init__.py",), ("__main__.py",)):
+    start = ROOT.joinpath(*package.split("."))
+    for path in start.rglob("*.py"):
+        inside = path.relative_to(start).parts
+        if len(inside) == 1 and inside[0] in ("__init__.py", "__main__.py"):
             continue
-        arrows.setdefault(inside[0] if len(inside) > 1 else "root", set()).update(
-            name.split(".")[1] if (ROOT / "unskew" / name.split(".")[1]).is_dir() else "root"
+        names = {
+            name.removeprefix(f"{package}.").split(".")[0]
             for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and (name := node.module or "").startswith("unskew.")
+            if isinstance(node, ast.ImportFrom)
+            # ``from package import folder`` names the folder only after ``import``
+            for name in (f"{node.module}.{alias.name}" for alias in node.names)
+            if name.startswith(f"{package}.")
+        }
+        arrows.setdefault(inside[0] if len(inside) > 1 else "root", set()).update(
+            name if (start / name).is_dir() else "root" for name in names
         )
     return {room: others - {room} for room, others in arrows.items()}
 
 
-def test_the_picture_of_the_package_is_true():
+def check_picture(picture, imports):
     """Every folder is drawn, every arrow is an import, every import runs along the arrows, and none leads up."""
-    (picture,) = fences(DOCS / "architecture.md", "mermaid")
     arrows = {room: set() for room in re.findall(r'^ +(\w+)\["', picture, re.M)}
     for upper, lower in re.findall(r"^ +(\w+) --> (.*)$", picture, re.M):
         arrows[upper] |= set(lower.split(" & "))
-    imports = imports_between_folders()
     assert set(arrows) == set(imports)
     below = {}
     for room in reversed(list(arrows)):  # drawn from the top down
         assert arrows[room] <= set(below), f"{room} is drawn below what it imports"
         below[room] = arrows[room].union(*(below[other] for other in arrows[room]))
-        assert arrows[room] <= imports[room], f"docs/concepts.md draws an arrow that is no import of {room}"
-        assert imports[room] <= below[room], f"docs/concepts.md draws no arrow for an import of {room}"
+        assert arrows[room] <= imports[room], f"docs/architecture.md draws an arrow that is no import of {room}"
+        assert imports[room] <= below[room], f"docs/architecture.md draws no arrow for an import of {room}"
+
+
+def test_the_pictures_of_the_packages_are_true():
+    package, deployment = fences(DOCS / "architecture.md", "mermaid")
+    check_picture(package, imports_between_folders("unskew"))
+    check_picture(deployment, imports_between_folders("unskew.deployment"))
     modules = {path.stem for path in (ROOT / "unskew").glob("*.py")} - {"__init__", "__main__"}
-    assert set(re.search(r'root\["(.*?)"\]', picture)[1].split(", ")) == modules
+    assert set(re.search(r'root\["(.*?)"\]', package)[1].split(", ")) == modules
+
+
+def test_folders_inside_a_package_do_not_import_each_other_in_a_circle():
+    packages = {path.parent for path in (ROOT / "unskew").rglob("*/__init__.py")}
+    for folder in sorted(packages):
+        imports = imports_between_folders(".".join(folder.relative_to(ROOT).parts))
+        folders = {room: others - {"root"} for room, others in imports.items() if room != "root"}
+        list(graphlib.TopologicalSorter(folders).static_order())  # raises CycleError
 
 
 def imported_modules():

@@ -26,7 +26,8 @@ from unskew.data.readers.image_folders import class_folders
 from unskew.data.readers.images import decode
 from unskew.deployment.server.config import Deployment
 from unskew.errors import CheckpointError, ConfigError, DataError, UnskewError
-from unskew.filesystem import check_plain, is_occupied, write_atomic
+from unskew.filesystem import check_plain, write_atomic
+from unskew.folder_locks import is_occupied
 from unskew.reporting.run_reader import read_curves
 from unskew.simulation.checkpoint import list_checkpoints
 

@@ -15,8 +15,7 @@ from support.sites import LoopPlace, deployed
 
 import unskew
 from unskew.benchmark.suite import load_suite
-from unskew.deployment.server import joining
-from unskew.deployment.server import sites as sites_module
+from unskew.deployment.server import connection, joining, round_requests
 from unskew.deployment.server.run import resume
 from unskew.deployment.site.config import load_site_config, read_experiments
 from unskew.engines.calibration import read_entries
@@ -38,7 +37,7 @@ def made(tmp_path_factory):
     unskew.compare(methods=[IMAGES], seeds=[0], out=folder / "compared", **RUN)
     unskew.run(method=IMAGES, out=folder / "run", **RUN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sites_module, "POLL", 0.01)
+        patch.setattr(round_requests, "POLL", 0.01)
         deployed(folder / "deployed", **SITES)
     return folder
 
@@ -57,7 +56,7 @@ def here(tmp_path, monkeypatch):
     for name, value in (("HOME", "home"), ("XDG_CACHE_HOME", "cache"), ("WANDB_DIR", "home"), ("HF_HOME", "cache")):
         monkeypatch.setenv(name, str(tmp_path / "outside" / value))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for module, name, value in ((sites_module, "POLL", 0.01), (sites_module, "NODES", 0.0), (joining, "POLL", 0.01)):
+    for module, name, value in ((round_requests, "POLL", 0.01), (connection, "NODES", 0.0), (joining, "POLL", 0.01)):
         monkeypatch.setattr(module, name, value)
     private_folder()
     return tmp_path / "here"

@@ -10,7 +10,7 @@ from support.protocol import facts
 from support.tolerance import TRAINING, assert_close
 
 import unskew
-from unskew.deployment.secagg.engine import check_maskable
+from unskew.deployment.server.masked_engine import check_maskable
 from unskew.deployment.server.membership import check_late_joining
 from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.feddisco import FedDisco

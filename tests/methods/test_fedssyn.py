@@ -25,7 +25,7 @@ import unskew
 from unskew import Federation
 from unskew.comparison.cost_to_target import target_costs
 from unskew.data.federation import ServerData
-from unskew.deployment.site.data import SingleClientView
+from unskew.deployment.common.client_view import SingleClientView
 from unskew.errors import ConfigError, DataError, MethodConflictError
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.client_images import append_log, draw_subset

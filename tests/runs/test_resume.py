@@ -21,7 +21,7 @@ from support.slow import slow_but
 
 import unskew
 from unskew.errors import CheckpointError, UnskewError
-from unskew.filesystem import folder_lock
+from unskew.folder_locks import folder_lock
 from unskew.runs import run as run_module
 from unskew.simulation.checkpoint import FORMAT, list_checkpoints
 
@@ -644,7 +644,7 @@ def test_full_disk_while_metrics_are_written(tmp_path, stopped, straight, capsys
     run = stopped
     size = max((run / name).stat().st_size for name in ("metrics.jsonl", "config.yaml"))
     outcome = Process(
-        tmp_path, "resume", run, "--set", "checkpoint_every=100", hook="small files", value=size + 100
+        tmp_path, "resume", run, "--set", "checkpoint_every=100", hook="small files", value=size + 30
     ).wait()
     assert outcome.code == 2
     assert "The disk is full" in outcome.err

@@ -12,7 +12,7 @@ from support.running import Process, metrics
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.filesystem import file_lock
+from unskew.folder_locks import file_lock
 from unskew.records import mlflow_store, trackers
 from unskew.records.mlflow_store import is_complete_database, move_aside
 

@@ -4,7 +4,7 @@ import json
 import random
 import struct
 
-from unskew.deployment.wire.frames import MAGIC, Frame, FrameError, decode, encode_header
+from unskew.deployment.wire.frames import MAGIC, EncodedFrame, Frame
 
 DEEP = b"[" * 3000 + b"]" * 3000
 RAW = [
@@ -22,26 +22,18 @@ HOLE = "\ue000"
 
 def to_bytes(frame):
     """Return header and body of a message."""
-    return encode_header(frame), b"".join(blob.data for blob in frame.arrays.values())
+    encoded = EncodedFrame.of(frame)
+    return encoded.header, encoded.body
 
 
-def from_bytes(header, body, largest=1 << 24):
-    """Decode a message; a body that is too short ends the connection."""
-    at = 0
-
-    def read(size):
-        nonlocal at
-        if at + size > len(body):
-            raise FrameError("The connection was closed.")
-        at += size
-        return body[at - size : at]
-
-    return decode(header, read, largest)
+def from_bytes(header, body):
+    """Decode a message."""
+    return EncodedFrame(header, body).decode()
 
 
 def on_the_wire(header, body):
     """Return all bytes of a message."""
-    return MAGIC + struct.pack("<Q", len(header)) + header + body
+    return MAGIC + struct.pack("<QQ", len(header), len(body)) + header + body
 
 
 class Mutator:

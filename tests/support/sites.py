@@ -12,7 +12,7 @@ from unskew.deployment.secagg.roster import read_roster
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import run
 from unskew.deployment.site.process import SiteProcess
-from unskew.deployment.wire.frames import Frame, decode, encode_header
+from unskew.deployment.wire.frames import EncodedFrame, Frame
 
 TINY = {
     "data": "digits",
@@ -32,8 +32,7 @@ TINY = {
 
 def crossed(frame: Frame) -> Frame:
     """A message after it was written and read."""
-    rest = iter(b.data for b in frame.arrays.values())
-    return decode(encode_header(frame), lambda size: bytes(next(rest)))
+    return EncodedFrame.of(frame).decode()
 
 
 class LoopLink:
@@ -89,9 +88,7 @@ class LoopPlace:
                 site = {"roster": str(folder / "roster.txt"), **site}
             (place / "experiment.yaml").write_text(experiment(config).to_yaml())
             (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
-            one = SiteProcess(place / "site.yaml")
-            one.log = lambda line: None
-            self.sites.append(one)
+            self.sites.append(SiteProcess(place / "site.yaml", log=lambda line: None))
         self.link = LoopLink(self.sites)
 
     def roster(self):

@@ -101,7 +101,7 @@ def site(
     ],
 ) -> None:
     """Run the process of a site that has the data and trains; the site's SuperNode forwards messages to it."""
-    from unskew.deployment.site.process import serve_site
+    from unskew.deployment.site.listener import serve_site
 
     serve_site(file)
 
@@ -167,9 +167,8 @@ def run(
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.comparison.folder_name import folder_name
     from unskew.deployment.flower.superlinks import RunLocation
-    from unskew.deployment.server.config import Deployment
+    from unskew.deployment.server.config import Deployment, RoundPolicy
     from unskew.deployment.server.run import run as run_deployed
-    from unskew.deployment.server.sites import RoundPolicy
 
     location = RunLocation(local, folder, superlink)
     location.check()

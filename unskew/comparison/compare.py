@@ -28,7 +28,8 @@ from unskew.config.loader import experiment
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError, list_items, short_repr
 from unskew.expressions import MOST_SEEDS, parse_seed_list
-from unskew.filesystem import output_folder, parse_path, write_atomic
+from unskew.filesystem import parse_path, write_atomic
+from unskew.folder_locks import output_folder
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class

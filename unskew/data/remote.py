@@ -16,7 +16,8 @@ from typing import Any
 
 from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import file_lock, make_folder, user_cache
+from unskew.filesystem import make_folder, user_cache
+from unskew.folder_locks import file_lock
 
 SCHEME = "://"
 VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash", "generation")

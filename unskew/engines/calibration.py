@@ -20,7 +20,8 @@ from pydantic import Field
 from unskew.engines.base import EngineConfig
 from unskew.engines.cpu import num_cores
 from unskew.errors import CheckpointError
-from unskew.filesystem import file_lock, make_folder, user_cache, write_atomic
+from unskew.filesystem import make_folder, user_cache, write_atomic
+from unskew.folder_locks import file_lock
 from unskew.json_models import JsonModel, read_model
 
 MAX_ENTRIES = 500

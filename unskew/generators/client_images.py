@@ -20,7 +20,8 @@ from torch import Tensor
 from unskew.checked_tensors import encode_checked, load_checked
 from unskew.data.federation import ClientData, Federation, concatenate_inputs, take_rows
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.filesystem import append_text, file_lock, folder_lock, make_folder, make_subfolder, parse_json, write_atomic
+from unskew.filesystem import append_text, make_folder, make_subfolder, parse_json, write_atomic
+from unskew.folder_locks import file_lock, folder_lock
 from unskew.generators import synthetic_dataset as synthetic
 from unskew.generators.base import Figures, GeneratorJob
 from unskew.generators.labels import allocate_counts, labels_from_counts

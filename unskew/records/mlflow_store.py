@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import ConfigError
-from unskew.filesystem import check_database, file_lock
+from unskew.filesystem import check_database
+from unskew.folder_locks import file_lock
 
 NAME = "mlflow.db"
 PATIENCE = 120.0

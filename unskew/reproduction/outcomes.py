@@ -21,7 +21,8 @@ import torch
 from unskew.comparison.folder_name import folder_name
 from unskew.config.experiment import Experiment
 from unskew.errors import DataError
-from unskew.filesystem import disk_errors, file_lock, make_subfolder, open_to_append, parse_json, read_file
+from unskew.filesystem import disk_errors, make_subfolder, open_to_append, parse_json, read_file
+from unskew.folder_locks import file_lock
 from unskew.runs.resume import RESUMABLE
 
 ELSEWHERE = {*RESUMABLE, "data_path", "server_data_path", "start_from"} - {"rounds"}

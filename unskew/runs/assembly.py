@@ -76,6 +76,11 @@ class RunParts:
     setup: EngineConfig
     attackers: Attackers | None = None
 
+    @property
+    def attack(self) -> str | None:
+        """Kind of the simulated attack, or None."""
+        return None if self.config.attack is None else self.config.attack.kind
+
 
 def assemble(
     run: ResolvedRun,

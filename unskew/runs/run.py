@@ -22,7 +22,8 @@ from unskew.engines.cpu import default_torch_modes
 from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError
-from unskew.filesystem import DEPLOYMENT, check_run, folder_lock, output_folder, parse_path
+from unskew.filesystem import DEPLOYMENT, check_run, parse_path
+from unskew.folder_locks import folder_lock, output_folder
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, check_expression
 from unskew.methods.registry import method as method_of

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from unskew.engines.base import Engine
-from unskew.errors import CheckpointError
 from unskew.filesystem import make_folder, write_atomic
 from unskew.measurements.registry import make_diagnostics
 from unskew.methods.registry import REFERENCES
@@ -22,20 +20,11 @@ from unskew.runs.early_stopping import BestModelKeeper, EarlyStopping
 from unskew.runs.final_evaluation import evaluate_final_model
 from unskew.runs.input_spec import input_spec_of
 from unskew.runs.predictor import Predictor
-from unskew.runs.resume import (
-    check_data,
-    check_frozen,
-    check_never_saved,
-    check_same,
-    check_target_rounds,
-    data_identity,
-    stored_content,
-    warm_start,
-)
+from unskew.runs.run_checkpoints import RunCheckpoints
 from unskew.runs.simulated_clients import SimulatedClients
 from unskew.runs.summary import add_rule_fields, counted_class_names, kept_metrics, summarize
 from unskew.secret_draws import KEY_FILE
-from unskew.simulation import checkpoint, personal_models, restore, run_warnings
+from unskew.simulation import checkpoint, personal_models, run_warnings
 from unskew.simulation.generated_samples import GeneratedSamplesRecorder
 from unskew.simulation.round_loop import RunInterrupted, run_rounds
 
@@ -53,86 +42,76 @@ class Session:
         self.parts = parts
         self.clients = SimulatedClients(parts) if clients is None else clients
         self.warnings = warnings
-        self.config = config = parts.config
-        self.folder = parts.folder
-        self.callbacks = parts.callbacks
-        self.attack = None if config.attack is None else config.attack.kind
-        self.prepared = parts.prepared
-        self.spec = parts.spec
-        self.method = parts.method
         self.server = parts.server
-        self.network = parts.network
         self.evaluator = parts.evaluator
         self.recorder = parts.recorder
-        self.metrics = parts.metrics
-        self.figures = (*parts.task.figures, *parts.metrics.computed.names)
         self.server.evaluates = self.clients.sends_model
-        history, federation = self.recorder.history, parts.prepared.federation
+        config, history, federation = parts.config, self.recorder.history, parts.prepared.federation
         self.diagnoses = make_diagnostics(config.diagnose, self.evaluator, self.server, federation, history)
-        self.stopping = EarlyStopping(config, self.evaluator, history, self.metrics)
+        self.stopping = EarlyStopping(config, self.evaluator, history, parts.metrics)
         self.best = BestModelKeeper(config, self.stopping, self.server)
         self.samples: GeneratedSamplesRecorder | None = None
-        self._content = lru_cache(partial(stored_content, self.prepared))
-        self._saved = 0
+        self.checkpoints = RunCheckpoints(parts, self.best)
 
     def run(self, resume: bool) -> Result:
         """Train the remaining rounds and write the summary."""
-        start = self._restore() if resume else self._branch()
-        config = self.config
+        parts = self.parts
+        start = self.checkpoints.start(resume)
+        config = parts.config
         engine, choice = self.clients.make_engine(resume)
         if config.save_samples:
             engine = self.samples = GeneratedSamplesRecorder(
-                engine, self.method.client, self.prepared.federation, config.rounds - 1
+                engine, parts.method.client, parts.prepared.federation, config.rounds - 1
             )
         try:
             self._begin(start)
             for diagnosis in self.diagnoses:
                 diagnosis.begin()
             texts = [*self.warnings, *filter(None, [self.samples.problem if self.samples else None])]
-            if personal_models.has_fine_tuning(self.method) and not self.config.eval_clients:
-                name = next(rule.name for rule in self.method.rules if "final_training" in rule.needs)
+            if personal_models.has_fine_tuning(parts.method) and not config.eval_clients:
+                name = next(rule.name for rule in parts.method.rules if "final_training" in rule.needs)
                 texts.append(
                     f"{name} personalizes only evaluated clients; with eval_clients=0 no personal metrics are reported."
                 )
-            sync = self.method.sync
-            if self.config.early_stopping is not None and sync is not None and sync.local_slices(self.spec):
+            sync = parts.method.sync
+            if config.early_stopping is not None and sync is not None and sync.local_slices(parts.spec):
                 texts.append(
                     f"early_stopping judges the global model, but with {sync.name} clients keep parts of their models, so "
                     "the run may end too early. Remove early_stopping, or compare personal metrics for several rounds."
                 )
             for text in texts:
                 self.recorder.warn(text)
-            if start < self.config.rounds and (reason := self._stop_reason()) is not None:
+            if start < config.rounds and (reason := self._stop_reason()) is not None:
                 self.recorder.warn(reason)
             ended = self.stopping.should_stop or self._stop_reason() is not None
-            rounds = range(start, start if ended else self.config.rounds)
-            attackers = self.parts.attackers
-            run_rounds(rounds, self.parts.sampler, self.server, engine, self.network, self._finished, attackers)
-            foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
+            rounds = range(start, start if ended else config.rounds)
+            attackers = parts.attackers
+            run_rounds(rounds, parts.sampler, self.server, engine, parts.network, self._finished, attackers)
+            foretold = parts.method.sync is not None and (self.warnings or parts.method.name in REFERENCES)
             if rounds and not (self.server.moved or self.server.overflows or foretold):
-                self.recorder.warn(run_warnings.model_unchanged_warning(self.network, len(rounds)))
+                self.recorder.warn(run_warnings.model_unchanged_warning(parts.network, len(rounds)))
             if lost := run_warnings.late_updates_warning(self.recorder.history):
                 self.recorder.warn(lost)
-            problem = run_warnings.divergence_warning(self.recorder.history[-1], self.attack)
+            problem = run_warnings.divergence_warning(self.recorder.history[-1], parts.attack)
             if problem is not None and not self.server.overflows:
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
             closing = self._close(engine)
             client_scores, clients = self.clients.score(engine)
-            if self.network.clock is not None:
-                client_scores["seconds_simulated"] = self.network.clock.now
-                closing |= {"seconds_simulated": self.network.clock.now} if closing else {}
+            if parts.network.clock is not None:
+                client_scores["seconds_simulated"] = parts.network.clock.now
+                closing |= {"seconds_simulated": parts.network.clock.now} if closing else {}
             add_rule_fields(clients, self.server)
-            history, scored = self.recorder.history, self.parts.task.scored
-            best = kept_metrics(history, self.best.round, self.metrics, closing) if self.best.active else {}
+            history, scored = self.recorder.history, parts.task.scored
+            best = kept_metrics(history, self.best.round, parts.metrics, closing) if self.best.active else {}
             accuracy = best.get(f"kept_{scored}") if best else {**history[-1], **closing}.get(scored)
-            final_results = evaluate_final_model(self.evaluator, self.server, self.metrics, accuracy, self.best.active)
+            final_results = evaluate_final_model(self.evaluator, self.server, parts.metrics, accuracy, self.best.active)
             if final_results.warning is not None and problem is None:
                 self.recorder.warn(final_results.warning)
         except RunInterrupted as interruption:
             self._save(len(self.recorder.history))
-            interruption.folder = self.folder
+            interruption.folder = parts.folder
             raise
         finally:
             engine.close()
@@ -140,31 +119,32 @@ class Session:
         client_scores |= self.stopping.summary() | final_results.fields | best
         who = () if attackers is None else attackers.clients
         summary = summarize(
-            self.config, self.prepared, self.server, self.recorder, client_scores, choice, self.metrics, who, closing
+            config, parts.prepared, self.server, self.recorder, client_scores, choice, parts.metrics, who, closing
         )
-        if self.folder is not None:
+        if parts.folder is not None:
             self.recorder.check_folder()
             write_artifacts(
-                self.folder, config, self.evaluator.federation, self.server, clients, summary, final_results.curves
+                parts.folder, config, self.evaluator.federation, self.server, clients, summary, final_results.curves
             )
-            (self.folder / KEY_FILE).unlink(missing_ok=True)
-        for store in (self.server.store, self.server.cache, self.network.store):
+            (parts.folder / KEY_FILE).unlink(missing_ok=True)
+        for store in (self.server.store, self.server.cache, parts.network.store):
             store.close()
-        for callback in self.callbacks:
+        for callback in parts.callbacks:
             callback.end(copy.deepcopy(summary))
-        module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
+        module = parts.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
         plots = METHOD_PLOTS.get(self.server.rule.name, lambda history, folder: None)
         draw = partial(plots, self.recorder.history)
-        predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), self.spec.dtype)
+        predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), parts.spec.dtype)
         history, vector = self.recorder.history, self.server.evaluated.cpu()
-        return Result(history, summary, module, vector, self.folder, draw, clients, predictor)
+        return Result(history, summary, module, vector, parts.folder, draw, clients, predictor)
 
     def _close(self, engine: Engine) -> dict[str, Any]:
         """Run the surveys after the last round, if the method has any; return the metrics of the new final model."""
-        if all(rule.survey_at != "final" for rule in self.method.client):
+        parts = self.parts
+        if all(rule.survey_at != "final" for rule in parts.method.client):
             return {}
-        round, task = self.config.rounds, self.parts.task
-        clock = self.network.clock
+        round, task = parts.config.rounds, parts.task
+        clock = parts.network.clock
         counted = {} if clock is None else clock.counted()
         broadcasts = [self.server.closing_broadcast(round, client) for client in self.clients.reachable()]
         self.server.close(round, engine.train(broadcasts))
@@ -184,28 +164,29 @@ class Session:
 
     def _begin(self, start: int) -> None:
         """Write the configuration, remove outdated files, and notify the callbacks."""
-        self._saved = start
-        if self.folder is not None:
-            write_atomic(self.folder / "config.yaml", self.config.to_yaml().encode())
-            write_about(self.folder, self.parts.setup.device, counted_class_names(self.evaluator.federation))
+        parts = self.parts
+        if parts.folder is not None:
+            write_atomic(parts.folder / "config.yaml", parts.config.to_yaml().encode())
+            write_about(parts.folder, parts.setup.device, counted_class_names(self.evaluator.federation))
             for name in ("summary.json", "clients.jsonl", "curves.json"):
-                (self.folder / name).unlink(missing_ok=True)
-            make_folder(self.folder / "checkpoints")
-            checkpoint.drop_old_checkpoints(self.folder / "checkpoints", after=start)
-        for callback in self.callbacks:
-            callback.start(self.config.model_dump(mode="json"), start)
+                (parts.folder / name).unlink(missing_ok=True)
+            make_folder(parts.folder / "checkpoints")
+            checkpoint.drop_old_checkpoints(parts.folder / "checkpoints", after=start)
+        for callback in parts.callbacks:
+            callback.start(parts.config.model_dump(mode="json"), start)
         self.recorder.start_clock()
         self.clients.begin(start)
 
     def _finished(self, t: int, figures: dict[str, Any]) -> bool:
         """Evaluate, record and save after round ``t``; return whether it was the last."""
+        parts = self.parts
         done = t + 1
         self.clients.finishing_round(t, figures)
         score = None
         evaluated = self.clients.evaluates(t)
-        if self.parts.attackers is not None:
+        if parts.attackers is not None:
             predict = partial(self.evaluator.predict_classes, self.server.evaluated, self.server.evaluated_b)
-            figures |= self.parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
+            figures |= parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
         if evaluated:
             score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
             figures |= self.stopping.figures(self.server)
@@ -216,89 +197,39 @@ class Session:
             diagnosis.begin()
         traffic = self.server.traffic
         names = self.evaluator.federation.client_names
-        if problem := run_warnings.nonfinite_update_warning(self.server, done, names, self.attack):
+        if problem := run_warnings.nonfinite_update_warning(self.server, done, names, parts.attack):
             self.recorder.warn(problem)
         self.recorder.round(
             {
                 "round": done,
-                self.parts.task.scored: score and score.accuracy,
+                parts.task.scored: score and score.accuracy,
                 "loss": score and score.loss,
-                **(score.figures if score else dict.fromkeys(self.figures)),
+                **(score.figures if score else dict.fromkeys((*parts.task.figures, *parts.metrics.computed.names))),
                 "bytes_up": traffic.up + traffic.buffers_up,
                 "bytes_down": traffic.down + traffic.buffers_down,
                 "seconds": round(self.recorder.seconds, 4),
-                **({"lr": self.parts.setup.training.rate(t)} if self.parts.setup.training.scheduled else {}),
+                **({"lr": parts.setup.training.rate(t)} if parts.setup.training.scheduled else {}),
                 **figures,
             }
         )
-        reason = self._stop_reason() if done < self.config.rounds else None
+        reason = self._stop_reason() if done < parts.config.rounds else None
         if reason is not None:
             self.recorder.warn(reason)
-        last = done == self.config.rounds or self.stopping.should_stop or reason is not None
-        if last and self.samples and self.folder and (nothing := self.samples.draw(self.folder / "samples")):
+        last = done == parts.config.rounds or self.stopping.should_stop or reason is not None
+        if last and self.samples and parts.folder and (nothing := self.samples.draw(parts.folder / "samples")):
             self.recorder.warn(nothing)
-        if last or done % self.config.checkpoint_every == 0:
+        if last or done % parts.config.checkpoint_every == 0:
             self._save(done)
         self.clients.finished_round(t, last)
         return last
 
+    def _save(self, done: int) -> None:
+        if self.checkpoints.save(done):
+            self.clients.saved(done)
+
     def _stop_reason(self) -> str | None:
         """Return the reason why the method allows no further round, or None."""
-        rule = self.method.aggregate
+        rule = self.parts.method.aggregate
         if rule is None:
             return None
         return rule.report(self.server.rules[rule.name], self.server.federation_info.plan).stop_reason
-
-    def _save(self, done: int) -> None:
-        if self.folder is None or done == self._saved:
-            return
-        self.recorder.sync()
-        extra = {
-            "seconds": self.recorder.seconds,
-            "config": self.config.model_dump(mode="json"),
-            "data": data_identity(self.prepared),
-            "content": self._content(),
-            "frozen": self.spec.frozen,
-            "delays": self.network.delays.identity,
-            "speeds": "" if self.network.clock is None else self.network.clock.identity,
-            **self.best.about(),
-        }
-        checkpoint.save_checkpoint(self.folder / "checkpoints", done, self.server, self.network, extra)
-        self._saved = done
-        self.clients.saved(done)
-
-    def _restore(self) -> int:
-        """Load the newest intact checkpoint; returns the number of finished rounds."""
-        assert self.folder is not None
-        newest = checkpoint.newest_checkpoint(self.folder / "checkpoints")
-        if newest is None:
-            check_never_saved(self.folder)
-            self.recorder.resume(0, 0.0)
-            return self._branch()
-        path, manifest, problems = newest
-        for problem in problems:
-            self.recorder.warn(f"{problem} Resuming from {path.name} instead.")
-        extra, done = manifest["extra"], int(manifest["round"])
-        check_same(extra["config"], self.config)
-        check_target_rounds(extra["config"].get("rounds"), done, self.config)
-        check_data(extra, self.prepared, self._content())
-        check_frozen(extra, self.spec)
-        if extra.get("delays", "") != self.network.delays.identity:
-            raise CheckpointError("The delay trace has changed since the run started. Resume it with the same file.")
-        clock = self.network.clock
-        if clock is not None and self.config.network.trace and extra.get("speeds") != clock.identity:
-            raise CheckpointError("The trace of client speeds has changed since the run started. Restore the file.")
-        restore.restore(path, manifest, self.server, self.network)
-        self.best.restore(extra)
-        self.recorder.resume(done, extra["seconds"])
-        return done
-
-    def _branch(self) -> int:
-        """Start from the end of the run ``start_from``, if any; returns its number of rounds, otherwise 0."""
-        if self.config.start_from is None:
-            return 0
-        parent, data = Path(self.config.start_from), data_identity(self.prepared)
-        done = warm_start(parent, self.config, self.server, self.recorder, data)
-        if self.network.clock is not None:
-            self.network.clock.now = self.recorder.history[-1].get("seconds_simulated", 0.0)
-        return done

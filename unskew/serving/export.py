@@ -8,7 +8,8 @@ from typing import Any
 
 from unskew.data.readers.tokenization import make_tokenizer
 from unskew.errors import ConfigError, unknown_name
-from unskew.filesystem import is_occupied, make_folder, parse_path, unmake_folder, write_atomic
+from unskew.filesystem import make_folder, parse_path, write_atomic
+from unskew.folder_locks import is_occupied, unmake_folder
 from unskew.runs.build_model import ModelLike
 from unskew.serving.load import OpenedRun, open_run
 from unskew.serving.model_card import model_card_text

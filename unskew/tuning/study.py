@@ -15,7 +15,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field
 
 from unskew.errors import CheckpointError, ConfigError, short_repr
-from unskew.filesystem import check_database, escape_formula, file_lock, make_folder
+from unskew.filesystem import check_database, escape_formula, make_folder
+from unskew.folder_locks import file_lock
 from unskew.json_models import JsonModel
 from unskew.protocol.search_space import CategoricalSpace, Space
 from unskew.seeding import derive

@@ -20,7 +20,8 @@ from unskew.config.paths import without_data_locations
 from unskew.data.federation import Federation
 from unskew.engines.cpu import exit_with_parent
 from unskew.errors import ConfigError, UnskewError, list_items, short_repr
-from unskew.filesystem import check_plain, file_lock, is_occupied, make_folder, parse_path, unmake_folder, write_atomic
+from unskew.filesystem import check_plain, make_folder, parse_path, write_atomic
+from unskew.folder_locks import file_lock, is_occupied, unmake_folder
 from unskew.json_models import read_model
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, model_object

@@ -28,7 +28,7 @@ from unskew.data.readers.files import (
 from unskew.data.readers.labels import metadata_class_names, read_labels
 from unskew.data.readers.tables import SampleTable, Source, metadata_columns, train_test_tables
 from unskew.data.readers.tokenization import Text, Tokenizer, make_tokenizer
-from unskew.data.sources.sentences import sentences
+from unskew.data.sentences import sentences
 from unskew.data.spec import DETECTED, CsvSpec, Split
 from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, DataError, unknown_name

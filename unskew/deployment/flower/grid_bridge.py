@@ -8,14 +8,13 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
-from unskew.deployment.wire.frames import Frame, FrameError, receive, send
+from unskew.deployment.wire.frames import EncodedFrame, Frame, FrameError, receive, receive_encoded, send
 from unskew.errors import EngineError
 
-Reply = TypeVar("Reply")
 AT_ONCE = 64 << 20
 """Number of bytes of replies requested at once."""
 
@@ -89,7 +88,9 @@ class GridBridge:
 
     def nodes(self) -> list[int]:
         """Return the connected SuperNodes."""
-        return self._ask(Frame("nodes"), lambda replies: [int(node) for node in replies[0].config["ids"]])
+        with self._connected() as app:
+            send(app, Frame("nodes"))
+            return [int(node) for node in receive(app, self.largest).config["ids"]]
 
     def push(self, node: int, frame: Frame, round: str, seconds: float) -> str:
         """Send a message to a site and return the message's identifier.
@@ -100,9 +101,10 @@ class GridBridge:
             round: Label of the round in Flower's logs.
             seconds: Time to live of the message.
         """
-        about = {"to.kind": frame.kind, "to.node": str(node), "to.round": round, "to.seconds": seconds}
-        message = Frame("push", {**frame.config, **about}, frame.figures, frame.arrays)
-        identity = self._ask(message, lambda replies: str(replies[0].config["ids"][0]))
+        with self._connected() as app:
+            send(app, Frame("push", {"node": str(node), "round": round, "seconds": seconds}))
+            send(app, frame)
+            identity = str(receive(app, self.largest).config["id"])
         self._sizes[identity] = frame.size
         return identity
 
@@ -120,9 +122,12 @@ class GridBridge:
             size += self._sizes.get(identity, 0)
             if index < len(identities) and size + self._sizes.get(identities[index], 0) <= AT_ONCE:
                 continue
-            frames = self._ask(Frame("pull", {"ids": group, "largest": self.largest}), list)
-            replies += [(str(frame.config.pop("to.id", "")), frame) for frame in frames]
-            got += sum(frame.size for frame in frames)
+            with self._connected() as app:
+                send(app, Frame("pull", {"ids": group, "largest": self.largest}))
+                for arrived in [str(name) for name in receive(app, self.largest).config["ids"]]:
+                    reply = receive_encoded(app, self.largest)
+                    replies.append((arrived, decode_reply(reply)))
+                    got += len(reply.body)
             if got > AT_ONCE // 2:
                 break
             group, size = [], 0
@@ -130,13 +135,21 @@ class GridBridge:
             self._sizes.pop(identity, None)
         return replies
 
-    def _ask(self, frame: Frame, read: Callable[[list[Frame]], Reply]) -> Reply:
+    @contextmanager
+    def _connected(self) -> Iterator[socket.socket]:
+        """Context manager of a request to Flower's app; every failure ends the connection."""
         if self._app is None:
             raise LinkClosedError("Flower's app is not connected.")
         try:
-            send(self._app, frame)
-            count = int(receive(self._app, self.largest).config["count"])
-            return read([receive(self._app, self.largest) for _ in range(count)])
+            yield self._app
         except (OSError, FrameError, LookupError, ValueError, TypeError) as error:
             self.disconnect()
             raise LinkClosedError(f"Flower's app on the SuperLink has ended ({error}).") from error
+
+
+def decode_reply(reply: EncodedFrame) -> Frame:
+    """Decode the reply of a site; if it is not valid, return the reason, so that the replies of other sites arrive."""
+    try:
+        return reply.decode()
+    except FrameError as error:
+        return Frame("refused", {"reason": str(error)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -13,11 +12,12 @@ import yaml
 from unskew.config.experiment import Experiment
 from unskew.config.paths import with_absolute_paths
 from unskew.data.load import load_partitioned
+from unskew.deployment.common.data_schema import reference_schema
 from unskew.deployment.flower.cli import VERSION
 from unskew.deployment.flower.subprocesses import run_to_completion
-from unskew.deployment.site.data import reference_schema
 from unskew.errors import ConfigError
-from unskew.filesystem import is_occupied, make_folder, write_atomic
+from unskew.filesystem import make_folder, write_atomic
+from unskew.folder_locks import is_occupied
 from unskew.methods.dp_sites import site_noise
 from unskew.methods.registry import method as method_of
 
@@ -74,11 +74,6 @@ def make_node_key(folder: Path, place: Path) -> None:
         place: Folder of the site.
     """
     run_to_completion(["sh", str(folder / "node-key.sh"), str(place)], {}, 60, "node-key.sh")
-
-
-def is_private(path: Path) -> bool:
-    """Return whether only its owner can read a file."""
-    return not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def site_yaml_values(name: str, client: int, **others: object) -> str:

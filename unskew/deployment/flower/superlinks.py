@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.deployment.common.agreement import parse_address
 from unskew.deployment.flower import cli as flower_cli
 from unskew.deployment.flower import project_files
 from unskew.deployment.flower.grid_bridge import GridBridge
 from unskew.deployment.flower.subprocesses import ManagedProcess, ProcessGroup
 from unskew.deployment.secagg.roster import FILE, read_roster
-from unskew.deployment.site.config import parse_address
 from unskew.errors import ConfigError, EngineError
 from unskew.filesystem import user_cache
 

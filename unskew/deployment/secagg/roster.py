@@ -7,14 +7,12 @@ it and runs any app that the server sends: a malicious server could forge signat
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unskew.config.experiment import Experiment
 from unskew.deployment.secagg.crypto import check_installed
-from unskew.deployment.site.config import SiteConfig
 from unskew.errors import ConfigError
 
 FILE = "roster.txt"
@@ -135,25 +133,3 @@ class SigningIdentity:
         from cryptography.hazmat.primitives.hashes import SHA384
 
         return str(self.key.sign(json.dumps(message).encode(), ec.ECDSA(SHA384())).hex())
-
-
-def load_identity(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> SigningIdentity | None:
-    """Load a site's identity; None if it has no roster and no experiment needs one.
-
-    Args:
-        site: Configuration of the site.
-        folder: Folder of the configuration.
-        experiments: Experiments that the site agreed to.
-
-    Raises:
-        ConfigError: If an experiment needs a missing roster, or key and roster are not valid.
-    """
-    roster = site.path("roster", folder)
-    if roster.is_file():
-        return SigningIdentity.load(site.client, site.path("signing_key", folder), roster)
-    if any(experiment.secure_aggregation == "required" for experiment in experiments):
-        raise ConfigError(
-            f"Secure aggregation needs {roster}: one line per client with its number and the content of its signing.pub, "
-            "which the sites' operators exchange without the server."
-        )
-    return None

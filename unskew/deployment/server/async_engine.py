@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unskew.deployment.server.engine import FlowerEngine, tensor_norms
-from unskew.deployment.server.sites import PendingRequests, RoundWait
+from unskew.deployment.server.round_requests import PendingRequests, RoundWait
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import encode_broadcast
 from unskew.protocol.messages import Broadcast, Update
@@ -34,18 +34,15 @@ class AsyncFlowerEngine(FlowerEngine):
         sites, patience = self.sites, self.sites.round_policy
         for broadcast in broadcasts:
             self.flying[broadcast.client] = broadcast
-            self.talk.failures.pop(broadcast.client, None)
-            self.talk.requests[broadcast.client] = encode_broadcast(
-                broadcast, self.terms, "train", self._budget(broadcast.client)
-            )
-        self.talk.round = str(broadcasts[0].round + 1) if broadcasts else self.talk.round
+            request = encode_broadcast(broadcast, self.terms, "train", self._budget(broadcast.client))
+            self.talk.add(broadcast.client, request, str(broadcast.round + 1))
         wait, done = RoundWait(sites, self.talk.round, patience.min_updates, patience.round_timeout), 0
         while self.talk.requests:
             for client in self.talk.requests.keys() & sites.barred:
                 self.talk.drop(client)
                 self.flying.pop(client)
                 self.server.lost(client)
-            sites.pending = {*self.talk.requests}
+            sites.await_replies(self.talk.requests)
             sites.check_stopped()
             answers = self.talk.step()
             for client, update in answers:

@@ -11,33 +11,25 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from unskew.data.column_statistics import (
-    MOMENTS,
-    category_bytes,
-    counts_and_sums,
     global_means,
     global_moments,
-    sums_of_squares,
 )
 from unskew.data.partitioned import GlobalStats, PartitionedSource
 from unskew.data.readers.encoders import (
     ClientStats,
     Encoder,
-    client_stats,
     fit_encoders,
     numeric_columns,
-    squared_deviations,
 )
 from unskew.data.target_scaling import target_scaling_bytes, task_with_moments
 from unskew.deployment.server.data_exchange import MOST, request_all
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.site.data import SiteData
-from unskew.deployment.wire.frames import Blob, Frame
-from unskew.deployment.wire.messages import read_integer, read_text
+from unskew.deployment.wire.fields import read_integer, read_text
+from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
-from unskew.errors import ConfigError, DataError, abbreviate
+from unskew.errors import ConfigError, DataError
 from unskew.protocol.messages import Tensors
 from unskew.tasks.regression import Regression
 
@@ -45,67 +37,6 @@ LONGEST = 1000
 """Maximum number of characters of a category value."""
 HIGHEST = 1e60
 """Largest magnitude of a sum: the sums of all sites must be finite."""
-
-
-def site_sums(holding: SiteData) -> tuple[dict[str, Blob], str]:
-    """Compute a site's first report: counts and sums of its columns and targets, and its categories as JSON."""
-    columns, targets = columns_and_targets(holding)
-    first = client_stats(columns, holding.source.encoders)
-    counts, sums = counts_and_sums(targets)
-    both = {"counts": np.concatenate([first.counts, counts]), "sums": np.concatenate([first.sums, sums])}
-    return encode_record("sums", as_tensors(both)), json.dumps(first.values, ensure_ascii=False)
-
-
-def site_squares(holding: SiteData, mean: Tensor) -> dict[str, Blob]:
-    """Compute a site's second report: squared deviations from the global mean.
-
-    Args:
-        holding: Data of the site.
-        mean: Mean of each column over all sites.
-
-    Raises:
-        InvalidMessageError: If ``mean`` does not contain one finite float64 value per column and target.
-    """
-    columns, targets = columns_and_targets(holding)
-    width = len(numeric_columns(holding.source.encoders))
-    if mean.dtype != torch.float64 or tuple(mean.shape) != (width + targets.shape[1],) or not mean.isfinite().all():
-        raise InvalidMessageError("it does not have a mean for each column")
-    both = mean.numpy()
-    squares = [
-        squared_deviations(columns, holding.source.encoders, both[:width]),
-        sums_of_squares(targets, both[width:]),
-    ]
-    return encode_record("sums", as_tensors({"squares": np.concatenate(squares)}))
-
-
-def columns_and_targets(holding: SiteData) -> tuple[np.ndarray, np.ndarray]:
-    """Return the training columns and targets of a site; each is an array of width 0 if the site has none."""
-    rows, nothing = holding.train, np.zeros((len(holding.train), 0))
-    regression = holding.source.task == Regression.name
-    return rows.x.numpy() if holding.source.encoders else nothing, rows.y.numpy() if regression else nothing
-
-
-def as_tensors(arrays: Mapping[str, np.ndarray]) -> Tensors:
-    """Convert NumPy arrays to tensors; dtypes stay the same."""
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in arrays.items()}
-
-
-def describe_sums(holding: SiteData) -> list[str]:
-    """Describe, for the administrator of a site, the statistics that the site will send."""
-    encoders, lines = holding.source.encoders, []
-    names = [encoders[j].name for j in numeric_columns(encoders)]
-    names += list(holding.source.class_names) if holding.source.task == Regression.name else []
-    if names:
-        lines.append(
-            f"for each of {', '.join(names)}: number of values, their sum, and the sum of squared deviations from the mean "
-            f"of all sites; {MOMENTS * len(names)} bytes"
-        )
-    coded = [encoder.name for encoder in encoders if encoder.kind == "category"]
-    for name, values in zip(coded, client_stats(columns_and_targets(holding)[0], encoders).values, strict=True):
-        lines.append(
-            f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {category_bytes(values)} bytes"
-        )
-    return lines
 
 
 def parse_sums(

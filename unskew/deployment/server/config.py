@@ -6,21 +6,42 @@ and processes are named only on the command line.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Iterable
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from unskew.deployment.server.sites import Count, RoundPolicy, Seconds
 from unskew.errors import ConfigError, plain_message
 from unskew.filesystem import DEPLOYMENT
 from unskew.json_models import STRICT, read_model, write_model
 
 Limit = Annotated[float, Field(gt=0, lt=1e12)]
+OnTimeout = Literal["wait", "continue", "abort"]
+"""Actions after the timeout if fewer updates than required have arrived."""
+Seconds = Annotated[float, Field(gt=0, lt=1e9)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+
+
+@dataclasses.dataclass(frozen=True)  # validated as a part of ``Deployment``
+class RoundPolicy:
+    """Waiting time of a round and number of updates required.
+
+    Attributes:
+        round_timeout: Seconds to wait for updates; None waits until all sites have replied.
+        min_updates: Number of updates that a round requires.
+        on_timeout: Action if too few updates have arrived by then: ``wait``, ``continue`` without them, or ``abort``.
+        max_invalid_replies: Number of invalid replies after which a site is excluded.
+    """
+
+    round_timeout: Seconds | None = None
+    min_updates: Count = 1
+    on_timeout: OnTimeout = "wait"
+    max_invalid_replies: Count = 3
 
 
 @dataclass(frozen=True, config=STRICT)

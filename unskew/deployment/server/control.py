@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from unskew.deployment.common.agreement import LONGEST_SOCKET
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.site.config import LONGEST_SOCKET
 from unskew.deployment.wire.frames import Frame, FrameError, receive, send
 from unskew.errors import ConfigError
 from unskew.filesystem import private_folder

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import ClientData, Federation
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.fields import LARGEST_WEIGHT, read_integer, read_number, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import LARGEST_WEIGHT, read_class_counts, read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import (
     InvalidMessageError,
     check_norm,
@@ -67,6 +68,23 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
     )
 
 
+def read_class_counts(frame: Frame, classes: int) -> Tensor:
+    """Return a site's number of samples per class, ``[C]``.
+
+    Args:
+        frame: Message that was received.
+        classes: Number of classes.
+
+    Raises:
+        InvalidMessageError: If the counts are missing or invalid.
+    """
+    check_records(frame, ("facts",))
+    counts = decode_record(frame, "facts").get("class_counts")
+    if counts is None or counts.dtype != torch.int64 or tuple(counts.shape) != (classes,) or (counts < 0).any():
+        raise InvalidMessageError(f"it does not report sample counts of {classes} classes")
+    return counts
+
+
 def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     """Create placeholder targets with the given counts: ``[n]`` for classes, or ``[n, L]`` for labels.
 
@@ -98,20 +116,19 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
 
 
 def federation_of_sites(
-    reference: Federation, frames: dict[int, Frame], names: dict[int, str], rehearsal: bool, total: int, parameters: int
+    reference: Federation, frames: dict[int, Frame], names: Sequence[str], rehearsal: bool, parameters: int
 ) -> Federation:
     """Build the federation as the server sees it.
 
     Args:
         reference: The experiment's data as loaded at the server.
         frames: Report of each client's site; invalid ones are ignored.
-        names: Name of each client's site.
+        names: Name of each client's site; empty if it has not joined yet. Its client has no samples then.
         rehearsal: Whether the sites train on the experiment's partition instead of their own data.
-        total: Number of clients of the experiment; clients whose site has not joined have no samples yet.
         parameters: Number of parameters of the model, which every site's model must match.
     """
     x, y = reference.test
-    clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(total)]
+    clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(len(names))]
     for client, frame in frames.items():
         try:
             clients[client] = remote_client(client, frame, reference, parameters)
@@ -122,7 +139,7 @@ def federation_of_sites(
     return replace(
         reference,
         clients=clients,
-        client_names=tuple(names[k] for k in frames) if len(set(names.values())) == len(frames) == total else (),
+        client_names=tuple(names) if len(set(names)) == len(frames) == len(names) else (),
         partition="as the sites hold it",
         fingerprint="",
         text_groups=None,
@@ -180,7 +197,7 @@ def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take:
     Raises:
         EngineError: If too few sites reply.
     """
-    replies = dict(sites.ask(requests, what, take, strict=True))
+    replies = dict(round_requests.ask_sites(sites, requests, what, take, strict=True))
     for client in sorted(requests.keys() - replies.keys() - {*sites.excluded}):
         sites.fault(client, f"its reply to {what} is invalid", last=True)
     if requests and len(replies) < max(1, sites.round_policy.min_updates):

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.placeholder import placeholder_upload
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.fields import read_metric, read_number
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import WireContext, decode_update, encode_broadcast, read_metric, read_number
+from unskew.deployment.wire.messages import decode_update, encode_broadcast
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, printable
 from unskew.engines.base import EngineConfig
 from unskew.errors import EngineError
-from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records, num_bytes
+from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
 from unskew.tasks.regression import LEAST
@@ -70,37 +73,26 @@ class ArrivedUpdates:
     """
 
     def __init__(self, device: torch.device, folder: Path | None):
-        self.device, self.bytes = device, 0
-        self.held: dict[int, Update] = {}
+        self.device = device
         self.fields: dict[int, dict[str, Any]] = {}
-        self.store = None if folder is None else ClientStore(folder / "arrived", 0)
+        self.store = ClientStore(None if folder is None else folder / "arrived", HELD)
 
     def __contains__(self, client: int) -> bool:
-        return client in self.held or client in self.fields
+        return client in self.fields
 
     def put(self, update: Update) -> None:
         """Store an update."""
-        size = num_bytes(update.tensors().values())
-        if self.store is None or self.bytes + size <= HELD:
-            self.held[update.client], self.bytes = update, self.bytes + size
-        else:
-            self.fields[update.client] = update.fields()
-            self.store.put(update.client, update.tensors())
+        self.fields[update.client] = update.fields()
+        self.store.put(update.client, update.tensors())
 
     def take(self, client: int) -> Update:
         """Remove and return the update of a client."""
-        update = self.held.pop(client, None)
-        if update is not None:
-            self.bytes -= num_bytes(update.tensors().values())
-            return update
-        assert self.store is not None
         tensors = {name: channels_last_images(t) for name, t in self.store.take(client).items()}
         return Update.of(self.fields.pop(client), tensors, self.device)
 
     def close(self) -> None:
         """Remove the files."""
-        if self.store is not None:
-            self.store.close()
+        self.store.close()
 
 
 class FlowerEngine:
@@ -147,8 +139,8 @@ class FlowerEngine:
         round = str(broadcasts[0].round + 1) if broadcasts else ""
         arrived = ArrivedUpdates(self.setup.device, self.folder)
         norms = {}
-        for client, update in self.sites.ask(
-            requests, round, lambda client, frame: self.taken(by_client[client], frame)
+        for client, update in round_requests.ask_sites(
+            self.sites, requests, round, lambda client, frame: self.taken(by_client[client], frame)
         ):
             norms[client] = tensor_norms(update)
             arrived.put(update)
@@ -279,7 +271,7 @@ class FlowerEngine:
                 scores[f"{which}loss"] = read_metric(frame.figures, f"{which}loss")
             return scores
 
-        return dict(sorted(self.sites.ask(requests, "scores", take)))
+        return dict(sorted(round_requests.ask_sites(self.sites, requests, "scores", take)))
 
     def figures(self) -> dict[str, Any]:
         """Return the engine's round metrics; none for this engine."""

@@ -13,13 +13,14 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.task_options import apply_task_options
-from unskew.deployment.secagg.engine import check_maskable
+from unskew.deployment.common.agreement import experiment_digest
+from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.server.column_statistics import collect_global_stats
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.data_exchange import federation_of_sites, remote_client, request_all
+from unskew.deployment.server.masked_engine import check_maskable
 from unskew.deployment.server.membership import check_late_joining
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.wire.data_schema import DataSchema, experiment_digest
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError
 from unskew.methods.dp_sites import site_noise
@@ -147,7 +148,6 @@ def agree_on_data_and_model(
     spec: ModelSpec,
     frames: dict[int, Frame],
     sites: SiteManager,
-    total: int,
 ) -> tuple[Federation, ModelSpec]:
     """Build the global data schema from the sites' statistics, and the model for it.
 
@@ -160,7 +160,6 @@ def agree_on_data_and_model(
         spec: Layout of the model for ``reference``.
         frames: First report of each client.
         sites: Connected sites; the header of their messages is updated to the agreed schema.
-        total: Number of clients of the experiment.
 
     Raises:
         ConfigError: If the data of a site do not fit the experiment.
@@ -169,14 +168,14 @@ def agree_on_data_and_model(
     sums, own = DataSchema.of(reference).needs_sums, deployment.own_data
     if sums:
         reference = drawn.federation(collect_global_stats(drawn, frames, sites))
-        spec = check_method_over_sites(config, deployment, reference, method, total).spec
+        spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
-        sites.about = run_header(config, DataSchema.of(reference))
+        sites.connection.change_header(run_header(config, DataSchema.of(reference)))
         frames = request_all(sites, {k: Frame("hello") for k in frames}, "facts", lambda client, frame: frame)
-    federation = federation_of_sites(reference, frames, sites.names, not own, total, spec.size)
+    federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
     federation = apply_task_options(federation, config.loss, config.class_weights)
     known = DataSchema.of(federation)
-    sites.about = run_header(config, known)
+    sites.connection.change_header(run_header(config, known))
     if sums and own:  # the fingerprint prevents resuming the run after the statistics have changed
         text = json.dumps(known.config(), sort_keys=True)
         federation = replace(federation, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])

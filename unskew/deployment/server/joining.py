@@ -7,41 +7,44 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
+from unskew.deployment.common.agreement import NAME, SKEW, software_versions
 from unskew.deployment.flower.grid_bridge import LinkClosedError
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.data_exchange import MOST
-from unskew.deployment.server.sites import FAILURES, retry_delay
-from unskew.deployment.site.config import NAME
+from unskew.deployment.server.round_requests import FAILURES, retry_delay
+from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.fields import read_integer, read_number, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import read_integer, read_number, read_text
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, printable
 from unskew.errors import ConfigError, EngineError, UnskewError
-from unskew.version import __version__
-
-if TYPE_CHECKING:
-    from unskew.deployment.server.sites import SiteManager
 
 POLL = 0.2
 """Seconds between two checks for new sites."""
 REPORT = 30.0
 """Seconds between two reports on missing sites."""
-SKEW = 300.0
-"""Clock difference in seconds above which a warning is shown."""
 AGAIN = 30.0
 """Seconds after which a rejected node is asked again, because its site may have been corrected."""
 
 
-def software_versions() -> dict[str, str]:
-    """Return the versions of unskew and PyTorch and the CPU's vector instructions, which determine a result bit for bit."""
-    return {
-        "unskew": __version__,
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
+@dataclass
+class JoiningNode:
+    """SuperNode whose site is asked to join.
+
+    Attributes:
+        asked: Whether it was asked, and is not to be asked again for now.
+        again: Monotonic time in seconds from which it may be asked again; 0 if it has not failed.
+        tries: Number of failed messages since it has connected.
+        failure: Reason why the last message failed; empty if it did not.
+        rejected: Reason why its site was rejected; empty if it was not.
+    """
+
+    asked: bool = False
+    again: float = 0.0
+    tries: int = 0
+    failure: str = ""
+    rejected: str = ""
 
 
 @dataclass
@@ -50,19 +53,16 @@ class SiteRegistry:
 
     Attributes:
         sites: Sites of the run; admitted ones are added.
-        clients: Number of clients of the experiment.
         rounds: Number of rounds of the run.
         seconds: Time to live of a message, and timeout of ``wait_for_sites``.
         check: Validates a site's data report; raises ``InvalidMessageError`` or ``ConfigError``.
         exact: Whether to reject sites with other versions or CPU instructions, instead of warning.
         report: Called with progress messages.
         roster: Public signing keys, by client; each site must prove its client number with its key. Empty skips this.
-        rejected: Reason why a site was rejected, by node.
-        failures: Reason why the last message failed, by node.
+        nodes: State of each SuperNode that was connected.
     """
 
     sites: SiteManager
-    clients: int
     rounds: int
     seconds: float
     check: Callable[[int, Frame], Any] = lambda client, frame: None
@@ -70,12 +70,8 @@ class SiteRegistry:
     report: Callable[[str], None] = print
     roster: Mapping[int, Any] = field(default_factory=dict)
     challenge: str = field(default_factory=lambda: secrets.token_hex(16))
-    rejected: dict[int, str] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    _known: set[int] = field(default_factory=set)
+    nodes: dict[int, JoiningNode] = field(default_factory=dict)
     _asked: dict[str, int] = field(default_factory=dict)
-    _tries: dict[int, int] = field(default_factory=dict)
-    _again: dict[int, float] = field(default_factory=dict)
 
     def step(self) -> dict[int, Frame]:
         """Ask new nodes, and retry failed or rejected ones.
@@ -86,80 +82,72 @@ class SiteRegistry:
         sites = self.sites
         try:
             here = sites.connected()
-            for node in self._again.keys() - here:  # a node that reconnects is asked immediately
-                del self._again[node]
-                self._tries.pop(node, None)
-                self._known.discard(node)
-            for node in here - self._known:
-                if time.monotonic() < self._again.get(node, 0.0):
-                    continue
-                self._known.add(node)
-                self._asked[sites.push(node, Frame("hello", {"challenge": self.challenge}), "hello", self.seconds)] = (
-                    node
-                )
-            answers = sites.link.pull(list(self._asked)) if self._asked else []
+            for node, state in self.nodes.items():
+                if state.again and node not in here:  # a node that reconnects is asked immediately
+                    state.asked, state.again, state.tries = False, 0.0, 0
+            for node in here:
+                state = self.nodes.setdefault(node, JoiningNode())
+                if not state.asked and time.monotonic() >= state.again:
+                    state.asked = True
+                    hello = Frame("hello", {"challenge": self.challenge})
+                    self._asked[sites.connection.push(node, hello, "hello", self.seconds)] = node
+            answers = sites.connection.pull(list(self._asked))
         except LinkClosedError as error:
             sites.warn(str(error))
-            sites.reconnect()
-            self._known, self._asked = set(sites.nodes.values()), {}
+            sites.connection.reopen()
+            self._asked = {}
+            for node, state in self.nodes.items():
+                state.asked = node in sites.nodes.values()
             return {}
         joined = {}
         for identity, frame in answers:
             if identity not in self._asked:
                 continue  # a second reply to the same message
             node = self._asked.pop(identity)
+            state = self.nodes[node]
             if frame.kind == "failed":
-                self._failed(node, printable(frame.config.get("reason")))
+                self._failed(state, printable(frame.config.get("reason")))
                 continue
             try:
                 client = self._greeted(frame)
             except Exception as error:  # whatever a site replies, the others are admitted
                 text = error if isinstance(error, UnskewError) else f"it cannot be read ({type(error).__name__})"
                 reason = str(error) if isinstance(error, ConfigError) else f"The report of a site is invalid: {text}."
-                if node not in self.rejected:  # once: a site could send another reason each time
+                if not state.rejected:  # once: a site could send another reason each time
                     sites.warn(f"A site was rejected. {reason}")
                     sites.log("rejected", node=str(node), reason=reason)
-                self.rejected[node], self._again[node] = reason, time.monotonic() + AGAIN
-                self._known.discard(node)
+                state.asked, state.again, state.rejected = False, time.monotonic() + AGAIN, reason
                 continue
-            self.rejected.pop(node, None)
-            sites.nodes[client] = node
-            sites.names[client] = str(frame.config["name"])
+            state.rejected = state.failure = ""
             joined[client] = frame
-            self.failures.pop(node, None)
-            contact = sites.contact(client)
-            contact.connected, contact.since = True, time.time()
-            contact.seen, contact.error = contact.since, ""
-            contact.version = printable(frame.config.get("unskew", ""))[:40]
-            contact.key = printable(frame.config.get("key", ""))[:80]
-            sites.log("joined", client, version=contact.version)
+            version, key = (printable(frame.config.get(name, "")) for name in ("unskew", "key"))
+            sites.admit(client, node, str(frame.config["name"]), version[:40], key[:80])
         return joined
 
-    def _failed(self, node: int, reason: str) -> None:
+    def _failed(self, state: JoiningNode, reason: str) -> None:
         """Schedule another request to a node after a pause; after too many failures, only when it reconnects."""
-        tries = self._tries[node] = self._tries.get(node, 0) + 1
-        self._again[node] = time.monotonic() + retry_delay(tries)
-        again = f"Retrying after {retry_delay(tries):g} s"
-        if tries > FAILURES:
-            again = "Retrying only after its SuperNode reconnects"
-        else:
-            self._known.discard(node)
-        if self.failures.get(node) != reason or tries > FAILURES:
-            self.report(f"A SuperNode is connected, but its site does not reply: {reason.rstrip('.')}. {again}.")
-        self.failures[node] = reason
+        state.tries += 1
+        state.again = time.monotonic() + retry_delay(state.tries)
+        state.asked = state.tries > FAILURES
+        again = "only after its SuperNode reconnects" if state.asked else f"after {retry_delay(state.tries):g} s"
+        if state.failure != reason or state.asked:
+            self.report(
+                f"A SuperNode is connected, but its site does not reply: {reason.rstrip('.')}. Retrying {again}."
+            )
+        state.failure = reason
 
     def missing(self, found: Collection[int]) -> str:
         """Describe which sites are connected, which are missing, and why."""
         names = ", ".join(self.sites.name(k) for k in sorted(found)) or "none"
-        absent = ", ".join([str(k) for k in range(self.clients) if k not in found][:20])
-        silent = self.sites.connected(REPORT) - {self.sites.nodes[k] for k in found}
+        absent = ", ".join([str(k) for k in range(len(self.sites.sites)) if k not in found][:20])
+        nodes = self.sites.nodes
+        silent = self.sites.connected(REPORT) - {nodes[k] for k in found}
+        states = [self.nodes.get(node, JoiningNode()) for node in silent]
         texts = [f"Connected: {names}. Missing clients: {absent}."]
-        if silent - self.rejected.keys():
-            texts.append(
-                f"{len(silent - self.rejected.keys())} SuperNodes are connected, but their sites have not replied."
-            )
-        for what, reasons in (("Last failure", self.failures), ("Rejected", self.rejected)):
-            texts += [f"{what}: {reason}" for reason in sorted({reasons[node] for node in silent & reasons.keys()})[:3]]
+        if count := sum(not state.rejected for state in states):
+            texts.append(f"{count} SuperNodes are connected, but their sites have not replied.")
+        texts += sorted({f"Last failure: {state.failure}" for state in states if state.failure})[:3]
+        texts += sorted({f"Rejected: {state.rejected}" for state in states if state.rejected})[:3]
         return " ".join(text.rstrip(".") + "." for text in texts)
 
     def _greeted(self, frame: Frame) -> int:
@@ -175,18 +163,19 @@ class SiteRegistry:
             )
         if not 0 < examples <= MOST:
             raise InvalidMessageError(f"{name} reports {examples} samples; a site must have 1 to {MOST}")
-        if client >= self.clients:
-            raise ConfigError(f"A site reports to be client {client}, but the experiment has {self.clients}, from 0.")
+        clients = len(sites.sites)
+        if client >= clients:
+            raise ConfigError(f"A site reports to be client {client}, but the experiment has {clients}, from 0.")
         proof = ["hello", sites.run, self.challenge, client]
         if self.roster and not is_signed(self.roster, client, proof, frame.config.get("signature")):
             raise ConfigError(
                 f"{name} reports to be client {client}, but its signature does not match the roster's key of this client. "
                 "Compare signing.pub and roster.txt at the site with the server's roster.txt."
             )
-        if client in sites.names:
+        if other := sites.sites[client].site:
             raise ConfigError(
-                f"Two sites report to be client {client}: {sites.names[client]} and {name}. Set a different client number "
-                "in each site.yaml."
+                f"Two sites report to be client {client}: {other} and {name}. Set a different client number in each "
+                "site.yaml."
             )
         agreed = read_integer(frame.config, "rounds")
         if agreed < self.rounds:
@@ -218,11 +207,11 @@ class SiteRegistry:
         self.sites.warn(f"{name} has {differences}, so results may differ from a simulation here in the last bits.")
 
 
-def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
+def wait_for_sites(registry: SiteRegistry, quorum: int) -> dict[int, Frame]:
     """Wait until enough clients of the experiment have a connected site.
 
     Args:
-        door: Registry of the sites.
+        registry: Registry of the sites.
         quorum: Number of clients to wait for.
 
     Returns:
@@ -235,19 +224,21 @@ def wait_for_sites(door: SiteRegistry, quorum: int) -> dict[int, Frame]:
     began = reported = time.monotonic()
     present: dict[int, Frame] = {}
     while True:
-        present |= door.step()
+        present |= registry.step()
         if len(present) >= quorum:
             return dict(sorted(present.items()))
-        if len(door.rejected.keys() & door.sites.connected()) >= door.clients:
-            raise ConfigError(next(iter(door.rejected.values())))
-        door.sites.check_stopped()
+        connected = registry.sites.connected()
+        rejected = [state.rejected for node, state in registry.nodes.items() if state.rejected and node in connected]
+        if len(rejected) >= len(registry.sites.sites):
+            raise ConfigError(rejected[0])
+        registry.sites.check_stopped()
         now = time.monotonic()
-        if now > began + door.seconds:
+        if now > began + registry.seconds:
             raise EngineError(
-                f"{len(present)} of {quorum} sites are connected after {door.seconds:g} s. {door.missing(present)} Run "
-                "unskew deploy check at a site to find the cause."
+                f"{len(present)} of {quorum} sites are connected after {registry.seconds:g} s. {registry.missing(present)} "
+                "Run unskew deploy check at a site to find the cause."
             )
         if now > reported + REPORT:
             reported = now
-            door.report(f"{len(present)} of {quorum} sites after {now - began:.0f} s. {door.missing(present)}")
+            registry.report(f"{len(present)} of {quorum} sites after {now - began:.0f} s. {registry.missing(present)}")
         time.sleep(POLL)

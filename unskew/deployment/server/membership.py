@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from unskew.data.federation import Federation
-from unskew.deployment.server import sites as waiting
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.data_exchange import remote_client
 from unskew.deployment.server.joining import SiteRegistry
 from unskew.deployment.server.sites import SiteManager
@@ -26,14 +26,14 @@ class Membership:
 
     Attributes:
         sites: Connected sites.
-        door: Registry that admits new sites.
+        registry: Registry that admits new sites.
         federation: Data as the server sees them; updated when a site joins.
         quorum: Number of sites that a round requires.
         count: Number of sites present when the last round started.
     """
 
     sites: SiteManager
-    door: SiteRegistry
+    registry: SiteRegistry
     federation: Federation
     quorum: int
     count: int = 0
@@ -45,7 +45,7 @@ class Membership:
 
     def away(self) -> set[int]:
         """Return the clients whose site is missing or excluded."""
-        return {*range(self.door.clients)} - self.there()
+        return {*range(len(self.sites.sites))} - self.there()
 
     def wait(self) -> None:
         """Admit new sites, and wait until enough are present.
@@ -60,18 +60,18 @@ class Membership:
             self.count = len(self.there())
             if self.count >= self.quorum:
                 return
-            if self.door.clients - len(self.sites.excluded) < self.quorum:
+            if len(self.sites.sites) - len(self.sites.excluded) < self.quorum:
                 raise EngineError(f"Too many sites are excluded to reach the quorum of {self.quorum} (--quorum).")
-            if time.monotonic() - heard > waiting.SILENCE:
+            if time.monotonic() - heard > round_requests.SILENCE:
                 heard = time.monotonic()
                 self.sites.warn(
-                    f"{self.count} of at least {self.quorum} sites are connected. {self.door.missing(self.there())}"
+                    f"{self.count} of at least {self.quorum} sites are connected. {self.registry.missing(self.there())}"
                 )
-            time.sleep(waiting.POLL)
+            time.sleep(round_requests.POLL)
 
     def _welcome(self) -> None:
         clients: Any = self.federation.clients
-        for client, frame in self.door.step().items():
+        for client, frame in self.registry.step().items():
             clients[client] = remote_client(client, frame, self.federation)  # validated by the registry
             self.sites.warn(f"{self.sites.name(client)} has joined the run.")
 

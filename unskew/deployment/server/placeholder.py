@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from unskew.data.federation import ClientData, take_rows
-from unskew.deployment.site.data import SingleClientView
+from unskew.deployment.common.client_view import SingleClientView
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer

@@ -19,6 +19,7 @@ from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.secagg.roster import FILE
 from unskew.deployment.server.audit_log import AuditLog
 from unskew.deployment.server.config import Deployment
+from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.control import ControlSocket
 from unskew.deployment.server.data_exchange import run_data_rules
 from unskew.deployment.server.handshake import (
@@ -32,10 +33,10 @@ from unskew.deployment.server.joining import SiteRegistry, wait_for_sites
 from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.site_clients import SiteClients, check_deployable
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.wire.messages import WireContext
+from unskew.deployment.wire.context import WireContext
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, EngineError
-from unskew.filesystem import output_folder
+from unskew.folder_locks import output_folder
 from unskew.methods.registry import method as method_of
 from unskew.protocol.data_preparation import PreparedData
 from unskew.records.recorder import Callback, notify_warning
@@ -72,7 +73,7 @@ def run(
     """
     with owner_only_files(), output_folder(out, False, partial(keep_on_error, out)):
         deployment.write(out)
-        return _carried_out(config, deployment, out, False, callbacks, tell, place)
+        return _run_over_sites(config, deployment, out, False, callbacks, tell, place)
 
 
 def resume(
@@ -101,7 +102,7 @@ def resume(
         stored = load_config(folder / "config.yaml", None if trust_code else TRUST, changes)
         config = experiment(override_paths(stored, changes))
         check_unfinished(folder, config.rounds)
-        return _carried_out(config, Deployment.read(folder), folder, True, callbacks, tell, place)
+        return _run_over_sites(config, Deployment.read(folder), folder, True, callbacks, tell, place)
 
 
 @contextmanager
@@ -114,7 +115,7 @@ def owner_only_files() -> Iterator[None]:
         os.umask(before)
 
 
-def _carried_out(
+def _run_over_sites(
     config: Experiment,
     deployment: Deployment,
     folder: Path,
@@ -151,10 +152,13 @@ def _carried_out(
         link = superlink.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
         reopen = partial(superlink.reopen, deployment.startup_timeout)
         sites = SiteManager(
-            link, reopen, deployment.run, about, deployment.round_policy, partial(notify_warning, callbacks)
+            SiteConnection(link, reopen, deployment.run, about),
+            total,
+            deployment.round_policy,
+            partial(notify_warning, callbacks),
+            within.enter_context(closing(AuditLog(folder))),
+            deployment.excluded,
         )
-        sites.total, sites.barred = total, {*deployment.excluded}
-        sites.audit = within.enter_context(closing(AuditLog(folder)))
         within.enter_context(closing(ControlSocket(folder, sites, partial(deployment.write_excluded, folder))))
         roster = superlink.roster()
         if config.secure_aggregation == "required" and not {*range(total)} <= {*roster}:
@@ -162,9 +166,8 @@ def _carried_out(
                 f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing keys of all {total} "
                 "clients: the file that the sites' operators have exchanged (docs/deployment.md)."
             )
-        door = SiteRegistry(
+        registry = SiteRegistry(
             sites,
-            total,
             config.rounds,
             deployment.startup_timeout,
             report_validator(reference, spec),
@@ -172,10 +175,8 @@ def _carried_out(
             tell,
             roster,
         )
-        frames = wait_for_sites(door, total if deployment.quorum is None else deployment.quorum)
-        federation, spec = agree_on_data_and_model(
-            config, deployment, method, drawn, reference, spec, frames, sites, total
-        )
+        frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
+        federation, spec = agree_on_data_and_model(config, deployment, method, drawn, reference, spec, frames, sites)
         terms = WireContext(method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6))
         prepared = run_data_rules(
             method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm, spec
@@ -185,7 +186,7 @@ def _carried_out(
         parts = assemble(run, prepared, device, folder, followers, deployed=True)
         present = None
         if deployment.quorum is not None:
-            present = Membership(sites, door, prepared.federation, deployment.quorum)
+            present = Membership(sites, registry, prepared.federation, deployment.quorum)
         budget = changed_budget(config, prepared)
         clients = SiteClients(parts, sites, terms, budget, roster, deployment.asynchronous, present)
         result = Session(clients.parts, clients, run.warnings).run(again)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
-from unskew.deployment.secagg.engine import MaskedEngine
 from unskew.deployment.server.async_engine import AsyncFlowerEngine
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
+from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.wire.messages import WireContext
+from unskew.deployment.wire.context import WireContext
 from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.engines.auto_select import EngineChoice
 from unskew.engines.base import Engine
@@ -110,11 +110,7 @@ class SiteClients(SimulatedClients):
         self.sites = sites
         self.complete = True  # whether the whole model is averaged in this round
 
-        def warn(text: str) -> None:
-            sites.last_warning = text
-            parts.recorder.warn(text)
-
-        sites.warn = warn
+        sites.warn_with(parts.recorder.warn)
 
     def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
         """Return the engine that trains at the sites."""
@@ -147,9 +143,9 @@ class SiteClients(SimulatedClients):
         """Log the start of the run, or its resumption after ``start`` rounds."""
         if start < self.parts.config.rounds:
             self.parts.server.mean = None  # it is outdated if the run was extended
-        self.sites.round = start
+        self.sites.begin_round(start)
         self.sites.log("resumed" if start else "started")
-        self.sites.round = start + 1
+        self.sites.begin_round(start + 1)
 
     def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
         """Log the updates skipped in round ``t``, and the digest of its model."""
@@ -165,7 +161,7 @@ class SiteClients(SimulatedClients):
             self.sites.log("finished")
             return
         self.sites.check_stopped(between_rounds=True)
-        self.sites.round = t + 2
+        self.sites.begin_round(t + 2)
 
     def saved(self, rounds: int) -> None:
         """Log a checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import ssl
+import stat
 import subprocess
 import tempfile
 import time
@@ -16,16 +17,14 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.deployment.flower.project_files import is_private
-from unskew.deployment.secagg.roster import load_identity
-from unskew.deployment.server.column_statistics import describe_sums
-from unskew.deployment.server.joining import SKEW
-from unskew.deployment.site.config import SiteConfig, load_site_config, read_experiments
-from unskew.deployment.site.data import load_site_data, own_split, reference_schema, schema_from_own_data
+from unskew.deployment.common.agreement import SKEW, experiment_digest
+from unskew.deployment.common.data_schema import read_schema, reference_schema
+from unskew.deployment.site.column_statistics import describe_sums
+from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config, read_experiments
+from unskew.deployment.site.data import load_site_data, own_split, schema_from_own_data
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
 from unskew.deployment.site.trainer import SiteTrainer
-from unskew.deployment.wire.data_schema import experiment_digest, read_schema
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import encode_broadcast, encode_update
 from unskew.errors import ConfigError, UnskewError
@@ -91,11 +90,11 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     """Yield the findings on one experiment, and the messages that it sends and receives."""
     compared = ""
     if site.data == "split":
-        holding, full_data = own_split(config, site.client, f"The site {site.name}")
+        samples, full_data = own_split(config, site.client, f"The site {site.name}")
         reference, which = reference_schema(full_data, config), "of the experiment's own data"
     else:
-        holding = load_site_data(site, config, folder)
-        source, installed = holding.source, read_schema(site.path("data_schema", folder))
+        samples = load_site_data(site, config, folder)
+        source, installed = samples.source, read_schema(site.path("data_schema", folder))
         compared = f"they fit {site.data_schema}; the site rejects messages with another schema"
         if installed is None:
             if site_noise(method_of(config.method)) is not None:
@@ -103,19 +102,19 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
                     f"{site.data_schema} is missing; noise at the sites needs it. Get it from the server."
                 )
             compared = "inputs and classes are compared with the server's when the run starts"
-        reference = schema_from_own_data(holding, config) if installed is None else installed
+        reference = schema_from_own_data(samples, config) if installed is None else installed
         shape = "x".join(map(str, reference.shape))
         which = f"inputs {shape}, {', '.join(source.class_names[:10]) or f'{source.classes} classes'}"
-    counts = f"{len(holding.train)} training samples and {len(holding.held)} held-out samples"
+    counts = f"{len(samples.train)} training samples and {len(samples.held)} held-out samples"
     yield Finding("data", True, f"{counts}, {which}")
     if compared:
         yield Finding("data", None, compared)
-    for line in describe_sums(holding):
+    for line in describe_sums(samples):
         yield Finding("sent once", None, line)
-    work = SiteTrainer(site, config, reference, holding)
+    work = SiteTrainer(site, config, reference, samples)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
-    request, answered = first_round_messages(work)
-    frames = {"sent once": work.facts(work.data), "received each round": request, "sent each round": answered}
+    request, response = first_round_messages(work)
+    frames = {"sent once": work.facts(work.data), "received each round": request, "sent each round": response}
     for way, frame in frames.items():
         for name, blob in frame.arrays.items():
             shape = "x".join(map(str, blob.shape)) or "one"
@@ -172,10 +171,15 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
             update, broadcast = work.trained(request, SiteState(Path(scratch), "0" * 16, client), received)
             if work.noise is not None:
                 update = work.without_data(update.upload, broadcast.round)
-            answered = encode_update(update, broadcast, work.terms, {})
+            response = encode_update(update, broadcast, work.terms)
     finally:
         work.config = before
-    return request, answered
+    return request, response
+
+
+def is_private(path: Path) -> bool:
+    """Return whether only its owner can read a file."""
+    return not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
 
 
 def _key(site: SiteConfig, folder: Path) -> Iterator[Finding]:

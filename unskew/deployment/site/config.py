@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,32 +15,11 @@ from unskew.config.paths import with_absolute_paths
 from unskew.config.trust import NOT_OF_MODEL
 from unskew.config_fields import Section, check_keys
 from unskew.data.spec import ColumnName, ColumnNames
-from unskew.deployment.wire.data_schema import experiment_digest
+from unskew.deployment.common.agreement import LONGEST_SOCKET, NAME, experiment_digest, parse_address
+from unskew.deployment.secagg.roster import SigningIdentity
 from unskew.errors import ConfigError, plain_message, short_repr
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NAME = r"^[\w.-]{1,64}$"
-"""Pattern of a site's name."""
-LONGEST_SOCKET = 100
-"""Maximum number of characters of a socket's path; operating systems allow about this many."""
-
-
-def parse_address(value: str) -> str:
-    """Validate an address of the form ``HOST:PORT`` and return it.
-
-    Args:
-        value: Text to parse.
-
-    Raises:
-        ValueError: If the text is not an address.
-
-    >>> parse_address("superlink.example.org:8000")
-    'superlink.example.org:8000'
-    """
-    host, _, port = value.rpartition(":")
-    if not re.fullmatch(r"[\w.-]+", host) or not re.fullmatch(r"\d{1,5}", port) or not 0 < int(port) < 1 << 16:
-        raise ValueError("write HOST:PORT, such as superlink.example.org:8000")
-    return value
 
 
 class SiteLimits(Section):
@@ -212,3 +191,25 @@ def read_experiments(config: SiteConfig, folder: Path) -> dict[Path, Experiment]
             )
         configs[file] = loaded
     return configs
+
+
+def load_identity(site: SiteConfig, folder: Path, experiments: Iterable[Experiment]) -> SigningIdentity | None:
+    """Load a site's identity; None if it has no roster and no experiment needs one.
+
+    Args:
+        site: Configuration of the site.
+        folder: Folder of the configuration.
+        experiments: Experiments that the site agreed to.
+
+    Raises:
+        ConfigError: If an experiment needs a missing roster, or key and roster are not valid.
+    """
+    roster = site.path("roster", folder)
+    if roster.is_file():
+        return SigningIdentity.load(site.client, site.path("signing_key", folder), roster)
+    if any(experiment.secure_aggregation == "required" for experiment in experiments):
+        raise ConfigError(
+            f"Secure aggregation needs {roster}: one line per client with its number and the content of its signing.pub, "
+            "which the sites' operators exchange without the server."
+        )
+    return None

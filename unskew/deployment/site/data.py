@@ -23,27 +23,11 @@ from unskew.data.readers.tables import SampleTable, Source
 from unskew.data.sources.registry import load_source
 from unskew.data.spec import DataSpec, parse_split
 from unskew.data.task_options import apply_task_options
+from unskew.deployment.common.client_view import SingleClientView
+from unskew.deployment.common.data_schema import DataSchema, reference_schema
 from unskew.deployment.site.config import OwnData, SiteConfig, resolve_path
-from unskew.deployment.wire.data_schema import DataSchema
 from unskew.errors import ConfigError, DataError
 from unskew.tasks.regression import Regression
-
-
-@dataclass(frozen=True)
-class SingleClientView(Sequence[ClientData]):
-    """Clients of a federation as one client sees them: only its own samples, and empty data for the others."""
-
-    own: ClientData
-    total: int
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
-        if not 0 <= k < self.total:
-            raise IndexError(f"There is no client {k}; this federation has {self.total}.")
-        own = self.own
-        return own if k == own.id else ClientData(k, own.x[:0], own.y[:0], own.x[:0], own.y[:0])
 
 
 @dataclass(frozen=True)
@@ -165,29 +149,19 @@ def own_split(config: Experiment, client: int, who: str) -> tuple[SiteData, Part
     return SiteData(client, total, who, *partitioned.client(client), partitioned.source), partitioned
 
 
-def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema:
-    """Return the data schema of a rehearsal, in which every site can read all data.
-
-    Args:
-        whole: Partitioned data.
-        config: The experiment.
-    """
-    return DataSchema.of(apply_task_options(whole.federation(whole.known()), config.loss, config.class_weights))
-
-
-def schema_from_own_data(holding: SiteData, config: Experiment) -> DataSchema:
+def schema_from_own_data(samples: SiteData, config: Experiment) -> DataSchema:
     """Return the data schema of a site's data alone, for checks before the server has sent global statistics.
 
     Args:
-        holding: Data of the site.
+        samples: Data of the site.
         config: The experiment.
     """
-    source, first = holding.source, holding.train
+    source, first = samples.source, samples.train
     rows = np.arange(len(first))
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
     spec = config.data_spec.model_copy(update={"partition": "iid"})
     split_at, ids = parts.offsets[1:], torch.from_numpy(rows)
-    partitioned = PartitionedSource(spec, spec, 0, source, first, holding.held, None, parts, ids, split_at)
+    partitioned = PartitionedSource(spec, spec, 0, source, first, samples.held, None, parts, ids, split_at)
     return reference_schema(partitioned, config)
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from unskew.deployment.wire.frames import Frame, FrameError, decode, encode_header
-from unskew.deployment.wire.messages import BroadcastDigest
+from unskew.deployment.wire.digests import BroadcastDigest
+from unskew.deployment.wire.frames import EncodedFrame, Frame, FrameError
 from unskew.errors import UnskewError
 from unskew.filesystem import make_folder, write_atomic
 from unskew.json_models import Content, read_model, write_model
@@ -102,7 +102,7 @@ class SiteState:
                 return None
             if before != request:
                 raise OutdatedMessageError(f"this site has trained round {round + 1} of the run from another message")
-            return decode(stored.read(length), stored.read)
+            return EncodedFrame(stored.read(length), stored.read()).decode()
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, FrameError) as error:
@@ -116,11 +116,10 @@ class SiteState:
             request: Digest of the broadcast.
             frame: The reply.
         """
-        header = encode_header(frame)
-        line = json.dumps([round, request, len(header)]).encode()
-        data = b"".join([line, b"\n", header, *(blob.data for blob in frame.arrays.values())])
+        encoded = EncodedFrame.of(frame)
+        line = json.dumps([round, request, len(encoded.header)]).encode()
         make_private_folder(self.folder)
-        write_atomic(self.folder / REPLY, data)
+        write_atomic(self.folder / REPLY, b"".join([line, b"\n", encoded.header, encoded.body]))
 
     def check_evaluation(self, round: int, request: str, most: int) -> None:
         """Validate that a request for metrics is the first one after a round, or repeats it.

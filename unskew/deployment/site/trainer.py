@@ -10,24 +10,20 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
-from unskew.deployment.secagg.client import LEAST, SecAggClient
+from unskew.deployment.common.client_view import SingleClientView
+from unskew.deployment.common.data_schema import DataSchema
+from unskew.deployment.secagg.protocol import LEAST
 from unskew.deployment.site.config import SiteConfig
-from unskew.deployment.site.data import SingleClientView, SiteData
+from unskew.deployment.site.data import SiteData
 from unskew.deployment.site.ledger import DataLedger
+from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
-from unskew.deployment.wire.data_schema import DataSchema
+from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.digests import broadcast_digest, request_digest
+from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import (
-    WireContext,
-    broadcast_digest,
-    decode_broadcast,
-    encode_update,
-    read_accepted,
-    read_integer,
-    read_text,
-    request_digest,
-)
+from unskew.deployment.wire.messages import decode_broadcast, encode_update, read_accepted
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
@@ -69,23 +65,23 @@ class SiteTrainer:
         site: Configuration of the site.
         config: Configuration of the experiment.
         reference: Data schema of the server.
-        holding: The site's samples.
+        samples: The site's samples.
 
     Raises:
         ConfigError: If the experiment cannot run here.
         DataError: If the site's data do not fit the experiment.
     """
 
-    def __init__(self, site: SiteConfig, config: Experiment, reference: DataSchema, holding: SiteData):
+    def __init__(self, site: SiteConfig, config: Experiment, reference: DataSchema, samples: SiteData):
         self.site = site
         self.config = config
         self.reference = reference
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
-        federation = holding.federation(reference, config.loss)
+        federation = samples.federation(reference, config.loss)
         self.spec = initial_spec(config, federation, None, self.method).to(self.device)
         federation = match_model_input_range(federation, self.spec)
-        self.original, self.total = federation, holding.total
+        self.original, self.total = federation, samples.total
         self.terms = WireContext(
             self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
         )
@@ -178,7 +174,7 @@ class SiteTrainer:
         b, none = self.spec.flatten_buffers(), torch.zeros(0)
         return Update(self.site.client, round, HIDDEN_SIZE, 1.0, none, b, upload, ClientState(), {})
 
-    def answered(
+    def reply_to_train(
         self, request: Frame, state: SiteState, received: ReceivedData, masks: SecAggClient, ledger: DataLedger
     ) -> Frame:
         """Reply to a broadcast with the update, or, under secure aggregation, with the readiness to mask it.
@@ -202,7 +198,7 @@ class SiteTrainer:
                     return stored
             if self._replied is None or self._replied[0] != key:
                 update, broadcast = self.trained(request, state, received)
-                self._replied = key, encode_update(update, broadcast, self.terms, {})
+                self._replied = key, encode_update(update, broadcast, self.terms)
             if private:
                 state.keep_reply(round, key, self._replied[1])
             return self._replied[1]
@@ -283,7 +279,7 @@ class SiteTrainer:
             )
         return broadcast
 
-    def measured(self, request: Frame, state: SiteState, received: ReceivedData, ledger: DataLedger) -> Frame:
+    def reply_to_evaluate(self, request: Frame, state: SiteState, received: ReceivedData, ledger: DataLedger) -> Frame:
         """Evaluate the global and the personal model on the site's held-out samples; only metrics leave the site.
 
         Args:

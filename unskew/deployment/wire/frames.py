@@ -1,4 +1,8 @@
-"""Messages on a Unix socket: a JSON header and the bytes of the arrays. Uses the standard library only, without pickle."""
+"""Messages on a Unix socket: a JSON header and the bytes of the arrays. Uses the standard library only, without pickle.
+
+A message is decoded and validated where it is used: in the run's process and in the site's. Flower's processes in between
+pass it on as bytes (``EncodedFrame``).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,6 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +88,52 @@ class Frame:
         return sum(len(blob.data) for blob in self.arrays.values())
 
 
+@dataclass(frozen=True)
+class EncodedFrame:
+    """A message as bytes.
+
+    Attributes:
+        header: Kind, fields, metrics and list of the arrays, as JSON.
+        body: Bytes of the arrays, in this order.
+    """
+
+    header: bytes
+    body: bytes | bytearray
+
+    @staticmethod
+    def of(frame: Frame) -> EncodedFrame:
+        """Encode a message."""
+        return EncodedFrame(encode_header(frame), b"".join(blob.data for blob in frame.arrays.values()))
+
+    def decode(self) -> Frame:
+        """Decode and validate the message.
+
+        Raises:
+            FrameError: If the bytes are not a valid message.
+        """
+        if self.header.count(b"[") + self.header.count(b"{") > LISTS:
+            raise FrameError("The header has too many lists.")
+        try:
+            about = parse_json(self.header)
+        except ValueError as error:
+            raise FrameError("The header is not valid JSON, or contains a number that is too large.") from error
+        if not isinstance(about, dict) or about.keys() != {"kind", "config", "figures", "arrays"}:
+            raise FrameError("The header does not have exactly the fields of a message.")
+        _check_fields(about["kind"], about["config"], about["figures"])
+        listed = about["arrays"]
+        if not isinstance(listed, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in listed):
+            raise FrameError("The header does not list arrays with name, dtype, shape and size.")
+        for name, dtype, shape, size in listed:
+            _check_array(name, dtype, shape, size)
+        arrays, view, start = {}, memoryview(self.body), 0
+        for name, dtype, shape, size in listed:
+            arrays[name] = Blob(dtype, tuple(shape), bytes(view[start : start + size]))
+            start += size
+        if start != len(self.body) or len(arrays) < len(listed):
+            raise FrameError(f"The message has {len(self.body)} bytes of arrays instead of {start}, or an array twice.")
+        return Frame(about["kind"], about["config"], {n: float(x) for n, x in about["figures"].items()}, arrays)
+
+
 def encode_header(frame: Frame) -> bytes:
     """Encode the header of a message, without metrics that are not finite; the bytes of the arrays follow it in order."""
     listed = [[name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.arrays.items()]
@@ -92,21 +141,38 @@ def encode_header(frame: Frame) -> bytes:
     return json.dumps({"kind": frame.kind, "config": frame.config, "figures": figures, "arrays": listed}).encode()
 
 
-def send(to: socket.socket, frame: Frame) -> None:
+def send(to: socket.socket, message: Frame | EncodedFrame) -> None:
     """Write one message to a socket.
 
     Args:
         to: Connected socket.
-        frame: Message to send.
+        message: Message to send.
     """
-    header = encode_header(frame)
-    to.sendall(MAGIC + struct.pack("<Q", len(header)) + header)
-    for blob in frame.arrays.values():
-        to.sendall(blob.data)
+    if isinstance(message, Frame):
+        header, body = encode_header(message), [blob.data for blob in message.arrays.values()]
+    else:
+        header, body = message.header, [bytes(message.body)]
+    to.sendall(MAGIC + struct.pack("<QQ", len(header), sum(map(len, body))) + header)
+    for part in body:
+        to.sendall(part)
 
 
 def receive(of: socket.socket, largest: int = LARGEST, seconds: float | None = None) -> Frame:
-    """Read one message of at most ``largest`` bytes from a socket.
+    """Read one message from a socket and validate it, see ``receive_encoded``.
+
+    Args:
+        of: Connected socket.
+        largest: Maximum size of the arrays in bytes.
+        seconds: Time limit, or None.
+
+    Raises:
+        FrameError: If the bytes are not a valid message.
+    """
+    return receive_encoded(of, largest, seconds).decode()
+
+
+def receive_encoded(of: socket.socket, largest: int = LARGEST, seconds: float | None = None) -> EncodedFrame:
+    """Read one message of at most ``largest`` bytes from a socket, without decoding it.
 
     Args:
         of: Connected socket.
@@ -117,71 +183,23 @@ def receive(of: socket.socket, largest: int = LARGEST, seconds: float | None = N
     Raises:
         ConnectionClosedError: If the other side closed the connection.
         TimeoutError: If the message did not arrive in time.
-        FrameError: If the bytes are not a valid message.
+        FrameError: If the message is too long, or not one of unskew.
     """
     pause = of.gettimeout()
     end = None if seconds is None else time.monotonic() + seconds
-    head = _exactly(of, len(MAGIC) + 8, end)
-    if not head.startswith(MAGIC):
+    if _exactly(of, len(MAGIC), end) != MAGIC:
         raise FrameError("The bytes received through the socket are not a message of unskew.")
-    (length,) = struct.unpack("<Q", head[len(MAGIC) :])
-    if length > HEADER:
-        raise FrameError(f"The header of {length} bytes is too long.")
-    header = _exactly(of, length, end)
-
-    def read(size: int) -> bytes:
-        nonlocal end
-        end = None if end is None else end + size / RATE
-        return _exactly(of, size, end)
-
-    frame = decode(header, read, largest)
+    header_size, size = struct.unpack("<QQ", _exactly(of, 16, end))
+    if header_size > HEADER or size > largest:
+        raise FrameError(f"The message has {header_size} + {size} bytes, above the limit of {HEADER} + {largest}.")
+    header = bytes(_exactly(of, header_size, end))
+    body = _exactly(of, size, None if end is None else end + size / RATE)
     of.settimeout(pause)
-    return frame
+    return EncodedFrame(header, body)
 
 
-def decode(header: bytes, read: Callable[[int], bytes], largest: int = LARGEST) -> Frame:
-    """Decode a message from its header and the bytes that follow; everything is validated before these are read.
-
-    Args:
-        header: Header of the message.
-        read: Returns the next bytes, given their number.
-        largest: Largest accepted number of bytes.
-
-    Raises:
-        FrameError: If the bytes are not a valid message.
-    """
-    if header.count(b"[") + header.count(b"{") > LISTS:
-        raise FrameError("The header has too many lists.")
-    try:
-        about = parse_json(header)
-    except ValueError as error:
-        raise FrameError("The header is not valid JSON, or contains a number that is too large.") from error
-    if not isinstance(about, dict) or about.keys() != {"kind", "config", "figures", "arrays"}:
-        raise FrameError("The header does not have exactly the fields of a message.")
-    check_fields(about["kind"], about["config"], about["figures"])
-    listed = about["arrays"]
-    if not isinstance(listed, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in listed):
-        raise FrameError("The header does not list arrays with name, dtype, shape and size.")
-    for name, dtype, shape, size in listed:
-        check_array(name, dtype, shape, size)
-    total = sum(size for _, _, _, size in listed)
-    if total > largest or len({name for name, _, _, _ in listed}) < len(listed):
-        raise FrameError(f"The message has {total} bytes, above the limit of {largest}, or an array twice.")
-    arrays = {name: Blob(dtype, tuple(shape), read(size)) for name, dtype, shape, size in listed}
-    return Frame(about["kind"], about["config"], {n: float(x) for n, x in about["figures"].items()}, arrays)
-
-
-def check_fields(kind: object, config: object, figures: object) -> None:
-    """Validate the fields of a message except its arrays.
-
-    Args:
-        kind: Kind of the message.
-        config: Strings, numbers, booleans, or lists of them, by name.
-        figures: Metrics by name.
-
-    Raises:
-        FrameError: If a field has another type, or is too long, or a number is not finite.
-    """
+def _check_fields(kind: object, config: object, figures: object) -> None:
+    """Validate the fields of a message except its arrays: their types and lengths, and that numbers are finite."""
     if not _is_name(kind) or not isinstance(config, dict) or not isinstance(figures, dict):
         raise FrameError("The message has no valid kind, fields or metrics.")
     if len(config) + len(figures) > MOST or not all(map(_is_name, (*config, *figures))):
@@ -195,18 +213,8 @@ def check_fields(kind: object, config: object, figures: object) -> None:
             raise FrameError(f"The metric {name} of the message is not a finite number.")
 
 
-def check_array(name: object, dtype: object, shape: object, size: object) -> None:
-    """Validate the description of an array.
-
-    Args:
-        name: Name of the array.
-        dtype: Name of its dtype.
-        shape: Its shape.
-        size: Its number of bytes.
-
-    Raises:
-        FrameError: If the dtype cannot be sent, or the number of bytes does not match the shape.
-    """
+def _check_array(name: object, dtype: object, shape: object, size: object) -> None:
+    """Validate the description of an array: that its dtype can be sent, and its bytes match its shape."""
     if not _is_name(name):
         raise FrameError("The message has an array with an invalid name.")
     if not isinstance(dtype, str) or dtype not in SIZES:
@@ -229,7 +237,7 @@ def _is_value(value: object) -> bool:
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _exactly(of: socket.socket, size: int, end: float | None) -> bytes:
+def _exactly(of: socket.socket, size: int, end: float | None) -> bytearray:
     """Read exactly ``size`` bytes; ``end`` is the deadline in seconds of ``time.monotonic``, or None."""
     buffer = bytearray()
     while len(buffer) < size:
@@ -242,4 +250,4 @@ def _exactly(of: socket.socket, size: int, end: float | None) -> bytes:
         if not part:
             raise ConnectionClosedError("The connection was closed.")
         buffer += part
-    return bytes(buffer)
+    return buffer

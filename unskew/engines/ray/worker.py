@@ -25,9 +25,11 @@ from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.mmap_pickle import dump_mmap, load_mmap
 from unskew.engines.ray.messages import as_array, as_tensor, restore_shared
+from unskew.engines.ray.private_api import previous_attempts
 from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.errors import DataError, EngineError, UnskewError
-from unskew.filesystem import file_lock, private_folder
+from unskew.filesystem import private_folder
+from unskew.folder_locks import file_lock
 from unskew.models.grouped.context import grouped_form
 from unskew.protocol.client_state_files import load_client_state, store_client_state
 from unskew.protocol.messages import Broadcast
@@ -112,11 +114,6 @@ def train_group(run: str, everything: list[Any], common: list[Any], packed: list
         return False, error
     except Exception:  # report bugs in rules to the user
         return False, EngineError(f"Training failed in a worker:\n{traceback.format_exc()}")
-
-
-def previous_attempts(ray: Any) -> int:
-    """Return how often this task was started before because a worker or a node died, which Ray reports only here."""
-    return int(ray._private.worker.global_worker.core_worker.get_current_task_attempt_number())
 
 
 def device_for(accelerators: float) -> torch.device:

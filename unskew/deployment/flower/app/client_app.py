@@ -13,8 +13,15 @@ import time
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from unskew.deployment.flower.app.records import to_frame, to_records
-from unskew.deployment.wire.frames import ConnectionClosedError, Frame, FrameError, receive, send
+from unskew.deployment.flower.app.records import to_message, to_records
+from unskew.deployment.wire.frames import (
+    ConnectionClosedError,
+    EncodedFrame,
+    Frame,
+    FrameError,
+    receive_encoded,
+    send,
+)
 
 PATIENCE = 120.0
 """Seconds within which a site's process must be back after a failure."""
@@ -22,30 +29,30 @@ PATIENCE = 120.0
 app = ClientApp()
 
 
-def exchange(path: str, frame: Frame, patience: float = PATIENCE) -> Frame:
+def exchange(path: str, message: EncodedFrame, patience: float = PATIENCE) -> EncodedFrame:
     """Send a request to the site's process and return the reply; if the process is restarted meanwhile, send it again.
 
     Args:
         path: Socket of the site's process.
-        frame: Request.
+        message: Request.
         patience: Seconds to wait for the process.
 
     Raises:
-        FrameError: If the site's process does not come back, or its reply is invalid.
+        FrameError: If the site's process does not come back, or its reply is not a message.
     """
     end = time.monotonic() + patience
     while True:
         if not os.path.exists(path):  # report this at once; the server retries with growing pauses
             reason = f"There is no socket at {path}: start unskew deploy site, or correct the path in --node-config."
-            return Frame("failed", {"reason": reason})
+            return EncodedFrame.of(Frame("failed", {"reason": reason}))
         try:
             mode = os.stat(path).st_mode
             if not stat.S_ISSOCK(mode) or mode & 0o077:
                 raise FrameError(f"{path} is not a socket that only its owner can access (mode 0600).")
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as site:
                 site.connect(path)
-                send(site, frame)
-                return receive(site)
+                send(site, message)
+                return receive_encoded(site)
         except (OSError, ConnectionClosedError) as error:
             if time.monotonic() > end:
                 raise FrameError(f"The site's process does not reply at {path} ({error}).") from error
@@ -61,11 +68,11 @@ def train(message: Message, context: Context) -> Message:
         context: Context of the Flower app.
     """
     try:
-        request = to_frame(message.content)
+        request = to_message(message.content)
         path = context.node_config.get("socket")
         if not isinstance(path, str):
             raise FrameError("The SuperNode has no socket in its --node-config.")
         reply = exchange(path, request)
     except FrameError as error:
-        reply = Frame("refused", {"reason": str(error)})
+        reply = EncodedFrame.of(Frame("refused", {"reason": str(error)}))
     return Message(content=to_records(reply), reply_to=message)

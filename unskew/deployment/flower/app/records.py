@@ -1,55 +1,34 @@
-"""Conversion between messages and Flower's records: arrays, metrics and configuration."""
+"""Messages as Flower's records: their header and their arrays are bytes, which Flower does not read."""
 
 from __future__ import annotations
 
-from typing import Any
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-
-from unskew.deployment.wire.frames import Blob, Frame, FrameError, check_array, check_fields
+from unskew.deployment.wire.frames import EncodedFrame, FrameError
 
 RAW = "unskew.raw"
-"""Encoding of Flower's arrays: C order, little-endian, no header."""
+"""Encoding of Flower's array: the bytes of a message."""
 
 
-def to_records(frame: Frame) -> RecordDict:
-    """Convert a message to one record per group of arrays, one of metrics, and one of the other fields."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, blob in frame.arrays.items():
-        record, _, rest = name.partition("/")
-        groups.setdefault(record, {})[rest] = Array(blob.dtype, blob.shape, RAW, bytes(blob.data))
-    content = RecordDict({f"arrays.{record}": ArrayRecord(arrays) for record, arrays in groups.items()})
-    content["unskew"] = ConfigRecord({"kind": frame.kind, **frame.config})
-    content["figures"] = MetricRecord(dict(frame.figures))
-    return content
+def to_records(message: EncodedFrame) -> RecordDict:
+    """Convert a message to Flower's records."""
+    body = Array("uint8", (len(message.body),), RAW, bytes(message.body))
+    return RecordDict({"header": ConfigRecord({"json": message.header}), "body": ArrayRecord({"bytes": body})})
 
 
-def to_frame(content: RecordDict) -> Frame:
+def to_message(content: RecordDict) -> EncodedFrame:
     """Convert records of ``to_records`` to a message.
 
     Args:
         content: Records of a Flower message.
 
     Raises:
-        FrameError: If there are other records, or one of them is invalid.
+        FrameError: If there are other records.
     """
-    config: dict[str, Any] = {}
-    figures: dict[str, float] = {}
-    arrays: dict[str, Blob] = {}
-    for name, record in content.items():
-        if name == "unskew" and isinstance(record, ConfigRecord):
-            config = dict(record)
-        elif name == "figures" and isinstance(record, MetricRecord):
-            figures = {key: value for key, value in record.items() if not isinstance(value, list)}
-        elif name.startswith("arrays.") and isinstance(record, ArrayRecord):
-            for key, array in record.items():
-                full_name = f"{name.removeprefix('arrays.')}/{key}"
-                if array.stype != RAW:
-                    raise FrameError("The message has an array that is not encoded as plain bytes.")
-                check_array(full_name, array.dtype, [*array.shape], len(array.data))
-                arrays[full_name] = Blob(array.dtype, tuple(array.shape), array.data)
-        else:
-            raise FrameError("The message contains a record that was not requested.")
-    kind = config.pop("kind", None)
-    check_fields(kind, config, figures)
-    return Frame(str(kind), config, {name: float(value) for name, value in figures.items()}, arrays)
+    try:
+        header, body = content["header"]["json"], content["body"]["bytes"]
+    except (KeyError, TypeError) as error:
+        raise FrameError("The message lacks a record.") from error
+    if not isinstance(header, bytes) or not isinstance(body, Array) or body.stype != RAW or len(content) != 2:
+        raise FrameError("The message contains a record that was not requested.")
+    return EncodedFrame(header, body.data)

@@ -11,8 +11,17 @@ from pathlib import Path
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
-from unskew.deployment.flower.app.records import to_frame, to_records
-from unskew.deployment.wire.frames import HEADER, ConnectionClosedError, Frame, FrameError, encode_header, receive, send
+from unskew.deployment.flower.app.records import to_message, to_records
+from unskew.deployment.wire.frames import (
+    HEADER,
+    ConnectionClosedError,
+    EncodedFrame,
+    Frame,
+    FrameError,
+    receive,
+    receive_encoded,
+    send,
+)
 
 app = ServerApp()
 
@@ -35,7 +44,7 @@ def main(grid: Grid, context: Context) -> None:
                 request = receive(run)
             except ConnectionClosedError:
                 return
-            send_frames(run, handle_request(grid, request))
+            handle_request(grid, run, request)
 
 
 def end_with_parent() -> None:
@@ -50,56 +59,52 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def send_frames(run: socket.socket, frames: list[Frame]) -> None:
-    """Send the number of frames, then the frames.
-
-    Args:
-        run: Connection to the run's process.
-        frames: Messages to send.
-    """
-    send(run, Frame("answers", {"count": len(frames)}))
-    for frame in frames:
-        send(run, frame)
-
-
-def handle_request(grid: Grid, request: Frame) -> list[Frame]:
+def handle_request(grid: Grid, run: socket.socket, request: Frame) -> None:
     """Reply to a ``nodes``, ``push`` or ``pull`` request.
+
+    The message to push follows its request, and the replies of sites follow the list of their identifiers.
 
     Args:
         grid: Flower's connection to the nodes.
+        run: Connection to the run's process.
         request: Request of the run's process.
+
+    Raises:
+        FrameError: If it is another request.
     """
+    config = request.config
     if request.kind == "nodes":
-        return [Frame("nodes", {"ids": [str(node) for node in grid.get_node_ids()]})]
-    if request.kind == "push":
-        config = {key: value for key, value in request.config.items() if not key.startswith("to.")}
-        inner = Frame(str(request.config["to.kind"]), config, request.figures, request.arrays)
-        round, ttl = str(request.config["to.round"]), float(request.config["to.seconds"])
-        message = Message(to_records(inner), int(request.config["to.node"]), MessageType.TRAIN, ttl=ttl, group_id=round)
-        pushed = list(grid.push_messages([message]))
-        return [Frame("pushed", {"ids": [identity or "" for identity in pushed]})]
-    if request.kind == "pull":
-        largest = int(request.config["largest"])
-        return [reply_frame(message, largest) for message in grid.pull_messages(request.config["ids"])]
-    raise FrameError(f"Unknown request: {request.kind!r}.")
+        send(run, Frame("nodes", {"ids": [str(node) for node in grid.get_node_ids()]}))
+    elif request.kind == "push":
+        content, ttl, group = to_records(receive_encoded(run)), float(config["seconds"]), str(config["round"])
+        message = Message(content, int(config["node"]), MessageType.TRAIN, ttl=ttl, group_id=group)
+        (identity,) = grid.push_messages([message])
+        send(run, Frame("pushed", {"id": identity or ""}))
+    elif request.kind == "pull":
+        replies = list(grid.pull_messages(config["ids"]))
+        send(run, Frame("replies", {"ids": [reply.metadata.reply_to_message_id for reply in replies]}))
+        for reply in replies:
+            send(run, reply_message(reply, int(config["largest"])))
+    else:
+        raise FrameError(f"Unknown request: {request.kind!r}.")
 
 
-def reply_frame(message: Message, largest: int) -> Frame:
-    """Return a site's reply, or the reason for its failure; ``to.id`` identifies the request.
+def reply_message(message: Message, largest: int) -> Frame | EncodedFrame:
+    """Return a site's reply, or the reason for its failure.
 
     Args:
         message: Reply of a site.
         largest: Largest number of bytes of a reply that the run accepts; larger ones would end the connection to it.
     """
-    identity = {"to.id": message.metadata.reply_to_message_id}
     if message.has_error():
         error = message.error
-        return Frame("failed", {**identity, "reason": f"Flower's error {error.code}: {error.reason or 'no reason'}"})
+        return Frame("failed", {"reason": f"Flower's error {error.code}: {error.reason or 'no reason'}"})
     try:
-        reply = to_frame(message.content)
-        if reply.size > largest or len(encode_header(reply)) > HEADER:
-            raise FrameError(f"The message has {reply.size} bytes, above the limit of {largest}, or too many fields.")
+        reply = to_message(message.content)
+        if len(reply.body) > largest or len(reply.header) > HEADER:
+            raise FrameError(
+                f"The message has {len(reply.body)} bytes, above the limit of {largest}, or too many fields."
+            )
+        return reply
     except Exception as error:  # whatever a site sends, the replies of the others must arrive
-        reason = str(error) if isinstance(error, FrameError) else type(error).__name__
-        return Frame("refused", {**identity, "reason": reason})
-    return Frame(reply.kind, {**reply.config, **identity}, reply.figures, reply.arrays)
+        return Frame("refused", {"reason": str(error) if isinstance(error, FrameError) else type(error).__name__})

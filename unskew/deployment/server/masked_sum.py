@@ -13,19 +13,13 @@ import numpy as np
 from torch import Tensor
 
 from unskew.deployment.secagg import crypto
-from unskew.deployment.secagg.client import (
-    LEAST,
-    parse_json_field,
-    parts_as_text,
-    survivors_message,
-    threshold,
-    view_digest,
-)
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, step_size
+from unskew.deployment.secagg.protocol import LEAST, parts_as_text, survivors_message, threshold, view_digest
 from unskew.deployment.secagg.roster import is_signed
+from unskew.deployment.server import round_requests
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.fields import parse_json_field, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, InvalidMessageError, check_records, decode_record
 from unskew.errors import UnskewError
 
@@ -198,7 +192,9 @@ class MaskedSum:
         what = {"unmask": "its update is in the sum, which the other sites open"}.get(
             kind, "the sum continues without it"
         )
-        replies = self.sites.ask(frames, f"{self.round + 1} {kind}", expected, least=self.min_sites, without=what)
+        replies = round_requests.ask_sites(
+            self.sites, frames, f"{self.round + 1} {kind}", expected, least=self.min_sites, without=what
+        )
         return self._enough(dict(replies))
 
     def _enough(self, found: dict[int, Any]) -> dict[int, Any]:
@@ -219,7 +215,9 @@ class MaskedSum:
             WrongSharesError: If a site sent wrong shares.
         """
         sent = {k: replace(f, config={**f.config, "session": self.session}) for k, f in requests.items()}
-        trained = dict(sorted(self.sites.ask(sent, str(self.round + 1), take, least=self.min_sites)))
+        trained = dict(
+            sorted(round_requests.ask_sites(self.sites, sent, str(self.round + 1), take, least=self.min_sites))
+        )
         unusable = tuple(k for k, reply in trained.items() if not reply.usable)
         usable = {k: reply for k, reply in trained.items() if reply.usable}
         self.ready = self._enough(self._as_before(self._of_one_model(usable)))

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.deployment.secagg.client import LEAST, parse_json_field, ready_message
 from unskew.deployment.secagg.crypto import decode_point
 from unskew.deployment.secagg.fixed_point import SumPart
+from unskew.deployment.secagg.protocol import LEAST, ready_message
 from unskew.deployment.secagg.roster import is_signed
-from unskew.deployment.secagg.server import (
+from unskew.deployment.server.audit_log import arrays_digest
+from unskew.deployment.server.engine import FlowerEngine
+from unskew.deployment.server.masked_sum import (
     MaskedSum,
     OpenedSum,
     ReadySite,
@@ -23,10 +25,9 @@ from unskew.deployment.secagg.server import (
     WrongSharesError,
     parse_parts,
 )
-from unskew.deployment.server.audit_log import arrays_digest
-from unskew.deployment.server.engine import FlowerEngine
+from unskew.deployment.wire.fields import LARGEST_NUMBER, parse_json_field, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.messages import LARGEST_NUMBER, check_reply_matches, encode_broadcast, read_text
+from unskew.deployment.wire.messages import check_reply_matches, encode_broadcast
 from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.protocol.messages import Broadcast, ClientState, Update, flatten_records, unflatten_records

@@ -1,8 +1,7 @@
-"""Agreement of server and sites before a run: digest of the experiment, and schema of inputs and classes."""
+"""Schema of the experiment's data, which every site's data must match."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -13,35 +12,20 @@ from typing import Any
 import torch
 
 from unskew.config.experiment import Experiment
-from unskew.config.paths import without_data_locations
 from unskew.data.federation import Federation
 from unskew.data.normalization import Normalization
+from unskew.data.partitioned import PartitionedSource
 from unskew.data.readers.encoders import Encoder
-from unskew.deployment.wire.messages import read_integer, read_text
+from unskew.data.task_options import apply_task_options
+from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError
 from unskew.errors import ConfigError, DataError
 from unskew.json_models import read_model
-from unskew.methods.dp_sites import site_noise
-from unskew.methods.registry import method as method_of
 from unskew.runs.input_spec import InputColumn, StandardizedTask
-from unskew.runs.resume import RESUMABLE
 from unskew.tasks.base import Task
 from unskew.tasks.classification import Classification
 from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
-
-PROTOCOL = 6
-"""Version of the messages between server and sites; both must use the same."""
-
-
-def experiment_digest(config: Experiment) -> str:
-    """Return a digest of all fields of an experiment that affect a site's training, without data locations."""
-    not_here = {*RESUMABLE, "metrics", "objective"}  # execution, and what only the server measures
-    values = {k: v for k, v in without_data_locations(config.model_dump(mode="json")).items() if k not in not_here}
-    # Noise at the sites is computed for a number of rounds, and a site takes part in no more of them.
-    if config.training.schedule.ends or site_noise(method_of(config.method)) is not None:
-        values["rounds"] = config.rounds
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -187,6 +171,16 @@ class DataSchema:
             own_value, other_value = getattr(self, name), getattr(other, name)
             if own_value != other_value:
                 raise ConfigError(f"{who} has data with {name} {other_value}, but the server's have {own_value}.")
+
+
+def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema:
+    """Return the data schema of a rehearsal, in which every site can read all data.
+
+    Args:
+        whole: Partitioned data.
+        config: The experiment.
+    """
+    return DataSchema.of(apply_task_options(whole.federation(whole.known()), config.loss, config.class_weights))
 
 
 def read_schema(path: Path) -> DataSchema | None:

@@ -1,26 +1,13 @@
 """Site side of secure aggregation: sends its update under masks that cancel in the sum over all sites.
 
-Protocol: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, in the variant
-of section 4 for a malicious server. Each sum needs five messages:
-
-train   The site trains, generates two key pairs, and sends the public keys, with a signature of them and of the digest of all
-        that it has received: model, settings and schema of the data.
-share   The site receives the keys of all sites and checks their signatures. It sends each site one encrypted share of its
-        secret key and one of the seed of its own mask, with signed commitments to these shares.
-mask    The site receives the others' shares and checks them. It sends the update under its own mask and one mask shared
-        with each other site. If shares are wrong, it reports their senders instead.
-agree   The site receives the list of sites whose masked updates arrived, and signs it.
-unmask  The site receives the others' signatures of the same list. If more than two thirds of the sites have signed, it sends
-        its shares: of the seeds of the sites on the list, and of the secret keys of the others.
-
-All state except the record of the opened sum is in memory: a site that is restarted in between has dropped out of the sum.
+``unskew.deployment.secagg.protocol`` describes the messages. All state except the record of the opened sum is in memory: a
+site that is restarted in between has dropped out of the sum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,29 +16,27 @@ from torch import Tensor
 
 from unskew.deployment.secagg import crypto
 from unskew.deployment.secagg.fixed_point import SumPart, is_in_range, quantize
+from unskew.deployment.secagg.protocol import (
+    LEAST,
+    PHASES,
+    parts_as_text,
+    ready_message,
+    survivors_message,
+    threshold,
+    view_digest,
+)
 from unskew.deployment.secagg.roster import SigningIdentity, is_signed
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.state import SiteStateLostError
+from unskew.deployment.wire.digests import BroadcastDigest
+from unskew.deployment.wire.fields import parse_json_field, read_text
 from unskew.deployment.wire.frames import Frame, encode_header
-from unskew.deployment.wire.messages import BroadcastDigest, read_text
-from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_tensor
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_tensor
 from unskew.protocol.messages import Update, flatten_records
 from unskew.simulation.update_buffer import FIGURES
 
-LEAST = 3
-"""Minimum number of sites of a masked sum: with two, each could compute the other's update."""
-PHASES = ("share", "mask", "agree", "unmask")
 KEPT = 4
 """Number of runs whose current sum a site keeps in memory."""
-
-
-def threshold(sites: int) -> int:
-    """Return the number of sites that must remain for a sum to be opened.
-
-    Two groups of this size share more than a third of the sites. So if fewer than a third help the server, it cannot obtain
-    both the mask and the secret key of one site (Bonawitz et al. 2017, section 4).
-    """
-    return 2 * sites // 3 + 1
 
 
 def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, float]]:
@@ -73,38 +58,6 @@ def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, fl
         *((name, t, 1.0) for name, t in sorted(flatten_records("upload", update.upload).items())),
         *figures,
     ]
-
-
-def parts_as_text(parts: Sequence[SumPart]) -> str:
-    """Encode the layout of a sum as JSON."""
-    return json.dumps([[part.name, NAMES[part.dtype], list(part.shape)] for part in parts])
-
-
-def view_digest(run: str, round: int, session: str, ready: dict[str, Any], parts: str) -> str:
-    """Return a digest of the data that must be equal for all sites of a sum: participants, keys and model.
-
-    Args:
-        run: Identifier of the run.
-        round: Number of the round, from 0.
-        session: Identifier of the sum.
-        ready: Public keys and signature of each site.
-        parts: Layout of the sum.
-    """
-    return hashlib.sha256(json.dumps([run, round, session, sorted(ready.items()), parts]).encode()).hexdigest()
-
-
-def ready_message(run: str, round: int, session: str, client: int, keys: list[str], model: str) -> list[Any]:
-    """Return the message that a site signs before it shares secrets: its public keys and the digest of what it received.
-
-    Args:
-        run: Identifier of the run.
-        round: Number of the round, from 0.
-        session: Identifier of the sum.
-        client: Number of the client.
-        keys: Public keys of the site.
-        model: Digest of model, settings and schema, see ``unskew.deployment.wire.messages.broadcast_digest``.
-    """
-    return ["ready", run, round, session, client, keys, model]
 
 
 @dataclass
@@ -158,7 +111,7 @@ class OpenSum:
         """Number of shares that determine a secret, and of signatures that a list of sites needs."""
         return max(LEAST, threshold(len(self.keys)))
 
-    def carried_out(self, asked: Frame) -> Frame:
+    def reply(self, asked: Frame) -> Frame:
         """Reply to the next message, or repeat the reply to an earlier one.
 
         Args:
@@ -322,33 +275,6 @@ class OpenSum:
         return Frame("opened", {"client": self.client, "shares": json.dumps(opened)})
 
 
-def survivors_message(view: str, shared: Sequence[int], alive: Sequence[int]) -> list[Any]:
-    """Return the message that a site signs before a sum is opened: who shared secrets, and whose updates arrived.
-
-    Args:
-        view: Digest from ``view_digest``.
-        shared: Clients that shared secrets.
-        alive: Clients whose masked update arrived.
-    """
-    return ["survivors", view, [*shared], [*alive]]
-
-
-def parse_json_field(config: dict[str, Any], name: str) -> Any:
-    """Parse a JSON field of a message.
-
-    Args:
-        config: Fields of a message.
-        name: Name of the field.
-
-    Raises:
-        InvalidMessageError: If the field is missing or is not JSON.
-    """
-    try:
-        return json.loads(read_text(config, name))
-    except (ValueError, RecursionError) as error:
-        raise InvalidMessageError(f"{name} cannot be read") from error
-
-
 class SecAggClient:
     """Sums in progress at a site, at most one per run.
 
@@ -416,7 +342,7 @@ class SecAggClient:
         open_sum.ready = Frame("ready", config)
         return open_sum.ready
 
-    def carried_out(self, run: str, asked: Frame) -> Frame:
+    def reply(self, run: str, asked: Frame) -> Frame:
         """Reply to a message after the first one.
 
         Args:
@@ -431,6 +357,6 @@ class SecAggClient:
         if open_sum is None or open_sum.session != read_text(asked.config, "session"):
             raise SiteStateLostError("this site was restarted since the sum started, or never took part in it")
         try:
-            return open_sum.carried_out(asked)
+            return open_sum.reply(asked)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise InvalidMessageError(f"its keys or shares cannot be read ({type(error).__name__})") from error

@@ -1,0 +1,1 @@
+"""What server, sites and launchers of a deployment share."""

@@ -1,0 +1,156 @@
+"""What both sides know before a message is sent, and which parts of the model and of rules' tensors it contains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unskew.deployment.wire.frames import Blob, Frame
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_norm, decode_record, encode_tensor
+from unskew.methods.dp_sites import SiteDP, site_noise
+from unskew.models.layer_groups import buffer_mask
+from unskew.models.spec import ModelSpec
+from unskew.protocol.messages import Broadcast, Slices, Tensors, flatten_records, num_bytes, unflatten_records
+from unskew.protocol.payload import compresses, gather_slices, scatter_slices, slices_length
+from unskew.protocol.rules import Method, changes_updates
+from unskew.protocol.training_config import Buffers
+from unskew.simulation.parameter_slices import subtract_slices
+
+SLICED = "-slices"
+"""Suffix of the record for full-length tensors of which only the slices of the model are sent."""
+
+
+@dataclass(frozen=True)
+class WireContext:
+    """Information that both sides share before a message is sent.
+
+    method: Method of the run.
+    spec: Layout of the model.
+    buffers: How normalization buffers are shared.
+    norm: Largest accepted norm of a tensor.
+    largest: Maximum number of bytes that rules send in addition to the model.
+    """
+
+    method: Method
+    spec: ModelSpec
+    buffers: Buffers
+    norm: float
+    largest: int
+
+    @property
+    def sends_model(self) -> bool:
+        """Return whether clients send the model back."""
+        return all(rule.sends_model for rule in self.method.client)
+
+    @property
+    def site_noise(self) -> SiteDP | None:
+        """Rule that adds noise at the sites, which then send nothing else that depends on their data; or None."""
+        return site_noise(self.method)
+
+    @property
+    def compressed(self) -> bool:
+        """Return whether clients send encoded streams instead of vectors."""
+        return compresses(self.method.client)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the rules that may send tensors in addition to the model."""
+        return {rule.name for rule in (*self.method.client, *filter(None, [self.method.sync]))}
+
+    def base(self, down: Slices | None, up: Slices | None) -> Slices:
+        """Return the slices that are sent back but not sent out; a client sends its values there, and the server subtracts.
+
+        Args:
+            down: Slices that are sent out; None: all.
+            up: Slices that are sent back; None: all.
+        """
+        return subtract_slices(up, down, self.spec.size)
+
+    @property
+    def needs_base(self) -> bool:
+        """Return whether client rules use the difference to the broadcast, so that the base values must be sent."""
+        return changes_updates(self.method.client)
+
+    def received(self, down: Slices | None, kind: str) -> Tensor:
+        """Return a mask of the normalization buffers that a client receives in a message, ``[m]``.
+
+        Args:
+            down: Slices that are sent out; None: all.
+            kind: Kind of the message.
+        """
+        mask = self.buffer_masks(down)
+        return mask if self.buffers == "average" or kind == "evaluate" else torch.zeros_like(mask)
+
+    def sent(self, broadcast: Broadcast) -> Tensor:
+        """Return a mask of the normalization buffers that a client sends, to be averaged or only evaluated, ``[m]``."""
+        mask = self.buffer_masks(broadcast.up)
+        return torch.ones_like(mask) if broadcast.report or self.buffers == "local" else mask
+
+    def buffer_masks(self, slices: Slices | None) -> Tensor:
+        """Return a mask of the normalization buffers that belong to slices of the model, ``[m]``."""
+        size = sum(self.spec.buffer_sizes)
+        return torch.ones(size, dtype=torch.bool) if slices is None else buffer_mask(self.spec, slices)
+
+    def check_extras(self, record: str, tensors: Tensors, finite: bool) -> dict[str, Tensors]:
+        """Validate the tensors that rules send in addition to the model, by rule.
+
+        Args:
+            record: Name of the record.
+            tensors: Tensors of the record by name.
+            finite: Whether all values must be finite.
+
+        Raises:
+            InvalidMessageError: If a tensor belongs to an unknown rule, is too large, or is not finite.
+        """
+        bytes_there = num_bytes(tensors.values())
+        if bytes_there > self.largest:
+            raise InvalidMessageError(f"{record} has {bytes_there} bytes, above the limit of {self.largest}")
+        for name, tensor in tensors.items():
+            if name.partition("/")[0] not in self.names:
+                raise InvalidMessageError(
+                    f"{record} contains {name[:60]!r}, which belongs to no rule of {self.method.name}"
+                )
+            check_norm(f"{record}/{name}", tensor, self.norm, finite)
+        return unflatten_records(record, {f"{record}/{name}": t for name, t in tensors.items()})
+
+
+def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:
+    """Encode tensors of rules as the arrays of one record; of tensors with ``size`` elements only the slices.
+
+    Args:
+        record: Name of the record.
+        rules: Tensors by rule and name.
+        slices: Slices that are sent; None: all.
+        size: Number of parameters.
+    """
+    encoded = {}
+    for name, t in flatten_records(record, rules).items():
+        if slices is not None and t.shape == (size,):
+            encoded[name.replace(record, f"{record}{SLICED}", 1)] = encode_tensor(gather_slices(t, slices))
+        else:
+            encoded[name] = encode_tensor(t)
+    return encoded
+
+
+def decode_rules(frame: Frame, record: str, slices: Slices | None, size: int) -> Tensors:
+    """Decode the arrays of ``encode_rules``; full-length tensors are zero outside the slices.
+
+    Args:
+        frame: Message that was received.
+        record: Name of the record.
+        slices: Slices that are sent; None: all.
+        size: Number of parameters.
+
+    Raises:
+        InvalidMessageError: If the length of a tensor is not that of the slices.
+    """
+    tensors = decode_record(frame, record)
+    for name, t in decode_record(frame, f"{record}{SLICED}").items():
+        if slices is None or tuple(t.shape) != (slices_length(slices, size),) or name in tensors:
+            raise InvalidMessageError(
+                f"{name[:60]!r} with shape {tuple(t.shape)} does not match the agreed slices of the model"
+            )
+        tensors[name] = scatter_slices(torch.zeros(size, dtype=t.dtype), slices, t)
+    return tensors
