@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.messages import Tensors, Update, flatten_records, unflatten_records
+from unskew.protocol.messages import SummedUpdate, Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.round_plan import DEFAULT_PLAN, RoundPlan
 from unskew.protocol.server_training import ServerTraining
 from unskew.secret_draws import NoiseSource
@@ -33,7 +33,7 @@ def same_masks(one: Masks | None, other: Masks | None) -> bool:
     return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
-def full_masks(masks: Masks | None, update: Update) -> Masks:
+def full_masks(masks: Masks | None, update: Update | SummedUpdate) -> Masks:
     """Return the masks, or masks that select every entry of ``update`` if there are none.
 
     Args:
@@ -82,24 +82,26 @@ class Aggregate:
         self.sent = None
         self.entries = None
 
-    def add(self, update: Update, sent: Masks | None = None) -> None:
-        """Add one client's update.
+    def add(self, update: Update | SummedUpdate, sent: Masks | None = None) -> None:
+        """Add one client's update, or a sum of updates, which is weighted already.
 
         Args:
-            update: The update.
+            update: The update, or the sum.
             sent: Masks ``[d]`` and ``[m]`` of the entries that the client sends; None for all.
         """
         self._weigh_entries(update, sent)
-        self.count += 1
+        summed = isinstance(update, SummedUpdate)
+        scale, start_scale = (1.0, update.weight) if summed else (update.weight, 1.0)
+        self.count += len(update.clients)
         self.weight += update.weight
         self.examples += update.examples
         if self._delta is None or self._buffers is None:
-            self._delta, self._buffers = update.delta * update.weight, update.buffers * update.weight
+            self._delta, self._buffers = update.delta * scale, update.buffers * scale
         else:
-            self._delta.add_(update.delta, alpha=update.weight)
-            self._buffers.add_(update.buffers, alpha=update.weight)
+            self._delta.add_(update.delta, alpha=scale)
+            self._buffers.add_(update.buffers, alpha=scale)
         if update.b_start is not None:
-            moved = (update.buffers - update.b_start) * update.weight
+            moved = (update.buffers - update.b_start * start_scale) * scale
             self._moved = moved if self._moved is None else self._moved + moved
         for rule, tensors in update.upload.items():
             if rule in self.single:
@@ -108,7 +110,7 @@ class Aggregate:
             for name, tensor in tensors.items():
                 sums[name] = sums[name] + tensor if name in sums else tensor.clone()
 
-    def _weigh_entries(self, update: Update, sent: Masks | None) -> None:
+    def _weigh_entries(self, update: Update | SummedUpdate, sent: Masks | None) -> None:
         """Track weights per entry from the first update on whose entries differ from those before it."""
         if self._delta is None or self._buffers is None:
             self.sent = sent

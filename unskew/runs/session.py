@@ -66,7 +66,6 @@ class Session:
         self.recorder = parts.recorder
         self.metrics = parts.metrics
         self.figures = (*parts.task.figures, *parts.metrics.computed.names)
-        self.server.evaluates = self.clients.sends_model
         history, federation = self.recorder.history, parts.prepared.federation
         self.diagnoses = make_diagnostics(config.diagnose, self.evaluator, self.server, federation, history)
         self.stopping = EarlyStopping(config, self.evaluator, history, self.metrics)
@@ -107,14 +106,18 @@ class Session:
             ended = self.stopping.should_stop or self._stop_reason() is not None
             rounds = range(start, start if ended else self.config.rounds)
             attackers = self.parts.attackers
-            run_rounds(rounds, self.parts.sampler, self.server, engine, self.network, self._finished, attackers)
+            run_rounds(
+                rounds, self.parts.sampler, self.server, engine, self.network, self._finished, attackers,
+                self.clients.sends_model,
+            )  # fmt: skip
             foretold = self.method.sync is not None and (self.warnings or self.method.name in REFERENCES)
-            if rounds and not (self.server.moved or self.server.overflows or foretold):
+            overflows = self.server.aggregator.skipped.overflows
+            if rounds and not (self.server.state.moved or overflows or foretold):
                 self.recorder.warn(run_warnings.model_unchanged_warning(self.network, len(rounds)))
             if lost := run_warnings.late_updates_warning(self.recorder.history):
                 self.recorder.warn(lost)
             problem = run_warnings.divergence_warning(self.recorder.history[-1], self.attack)
-            if problem is not None and not self.server.overflows:
+            if problem is not None and not overflows:
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
@@ -148,15 +151,15 @@ class Session:
                 self.folder, config, self.evaluator.federation, self.server, clients, summary, final_results.curves
             )
             (self.folder / KEY_FILE).unlink(missing_ok=True)
-        for store in (self.server.store, self.server.cache, self.network.store):
+        for store in (self.server.clients.store, self.server.clients.cache, self.network.store):
             store.close()
         for callback in self.callbacks:
             callback.end(copy.deepcopy(summary))
-        module = self.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
-        plots = METHOD_PLOTS.get(self.server.rule.name, lambda history, folder: None)
+        module = self.spec.load(*self.server.selection.evaluated).cpu()
+        plots = METHOD_PLOTS.get(self.server.setup.rule.name, lambda history, folder: None)
         draw = partial(plots, self.recorder.history)
         predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), self.spec.dtype)
-        history, vector = self.recorder.history, self.server.evaluated.cpu()
+        history, vector = self.recorder.history, self.server.selection.evaluated[0].cpu()
         return Result(history, summary, module, vector, self.folder, draw, clients, predictor)
 
     def _close(self, engine: Engine) -> dict[str, Any]:
@@ -166,11 +169,12 @@ class Session:
         round, task = self.config.rounds, self.parts.task
         clock = self.network.clock
         counted = {} if clock is None else clock.counted()
-        broadcasts = [self.server.closing_broadcast(round, client) for client in self.clients.reachable()]
+        create, final = self.server.broadcaster.closing_broadcast, self.server.selection.evaluated
+        broadcasts = [create(round, client, final) for client in self.clients.reachable()]
         self.server.close(round, engine.train(broadcasts))
         if clock is not None:
             clock.add_exchange(counted)
-        score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
+        score = self.evaluator.evaluate_test(*self.server.selection.evaluated)
         before, held_out = self.recorder.history[-1], self.stopping.figures(self.server)
         judged = self.stopping.score
         return {
@@ -204,19 +208,19 @@ class Session:
         score = None
         evaluated = self.clients.evaluates(t)
         if self.parts.attackers is not None:
-            predict = partial(self.evaluator.predict_classes, self.server.evaluated, self.server.evaluated_b)
+            predict = partial(self.evaluator.predict_classes, *self.server.selection.evaluated)
             figures |= self.parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
         if evaluated:
-            score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
+            score = self.evaluator.evaluate_test(*self.server.selection.evaluated)
             figures |= self.stopping.figures(self.server)
             self.best.offer(done, figures.get(self.stopping.score))
             for diagnosis in self.diagnoses:
                 figures |= diagnosis.metrics() if diagnosis.updates or not diagnosis.of_clients else {}
         for diagnosis in self.diagnoses:
             diagnosis.begin()
-        traffic = self.server.traffic
+        traffic, skipped = self.server.traffic.total, self.server.aggregator.skipped
         names = self.evaluator.federation.client_names
-        if problem := run_warnings.nonfinite_update_warning(self.server, done, names, self.attack):
+        if problem := run_warnings.nonfinite_update_warning(skipped, done, names, self.attack):
             self.recorder.warn(problem)
         self.recorder.round(
             {
@@ -247,7 +251,7 @@ class Session:
         rule = self.method.aggregate
         if rule is None:
             return None
-        return rule.report(self.server.rules[rule.name], self.server.federation_info.plan).stop_reason
+        return rule.report(self.server.state.rules[rule.name], self.server.setup.federation_info.plan).stop_reason
 
     def _save(self, done: int) -> None:
         if self.folder is None or done == self._saved:

@@ -139,7 +139,7 @@ class SimulatedClients:
         server = self.parts.server
 
         def evaluate(own: Models | None) -> ClientScores:
-            v, b = server.evaluated, server.evaluated_b
+            v, b = server.selection.evaluated
             return parts.evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         own_statistics = config.buffers == "local" and parts.spec.buffer_sizes
@@ -158,7 +158,8 @@ class SimulatedClients:
         constants, on_test = parts.evaluator.client_constants(scores), parts.evaluator.test_constant()
         judged = [metric.name for metric in parts.metrics.judging if math.isfinite(on_test.get(metric.name, math.nan))]
         figures |= {f"constant_{name}": on_test[name] for name in judged}
-        return figures | more, [*client_rows(federation, scores, own, server.last, attackers, constants), *unseen_rows]
+        rows = client_rows(federation, scores, own, server.clients.last, attackers, constants)
+        return figures | more, [*rows, *unseen_rows]
 
     def _score_unseen(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Evaluate the final model on the unseen clients, and the personal models that they get after the last round.
@@ -176,7 +177,7 @@ class SimulatedClients:
         unseen = replace(unseen, text_groups=None)
 
         def evaluate(own: Models | None, federation: Federation = unseen) -> ClientScores:
-            v, b = server.evaluated, server.evaluated_b
+            v, b = server.selection.evaluated
             evaluator = Evaluator(parts.spec, federation, parts.task, parts.setup.device, parts.metrics.computed)
             return evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
 

@@ -96,8 +96,9 @@ def kept_model(server: Server, clients: Sequence[int]) -> Served:
 
 def _served(server: Server, clients: Sequence[int], own: bool) -> Served:
     for client in clients:
-        state = ClientState.of(server.store.get(client))
-        yield serving_model(server.method, server.spec, server.mode, state, server.evaluated, server.evaluated_b, own)
+        state = ClientState.of(server.clients.store.get(client))
+        setup, final = server.setup, server.selection.evaluated
+        yield serving_model(setup.method, setup.spec, setup.buffers, state, *final, own)
 
 
 def fine_tuned_models(
@@ -119,6 +120,7 @@ def fine_tuned_models(
     """
     for first in range(0, len(clients), at_once):
         part = clients[first : first + at_once]
-        updates = engine.train([server.final_broadcast(round, client) for client in part])
+        create, final = server.broadcaster.final_broadcast, server.selection.evaluated
+        updates = engine.train([create(round, client, final) for client in part])
         for update, before in zip(updates, kept_model(server, part), strict=True):
             yield (update.report["v"], update.buffers) if update.is_finite() else before

@@ -14,7 +14,8 @@ from unskew.data.federation import Federation, take_rows
 from unskew.data.pixel_scaling import PixelScaling
 from unskew.engines import optimizers
 from unskew.engines.batches import BatchPlan, InputNormalizer
-from unskew.engines.local_trainer import SINGLE_SAMPLE, single_sample_error
+from unskew.engines.local_trainer import single_sample_error
+from unskew.models.batch_norm import rejects_single_samples
 from unskew.models.execution import Batch, BoundModel, GradFn, LossFn
 from unskew.models.spec import ModelOutput, ModelSpec
 from unskew.protocol.server_training import ReferenceSamples, TrainedModel
@@ -149,6 +150,8 @@ class ServerTrainer:
         x, y = self._given(x, y)
         training = self._training(changes)
         plan = BatchPlan(training, len(y), int(key), 0, 0)
+        if any(len(index) == 1 for index in plan.batches) and rejects_single_samples(self.spec, self.device):
+            raise single_sample_error("The server")
         grad_fn = self.gradient(self._loss(loss or self.task.loss), b, train=True)
         # An optimizer that continues must know how many steps it has taken.
         v, state = v.clone(), optimizers.init_state(training, v, moments is not None)
@@ -163,13 +166,7 @@ class ServerTrainer:
                 fold(key, step),
                 torch.tensor(step),
             )
-            try:
-                g = grad_fn(v, batch)
-            except ValueError as error:
-                if SINGLE_SAMPLE in str(error):
-                    raise single_sample_error("The server") from error
-                raise
-            v, state = optimizers.optimizer_step(training, v, g, state, step)
+            v, state = optimizers.optimizer_step(training, v, grad_fn(v, batch), state, step)
             v = v if after is None else after(v)
             total += self.model.loss
         if moments is not None:
