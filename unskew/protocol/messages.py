@@ -285,7 +285,7 @@ class SummedUpdate:
     """Sum of the updates of several clients of a round, opened under secure aggregation: no single one is known.
 
     Attributes:
-        round: Number of the round, from 0.
+        born: Round of the broadcasts that the clients trained from.
         clients: Clients whose updates are in the sum.
         unusable: Clients that trained, but whose updates were not finite or too large.
         examples: Number of real training samples of the clients.
@@ -298,7 +298,7 @@ class SummedUpdate:
         b_start: Broadcast buffers, ``[m]``; the server adds them for rules that need them.
     """
 
-    round: int
+    born: int
     clients: tuple[int, ...]
     unusable: tuple[int, ...]
     examples: int

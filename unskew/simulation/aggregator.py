@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.protocol.messages import EVALUATED, Slices, SummedUpdate, Tensors, Update, finite_flags
+from unskew.protocol.messages import EVALUATED, SummedUpdate, Tensors, Update, finite_flags
 from unskew.protocol.rules import Rule
-from unskew.protocol.updates import CombinedUpdate, Masks, Updates
+from unskew.protocol.updates import CombinedUpdate, Updates
 from unskew.secret_draws import NoiseSource
 from unskew.seeding import derive
 from unskew.simulation.broadcaster import Broadcaster
@@ -138,50 +138,34 @@ class Aggregator:
         self, round: int, arrivals: Iterable[Update | SummedUpdate], intake: UpdateBuffer
     ) -> tuple[list[int], list[int], int]:
         """Count and collect the updates of a round; return their senders, the skipped clients and the number discarded."""
-        clients, needs = self.clients, self.setup.needs
+        needs, traffic = self.setup.needs, self.broadcaster.traffic
         senders: list[int] = []
         skipped: list[int] = []
         discarded = 0
         for update in arrivals:
-            if isinstance(update, SummedUpdate):
-                self._collect_sum(update, intake, senders, skipped)
-                continue
-            _, up = self.broadcaster.slices(update.born, update.client)
-            self.broadcaster.traffic.count_update(update, update.client, up)
-            senders.append(update.client)
+            clients = *update.unusable, *update.clients
+            for client in clients:
+                _, up = self.broadcaster.slices(update.born, client)
+                traffic.count_update(update, client, up)
+            senders += clients
             if "same_round" in needs and update.born != round:
-                discarded += 1
+                discarded += len(clients)
                 continue
-            if not update.is_finite():
-                skipped.append(update.client)
-                clients.lost(update.client)
+            usable = update.clients if update.is_finite() else ()
+            skipped += [client for client in clients if client not in usable]
+            sent = [self.clients.take_sent(client) for client in clients][-1]  # clients of a sum receive the same
+            if not usable:
                 continue
-            sent = clients.take_sent(update.client)
-            last = clients.last_update(update.client, self.state.v.device) if "last_update" in needs else None
-            added = {"arrived": round, "start": sent.v, "version": sent.version, "b_start": sent.b, "last": last}
-            update = intake.add(update, self._masks(up), **added)
+            masks = self.broadcaster.exchange.masks(up, self.state.v.device)
+            if isinstance(update, SummedUpdate):
+                intake.add(update, masks, b_start=sent.b)
+                continue
+            last = self.clients.last_update(update.client, self.state.v.device) if "last_update" in needs else None
+            added = {"arrived": round, "start": sent.v, "version": sent.version, "last": last}
+            update = intake.add(update, masks, b_start=sent.b, **added)
             for watch in self._watchers:
                 watch(update)
         return senders, skipped, discarded
-
-    def _collect_sum(self, summed: SummedUpdate, intake: UpdateBuffer, senders: list[int], skipped: list[int]) -> None:
-        """Count and collect a sum of updates; its clients all send the same slices."""
-        usable = summed.clients if summed.is_finite() else ()
-        unusable = replace(summed, upload={}, report={})
-        b_start = None
-        for client in (*summed.unusable, *summed.clients):
-            _, up = self.broadcaster.slices(summed.round, client)
-            traffic = self.broadcaster.traffic
-            traffic.count_update(unusable if client in summed.unusable else summed, client, up)
-            senders.append(client)
-            b_start = self.clients.take_sent(client).b
-            if client not in usable:
-                skipped.append(client)
-        if usable:
-            intake.add_sum(summed, self._masks(up), b_start)
-
-    def _masks(self, up: Slices | None) -> Masks | None:
-        return self.broadcaster.exchange.masks(up, self.state.v.device)
 
     def _rule_metrics(self, round: int) -> dict[str, Any]:
         """Return the round metrics of the rules, and those on the server rule's buffer and cache."""
@@ -257,7 +241,8 @@ class Aggregator:
         for collected in collections:
             if collected.aggregate.count or rule.combines_empty:
                 if not collected.aggregate.count and self.setup.method.sync is not None:
-                    collected.aggregate.sent = self._masks(self.broadcaster.slices(round, 0)[1])
+                    _, up = self.broadcaster.slices(round, 0)
+                    collected.aggregate.sent = self.broadcaster.exchange.masks(up, current.v.device)
                 with self._meter():
                     state, combined = rule.combine(state, self.updates(round, collected, current.b))
                 check_combined(rule.name, combined, current.v, current.b)

@@ -91,11 +91,11 @@ class ClientRecords:
         delta = self.cache.get(client).get("delta")
         return None if delta is None else delta.to(device)
 
-    def restore(self, last: Mapping[int, int], sent: Mapping[int, SentModel]) -> None:
+    def restore(self, last: Mapping[str, int], sent: Mapping[int, SentModel]) -> None:
         """Restore the records except the stores.
 
         Args:
-            last: Round of each client's last applied update.
+            last: Round of each client's last applied update, by client as a string.
             sent: Broadcasts to clients in flight.
         """
-        self.last, self.sent = dict(last), dict(sent)
+        self.last, self.sent = {int(client): round for client, round in last.items()}, dict(sent)

@@ -51,7 +51,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
             for client, tensors in _client_parts(path, manifest, kind, server):
                 store.put(client, tensors)
         _restore_counts(manifest, server)
-        clients.restore(_last_rounds(manifest), stored.sent)
+        clients.restore(manifest["last"], stored.sent)
         if network.clock is not None:
             network.clock.restore(manifest["clock"])
         network.pending = [Update.of(fields, {}) for fields in manifest["in_flight"]]
@@ -116,7 +116,7 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
         )
         server.clients.store.put(client, stays.tensors())
     _restore_counts(manifest, server)
-    server.clients.restore(_last_rounds(manifest) if parted else {}, {})
+    server.clients.restore(manifest["last"] if parted else {}, {})
 
 
 def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
@@ -226,7 +226,3 @@ def _restore_counts(manifest: dict[str, Any], server: Server) -> None:
     per_client = {int(k): list(pair) for k, pair in traffic.pop("clients").items()}
     server.traffic.restore(Traffic(**traffic, clients=per_client))
     server.aggregator.restore(manifest["skipped"])
-
-
-def _last_rounds(manifest: dict[str, Any]) -> dict[int, int]:
-    return {int(client): round for client, round in manifest["last"].items()}

@@ -151,17 +151,21 @@ class TrafficMeter:
         sent = slice_bytes(None, self.state.v) + extra_bytes(broadcast.download, None, self.state.v)
         self.total.count(broadcast.client, "down", sent, self._buffer_bytes(None))
 
-    def upload_sizes(self, update: Update | SummedUpdate, up: Slices | None) -> tuple[int, int]:
+    def upload_sizes(
+        self, update: Update | SummedUpdate, up: Slices | None, upload: dict[str, Tensors] | None = None
+    ) -> tuple[int, int]:
         """Return the bytes of one client's update, without buffers and of buffers.
 
         Args:
             update: Update of the client, or a sum of updates of the same size.
             up: Slices of the model that the client sends; None for all.
+            upload: Extra tensors that the client sends; None for those of the update.
         """
         setup, d = self.setup, update.delta
         statistics = 0 if setup.buffers == "local" else buffer_bytes(setup.spec, up, update.buffers)
         if isinstance(update, SummedUpdate) or setup.federation_info.plan.masked:
-            uploads = sum(t.numel() for tensors in update.upload.values() for t in tensors.values())
+            extra = update.upload if upload is None else upload
+            uploads = sum(t.numel() for tensors in extra.values() for t in tensors.values())
             numbers = uploads + (slices_length(up, len(d)) if self._sends_model else 0)
             return MASKED_NUMBER * numbers, MASKED_NUMBER * update.buffers.numel()
         if update.sent_bytes is not None:
@@ -176,8 +180,10 @@ class TrafficMeter:
             client: Client number.
             up: Slices of the model that the client sends; None for all.
         """
-        sent, statistics = self.upload_sizes(update, up)
+        unusable = client in update.unusable
+        report = {} if unusable else update.report
+        sent, statistics = self.upload_sizes(update, up, {} if unusable else None)
         self.total.count(client, "up", sent, statistics)
-        self.total.reports += num_bytes(update.report.values())
-        if self.setup.buffers == "local" or update.report:  # all other buffers are averaged only for evaluation
+        self.total.reports += num_bytes(report.values())
+        if self.setup.buffers == "local" or report:  # all other buffers are averaged only for evaluation
             self.total.reports += num_bytes([update.buffers]) - statistics

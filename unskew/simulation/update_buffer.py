@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from unskew.protocol.rules import Method, Rule, ServerRule
 from unskew.protocol.updates import Aggregate, Combined, Masks
 from unskew.tasks.registry import TASKS
 
+AnyUpdate = TypeVar("AnyUpdate", Update, SummedUpdate)
 FIGURES = ("loss", "setup_seconds", "train_seconds")
 """Metrics of updates that are averaged over a round."""
 TAKEN = {
@@ -140,31 +141,22 @@ class UpdateBuffer:
         self.whole = CollectedUpdates(Aggregate(rules_with_single_uploads(self.method)), [] if single else None)
         self.waiting = self.waiting.copy()
 
-    def add(self, update: Update, sent: Masks | None = None, **fields: Any) -> Update:
-        """Add an update and return it as the rules see it: without the client's state, which a round that fails discards.
+    def add(self, update: AnyUpdate, sent: Masks | None = None, **fields: Any) -> AnyUpdate:
+        """Add an update, or a sum, and return it as rules see it: without the client's state, which a failed round discards.
 
         Args:
             update: Message from the client.
             sent: Masks of the entries that were sent; None for all.
             **fields: Fields that the server adds.
         """
-        self.accepted.append(AcceptedUpdate(update.client, update.born, update.state, update.kept))
-        update = replace_fields(update, state=ClientState(), kept=None, **fields)
-        self._add(update, sent, update.weight)
-        return update
-
-    def add_sum(self, summed: SummedUpdate, sent: Masks | None = None, b_start: Tensor | None = None) -> None:
-        """Add a sum of updates.
-
-        Args:
-            summed: Message with the sum.
-            sent: Masks of the entries that were sent; None for all.
-            b_start: Buffers that its clients received, ``[m]``, if a rule needs them.
-        """
-        self.accepted += [AcceptedUpdate(client, summed.round) for client in summed.clients]
-        self._add(replace_fields(summed, b_start=b_start), sent, 1.0)
-
-    def _add(self, update: Update | SummedUpdate, sent: Masks | None, scale: float) -> None:
+        scale = 1.0
+        if isinstance(update, Update):
+            scale = update.weight
+            self.accepted.append(AcceptedUpdate(update.client, update.born, update.state, update.kept))
+            fields |= {"state": ClientState(), "kept": None}
+        else:
+            self.accepted += [AcceptedUpdate(client, update.born) for client in update.clients]
+        update = replace_fields(update, **fields)
         with self.meter():
             self.whole.add(update, sent)
             if self.rule.updates_per_step is not None:
@@ -177,6 +169,7 @@ class UpdateBuffer:
             weighted = update.report["v"] * scale
             self.models = weighted if self.models is None else self.models.add_(weighted)
         self.sums = {name: total + update.metrics.get(name, 0.0) for name, total in self.sums.items()}
+        return update
 
     @property
     def unequal(self) -> bool:

@@ -49,7 +49,7 @@ class MaskedEngine(FlowerEngine):
     told = False
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Any]:
-        """Train a masked round and yield the sum of its updates as a ``SummedUpdate``."""
+        """Train a masked round and yield the sum of its updates as a ``SummedUpdate``; nothing if no site remains."""
         if not broadcasts:
             return
         opened = self._summed(broadcasts)
@@ -62,7 +62,8 @@ class MaskedEngine(FlowerEngine):
         for broadcast in broadcasts:
             if broadcast.client not in (*opened.clients, *opened.unusable):
                 self.server.clients.lost(broadcast.client)
-        yield self._update(broadcasts, opened, weight)
+        if opened.clients or opened.unusable:
+            yield self._update(broadcasts, opened, weight)
 
     def _within_norm(self, opened: OpenedSum, weight: float) -> OpenedSum:
         """Return a sum, or an empty one with a warning if a mean is larger than a plain update may be."""
@@ -195,7 +196,7 @@ class MaskedEngine(FlowerEngine):
         like = flatten_records("upload", self.placeholder(broadcasts[0])) if opened.clients else {}
         uploads = {name: to_dtype(sums[name], t.dtype).to(v.device) for name, t in like.items()}
         return SummedUpdate(
-            round=broadcasts[0].round,
+            born=broadcasts[0].round,
             clients=tuple(client for client in by_client if client in opened.clients),
             unusable=tuple(client for client in by_client if client in opened.unusable),
             examples=sum(map(self._examples, opened.clients)),
