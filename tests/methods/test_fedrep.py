@@ -79,7 +79,7 @@ def test_fedrep_equals_numpy(spelling, head_steps, mu, engine):
 
 
 def test_what_is_frozen_does_not_move_by_a_bit():
-    start = quadratics("fedrep")[2].server.v
+    start = quadratics("fedrep")[2].server.state.v
     body, head = slice(0, HIDDEN * 3), slice(HIDDEN * 3, None)
     for share, moved, still in (("0", body, head), ("1", head, body)):
         _, _, run = quadratics(f"fedrep:head_share={share}", participation=1.0)
