@@ -21,7 +21,7 @@ class Broadcaster:
     """Creates the broadcasts of a run, and counts those of its rounds.
 
     Args:
-        setup: What the server knows from the start.
+        setup: Fixed parts of the server.
         state: State of the server.
         clients: Records of the clients.
         traffic: Counts the bytes.

@@ -1,4 +1,4 @@
-"""What the server stores about single clients."""
+"""Values that the server stores about single clients."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ class Server:
     """Server of a run.
 
     Args:
-        setup: What the server knows from the start.
+        setup: Fixed parts of the server.
         store: Storage for the state of the clients; None for memory only.
         cache: Storage for the last updates of the clients, for rules that need them; None for memory only.
 
     Attributes:
-        setup: What the server knows from the start.
+        setup: Fixed parts of the server.
         state: Global model and state of the rules.
         clients: Records of the clients.
         traffic: Counts the bytes.

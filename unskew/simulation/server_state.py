@@ -1,4 +1,4 @@
-"""What a server knows from the start of a run, and the state that its rounds change."""
+"""Fixed parts of a server, and the state that its rounds change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unskew.simulation.update_buffer import CollectedUpdates, check_state, empty
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What a server knows from the start of a run.
+    """Fixed parts of a server, known from the start of a run.
 
     Attributes:
         method: Method of the run.
@@ -44,7 +44,7 @@ class ServerSetup:
 
     @cached_property
     def needs(self) -> frozenset[str]:
-        """What the rules need, see ``unskew.protocol.requirements``."""
+        """Requirements of the rules, see ``unskew.protocol.requirements``."""
         return frozenset(what for part in (self.rule, *self.method.rules) for what in part.needs)
 
     @cached_property
@@ -79,7 +79,7 @@ class ServerState:
     """Global model and state of the rules at the server.
 
     Args:
-        setup: What the server knows from the start.
+        setup: Fixed parts of the server.
 
     Attributes:
         server_rule: State of the server rule; its entry ``"v"`` is the model.

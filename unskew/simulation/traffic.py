@@ -89,7 +89,7 @@ class TrafficMeter:
     """Counts the bytes of every message where it crosses the network.
 
     Args:
-        setup: What the server knows from the start.
+        setup: Fixed parts of the server.
         state: State of the server.
         clients: Records of the clients.
 

@@ -95,7 +95,7 @@ class CollectedUpdates:
 
 
 class AcceptedUpdate(NamedTuple):
-    """What the server stores about a client once the round of its update has succeeded.
+    """Values that the server stores about a client once the round of its update has succeeded.
 
     Attributes:
         client: Client number.
