@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -237,13 +238,13 @@ class CombinedUpdate(Aggregate):
         return super().buffers if self._combined_buffers is None else self._combined_buffers
 
 
+@dataclass(frozen=True)
 class Updates:
     """Usable updates: their ``Aggregate``, and single updates if the rule's ``needs`` include ``individual``.
 
     The ``server_update`` hook receives the updates of a round; ``step`` of a server rule receives those in the buffer.
-    All arguments except ``individual`` are available as attributes.
 
-    Args:
+    Attributes:
         round: Number of the round, from 0.
         aggregate: Weighted sums of the updates.
         individual: Single updates, for iteration; None if no rule needs them.
@@ -251,40 +252,25 @@ class Updates:
         b_global: Broadcast buffers, ``[m]``.
         spec: Layout of the model.
         key: Random 64-bit key of the server and round.
-        at_server: Resources for training at the server; None only in updates that are created by hand.
+        server_training: Resources for training at the server; None only in updates that are created by hand.
         version: Number of updates that the server applied before these.
         arrivals: Number of updates that had arrived in the round when these were complete.
         plan: Schedule of the run.
         noise: Source of the server's noise.
     """
 
-    def __init__(
-        self,
-        round: int,
-        aggregate: Aggregate,
-        individual: Sequence[Update] | None,
-        v_global: Tensor,
-        b_global: Tensor,
-        spec: ModelSpec,
-        key: Tensor,
-        at_server: ServerTraining | None = None,
-        version: int = 0,
-        arrivals: int = 0,
-        plan: RoundPlan = DEFAULT_PLAN,
-        noise: NoiseSource | None = None,
-    ):
-        self.round = round
-        self.aggregate = aggregate
-        self._individual = individual
-        self.v_global = v_global
-        self.b_global = b_global
-        self.spec = spec
-        self.key = key
-        self._at_server = at_server
-        self.version = version
-        self.arrivals = arrivals
-        self.plan = plan
-        self._noise = NoiseSource(0) if noise is None else noise
+    round: int
+    aggregate: Aggregate
+    individual: Sequence[Update] | None
+    v_global: Tensor
+    b_global: Tensor
+    spec: ModelSpec
+    key: Tensor
+    server_training: ServerTraining | None = None
+    version: int = 0
+    arrivals: int = 0
+    plan: RoundPlan = DEFAULT_PLAN
+    noise: NoiseSource = field(default_factory=lambda: NoiseSource(0))
 
     def normal(self, number: int, like: Tensor) -> Tensor:
         """Return standard normal noise of the server, which clients of a real run cannot predict.
@@ -293,18 +279,18 @@ class Updates:
             number: Number of the draw within the round.
             like: Tensor with the shape, dtype and device of the noise.
         """
-        return self._noise.normal(self.round, number, like)
+        return self.noise.normal(self.round, number, like)
 
     @property
     def at_server(self) -> ServerTraining:
         """Return the resources for training at the server."""
-        assert self._at_server is not None, "these updates were made by hand"
-        return self._at_server
+        assert self.server_training is not None, "these updates were made by hand"
+        return self.server_training
 
     def __len__(self) -> int:
         return self.aggregate.count
 
     def __iter__(self) -> Iterator[Update]:
-        if self._individual is None:
+        if self.individual is None:
             raise ConfigError("This rule reads single updates but does not need them; add 'individual' to its needs.")
-        return iter(self._individual)
+        return iter(self.individual)

@@ -121,7 +121,6 @@ class Aggregator:
         if accepted and "last_update" in setup.needs:
             for single in intake.whole.individual or ():
                 self.clients.put_last_update(single)
-        state.version += len(accepted)
         self.skipped.count(skipped, overflowed)
         means = {name: total / len(accepted) if accepted else 0.0 for name, total in intake.sums.items()}
         return {
@@ -222,7 +221,7 @@ class Aggregator:
         flags = finite_flags([*(before[name] for name in both), *(after[name] for name in both)])
         if any(was and not now for was, now in zip(flags[: len(both)], flags[len(both) :], strict=True)):
             return False
-        current.apply(server_rule, rules, b, intake.waiting)
+        current.apply(server_rule, rules, b, intake.waiting, len(intake.accepted))
         if intake.models is not None:
             # A server rule may have changed the mean of exchanged entries, so its model is used there.
             evaluated, mean = server_rule.get(EVALUATED, server_rule["v"]), intake.models / sums.weight
@@ -267,7 +266,7 @@ class Aggregator:
             b_global=b,
             spec=setup.spec,
             key=torch.tensor(derive(setup.seed, "server", round), device=self.state.v.device),
-            at_server=setup.at_server and setup.at_server.in_round(round),
+            server_training=setup.at_server and setup.at_server.in_round(round),
             version=self.state.version,
             arrivals=collected.arrivals,
             plan=setup.federation_info.plan,

@@ -117,19 +117,23 @@ class ServerState:
         """
         self.rules = {**self.rules, **rules}
 
-    def apply(self, server_rule: Tensors, rules: dict[str, Tensors], b: Tensor, waiting: CollectedUpdates) -> None:
-        """Replace the model and the state of the rules.
+    def apply(
+        self, server_rule: Tensors, rules: dict[str, Tensors], b: Tensor, waiting: CollectedUpdates, num_updates: int
+    ) -> None:
+        """Replace the model and the state of the rules after a round.
 
         Args:
             server_rule: New state of the server rule.
             rules: New server state of the other rules, by name.
             b: New buffers, ``[m]``.
             waiting: New content of the server rule's buffer.
+            num_updates: Number of updates applied in the round.
         """
         self.moved = self.moved or not torch.equal(server_rule["v"], self.v)
         self.server_rule, self.rules = server_rule, rules
         self.b = b
         self.waiting = waiting
+        self.version += num_updates
 
     def restore(self, server_rule: Tensors, rules: dict[str, Tensors], b: Tensor, version: int = 0) -> None:
         """Restore the model and the state of the rules.
