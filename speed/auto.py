@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from unskew.simulation.network import Network
 from unskew.simulation.round_loop import run_rounds
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
 SHORT = 8.0
@@ -109,9 +111,8 @@ class Loop:
         fedavg = method("fedavg")
         clients = len(workload.federation.clients)
         self.engine = make_engine(choice.engine, config, choice.workers, choice.clients_per_group)
-        self.server = Server(
-            fedavg, server_rule(fedavg), config.spec, FederationInfo.of(workload.federation), "samples"
-        )
+        info = replace(FederationInfo.of(workload.federation), weights="samples")
+        self.server = Server(ServerSetup(fedavg, server_rule(fedavg), config.spec, info))
         self.sampler = Sampler(clients, workload.cohort / clients, 0)
         self.network = Network(0.0, 0)
 

@@ -29,9 +29,11 @@ class Timed(UnskewLoop):
     """Loop that reports the time that clients spent in its last round."""
 
     def seconds(self, t: int) -> tuple[float, float]:
-        updates = list(self.engine.train([self.server.broadcast(t, k) for k in self.sampler.draw(t, frozenset())]))
+        updates = list(
+            self.engine.train([self.server.broadcaster.broadcast(t, k) for k in self.sampler.draw(t, frozenset())])
+        )
         for update in updates:
-            self.server.store.put(update.client, update.state.tensors())
+            self.server.clients.store.put(update.client, update.state.tensors())
         begin, train = (
             statistics.fmean(u.metrics[name] for u in updates) for name in ("setup_seconds", "train_seconds")
         )

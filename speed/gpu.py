@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
 from unskew.reproduction.tables import markdown
 from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
 TESTS = ["tests/engines/test_gpu.py", "tests/engines/test_device.py", "tests/engines/test_other_device.py"]
@@ -87,13 +89,13 @@ class Rounds:
         self.engine: Any = InlineEngine(setup) if width == 0 else VectorizedEngine(setup, convolution=convolution)
         if width:
             self.engine.width = width
-        facts = FederationInfo.of(federation)
-        self.server = Server(what, server_rule(what), spec, facts, what.weights or "samples")
+        info = replace(FederationInfo.of(federation), weights=what.weights or "samples")
+        self.server = Server(ServerSetup(what, server_rule(what), spec, info))
         self.cohort, self.device, self.t = cohort, device, 0
 
     def round(self) -> None:
-        broadcasts = [self.server.broadcast(self.t, client) for client in range(self.cohort)]
-        self.server.step(self.t, self.engine.train(broadcasts))
+        broadcasts = [self.server.broadcaster.broadcast(self.t, client) for client in range(self.cohort)]
+        self.server.aggregator.step(self.t, self.engine.train(broadcasts))
         self.t += 1
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -18,6 +18,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from unskew.simulation.network import Network
 from unskew.simulation.round_loop import run_rounds
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
 CIFAR = Path(__file__).parents[2] / "shared" / "data" / "cifar10" / "train.parquet"
@@ -81,8 +83,8 @@ class UnskewLoop:
             self.engine = make_engine(choice.engine, setup, choice.workers, choice.clients_per_group)
         else:
             self.engine = make_engine(engine, setup, clients_per_group=clients_per_group)
-        facts = FederationInfo.of(federation)
-        self.server = Server(what, server_rule(what), spec, facts, what.weights or "samples")
+        info = replace(FederationInfo.of(federation), weights=what.weights or "samples")
+        self.server = Server(ServerSetup(what, server_rule(what), spec, info))
         self.sampler = Sampler(len(federation.clients), cohort / len(federation.clients), seed)
         self.network = Network(0.0, seed)
 

@@ -48,8 +48,8 @@ def main(folder: str) -> None:
         clients_per_group="auto", model_options=work.workload.unskew_options,
     )  # fmt: skip
     start = work.start()
-    assert [part.shape for part in start] == [tuple(shape) for shape in loop.server.spec.shapes]
-    loop.server.state["v"] = torch.cat([torch.from_numpy(part).flatten() for part in start])
+    assert [part.shape for part in start] == [tuple(shape) for shape in loop.server.setup.spec.shapes]
+    loop.server.state.server_rule["v"] = torch.cat([torch.from_numpy(part).flatten() for part in start])
     loop.sampler = Cohorts(work)  # type: ignore[assignment]
     try:
         for t in range(len(work.cohorts)):
@@ -58,7 +58,7 @@ def main(folder: str) -> None:
             work.end()
     except Ended:
         pass
-    work.finish([loop.server.v.numpy()])
+    work.finish([loop.server.state.v.numpy()])
     loop.close()
 
 

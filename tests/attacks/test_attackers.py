@@ -20,7 +20,7 @@ from unskew.config.loader import experiment
 from unskew.deployment.server.site_clients import check_deployable
 from unskew.errors import ConfigError
 from unskew.reproduction.outcomes import run_identity
-from unskew.simulation.server import Server
+from unskew.simulation.traffic import TrafficMeter
 
 SIZES = [9, 19, 8, 13, 7, 11, 10, 12]
 EVERY_KIND = [*ATTACKS, "freeride:mode=last", "mimic:warmup=2", "labelflip:from_round=2"]
@@ -37,13 +37,13 @@ def run(attack=None, method="fedavg", **options):
 def received(monkeypatch):
     """The updates that the server receives, in order."""
     seen = []
-    count = Server._count
+    count = TrafficMeter.count_update
 
-    def recorded(self, update):
+    def recorded(self, update, client, up):
         seen.append(update)
-        return count(self, update)
+        return count(self, update, client, up)
 
-    monkeypatch.setattr(Server, "_count", recorded)
+    monkeypatch.setattr(TrafficMeter, "count_update", recorded)
 
     def take(attack, **options):
         seen.clear()

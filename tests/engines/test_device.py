@@ -24,6 +24,7 @@ from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import finite_flags
 from unskew.protocol.training_config import Training
 from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
 CUDA = torch.device("cuda")
@@ -61,9 +62,10 @@ def engines(memory=None, model=None, name="fedavg", clients=21, **options):
     training = Training(local_epochs=1, batch_size=4, lr=0.1)
     task, cpu = TASKS["classification"], torch.device("cpu")
     setup = EngineConfig(spec, federation, what.client, task, training, 0, cpu)
-    server = Server(what, server_rule(what), spec, FederationInfo.of(federation), what.weights or "samples")
+    info = replace(FederationInfo.of(federation), weights=what.weights or "samples")
+    server = Server(ServerSetup(what, server_rule(what), spec, info))
     engine = VectorizedEngine(setup, memory, **options)
-    return engine, InlineEngine(setup), [server.broadcast(0, k) for k in range(clients)]
+    return engine, InlineEngine(setup), [server.broadcaster.broadcast(0, k) for k in range(clients)]
 
 
 def with_memory(monkeypatch, memory, **options):

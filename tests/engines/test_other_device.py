@@ -4,6 +4,8 @@ It is no GPU, but finds on any machine what a GPU would refuse, or wait for at e
 to it are counted: a round may take a constant number of them, whatever the number of clients.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.federations import QUICK, SmallBatchNorm, blobs
@@ -17,6 +19,7 @@ from unskew.methods.registry import METHODS
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
 from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
 META = torch.device("meta")
@@ -108,12 +111,15 @@ class Cohort:
         training = Training(local_steps=3, local_epochs=None, batch_size=8, lr=0.1, momentum=0.5, augment=augment)
         data = federation.to(META) if there else federation
         setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, META)
-        self.server = Server(what, server_rule(what), spec, FederationInfo.of(federation), what.weights or "samples")
-        self.server.moved = True  # otherwise two models are compared, of which the meta device has no numbers
+        info = replace(FederationInfo.of(federation), weights=what.weights or "samples")
+        self.server = Server(ServerSetup(what, server_rule(what), spec, info))
+        self.server.state.moved = True  # otherwise two models are compared, of which the meta device has no numbers
         self.engine, self.clients = VectorizedEngine(setup), clients
 
     def train(self, round):
-        return list(self.engine.train([self.server.broadcast(round, client) for client in range(self.clients)]))
+        return list(
+            self.engine.train([self.server.broadcaster.broadcast(round, client) for client in range(self.clients)])
+        )
 
 
 def train_and_count(counts, *args, **options):
@@ -149,9 +155,9 @@ def test_augmentation_is_moved_at_once(there, counts):
 def test_a_round_of_client_and_server_reads_twice(name, counts):
     for clients in (3, 12):
         cohort = Cohort(name, True, clients, server_device="meta")
-        cohort.server.step(0, cohort.train(0))
+        cohort.server.aggregator.step(0, cohort.train(0))
         counts.reads = counts.transfers = 0
         with counts:
-            cohort.server.step(1, cohort.train(1))
+            cohort.server.aggregator.step(1, cohort.train(1))
         assert counts.reads <= 2  # the losses, and whether the server's new tensors are finite
         assert counts.transfers <= MOST_TRANSFERS // 2

@@ -54,7 +54,7 @@ def test_a_run_with_delays_is_the_papers_algorithm(monkeypatch):
 
     def init(server, *args, **kwargs):
         start(server, *args, **kwargs)
-        first.append(server.v.numpy().copy())
+        first.append(server.state.v.numpy().copy())
 
     monkeypatch.setattr(Network, "deliver", deliver)
     monkeypatch.setattr(Server, "__init__", init)

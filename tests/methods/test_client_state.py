@@ -118,8 +118,8 @@ def beyond(broadcast, spec, off):
 @pytest.mark.parametrize("chosen", ["fedrep", "fedals:alpha=4"])
 def test_a_client_reads_of_a_broadcast_only_what_is_sent_and_what_all_know_from_the_beginning(chosen, newcomer):
     sim = sliced(chosen, 1)
-    client = next(k for k in range(4) if (k not in sim.server.last) is newcomer)
-    broadcast = sim.server.broadcast(1, client)
+    client = next(k for k in range(4) if (k not in sim.server.clients.last) is newcomer)
+    broadcast = sim.server.broadcaster.broadcast(1, client)
     assert bool(broadcast.initial) is (newcomer and chosen == "fedrep")
     poisoned = beyond(broadcast, sim.spec, float("nan"))
     assert bool(poisoned.v.isnan().any()) is not newcomer, "a newcomer knows all of the model"
@@ -134,8 +134,8 @@ def test_a_client_reads_of_a_broadcast_only_what_is_sent_and_what_all_know_from_
 def test_of_slices_that_a_client_sends_but_was_not_sent_its_own_values_matter():
     """The body is due, but the client has its own: what the update stands for is the client's model, ``delta + v``."""
     sim = sliced("fedals:alpha=3", 2)
-    client = next(k for k, last in sim.server.last.items() if last == 1)
-    broadcast = sim.server.broadcast(2, client)
+    client = next(k for k, last in sim.server.clients.last.items() if last == 1)
+    broadcast = sim.server.broadcaster.broadcast(2, client)
     assert broadcast.up != broadcast.down
     poisoned = beyond(broadcast, sim.spec, 1000.0)
     ((plain,), (mine,)) = (list(sim.engine.train([one])) for one in (broadcast, poisoned))
@@ -149,7 +149,7 @@ def test_accepted_is_the_round_of_the_last_update_that_was_taken_in():
     sim = Quadratics(A, b, "scaffold")
 
     def accepted(round):
-        return [sim.server.broadcast(round, k).accepted for k in range(4)]
+        return [sim.server.broadcaster.broadcast(round, k).accepted for k in range(4)]
 
     assert accepted(0) == [None] * 4
     sim.rounds(1)
@@ -162,9 +162,9 @@ def test_accepted_is_the_round_of_the_last_update_that_was_taken_in():
     assert accepted(2) == [0 if gone else 1 for gone in lost]
     # Not finite: left out, and so is what stays at the client.
     before = state_at(sim.server, 2).rules["scaffold"]
-    updates = list(sim.engine.train([sim.server.broadcast(2, k) for k in range(4)]))
+    updates = list(sim.engine.train([sim.server.broadcaster.broadcast(2, k) for k in range(4)]))
     updates[2] = replace(updates[2], delta=updates[2].delta * float("nan"))
-    sim.server.step(2, updates)
+    sim.server.aggregator.step(2, updates)
     assert accepted(3) == [2, 2, 0 if lost[2] else 1, 2]
     after = state_at(sim.server, 2).rules["scaffold"]
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -62,7 +62,7 @@ class Server:
             when = self.round if born is None else born[k]
             single.append(an_update(k, delta, when, weight, self.b, b_start=self.b, arrived=self.round))
         key = torch.tensor(100 + self.round)
-        arrived = some_updates(single, self.round, self.v, self.b, self.spec, key, at_server=self.bench)
+        arrived = some_updates(single, self.round, self.v, self.b, self.spec, key, server_training=self.bench)
         self.state = {n: t for n, t in self.rule.step(self.state, arrived).items() if n != "b"}
         self.round += 1
         return self.state["found"]

@@ -69,17 +69,17 @@ def oracle(A, b, rounds, cohort, head_steps, start, mu=0.0):
 )
 def test_fedrep_equals_numpy(spelling, head_steps, mu, engine):
     A, b, run = quadratics(spelling, engine=engine)
-    start = run.server.v.numpy().copy()
+    start = run.server.state.v.numpy().copy()
     found = run.rounds(5)
     body, heads = oracle(A, b, 5, run.sampler.draw, head_steps, start, mu)
     assert_close(found[-1][: HIDDEN * 3], body, TRAINING)
     for k, head in heads.items():
         assert_close(state_at(run.server, k).model[HIDDEN * 3 :], head, TRAINING)
-    assert {k for k in range(4) if run.server.store.get(k)} == set(heads)
+    assert {k for k in range(4) if run.server.clients.store.get(k)} == set(heads)
 
 
 def test_what_is_frozen_does_not_move_by_a_bit():
-    start = quadratics("fedrep")[2].server.v
+    start = quadratics("fedrep")[2].server.state.v
     body, head = slice(0, HIDDEN * 3), slice(HIDDEN * 3, None)
     for share, moved, still in (("0", body, head), ("1", head, body)):
         _, _, run = quadratics(f"fedrep:head_share={share}", participation=1.0)
@@ -88,13 +88,13 @@ def test_what_is_frozen_does_not_move_by_a_bit():
             v = state_at(run.server, k).model
             assert torch.equal(v[still], start[still])
             assert not torch.isclose(v[moved], start[moved]).any()
-        assert torch.equal(run.server.v[head], start[head]), "the server never sees a head"
+        assert torch.equal(run.server.state.v[head], start[head]), "the server never sees a head"
 
 
 def test_nothing_of_a_head_is_sent():
     _, _, run = quadratics("fedrep+fedprox", participation=1.0)
     run.rounds(1)
-    for update in run.engine.train([run.server.broadcast(1, k) for k in range(4)]):
+    for update in run.engine.train([run.server.broadcaster.broadcast(1, k) for k in range(4)]):
         assert torch.equal(update.delta[HIDDEN * 3 :], torch.zeros(HIDDEN, dtype=torch.float64))
         assert not update.upload
         assert torch.count_nonzero(update.delta) == HIDDEN * 3

@@ -85,7 +85,7 @@ def test_scaffold_equals_the_papers_algorithm(spelling, participation):
     run = Quadratics(A, b, spelling, participation=participation)
     expected = scaffold_oracle(A, b, 6, run.sampler.draw, "I" if spelling.endswith("=I") else "II")
     assert_close(run.rounds(6), [x for x, _ in expected], TRAINING)
-    assert_close(run.server.rules["scaffold"]["c"], expected[-1][1], TRAINING)
+    assert_close(run.server.state.rules["scaffold"]["c"], expected[-1][1], TRAINING)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -97,7 +97,7 @@ def test_scaffolds_server_variate_is_the_mean_over_all_clients(momentum):
     held = [state_at(run.server, k).rules.get("scaffold", {}).get("c") for k in range(4)]
     assert any(c is not None for c in held)
     mean = sum(c for c in held if c is not None) / 4
-    assert_close(run.server.rules["scaffold"]["c"], mean, TRAINING)
+    assert_close(run.server.state.rules["scaffold"]["c"], mean, TRAINING)
 
 
 def test_scaffolds_variate_is_the_mean_gradient_also_with_momentum():

@@ -101,8 +101,8 @@ def test_all_layers_personal_are_local_training():
         v = torch.zeros(3, dtype=torch.float64).numpy()
         for _ in range(4 * 3):
             v = v - 0.05 * gradient(a, y, v)
-        assert_close(federated.server.store.get(k)["model"].numpy(), v, TRAINING)
-    assert not federated.server.v.any()
+        assert_close(federated.server.clients.store.get(k)["model"].numpy(), v, TRAINING)
+    assert not federated.server.state.v.any()
 
 
 @pytest.mark.parametrize("name", PARTS)

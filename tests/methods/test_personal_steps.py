@@ -93,7 +93,7 @@ def test_apfls_weight_falls_for_equal_clients_and_rises_for_contradicting_ones()
         weights = [0.5]
         for _ in range(5):
             federated.rounds(1)
-            weights.append(float(federated.server.store.get(0)["rules/apfl/alpha"]))
+            weights.append(float(federated.server.clients.store.get(0)["rules/apfl/alpha"]))
         steps = np.diff(weights)[1:]  # in the first round the own model is the global one
         assert weights[1] == 0.5
         assert (steps > 0).all() if rises else (steps < 0).all()
@@ -149,10 +149,10 @@ def test_pfedme_finds_the_minimum_of_the_moreau_envelopes():
     training = Training(local_steps=1, batch_size=100, lr=0.4, precision="fp64")
     federated = Quadratics(A, b, "pfedme:lam=2,K=200,eta_p=0.1,decay=0", training)
     federated.rounds(300)
-    assert_close(federated.server.v.numpy(), best, TRAINING)
+    assert_close(federated.server.state.v.numpy(), best, TRAINING)
     for k, (h, q) in enumerate(zip(H, c, strict=True)):
         point = np.linalg.solve(h + lam * eye, q + lam * best)
-        assert_close(federated.server.store.get(k)["rules/pfedme/personal"].numpy(), point, TRAINING)
+        assert_close(federated.server.clients.store.get(k)["rules/pfedme/personal"].numpy(), point, TRAINING)
 
 
 def perfedavg_client(v, batches, version, alpha, beta, delta):

@@ -175,7 +175,9 @@ def test_fedexp_equals_the_formula():
         eta = max(1.0, p @ np.square(moves).sum(1) / (2 * (mean @ mean + 1e-3)))
         x = x + eta * mean
         assert_close(found, x, TRAINING)
-    assert run.server.rule.metrics(run.server.state, 0, run.server.spec)["fedexp_eta"] == pytest.approx(eta)
+    assert run.server.setup.rule.metrics(run.server.state.server_rule, 0, run.server.setup.spec)[
+        "fedexp_eta"
+    ] == pytest.approx(eta)
 
 
 def test_fedexp_takes_the_plain_average_when_all_agree():

@@ -104,7 +104,7 @@ def test_scaffold_with_a_rate_that_changes_equals_numpy(schedule, engine):
     run = Quadratics(A, b, "scaffold", training, participation=0.5, engine=engine)
     path, c = scaffold(A, b, rates(training, 6), run.sampler.draw)
     assert_close(run.rounds(6), path, TRAINING)
-    assert_close(run.server.rules["scaffold"]["c"], c, TRAINING)
+    assert_close(run.server.state.rules["scaffold"]["c"], c, TRAINING)
 
 
 @pytest.mark.parametrize("schedule", [("cosine", "round"), ("step:2,0.5", "step")])

@@ -82,11 +82,11 @@ QUICK = [(*case, 0.5, "inline") for case in (("auto", 0.0), ("mean", 0.0), ("aut
 )
 def test_scaffold_forgets_the_steps_before_a_body_that_it_missed(variate, momentum, participation, engine):
     A, b, mine = run(f"fedals:alpha=3+scaffold:variate={variate}", participation, engine, momentum)
-    start = mine.server.v.numpy().copy()
+    start = mine.server.state.v.numpy().copy()
     found = mine.rounds(12)
     expected = list(scaffold_by_parts(A, b, 12, mine.sampler.draw, start, 3, momentum))
     assert_close(found, [v for v, _ in expected], TRAINING)
-    assert_close(mine.server.rules["scaffold"]["c"], expected[-1][1], TRAINING)
+    assert_close(mine.server.state.rules["scaffold"]["c"], expected[-1][1], TRAINING)
 
 
 @pytest.mark.parametrize("rule", ["scaffold:variate=mean", "fedpvr"])
@@ -98,7 +98,7 @@ def test_a_variate_counts_one_gradient_a_step(rule, outer):
     for chosen in (rule, f"{outer}+{rule}", f"{rule}+{outer}"):
         _, _, mine = run(chosen, 1.0)
         mine.rounds(1)
-        variates.append(mine.server.rules[name]["c"].numpy())
+        variates.append(mine.server.state.rules[name]["c"].numpy())
     np.testing.assert_allclose(variates[1], variates[0], rtol=1e-6)
     np.testing.assert_allclose(variates[2], variates[0], rtol=1e-6)
 
@@ -148,9 +148,9 @@ def test_auto_sets_its_periods_although_nobody_reports_at_the_end_of_an_epoch(mo
     monkeypatch.setattr(Network, "drops", lambda self, t, client: t == 5)
     _, _, mine = run("fedals:auto,alpha=3,longest=6,budget=0.6", 1.0)
     mine.rounds(6)
-    assert int(mine.server.rules["fedals"]["begun"]) == 0
+    assert int(mine.server.state.rules["fedals"]["begun"]) == 0
     mine.rounds(1)
-    state = mine.server.rules["fedals"]
+    state = mine.server.state.rules["fedals"]
     assert int(state["begun"]) == 7
     assert state["synced"].tolist() == [6.0, 6.0]
 
@@ -162,13 +162,13 @@ def test_an_interval_that_another_method_left_at_a_client_is_over():
     variates = []
     for names in (("c",), ("c", "start", "steps")):
         _, _, mine = run("scaffold", 1.0)
-        mine.server.rules["scaffold"] = first.server.rules["scaffold"]
+        mine.server.state.rules["scaffold"] = first.server.state.rules["scaffold"]
         for k in range(4):
             held = state_at(first.server, k).rules["scaffold"]
             own = ClientState({"scaffold": {name: held[name] for name in names}})
-            mine.server.store.put(k, own.tensors())
+            mine.server.clients.store.put(k, own.tensors())
         mine.rounds(2)
-        variates.append(mine.server.rules["scaffold"]["c"])
+        variates.append(mine.server.state.rules["scaffold"]["c"])
     assert torch.equal(*variates)
 
 
@@ -178,7 +178,7 @@ def test_scaffold_doubles_the_traffic_of_fedals():
     for chosen in ("fedals:alpha=3", "fedals:alpha=3+scaffold"):
         _, _, mine = run(chosen, 0.5)
         mine.rounds(7)
-        sent.append((mine.server.traffic.up, mine.server.traffic.down))
+        sent.append((mine.server.traffic.total.up, mine.server.traffic.total.down))
     up, down = sent[0]
     assert sent[1] == (2 * up, 2 * down)
     assert up == 2 * 8 * (7 * HIDDEN + 2 * 3 * HIDDEN)  # two clients a round; the body after rounds 3 and 6
@@ -188,7 +188,7 @@ def test_scaffold_doubles_the_traffic_of_fedals():
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_feddyn_keeps_h_the_mean_of_all_linear_terms_part_by_part(participation, engine):
     A, b, mine = run("fedals:alpha=3+feddyn:alpha=0.3", participation, engine)
-    server, K, d = mine.server.v.numpy().copy(), len(A), len(BODY)
+    server, K, d = mine.server.state.v.numpy().copy(), len(A), len(BODY)
     h, g, averaged, theta, start, last = np.zeros(d), np.zeros((K, d)), -1, {}, {}, {}
     for t, found in enumerate(mine.rounds(9)):
         sent = ~BODY | ((t + 1) % 3 == 0)
@@ -203,4 +203,4 @@ def test_feddyn_keeps_h_the_mean_of_all_linear_terms_part_by_part(participation,
         server = np.where(sent, np.mean([theta[k] for k in chosen], axis=0) - h / 0.3, server)
         averaged = t if (t + 1) % 3 == 0 else averaged
         assert_close(found, server, TRAINING)
-    assert_close(mine.server.state["h"], g.mean(0), TRAINING)
+    assert_close(mine.server.state.server_rule["h"], g.mean(0), TRAINING)

@@ -30,7 +30,7 @@ def test_feddyn_equals_the_papers_algorithm(participation):
         h = h - alpha / K * sum(v - x for v in moved.values())
         x = np.mean(list(moved.values()), axis=0) - h / alpha
         assert_close(found, x, MAGNIFIED)
-    assert_close(run.server.state["h"], g.mean(0), MAGNIFIED)
+    assert_close(run.server.state.server_rule["h"], g.mean(0), MAGNIFIED)
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_the_servers_variate_is_the_mean_that_the_weights_name(chosen, own, mean
     name, share = run.method.name, sizes(A) if weights == "samples" else np.full(4, 0.25)
     states = [state_at(run.server, k).rules.get(name, {}) for k in range(4)]
     kept = np.array([state[own].numpy() if own in state else np.zeros(3) for state in states])
-    found = run.server.state[mean] if name == "feddyn" else run.server.rules[name][mean]
+    found = run.server.state.server_rule[mean] if name == "feddyn" else run.server.state.rules[name][mean]
     assert_close(found, share @ kept, TRAINING)
     assert np.linalg.norm(sizes(A) @ kept - kept.mean(0)) > 1e-3
 

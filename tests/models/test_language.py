@@ -548,7 +548,7 @@ def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     class Watching:
         def start(self, config, rounds_done): ...
         def round(self, row):
-            seen.append((parts.server.v.clone(), parts.server.traffic.up))
+            seen.append((parts.server.state.v.clone(), parts.server.traffic.total.up))
 
         def end(self, summary): ...
 

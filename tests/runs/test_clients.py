@@ -1,7 +1,6 @@
 """What a run says of single clients: their names, their data, and what the model is worth to each."""
 
 import json
-from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from unskew.errors import DataError
 from unskew.plots.curves import plot_clients_by_class
 from unskew.plots.figure import literal_text
 from unskew.runs import summary
+from unskew.simulation.aggregator import SkippedUpdates
 from unskew.simulation.run_warnings import nonfinite_update_warning
 
 NAMES = ("North [x]", "St. Mary's", "$5", "East")
@@ -97,9 +97,9 @@ def test_names_are_shown(tmp_path):
     fed = hospitals()
     text = shown(partition_table(fed.class_counts(), ["x", "y", "z"], client_names=fed.client_names))
     assert all(name in text for name in NAMES)
-    server = SimpleNamespace(overflowed=False, skipped_clients=[0, 2], num_skipped=2)
-    assert "the updates of clients North [x], $5 are not finite" in nonfinite_update_warning(server, 3, NAMES)
-    assert "the updates of clients 0, 2 are not finite" in nonfinite_update_warning(server, 3)
+    skipped = SkippedUpdates(total=2, clients=[0, 2])
+    assert "the updates of clients North [x], $5 are not finite" in nonfinite_update_warning(skipped, 3, NAMES)
+    assert "the updates of clients 0, 2 are not finite" in nonfinite_update_warning(skipped, 3)
     summary = train(fed).summary
     changed = {"client_accuracy_worst": 0.0, "client_accuracy_worst_name": NAMES[0]}
     assert "worst client 0.0% (North [x])" in shown(summary_table(summary | changed))

@@ -279,6 +279,14 @@ def test_a_run_can_measure_its_gradients_round_by_round(tmp_path):
     assert torch.equal(plain.vector, result.vector)  # it only looks
 
 
+def server_with(v, b=None, spec=None):
+    """The parts of a server that diagnostics read."""
+    return SimpleNamespace(
+        setup=SimpleNamespace(spec=spec, seed=0), state=SimpleNamespace(v=v, b=b), observed={"measured": {}},
+        aggregator=SimpleNamespace(watch=lambda watcher: None), broadcaster=SimpleNamespace(request_models=lambda: None),
+    )  # fmt: skip
+
+
 def test_real_and_added_data_are_told_apart_along_a_run():
     """Least squares: the real part's zeta^2 and sigma^2, and delta^2, are those of NumPy at the server's model."""
     A, b = problem(SIZES)
@@ -289,9 +297,7 @@ def test_real_and_added_data_are_told_apart_along_a_run():
         quadratics(mixed, [np.concatenate(pair) for pair in zip(b, made_b, strict=True)]),
     )
     v = np.linspace(-1.0, 1.0, spec.size)
-    server = SimpleNamespace(
-        spec=spec, v=torch.tensor(v), b=spec.flatten_buffers(), seed=0, watchers=[], wants_models=False
-    )
+    server = server_with(torch.tensor(v), spec.flatten_buffers(), spec)
     fed, original = (replace(one, trained_for=HalfSquares()) for one in (fed, original))
     found = Gradients(server, fed, original).metrics()
     g, noise, _ = oracle(A, b, v)
@@ -484,7 +490,7 @@ def vectors(*deltas, weights=None):
 
 
 def update_cosines():
-    return UpdateCosines(SimpleNamespace(v=torch.zeros(2), watchers=[], wants_models=False, measured={}))
+    return UpdateCosines(server_with(torch.zeros(2)))
 
 
 def test_updates_are_measured_by_their_angles_to_their_mean_and_to_the_mean_before():

@@ -18,11 +18,11 @@ import unskew
 from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.protocol.updates import Updates
 from unskew.runs import assembly
+from unskew.simulation.broadcaster import Broadcaster
 from unskew.simulation.checkpoint import read_manifest
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
 from unskew.simulation.network import Network
-from unskew.simulation.server import Server
 from unskew.simulation.update_buffer import UpdateBuffer, empty_updates
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -318,11 +318,11 @@ def test_fedbuff_moves_when_its_buffer_is_full():
 def test_statistics_wait_with_the_model_and_move_by_the_mean_change_of_the_buffer(monkeypatch, method):
     """A loop over what was sent to whom and what came back, with buffers that fill over several rounds."""
     sent, b, change, expected = {}, None, [], []
-    cast, deliver = Server.broadcast, Network.deliver
+    cast, deliver = Broadcaster.broadcast, Network.deliver
 
-    def broadcast(server, round, client, weight=None):
-        sent[client] = server.b.numpy().copy()
-        return cast(server, round, client, weight)
+    def broadcast(broadcaster, round, client, *args):
+        sent[client] = broadcaster.state.b.numpy().copy()
+        return cast(broadcaster, round, client, *args)
 
     def delivered(network, round, results):
         nonlocal b
@@ -336,7 +336,7 @@ def test_statistics_wait_with_the_model_and_move_by_the_mean_change_of_the_buffe
         expected.append(b)
         return iter(arrived)
 
-    monkeypatch.setattr(Server, "broadcast", broadcast)
+    monkeypatch.setattr(Broadcaster, "broadcast", broadcast)
     monkeypatch.setattr(Network, "deliver", delivered)
     result = train("half-normal:2", f"{method}:buffer_size=4", rounds=15)
     norm = result.model.norm

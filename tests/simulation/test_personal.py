@@ -70,23 +70,25 @@ def test_the_last_training_equals_a_loop_in_numpy(chosen, engine):
     )
     run = Quadratics(A, b, f"{chosen}+ft", training, participation=0.5, engine=engine)
     x = run.rounds(3)[-1]
-    state = {k: dict(run.server.store.get(k)) for k in range(4)}
+    state = {k: dict(run.server.clients.store.get(k)) for k in range(4)}
     clients = [3, 0, 2, 1]
     found = list(personal_models.fine_tuned_models(run.server, run.engine, 3, 3, clients))
     for k, (v, _) in zip(clients, found, strict=True):
         y, m = x.copy(), np.zeros(3)
         correction = np.zeros(3)
         if "scaffold" in chosen:
-            correction = run.server.rules["scaffold"]["c"].numpy() - np.asarray(state[k].get("rules/scaffold/c", 0.0))
+            correction = run.server.state.rules["scaffold"]["c"].numpy() - np.asarray(
+                state[k].get("rules/scaffold/c", 0.0)
+            )
         for _ in range(STEPS):
             g = A[k].T @ (A[k] @ y - b[k]) / len(b[k]) + correction
             g += 0.7 * (y - x) if "fedprox" in chosen else 0.0
             m = MOMENTUM * m + g + DECAY * y
             y = y - LR * m
         assert_close(v, y, TRAINING)
-    assert np.array_equal(run.server.v, x)
+    assert np.array_equal(run.server.state.v, x)
     for k in range(4):
-        after = run.server.store.get(k)
+        after = run.server.clients.store.get(k)
         assert after.keys() == state[k].keys()
         assert all(torch.equal(t, state[k][name]) for name, t in after.items())
 

@@ -42,8 +42,8 @@ class Count:
         if row["round"] < 4:
             return
         gc.collect()
-        starts = {sent.v.data_ptr() for sent in self.server().sent.values() if sent.v is not None}
-        self.held.append((vectors(self.server().spec.size), row.get("in_flight", 0), len(starts)))
+        starts = {sent.v.data_ptr() for sent in self.server().clients.sent.values() if sent.v is not None}
+        self.held.append((vectors(self.server().setup.spec.size), row.get("in_flight", 0), len(starts)))
 
     def end(self, summary):
         pass

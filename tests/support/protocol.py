@@ -65,4 +65,4 @@ def prepared(rule, fed, seed=0, epochs=4, workspace=NOWHERE):
 
 def state_at(server, client):
     """What stays at a client."""
-    return ClientState.of(server.store.get(client))
+    return ClientState.of(server.clients.store.get(client))

@@ -1,5 +1,7 @@
 """Least squares at every client: ``f_k(v) = mean_j 1/2 (a_kj v - b_kj)^2``, whose optimum is known."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -17,6 +19,7 @@ from unskew.simulation.network import Network
 from unskew.simulation.round_loop import run_rounds
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 
 LR, STEPS = 0.05, 5
 """The budget of a client where a test names none: full batches."""
@@ -89,8 +92,8 @@ class Quadratics:
         device, plan = torch.device("cpu"), RoundPlan(rounds=1000)  # more than any test asks for
         setup = EngineConfig(self.spec, fed, self.method.client, HalfSquares(), training, seed, device, plan=plan)
         self.engine = {"inline": InlineEngine, "vectorized": VectorizedEngine}[engine](setup)
-        weights = weights or self.method.weights or "samples"
-        self.server = Server(self.method, server_rule(self.method), self.spec, FederationInfo.of(fed), weights)
+        info = replace(FederationInfo.of(fed), weights=weights or self.method.weights or "samples")
+        self.server = Server(ServerSetup(self.method, server_rule(self.method), self.spec, info))
         self.sampler, self.network = Sampler(len(A), participation, seed), Network(0.0, seed)
         self.done = 0
 
@@ -98,7 +101,7 @@ class Quadratics:
         vectors = []
         run_rounds(
             range(self.done, self.done + n), self.sampler, self.server, self.engine, self.network,
-            lambda t, figures: vectors.append(self.server.v.numpy().copy()),
+            lambda t, figures: vectors.append(self.server.state.v.numpy().copy()),
         )  # fmt: skip
         self.done += n
         return vectors

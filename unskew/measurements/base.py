@@ -21,13 +21,14 @@ class Diagnostic:
     def __init__(self, server: Server):
         self.server = server
         self.updates: list[Update] = []
-        self.start = server.v
-        server.watchers.append(self.updates.append)
-        server.wants_models = server.wants_models or self.of_clients
+        self.start = server.state.v
+        server.aggregator.watch(self.updates.append)
+        if self.of_clients:
+            server.broadcaster.request_models()
 
     def begin(self) -> None:
         """Start a round: store the server's model and forget earlier updates."""
-        self.start = self.server.v
+        self.start = self.server.state.v
         self.updates.clear()
 
     def models(self) -> list[Tensor]:

@@ -22,7 +22,7 @@ class Consensus(Diagnostic):
 
     def __init__(self, server: Server):
         super().__init__(server)
-        self.groups = layer_groups(server.spec)
+        self.groups = layer_groups(server.setup.spec)
 
     def metrics(self) -> dict[str, float]:
         """Return the distance of each layer."""

@@ -91,7 +91,7 @@ class Generalization(Diagnostic):
 
     def _partial(self, pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
         """Return the sums of Theorem 4.1 under partial participation, from each update's ``Delta_k`` and second term."""
-        facts, taking_part = self.server.federation_info, len(self.updates)
+        facts, taking_part = self.server.setup.federation_info, len(self.updates)
         if taking_part == facts.clients:
             return {}
         figures = dict.fromkeys(

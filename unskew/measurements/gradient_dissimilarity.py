@@ -52,7 +52,7 @@ class Gradients(Diagnostic):
     def __init__(self, server: Server, federation: Federation, original: Federation):
         super().__init__(server)
         self.federation = federation
-        self.scope = replace(MeasurementScope(), curvature=False, seed=server.seed, shares=())
+        self.scope = replace(MeasurementScope(), curvature=False, seed=server.setup.seed, shares=())
         before, after = original.sizes, federation.sizes
         added = len(before) == len(after) and bool((after > before).all())
         self.own = replace(federation, clients=_FirstSamples(federation.clients, before.tolist())) if added else None
@@ -60,7 +60,8 @@ class Gradients(Diagnostic):
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name."""
         server = self.server
-        probe = GradientProbe(server.spec, self.federation.objective, self.federation, server.v, server.b)
+        state, objective = server.state, self.federation.objective
+        probe = GradientProbe(server.setup.spec, objective, self.federation, state.v, state.b)
         figures = measure(probe, self.federation, self.scope).metrics
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
         metrics = {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}

@@ -33,7 +33,7 @@ class LocalModels(Diagnostic):
         """Return the three means."""
         distance = accuracy = personal = 0.0
         for update, local in zip(self.updates, self.models(), strict=True):
-            distance += float(torch.linalg.vector_norm(local - self.server.v))
+            distance += float(torch.linalg.vector_norm(local - self.server.state.v))
             accuracy += self.evaluator.evaluate_test(local, update.buffers).accuracy
             client = self.federation.clients[update.client]
             # Only single-label test sets can be weighted by classes; other tasks need held-out samples.

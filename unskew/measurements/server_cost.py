@@ -47,7 +47,7 @@ class ServerCost(Diagnostic):
     def __init__(self, server: Server):
         super().__init__(server)
         self.counted = 0
-        server.meter = self.meter
+        server.aggregator.measure_cost(self.meter)
 
     def begin(self) -> None:
         """Start a round: count from zero."""
@@ -67,4 +67,5 @@ class ServerCost(Diagnostic):
         storages = {
             t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in self.server.tensors().values()
         }
-        return {"server/gflops": self.counted / 1e9, "server/bytes": sum(storages.values()) + self.server.cache.bytes}
+        stored = sum(storages.values()) + self.server.clients.cache.bytes
+        return {"server/gflops": self.counted / 1e9, "server/bytes": stored}

@@ -14,7 +14,7 @@ from torch import Tensor
 from unskew.measurements.base import Diagnostic
 
 PREVIOUS = "previous"
-"""Entry of the server's ``measured`` tensors: the mean update of the round before, ``[d]``."""
+"""Entry of the ``measured`` tensors in checkpoints: the mean update of the round before, ``[d]``."""
 
 
 class UpdateCosines(Diagnostic):
@@ -25,17 +25,20 @@ class UpdateCosines(Diagnostic):
     Late updates are included, and only slices that are sent count. A cosine with a zero vector is NaN.
     """
 
+    mean: Tensor | None = None
+
     def begin(self) -> None:
         """Start a round, and store the mean update of the round before."""
         if self.updates:
-            self.server.measured[PREVIOUS] = self._mean()
+            self.server.observed["measured"][PREVIOUS] = self._mean()
+        self.mean = None
         super().begin()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics."""
         mean = self._mean()
         cosines = [cosine for update in self.updates if not math.isnan(cosine := cosine_of(update.delta, mean))]
-        previous = self.server.measured.get(PREVIOUS)
+        previous = self.server.observed["measured"].get(PREVIOUS)
         return {
             "updates/cosine": sum(cosines) / len(cosines) if cosines else math.nan,
             "updates/cosine_min": min(cosines, default=math.nan),
@@ -44,11 +47,13 @@ class UpdateCosines(Diagnostic):
         }
 
     def _mean(self) -> Tensor:
-        """Return the weighted mean of the round's updates in float64, ``[d]``."""
-        total = torch.zeros_like(self.updates[0].delta, dtype=torch.float64)
-        for update in self.updates:
-            total.add_(update.delta, alpha=update.weight)
-        return total / sum(update.weight for update in self.updates)
+        """Return the weighted mean of the finished round's updates in float64, ``[d]``, computed once."""
+        if self.mean is None:
+            total = torch.zeros_like(self.updates[0].delta, dtype=torch.float64)
+            for update in self.updates:
+                total.add_(update.delta, alpha=update.weight)
+            self.mean = total / sum(update.weight for update in self.updates)
+        return self.mean
 
 
 def cosine_of(first: Tensor, second: Tensor) -> float:

@@ -224,6 +224,16 @@ class Update:
         uploads = [t for tensors in self.upload.values() for t in tensors.values()]
         return all(finite_flags([self.delta, self.buffers, *uploads, *self.state.tensors().values()]))
 
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """The client, as in a ``SummedUpdate``."""
+        return (self.client,)
+
+    @property
+    def unusable(self) -> tuple[int, ...]:
+        """No clients, as in a ``SummedUpdate``."""
+        return ()
+
     def fields(self) -> dict[str, Any]:
         """Return the fields that are not tensors, as JSON values."""
         return {name: getattr(self, name) for name in FIELDS}
@@ -268,3 +278,39 @@ class Update:
             last=moved.get("last"),
             **fields,
         )
+
+
+@dataclass(frozen=True)
+class SummedUpdate:
+    """Sum of the updates of several clients of a round, opened under secure aggregation: no single one is known.
+
+    Attributes:
+        born: Round of the broadcasts that the clients trained from.
+        clients: Clients whose updates are in the sum.
+        unusable: Clients that trained, but whose updates were not finite or too large.
+        examples: Number of real training samples of the clients.
+        weight: Sum of the aggregation weights.
+        delta: Weighted sum of the updates, ``[d]``.
+        buffers: Weighted sum of the buffers after training, ``[m]``.
+        upload: Sums of the extra tensors of each rule.
+        report: Weighted sum of the clients' whole models ``v [d]``, if requested.
+        metrics: Sums of the metrics.
+        b_start: Broadcast buffers, ``[m]``; the server adds them for rules that need them.
+    """
+
+    born: int
+    clients: tuple[int, ...]
+    unusable: tuple[int, ...]
+    examples: int
+    weight: float
+    delta: Tensor
+    buffers: Tensor
+    upload: dict[str, Tensors] = field(default_factory=dict)
+    report: Tensors = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    b_start: Tensor | None = None
+
+    def is_finite(self) -> bool:
+        """Return whether all numbers are finite."""
+        uploads = [t for tensors in self.upload.values() for t in tensors.values()]
+        return all(finite_flags([self.delta, self.buffers, *uploads]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.messages import Tensors, Update, flatten_records, unflatten_records
+from unskew.protocol.messages import SummedUpdate, Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.round_plan import DEFAULT_PLAN, RoundPlan
 from unskew.protocol.server_training import ServerTraining
 from unskew.secret_draws import NoiseSource
@@ -33,7 +34,7 @@ def same_masks(one: Masks | None, other: Masks | None) -> bool:
     return torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
 
 
-def full_masks(masks: Masks | None, update: Update) -> Masks:
+def full_masks(masks: Masks | None, update: Update | SummedUpdate) -> Masks:
     """Return the masks, or masks that select every entry of ``update`` if there are none.
 
     Args:
@@ -82,24 +83,26 @@ class Aggregate:
         self.sent = None
         self.entries = None
 
-    def add(self, update: Update, sent: Masks | None = None) -> None:
-        """Add one client's update.
+    def add(self, update: Update | SummedUpdate, sent: Masks | None = None) -> None:
+        """Add one client's update, or a sum of updates, which is weighted already.
 
         Args:
-            update: The update.
+            update: The update, or the sum.
             sent: Masks ``[d]`` and ``[m]`` of the entries that the client sends; None for all.
         """
         self._weigh_entries(update, sent)
-        self.count += 1
+        summed = isinstance(update, SummedUpdate)
+        scale, start_scale = (1.0, update.weight) if summed else (update.weight, 1.0)
+        self.count += len(update.clients)
         self.weight += update.weight
         self.examples += update.examples
         if self._delta is None or self._buffers is None:
-            self._delta, self._buffers = update.delta * update.weight, update.buffers * update.weight
+            self._delta, self._buffers = update.delta * scale, update.buffers * scale
         else:
-            self._delta.add_(update.delta, alpha=update.weight)
-            self._buffers.add_(update.buffers, alpha=update.weight)
+            self._delta.add_(update.delta, alpha=scale)
+            self._buffers.add_(update.buffers, alpha=scale)
         if update.b_start is not None:
-            moved = (update.buffers - update.b_start) * update.weight
+            moved = (update.buffers - update.b_start * start_scale) * scale
             self._moved = moved if self._moved is None else self._moved + moved
         for rule, tensors in update.upload.items():
             if rule in self.single:
@@ -108,7 +111,7 @@ class Aggregate:
             for name, tensor in tensors.items():
                 sums[name] = sums[name] + tensor if name in sums else tensor.clone()
 
-    def _weigh_entries(self, update: Update, sent: Masks | None) -> None:
+    def _weigh_entries(self, update: Update | SummedUpdate, sent: Masks | None) -> None:
         """Track weights per entry from the first update on whose entries differ from those before it."""
         if self._delta is None or self._buffers is None:
             self.sent = sent
@@ -235,13 +238,13 @@ class CombinedUpdate(Aggregate):
         return super().buffers if self._combined_buffers is None else self._combined_buffers
 
 
+@dataclass(frozen=True)
 class Updates:
     """Usable updates: their ``Aggregate``, and single updates if the rule's ``needs`` include ``individual``.
 
     The ``server_update`` hook receives the updates of a round; ``step`` of a server rule receives those in the buffer.
-    All arguments except ``individual`` are available as attributes.
 
-    Args:
+    Attributes:
         round: Number of the round, from 0.
         aggregate: Weighted sums of the updates.
         individual: Single updates, for iteration; None if no rule needs them.
@@ -249,40 +252,25 @@ class Updates:
         b_global: Broadcast buffers, ``[m]``.
         spec: Layout of the model.
         key: Random 64-bit key of the server and round.
-        at_server: Resources for training at the server; None only in updates that are created by hand.
+        server_training: Resources for training at the server; None only in updates that are created by hand.
         version: Number of updates that the server applied before these.
         arrivals: Number of updates that had arrived in the round when these were complete.
         plan: Schedule of the run.
         noise: Source of the server's noise.
     """
 
-    def __init__(
-        self,
-        round: int,
-        aggregate: Aggregate,
-        individual: Sequence[Update] | None,
-        v_global: Tensor,
-        b_global: Tensor,
-        spec: ModelSpec,
-        key: Tensor,
-        at_server: ServerTraining | None = None,
-        version: int = 0,
-        arrivals: int = 0,
-        plan: RoundPlan = DEFAULT_PLAN,
-        noise: NoiseSource | None = None,
-    ):
-        self.round = round
-        self.aggregate = aggregate
-        self._individual = individual
-        self.v_global = v_global
-        self.b_global = b_global
-        self.spec = spec
-        self.key = key
-        self._at_server = at_server
-        self.version = version
-        self.arrivals = arrivals
-        self.plan = plan
-        self._noise = NoiseSource(0) if noise is None else noise
+    round: int
+    aggregate: Aggregate
+    individual: Sequence[Update] | None
+    v_global: Tensor
+    b_global: Tensor
+    spec: ModelSpec
+    key: Tensor
+    server_training: ServerTraining | None = None
+    version: int = 0
+    arrivals: int = 0
+    plan: RoundPlan = DEFAULT_PLAN
+    noise: NoiseSource = field(default_factory=lambda: NoiseSource(0))
 
     def normal(self, number: int, like: Tensor) -> Tensor:
         """Return standard normal noise of the server, which clients of a real run cannot predict.
@@ -291,18 +279,18 @@ class Updates:
             number: Number of the draw within the round.
             like: Tensor with the shape, dtype and device of the noise.
         """
-        return self._noise.normal(self.round, number, like)
+        return self.noise.normal(self.round, number, like)
 
     @property
     def at_server(self) -> ServerTraining:
         """Return the resources for training at the server."""
-        assert self._at_server is not None, "these updates were made by hand"
-        return self._at_server
+        assert self.server_training is not None, "these updates were made by hand"
+        return self.server_training
 
     def __len__(self) -> int:
         return self.aggregate.count
 
     def __iter__(self) -> Iterator[Update]:
-        if self._individual is None:
+        if self.individual is None:
             raise ConfigError("This rule reads single updates but does not need them; add 'individual' to its needs.")
-        return iter(self._individual)
+        return iter(self.individual)

@@ -36,8 +36,9 @@ def write_artifacts(
         summary: Summary of the run; its file marks the run as finished.
         curves: Curves of a classifier; empty if there are none.
     """
-    spec: ModelSpec = server.spec
-    weights = {**spec.parameters(server.evaluated), **spec.buffers(server.evaluated_b)}
+    spec: ModelSpec = server.setup.spec
+    v, b = server.selection.evaluated
+    weights = {**spec.parameters(v), **spec.buffers(b)}
     # Frozen parameters are not stored: they belong to the model named in config.yaml; `frozen` detects if it changed.
     about = {"model": config.model, "frozen": spec.frozen} if spec.frozen else {}
     about |= {"inputs": write_inputs(folder, federation, config)}

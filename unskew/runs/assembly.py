@@ -34,6 +34,7 @@ from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 from unskew.simulation.server_trainer import ServerTrainer
 from unskew.tasks.base import Task
 
@@ -128,23 +129,14 @@ def assemble(
     trainer = ServerTrainer(
         spec, federation, plan.training, device, sampler.size, observed, "samples" if callable(weights) else weights
     )
-    server = Server(
-        method,
-        rule,
-        spec,
-        replace(prepared.federation_info, plan=plan),
-        weights,
-        config.buffers,
-        store,
-        config.seed,
-        trainer,
-        cache,
-        NoiseSource(config.seed, secret),
-    )
+    info = replace(prepared.federation_info, plan=plan, weights=weights)
+    noise = NoiseSource(config.seed, secret)
+    known = ServerSetup(method, rule, spec, info, config.buffers, config.seed, trainer, noise)
+    server = Server(known, store, cache)
     traffic = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
     for client, (up, down) in (*traffic, *prepared.traffic):
-        server.traffic.count(client, "up", up, 0)
-        server.traffic.count(client, "down", down, 0)
+        server.traffic.total.count(client, "up", up, 0)
+        server.traffic.total.count(client, "down", down, 0)
     delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
     delays.check(len(federation.clients))
     clock = make_clock(run, server) if config.network.timed else None
@@ -172,7 +164,7 @@ def assemble(
     if config.attack is not None:
         eta = rule.eta if isinstance(rule, FedAvg) else 1.0
         attackers = Attackers(config.attack, len(federation.clients), config.seed, eta)
-        server.attack_state = attackers.state
+        server.observed.update(attack=attackers.state)
     return RunParts(
         config=config,
         prepared=prepared,
@@ -236,7 +228,7 @@ def make_clock(run: ResolvedRun, server: Server) -> Clock:
     Raises:
         DataError: If the trace cannot be read or lacks a client.
     """
-    network, seed, clients = run.config.network, run.config.seed, server.federation_info.clients
+    network, seed, clients = run.config.network, run.config.seed, server.setup.federation_info.clients
     if network.trace is None:
         speeds = draw_speeds(network.speeds, clients, seed)
     else:

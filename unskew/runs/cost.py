@@ -25,7 +25,6 @@ from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, short_repr
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.data_rule import apply_data_rule
-from unskew.protocol.messages import replace_fields
 from unskew.protocol.rules import Method
 from unskew.runs.assembly import RunParts, assemble
 from unskew.runs.build_model import ModelLike
@@ -251,7 +250,7 @@ def seconds_of_run(
         evaluation = math.inf
         for _ in range(2):  # the first evaluation imports what the metrics need
             began = time.perf_counter()
-            parts.evaluator.evaluate_test(parts.server.evaluated, parts.server.evaluated_b)
+            parts.evaluator.evaluate_test(*parts.server.selection.evaluated)
             evaluation = min(evaluation, time.perf_counter() - began)
             if evaluation > ENOUGH:
                 break
@@ -303,10 +302,10 @@ def measured_seconds(parts: RunParts, rounds: int, client: int, steps: int) -> t
     for t in sorted({0, rounds - 1}):
         began = time.perf_counter()
         updates = []
-        if server.rule.steps_without != "clients":
-            updates = [replace_fields(trainer.train(server.broadcast(t, client)), arrived=t)]
+        if server.setup.rule.steps_without != "clients":
+            updates = [trainer.train(server.broadcaster.broadcast(t, client))]
         trained = time.perf_counter()
-        figures = server.step(t, updates)
+        figures = server.aggregator.step(t, updates)
         seconds = figures["setup_seconds"], figures["train_seconds"], time.perf_counter() - trained
         if t >= first_active_round(parts.method) and trained - began > ENOUGH:
             break

@@ -67,8 +67,7 @@ class EarlyStopping:
         """
         if not (self.selects or self.worst):
             return {}
-        v = server.evaluated
-        b = server.evaluated_b
+        v, b = server.selection.evaluated
         scored = self.evaluator.task.scored
         name = self.objective.name
         others = name not in (scored, "loss", WORST)
@@ -117,7 +116,7 @@ class EarlyStopping:
 class BestModelKeeper:
     """Tracker of the best evaluated round, whose model becomes the final model with ``keep: best``.
 
-    The model itself is stored in ``Server.best``, so that checkpoints contain it.
+    The model itself is stored in ``ModelSelection.best``, so that checkpoints contain it.
 
     Args:
         config: Configuration of the run.
@@ -134,8 +133,8 @@ class BestModelKeeper:
         self.server = server
         self.round = 0
         self.value = -math.inf
-        own = personal_models.keeps_client_state(server.method, server.spec) or (
-            config.buffers == "local" and server.spec.buffer_sizes
+        own = personal_models.keeps_client_state(server.setup.method, server.setup.spec) or (
+            config.buffers == "local" and server.setup.spec.buffer_sizes
         )
         if self.active and own:
             raise ConfigError(
@@ -155,7 +154,7 @@ class BestModelKeeper:
         rank = self.stopping.objective.rank(value)
         if rank > self.value:
             self.round, self.value = round, rank
-            self.server.best = self.server.evaluated.clone(), self.server.evaluated_b.clone()
+            self.server.selection.keep_best()
 
     def about(self) -> dict[str, Any]:
         """Return the values that a checkpoint must contain in addition to the model."""
@@ -168,4 +167,5 @@ class BestModelKeeper:
 
     def take(self) -> None:
         """Make the best model the final model of the run."""
-        self.server.finished = self.server.best if self.active else None
+        if self.active:
+            self.server.selection.finish_with_best()

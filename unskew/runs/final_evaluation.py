@@ -55,7 +55,7 @@ def evaluate_final_model(
     if task.name == "classification" and not wanted and federation.classes > 2:  # saves the predictions
         interval = None if accuracy is None else wilson_interval(round(accuracy * size), size)
         return FinalEvaluation(interval_fields(prefix + task.scored, interval) | support)
-    y, scores = evaluator.test_scores(server.evaluated, server.evaluated_b)
+    y, scores = evaluator.test_scores(*server.selection.evaluated)
     fields = support
     for name in wanted.with_intervals:
         fields |= interval_fields(prefix + name, metric_interval(name, task, y, scores, wanted))

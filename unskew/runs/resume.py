@@ -66,8 +66,9 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
         raise ConfigError(
             f"The run in {parent} used other data or another partition, so no run can start from it here."
         )
-    check_frozen(extra, server.spec)
-    private = server.method.aggregate is not None and bool(server.method.aggregate.continued)
+    check_frozen(extra, server.setup.spec)
+    aggregate = server.setup.method.aggregate
+    private = aggregate is not None and bool(aggregate.continued)
     both = (extra["config"], vars(config))
     partial = {each.get("sampling") == "fixed" and each.get("participation") != 1 for each in both}
     if private and len(partial) > 1:

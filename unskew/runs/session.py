@@ -45,7 +45,6 @@ class Session:
         self.server = parts.server
         self.evaluator = parts.evaluator
         self.recorder = parts.recorder
-        self.server.evaluates = self.clients.sends_model
         config, history, federation = parts.config, self.recorder.history, parts.prepared.federation
         self.diagnoses = make_diagnostics(config.diagnose, self.evaluator, self.server, federation, history)
         self.stopping = EarlyStopping(config, self.evaluator, history, parts.metrics)
@@ -86,14 +85,18 @@ class Session:
             ended = self.stopping.should_stop or self._stop_reason() is not None
             rounds = range(start, start if ended else config.rounds)
             attackers = parts.attackers
-            run_rounds(rounds, parts.sampler, self.server, engine, parts.network, self._finished, attackers)
+            run_rounds(
+                rounds, parts.sampler, self.server, engine, parts.network, self._finished, attackers,
+                self.clients.sends_model,
+            )  # fmt: skip
             foretold = parts.method.sync is not None and (self.warnings or parts.method.name in REFERENCES)
-            if rounds and not (self.server.moved or self.server.overflows or foretold):
+            overflows = self.server.aggregator.skipped.overflows
+            if rounds and not (self.server.state.moved or overflows or foretold):
                 self.recorder.warn(run_warnings.model_unchanged_warning(parts.network, len(rounds)))
             if lost := run_warnings.late_updates_warning(self.recorder.history):
                 self.recorder.warn(lost)
             problem = run_warnings.divergence_warning(self.recorder.history[-1], parts.attack)
-            if problem is not None and not self.server.overflows:
+            if problem is not None and not overflows:
                 self.recorder.warn(problem)
             self.recorder.sync()
             self.best.take()
@@ -127,15 +130,15 @@ class Session:
                 parts.folder, config, self.evaluator.federation, self.server, clients, summary, final_results.curves
             )
             (parts.folder / KEY_FILE).unlink(missing_ok=True)
-        for store in (self.server.store, self.server.cache, parts.network.store):
+        for store in (self.server.clients.store, self.server.clients.cache, parts.network.store):
             store.close()
         for callback in parts.callbacks:
             callback.end(copy.deepcopy(summary))
-        module = parts.spec.load(self.server.evaluated, self.server.evaluated_b).cpu()
-        plots = METHOD_PLOTS.get(self.server.rule.name, lambda history, folder: None)
+        module = parts.spec.load(*self.server.selection.evaluated).cpu()
+        plots = METHOD_PLOTS.get(self.server.setup.rule.name, lambda history, folder: None)
         draw = partial(plots, self.recorder.history)
         predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), parts.spec.dtype)
-        history, vector = self.recorder.history, self.server.evaluated.cpu()
+        history, vector = self.recorder.history, self.server.selection.evaluated[0].cpu()
         return Result(history, summary, module, vector, parts.folder, draw, clients, predictor)
 
     def _close(self, engine: Engine) -> dict[str, Any]:
@@ -146,11 +149,12 @@ class Session:
         round, task = parts.config.rounds, parts.task
         clock = parts.network.clock
         counted = {} if clock is None else clock.counted()
-        broadcasts = [self.server.closing_broadcast(round, client) for client in self.clients.reachable()]
+        create, final = self.server.broadcaster.closing_broadcast, self.server.selection.evaluated
+        broadcasts = [create(round, client, final) for client in self.clients.reachable()]
         self.server.close(round, engine.train(broadcasts))
         if clock is not None:
             clock.add_exchange(counted)
-        score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
+        score = self.evaluator.evaluate_test(*self.server.selection.evaluated)
         before, held_out = self.recorder.history[-1], self.stopping.figures(self.server)
         judged = self.stopping.score
         return {
@@ -185,19 +189,19 @@ class Session:
         score = None
         evaluated = self.clients.evaluates(t)
         if parts.attackers is not None:
-            predict = partial(self.evaluator.predict_classes, self.server.evaluated, self.server.evaluated_b)
+            predict = partial(self.evaluator.predict_classes, *self.server.selection.evaluated)
             figures |= parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
         if evaluated:
-            score = self.evaluator.evaluate_test(self.server.evaluated, self.server.evaluated_b)
+            score = self.evaluator.evaluate_test(*self.server.selection.evaluated)
             figures |= self.stopping.figures(self.server)
             self.best.offer(done, figures.get(self.stopping.score))
             for diagnosis in self.diagnoses:
                 figures |= diagnosis.metrics() if diagnosis.updates or not diagnosis.of_clients else {}
         for diagnosis in self.diagnoses:
             diagnosis.begin()
-        traffic = self.server.traffic
+        traffic, skipped = self.server.traffic.total, self.server.aggregator.skipped
         names = self.evaluator.federation.client_names
-        if problem := run_warnings.nonfinite_update_warning(self.server, done, names, parts.attack):
+        if problem := run_warnings.nonfinite_update_warning(skipped, done, names, parts.attack):
             self.recorder.warn(problem)
         self.recorder.round(
             {
@@ -232,4 +236,4 @@ class Session:
         rule = self.parts.method.aggregate
         if rule is None:
             return None
-        return rule.report(self.server.rules[rule.name], self.server.federation_info.plan).stop_reason
+        return rule.report(self.server.state.rules[rule.name], self.server.setup.federation_info.plan).stop_reason

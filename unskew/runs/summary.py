@@ -56,9 +56,10 @@ def summarize(
         attackers: Numbers of the clients that attack.
         closing: Metrics of the final model, if it was changed after the last round.
     """
-    federation, spec = prepared.federation, server.spec
-    task, own = federation.objective, {figure.name for figure in server.rule.summary_metrics}
-    traffic, history = server.traffic, recorder.history
+    federation, spec = prepared.federation, server.setup.spec
+    method, info = server.setup.method, server.setup.federation_info
+    task, own = federation.objective, {figure.name for figure in server.setup.rule.summary_metrics}
+    traffic, history = server.traffic.total, recorder.history
     final, objective = {**history[-1], **closing}, metrics.objective
     if closing:
         final |= {"bytes_up": traffic.up + traffic.buffers_up, "bytes_down": traffic.down + traffic.buffers_down}
@@ -69,7 +70,7 @@ def summarize(
         best_value, best_round = best_value_of(history, objective.name, objective.lower_is_better)
     scored = [row[task.scored] for row in history if row[task.scored] is not None]
     summary: dict[str, Any] = {
-        "method": server.method.expression or server.method.name,
+        "method": method.expression or method.name,
         "data": federation.name,
         "partition": federation.partition,
         "partition_hash": federation.fingerprint,
@@ -79,7 +80,7 @@ def summarize(
         "model": config.model,
         "parameters": spec.size,
         "buffers": config.buffers if spec.buffer_sizes else "none",
-        "client_weighting": "computed" if callable(server.weights) else server.weights,
+        "client_weighting": "computed" if callable(info.weights) else info.weights,
         "engine": choice.engine,
         "clients_per_group": choice.clients_per_group,
         "objective": objective.name,
@@ -101,7 +102,7 @@ def summarize(
         "bytes_down": traffic.down + traffic.buffers_down,
         "buffer_bytes_up": traffic.buffers_up,
         "buffer_bytes_down": traffic.buffers_down,
-        "updates_skipped": server.num_skipped,
+        "updates_skipped": server.aggregator.skipped.total,
         "seconds": round(recorder.seconds, 3),
         # Total time of a client that takes part in every round.
         "client_seconds": sum((row["setup_seconds"] or 0) + (row["train_seconds"] or 0.0) for row in recorder.history),
@@ -113,10 +114,10 @@ def summarize(
         summary["retries"] = sum(row.get("retries", 0) for row in recorder.history)
     if traffic.reports:
         summary["report_bytes_up"] = traffic.reports
-    if server.method.data and prepared.training.local_steps is None:
+    if method.data and prepared.training.local_steps is None:
         summary["local_epochs"] = epochs_per_round(prepared)
-    for half in sorted(server.method.halves, key=lambda half: half is not server.method.aggregate):
-        fields = half.report(server.rules[half.name], server.federation_info.plan).summary
+    for half in sorted(method.halves, key=lambda half: half is not method.aggregate):
+        fields = half.report(server.state.rules[half.name], info.plan).summary
         taken = bool(fields.keys() & summary.keys())  # by the rule of the aggregate slot
         summary |= {f"{half.name}_{name}": value for name, value in fields.items()} if taken else fields
     summary |= {name: value for name, value in prepared.about.items() if name not in reserved}  # it may come from sites
@@ -191,8 +192,8 @@ def add_rule_fields(rows: Iterable[dict[str, Any]], server: Server) -> None:
         rows: Rows of clients, which are changed in place.
         server: Server after the last round.
     """
-    plan = server.federation_info.plan
-    known = [half.report(server.rules[half.name], plan).clients for half in server.method.halves]
+    plan = server.setup.federation_info.plan
+    known = [half.report(server.state.rules[half.name], plan).clients for half in server.setup.method.halves]
     for row in rows:
         for fields in known:
             row |= finite_or_none(dict(fields.get(row["client"], {})))

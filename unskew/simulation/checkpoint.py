@@ -76,7 +76,8 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
             put("server.safetensors", encode_tensors(server.tensors()))
-            for kind, store in ((CLIENTS, server.store), (CACHE, server.cache), (FLYING, network.store)):
+            clients = server.clients
+            for kind, store in ((CLIENTS, clients.store), (CACHE, clients.cache), (FLYING, network.store)):
                 for number, chunk in enumerate(_chunks(store)):
                     put(f"{kind}s-{number:04d}.safetensors", encode_tensors(chunk))
                 for client, path in store.on_disk():
@@ -85,13 +86,13 @@ def save_checkpoint(folder: Path, round: int, server: Server, network: Network, 
             manifest = {
                 "format": FORMAT,
                 "round": round,
-                "rules": sorted(server.rules),
-                "skipped": server.num_skipped,
-                "last": server.last,
-                "version": server.version,
-                "sent": {client: [sent.version, sent.born] for client, sent in server.sent.items()},
-                "traffic": vars(server.traffic),
-                "waiting": server.waiting.about(),
+                "rules": sorted(server.state.rules),
+                "skipped": server.aggregator.skipped.total,
+                "last": clients.last,
+                "version": server.state.version,
+                "sent": {client: [sent.version, sent.born] for client, sent in clients.sent.items()},
+                "traffic": vars(server.traffic.total),
+                "waiting": server.state.waiting.about(),
                 "in_flight": [update.fields() for update in network.pending],
                 "clock": None if network.clock is None else network.clock.state(),
                 "extra": extra,

@@ -190,7 +190,7 @@ class Clock:
 
     def counted(self) -> dict[int, tuple[int, int]]:
         """Return the bytes up and down counted so far, by client."""
-        return {client: (up, down) for client, (up, down) in self.server.traffic.clients.items()}
+        return {client: (up, down) for client, (up, down) in self.server.traffic.total.clients.items()}
 
     def add_exchange(self, before: Mapping[int, tuple[int, int]]) -> None:
         """Wait for the slowest client of an exchange without training.
@@ -212,7 +212,7 @@ class Clock:
         Args:
             cohort: Clients of the round.
         """
-        traffic = self.server.traffic.clients
+        traffic = self.server.traffic.total.clients
         self.bytes_before = {client: traffic.get(client, (0, 0))[1] for client in cohort}
         self.latest = self.now
         self.num_late = 0
@@ -224,8 +224,9 @@ class Clock:
             update: Update of a client of the round.
         """
         uplink, downlink, latency, compute = self.speeds[update.client].tolist()
-        down = self.server.traffic.clients[update.client][1] - self.bytes_before[update.client]
-        up = self.server.upload_bytes(update)
+        down = self.server.traffic.total.clients[update.client][1] - self.bytes_before[update.client]
+        slices = self.server.broadcaster.slices(update.born, update.client)[1]
+        up = sum(self.server.traffic.upload_sizes(update, slices))
         time = self.now + latency + down / downlink + update.metrics["steps"] * compute + latency + up / uplink
         self.latest = max(self.latest, time)
         return float(time)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -164,15 +163,11 @@ class Evaluator:
         """
         kept_scores: list[Tensor] = []
         self._samples(v, b, *self._test, kept=kept_scores)
-        return self._arrays(kept_scores, self.test[1])
-
-    def _arrays(self, logits: Sequence[Tensor], y: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        scores = torch.cat([self.task.scores(part) for part in logits])
-        return self.task.truth(y).cpu().numpy(), scores.cpu().numpy()
+        return truth_and_scores(self.task, kept_scores, self.test[1])
 
     def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
         """Compute the metrics of some samples from their logits."""
-        return self.metrics.of(*self._arrays(logits, y), where, defined)
+        return self.metrics.of(*truth_and_scores(self.task, logits, y), where, defined)
 
     def _others(self, logits: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
         """Compute all metrics of one client except the primary metric and the loss."""
@@ -181,21 +176,23 @@ class Evaluator:
         metrics.pop(self.task.scored, None)
         where = f"held-out samples of {self.federation.client_label(client)}"
         metrics |= self._of_all([logits], y, where, defined=False) if self.metrics else {}
-        return metrics if self.task.name == "language" else metrics | self._intervals(logits, y)
+        return (
+            metrics if self.task.name == "language" else metrics | self._intervals(self.task, self.metrics, logits, y)
+        )
 
-    def _intervals(self, logits: Tensor, y: Tensor) -> dict[str, float]:
+    def _intervals(self, task: Task, metric_set: MetricSet, logits: Tensor, y: Tensor) -> dict[str, float]:
         """Compute the intervals of a client's primary metric and objective; NaN if undefined.
 
         The R² of a client is a mean over its samples, because it divides by the variance of all clients; its interval is
         Student's t. For many clients, metrics that need a bootstrap have no interval.
         """
-        arrays, few = self._arrays([logits], y), len(self.federation.clients) <= MOST_BOOTSTRAPS
+        arrays, few = truth_and_scores(task, [logits], y), len(self.federation.clients) <= MOST_BOOTSTRAPS
         intervals: dict[str, float] = {}
-        for name in self.metrics.with_intervals:
+        for name in metric_set.with_intervals:
             if name == Regression.scored:
-                interval = interval95(self.task.correct(logits, y).tolist())
+                interval = interval95(task.correct(logits, y).tolist())
             else:
-                interval = metric_interval(name, self.task, *arrays, self.metrics, bootstrap=few)
+                interval = metric_interval(name, task, *arrays, metric_set, bootstrap=few)
             low, high = interval or (np.nan, np.nan)
             intervals |= {f"{name}_low": low, f"{name}_high": high}
         return intervals
@@ -330,9 +327,8 @@ class Evaluator:
             weights: Weights of these samples; only the primary metric is then computed.
             each: Whether the samples are those of one client, for which R² is a mean over samples.
         """
-        plain, y = copy.copy(self), y.to(self.model.device)
-        plain.task = task = self.task.unweighted
-        plain.metrics = replace(self.metrics, own={}, trained_with=())
+        task, y = self.task.unweighted, y.to(self.model.device)
+        metric_set = replace(self.metrics, own={}, trained_with=())
         constant = task.constant(known.to(y.device), self.federation.classes)
         if constant is None:
             return {}
@@ -342,9 +338,11 @@ class Evaluator:
             return {scored: float(right @ weights / weights.sum())}
         loss = float(task.losses(logits, y).to(torch.float64).mean())
         metrics = {scored: float(right.mean()), "loss": loss, **task.measure(task.tally(logits, y), loss)}
-        if plain.metrics:
-            metrics |= plain._of_all([logits], y, "a constant")
-        return metrics | {scored: float(right.mean()), **plain._intervals(logits, y)} if each else metrics
+        if metric_set:
+            metrics |= metric_set.of(*truth_and_scores(task, [logits], y), "a constant")
+        if not each:
+            return metrics
+        return metrics | {scored: float(right.mean()), **self._intervals(task, metric_set, logits, y)}
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return accuracy and loss on the test set reweighted to the classes in each client's labels, ``[K]`` each."""
@@ -370,6 +368,18 @@ def evaluated_clients(total: int, most: int, seed: int) -> list[int]:
     if most >= total:
         return list(range(total))
     return sorted(numpy_generator(seed, "evaluated clients").choice(total, most, replace=False).tolist())
+
+
+def truth_and_scores(task: Task, logits: Sequence[Tensor], y: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the true values of some samples, and their probabilities or predictions.
+
+    Args:
+        task: Task that defines both.
+        logits: Outputs of the model, in parts.
+        y: Targets of the samples, ``[n]``.
+    """
+    scores = torch.cat([task.scores(part) for part in logits])
+    return task.truth(y).cpu().numpy(), scores.cpu().numpy()
 
 
 def mean_accuracy_and_loss(right: Tensor, predictions: Tensor, losses: Tensor) -> tuple[float, float]:

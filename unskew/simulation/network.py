@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unskew.protocol.messages import Update, replace_fields
+from unskew.protocol.messages import Update
 from unskew.seeding import numpy_generator
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.clock import Clock
@@ -76,16 +76,15 @@ class Network:
         if self.clock is not None:
             return self._deliver_in_time(self.clock, round, results)
         if self.delays.instant:
-            return (replace_fields(update, arrived=round) for update in results)
+            return iter(results)
         arrivals = [update for update in self.pending if update.arrived == round]
         self.pending = [update for update in self.pending if update.arrived > round]
         for update in results:
-            update = replace_fields(update, arrived=round + self.delays(round, update.client))
-            if update.arrived == round:
-                arrivals.append(update)
+            delay = self.delays(round, update.client)
+            if delay:
+                self._hold(update, round + delay)
             else:
-                self.store.put(update.client, update.tensors())
-                self.pending.append(Update.of(update.fields(), {}))
+                arrivals.append(update)
         self.ages = [round - update.born for update in arrivals]
         arrivals.sort(key=lambda update: (update.born, update.client))
         return (
@@ -99,21 +98,24 @@ class Network:
         self.ages = [round - update.born for update in due]
         for update in sorted(due, key=lambda update: (update.born, update.client)):
             clock.latest = max(clock.latest, clock.arrivals.pop(update.client))
-            fields = {**update.fields(), "arrived": round}
-            yield Update.of(fields, self.store.take(update.client), self.device)
+            yield Update.of(update.fields(), self.store.take(update.client), self.device)
         for update in results:
             time = clock.arrival(update)
             if time <= clock.limit:
                 self.ages.append(0)
-                yield replace_fields(update, arrived=round)
+                yield update
             elif clock.accepts_late:
                 clock.arrivals[update.client] = time
-                self.store.put(update.client, update.tensors())
-                self.pending.append(Update.of(update.fields(), {}))
+                self._hold(update)
             else:
                 clock.num_late += 1
-                clock.server.lost(update.client)
+                clock.server.clients.lost(update.client)
         clock.end_round()
+
+    def _hold(self, update: Update, arrival: int = -1) -> None:
+        """Store an update in flight; ``arrival`` is the round in which it will arrive, -1 if that is not known."""
+        self.store.put(update.client, update.tensors())
+        self.pending.append(Update.of({**update.fields(), "arrived": arrival}, {}))
 
     def figures(self) -> dict[str, Any]:
         """Return the round metrics on time and delays: updates in flight, and the ages in rounds of the arrivals."""

@@ -79,6 +79,18 @@ def check_slices(edges: Sequence[tuple[int, int, int | None]], size: int, who: s
         end = stop
 
 
+def buffer_bytes(spec: ModelSpec, slices: Slices | None, b: Tensor) -> int:
+    """Return the size in bytes of the buffers that are sent with slices of the model.
+
+    Args:
+        spec: Layout of the model.
+        slices: Slices that are sent; None for all.
+        b: Buffers of the model, ``[m]``.
+    """
+    count = len(b) if slices is None else int(buffer_mask(spec, slices).sum())
+    return count * b.element_size()
+
+
 class SliceExchange:
     """Exchanged slices of one model, as selected by the ``sync`` rule; without a rule, everything is exchanged.
 
@@ -132,16 +144,6 @@ class SliceExchange:
             device: Device of the masks.
         """
         return None if slices is None else self._masks(tuple((span.start, span.stop) for span in slices), device)
-
-    def buffer_masks(self, slices: Slices | None, b: Tensor) -> int:
-        """Return the size in bytes of the buffers that are sent with the slices.
-
-        Args:
-            slices: Slices that are sent; None for all.
-            b: Buffers of the model, ``[m]``.
-        """
-        count = len(b) if slices is None else int(buffer_mask(self.spec, slices).sum())
-        return count * b.element_size()
 
     def only_sent(self, sent: Masks | None, new: Tensors, old: Tensors) -> Tensors:
         """Return a server rule's next state; state per parameter is unchanged in entries that no client sent.

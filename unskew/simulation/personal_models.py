@@ -74,30 +74,18 @@ def serving_model(
     return v, b
 
 
-def with_client_buffers(server: Server, clients: Sequence[int]) -> Served:
-    """Yield the global model with each client's own buffers, if it has any.
+def stored_models(server: Server, own: bool, clients: Sequence[int]) -> Served:
+    """Yield the model that serves each client, see ``serving_model``; new clients get the global model.
 
     Args:
         server: Server after the last round.
+        own: Whether personal models, or local slices, replace the global model.
         clients: Clients to serve.
     """
-    return _served(server, clients, own=False)
-
-
-def kept_model(server: Server, clients: Sequence[int]) -> Served:
-    """Yield each client's personal model, or the global model with its local slices; new clients get the global model.
-
-    Args:
-        server: Server after the last round.
-        clients: Clients to serve.
-    """
-    return _served(server, clients, own=True)
-
-
-def _served(server: Server, clients: Sequence[int], own: bool) -> Served:
+    setup, final = server.setup, server.selection.evaluated
     for client in clients:
-        state = ClientState.of(server.store.get(client))
-        yield serving_model(server.method, server.spec, server.mode, state, server.evaluated, server.evaluated_b, own)
+        state = ClientState.of(server.clients.store.get(client))
+        yield serving_model(setup.method, setup.spec, setup.buffers, state, *final, own)
 
 
 def fine_tuned_models(
@@ -119,6 +107,7 @@ def fine_tuned_models(
     """
     for first in range(0, len(clients), at_once):
         part = clients[first : first + at_once]
-        updates = engine.train([server.final_broadcast(round, client) for client in part])
-        for update, before in zip(updates, kept_model(server, part), strict=True):
+        create, final = server.broadcaster.final_broadcast, server.selection.evaluated
+        updates = engine.train([create(round, client, final) for client in part])
+        for update, before in zip(updates, stored_models(server, True, part), strict=True):
             yield (update.report["v"], update.buffers) if update.is_finite() else before

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from safetensors.torch import load
 from torch import Tensor
 
@@ -15,14 +14,11 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.protocol.messages import EVALUATED, ClientState, Tensors, Update, unflatten_records
 from unskew.protocol.rules import Method
 from unskew.simulation.checkpoint import CACHE, CLIENTS, FLYING, checkpoint_errors
+from unskew.simulation.client_records import SentModel
+from unskew.simulation.model_selection import ModelPair
 from unskew.simulation.network import Network
-from unskew.simulation.server import SentModel, Server
+from unskew.simulation.server import Server
 from unskew.simulation.traffic import Traffic
-
-Pair = tuple[Tensor, Tensor]
-"""Model and buffers."""
-Observed = dict[str, Tensors]
-"""State of attackers (``attack``) and of diagnostics (``measured``)."""
 
 
 def restore(path: Path, manifest: dict[str, Any], server: Server, network: Network) -> None:
@@ -38,22 +34,24 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         CheckpointError: If the checkpoint is of another model or method, or is corrupted.
     """
     with checkpoint_errors(path):
-        state, rules, b, server.mean, server.best, sent, waiting, observed = _server_part(path, manifest, server)
+        stored, state = _read_server(path, manifest, server), server.state
         # The state of a rule may grow, so its keys are not compared; the options were compared with the configuration.
-        same_types = state["v"].dtype == server.v.dtype and b.dtype == server.b.dtype
-        if not same_types or state.keys() != server.state.keys() or {*manifest["rules"]} != {*server.halves}:
+        same_types = stored.server_rule["v"].dtype == state.v.dtype and stored.b.dtype == state.b.dtype
+        same_keys = stored.server_rule.keys() == state.server_rule.keys() and {*manifest["rules"]} == {*state.rules}
+        if not same_types or not same_keys:
             raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
-        server.state, server.b = state, b
-        server.attack_state.update(observed["attack"])
-        server.measured = observed["measured"]
-        server.version = manifest["version"]
-        server.sent = sent
-        server.rules = {name: rules.get(name, {}) for name in manifest["rules"]}
-        server.waiting.restore(waiting, manifest["waiting"], b.device)
-        for kind, store in ((CLIENTS, server.store), (CACHE, server.cache), (FLYING, network.store)):
+        rules = {name: stored.rules.get(name, {}) for name in manifest["rules"]}
+        state.restore(stored.server_rule, rules, stored.b, manifest["version"])
+        state.waiting.restore(stored.waiting, manifest["waiting"], stored.b.device)
+        server.selection.restore(stored.mean, stored.best)
+        for kind, observed in server.observed.items():
+            observed.update(stored.observed[kind])
+        clients = server.clients
+        for kind, store in ((CLIENTS, clients.store), (CACHE, clients.cache), (FLYING, network.store)):
             for client, tensors in _client_parts(path, manifest, kind, server):
                 store.put(client, tensors)
-        _counters(manifest, server)
+        _restore_counts(manifest, server)
+        clients.restore(manifest["last"], stored.sent)
         if network.clock is not None:
             network.clock.restore(manifest["clock"])
         network.pending = [Update.of(fields, {}) for fields in manifest["in_flight"]]
@@ -80,17 +78,20 @@ def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before:
 
 
 def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
-    state, rules, b, mean, _, _, waiting, _ = _server_part(path, manifest, server)
-    method, known = server.method, () if before is None else before.halves
-    server.state, server.b = server.rule.init(state["v"], server.federation_info), b
+    stored, setup, state = _read_server(path, manifest, server), server.setup, server.state
+    method, known = setup.method, () if before is None else before.halves
+    v = stored.server_rule["v"]
+    server_rule = setup.rule.init(v, setup.federation_info)
     if before is not None and before.server == method.server:
-        server.state = state
-        server.waiting.restore(waiting, manifest["waiting"], b.device)
+        server_rule = stored.server_rule
+        state.waiting.restore(stored.waiting, manifest["waiting"], stored.b.device)
         for client, tensors in _client_parts(path, manifest, CACHE, server):
-            server.cache.put(client, tensors)
+            server.clients.cache.put(client, tensors)
     shared: set[str] = set()
-    for name, half in server.halves.items():
-        fresh, old = half.server_init(state["v"], server.federation_info), rules.get(name, {})
+    rules: dict[str, Tensors] = {}
+    for half in method.halves:
+        name = half.name
+        fresh, old = half.server_init(v, setup.federation_info), stored.rules.get(name, {})
         # A rule that starts in a later round may have stored state in shared rounds, even with other options.
         alike = half in method.client and name in manifest["rules"] and tensor_shapes(old) == tensor_shapes(fresh)
         if half.continued and name not in manifest["rules"]:
@@ -99,26 +100,23 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
                 f"Start from a run with {name}, or from none."
             )
         continued = {entry: old[entry] for entry in half.continued if entry in old}
-        server.rules[name] = old if half in known or alike else {**fresh, **continued}
+        rules[name] = old if half in known or alike else {**fresh, **continued}
         shared |= {name} if half in known or alike else set()
-    if server.compressor is not None and "broadcast_model" not in server.rules[server.compressor.name]:
-        first = {"broadcast_model": state["v"], "broadcast_bytes": torch.zeros(0, dtype=torch.int64)}
-        server.rules[server.compressor.name] = {**server.rules[server.compressor.name], **first}
+    state.restore(server_rule, setup.with_broadcast_model(rules, v), stored.b)
     parted = before is not None and method.sync is not None and before.sync is not None
     if parted:
-        server.mean = mean
+        server.selection.use_mean(stored.mean)
     for client, tensors in _client_parts(path, manifest, CLIENTS, server):
         own = ClientState.of(tensors)
         stays = ClientState(
             {rule: rule_tensors for rule, rule_tensors in own.rules.items() if rule in shared},
             own.model if parted else None,
-            own.buffers if parted or server.mode == "local" else None,
+            own.buffers if parted or setup.buffers == "local" else None,
             own.optimizer if parted else {},
         )
-        server.store.put(client, stays.tensors())
-    _counters(manifest, server)
-    if not parted:
-        server.last = {}
+        server.clients.store.put(client, stays.tensors())
+    _restore_counts(manifest, server)
+    server.clients.restore(manifest["last"] if parted else {}, {})
 
 
 def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
@@ -126,23 +124,34 @@ def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in tensors.items()}
 
 
-def _server_part(
-    path: Path, manifest: dict[str, Any], server: Server
-) -> tuple[Tensors, dict[str, Tensors], Tensor, Pair | None, Pair | None, dict[int, SentModel], Tensors, Observed]:
-    """Load server state, rules, buffers, mean model, best model, sent models, buffered updates and observed state."""
-    device, clients = server.b.device, server.federation_info.clients
+class StoredServer(NamedTuple):
+    """Content of a checkpoint's file ``server.safetensors``; see the parts of ``Server``."""
+
+    server_rule: Tensors
+    rules: dict[str, Tensors]
+    b: Tensor
+    mean: ModelPair | None
+    best: ModelPair | None
+    sent: dict[int, SentModel]
+    waiting: Tensors
+    observed: dict[str, Tensors]
+
+
+def _read_server(path: Path, manifest: dict[str, Any], server: Server) -> StoredServer:
+    """Load and validate the server's part of a checkpoint."""
+    device, clients = server.state.b.device, server.setup.federation_info.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
-    if tensors["state/v"].shape != server.v.shape or tensors["b"].shape != server.b.shape:
+    if tensors["state/v"].shape != server.state.v.shape or tensors["b"].shape != server.state.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model.")
     sized = {name: kind for name in tensors if (kind := _sized_at_server(name)) is not None}
     _check_sizes(tensors, sized, server)
     numbers = [int(k) for part in ("last", "sent") for k in manifest[part]]
     if max([*numbers, *(fields["client"] for fields in manifest["in_flight"])], default=0) >= clients:
         raise ValueError(f"it names a client beyond the {clients} that there are")
-    parts = {
-        kind: {n.removeprefix(f"{kind}/"): t for n, t in tensors.items() if n.startswith(f"{kind}/")}
-        for kind in ("state", "waiting", "attack", "measured")
-    }
+
+    def part(kind: str) -> Tensors:
+        return {n.removeprefix(f"{kind}/"): t for n, t in tensors.items() if n.startswith(f"{kind}/")}
+
     mean, best = (
         (tensors[f"{kind}/v"], tensors[f"{kind}/b"]) if f"{kind}/v" in tensors else None for kind in ("mean", "best")
     )
@@ -150,8 +159,9 @@ def _server_part(
         int(k): SentModel(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
         for k, (version, born) in manifest["sent"].items()
     }
-    state, waiting = parts.pop("state"), parts.pop("waiting")
-    return state, unflatten_records("rules", tensors), tensors["b"], mean, best, sent, waiting, parts
+    observed = {kind: part(kind) for kind in server.observed}
+    rules = unflatten_records("rules", tensors)
+    return StoredServer(part("state"), rules, tensors["b"], mean, best, sent, part("waiting"), observed)
 
 
 UPDATE = {
@@ -169,7 +179,7 @@ SIZED = {
 def _check_sizes(tensors: Tensors, sized: dict[str, str], server: Server) -> None:
     """Validate the sizes of models and buffers; tensors of rules may have any size."""
     for name, kind in sized.items():
-        own = server.v if kind == "v" else server.b
+        own = server.state.v if kind == "v" else server.state.b
         if name in tensors and tensors[name].shape != own.shape:
             raise ValueError(f"{name} has the shape {tuple(tensors[name].shape)} and not {tuple(own.shape)}")
 
@@ -205,15 +215,14 @@ def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Serve
     # Loaded lazily, because together they need not fit into memory.
     one_by_one = ((int(Path(name).stem.partition("-")[2]), load((path / name).read_bytes())) for name in singles)
     for client, tensors in chain(joint.items(), one_by_one):
-        if not 0 <= client < server.federation_info.clients:
+        if not 0 <= client < server.setup.federation_info.clients:
             raise ValueError(f"there is no client {client}")
         _check_sizes(tensors, SIZED[kind], server)
         yield client, tensors
 
 
-def _counters(manifest: dict[str, Any], server: Server) -> None:
+def _restore_counts(manifest: dict[str, Any], server: Server) -> None:
     traffic = dict(manifest["traffic"])
     per_client = {int(k): list(pair) for k, pair in traffic.pop("clients").items()}
-    server.traffic = Traffic(**traffic, clients=per_client)
-    server.num_skipped = manifest["skipped"]
-    server.last = {int(k): t for k, t in manifest["last"].items()}
+    server.traffic.restore(Traffic(**traffic, clients=per_client))
+    server.aggregator.restore(manifest["skipped"])

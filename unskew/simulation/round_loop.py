@@ -52,6 +52,7 @@ def run_rounds(
     network: Network,
     finished: Callable[[int, dict[str, Any]], bool],
     attackers: Attackers | None = None,
+    sends_models: Callable[[int], bool] = lambda t: True,
 ) -> None:
     """Run the rounds.
 
@@ -64,13 +65,15 @@ def run_rounds(
         finished: Called with the number and the metrics of a round, to evaluate, record and save it; returns whether
             the round was the last one.
         attackers: Replace the updates of attackers; None for an honest run.
+        sends_models: Returns whether clients send their whole models in a round, if the evaluated model needs them.
     """
-    asks = any(rule.survey_at == "asked" for rule in server.method.client)
+    setup, state = server.setup, server.state
+    asks = any(rule.survey_at == "asked" for rule in setup.method.client)
     with interruptible() as stopped:
         for t in rounds:
-            draws = seeded_globals(server.spec.draws_globally, derive(server.seed, "server draws", t), server.v.device)
-            with draws:
-                cohort = [] if server.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
+            draws = derive(setup.seed, "server draws", t)
+            with seeded_globals(setup.spec.draws_globally, draws, state.v.device):
+                cohort = [] if setup.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
                 if sampler.candidates is not None and cohort:
                     with timed_exchange(network):
                         cohort = sampler.select(cohort, server.losses(t, cohort, engine))
@@ -79,16 +82,16 @@ def run_rounds(
                         server.ask(t, cohort, engine)
                 if network.clock is not None:
                     network.clock.start_round(cohort)
-                broadcasts = server.broadcasts(t, cohort)
+                broadcasts = server.broadcaster.broadcasts(t, cohort, sends_models(t))
                 dropped = {k for k in cohort if network.drops(t, k)}
                 for k in dropped:
-                    server.lost(k)
+                    server.clients.lost(k)
                 trained = [broadcast for broadcast in broadcasts if broadcast.client not in dropped]
                 results: Iterable[Update] = train_clients(engine, trained)
                 if attackers is not None:
-                    results = attackers.replace_updates(t, server.v, trained, results)
+                    results = attackers.replace_updates(t, state.v, trained, results)
                 arrivals = network.deliver(t, results)
-                figures = server.step(t, arrivals)
+                figures = server.aggregator.step(t, arrivals)
                 if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):
                     return
                 if stopped:

@@ -7,29 +7,29 @@ from typing import Any
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.errors import abbreviate
+from unskew.simulation.aggregator import SkippedUpdates
 from unskew.simulation.network import Network
-from unskew.simulation.server import Server
 
 
 def nonfinite_update_warning(
-    server: Server, done: int, client_names: Sequence[str] = (), attack: str | None = None
+    skipped: SkippedUpdates, done: int, client_names: Sequence[str] = (), attack: str | None = None
 ) -> str | None:
     """Return a warning if round ``done`` is the first one with non-finite updates.
 
     Args:
-        server: Server after the round.
+        skipped: Updates skipped so far.
         done: Number of finished rounds.
         client_names: Names of the clients.
         attack: Kind of the attack on the run, or None.
     """
-    if server.overflowed and server.overflows == 1:
+    if skipped.overflowed and skipped.overflows == 1:
         return (
             f"Round {done}: the server step gave values that are not finite, so the model is unchanged and the round's "
             "updates are skipped. Later cases are only counted (updates_skipped). A smaller server or client learning rate, "
             "or fewer steps, may help."
         )
-    if server.skipped_clients and server.num_skipped == len(server.skipped_clients):
-        names = [client_names[client] if client_names else str(client) for client in server.skipped_clients]
+    if skipped.clients and skipped.total == len(skipped.clients):
+        names = [client_names[client] if client_names else str(client) for client in skipped.clients]
         return (
             f"Round {done}: the updates of clients {abbreviate(names, 10)} are not finite and are skipped. "
             f"Later cases are only counted (updates_skipped). {divergence_remedy(attack)}"

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.protocol.messages import EVALUATED, ClientState, Tensors, Update, replace_fields
+from unskew.protocol.messages import EVALUATED, ClientState, SummedUpdate, Tensors, Update, replace_fields
 from unskew.protocol.rules import Method, Rule, ServerRule
 from unskew.protocol.updates import Aggregate, Combined, Masks
 from unskew.tasks.registry import TASKS
 
+AnyUpdate = TypeVar("AnyUpdate", Update, SummedUpdate)
 FIGURES = ("loss", "setup_seconds", "train_seconds")
 """Metrics of updates that are averaged over a round."""
 TAKEN = {
@@ -41,15 +42,15 @@ class CollectedUpdates:
     individual: list[Update] | None
     arrivals: int = 0
 
-    def add(self, update: Update, sent: Masks | None = None) -> None:
-        """Add an update.
+    def add(self, update: Update | SummedUpdate, sent: Masks | None = None) -> None:
+        """Add an update, or a sum of updates.
 
         Args:
-            update: Message from the client.
+            update: Update of a client, or a sum; a method that reads single updates cannot run with sums.
             sent: Masks of the entries that were sent; None for all.
         """
         self.aggregate.add(update, sent)
-        if self.individual is not None:
+        if self.individual is not None and isinstance(update, Update):
             self.individual.append(update)
 
     def copy(self) -> CollectedUpdates:
@@ -93,6 +94,22 @@ class CollectedUpdates:
             ]
 
 
+class AcceptedUpdate(NamedTuple):
+    """Values that the server stores about a client once the round of its update has succeeded.
+
+    Attributes:
+        client: Client number.
+        round: Round of the broadcast that the client trained from.
+        state: State that stays at the client.
+        file: Path and SHA-256 of the file that contains the state, if it is not in memory.
+    """
+
+    client: int
+    round: int
+    state: ClientState = ClientState()
+    file: tuple[str, str] | None = None
+
+
 @dataclass
 class UpdateBuffer:
     """Collects the usable updates of a round, in order.
@@ -105,7 +122,7 @@ class UpdateBuffer:
         whole: All updates of the round.
         complete: Full buffers for the server rule.
         models: Weighted sum of the clients' whole models ``[d]``, if they were reported.
-        taken: Updates with their client state, but without the tensors that were sent.
+        accepted: What to store about the clients of the updates.
         sums: Sums of the metrics of the updates, by name.
     """
 
@@ -116,7 +133,7 @@ class UpdateBuffer:
     whole: CollectedUpdates = field(init=False)
     complete: list[CollectedUpdates] = field(default_factory=list)
     models: Tensor | None = None
-    taken: list[Update] = field(default_factory=list)
+    accepted: list[AcceptedUpdate] = field(default_factory=list)
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
 
     def __post_init__(self) -> None:
@@ -124,28 +141,35 @@ class UpdateBuffer:
         self.whole = CollectedUpdates(Aggregate(rules_with_single_uploads(self.method)), [] if single else None)
         self.waiting = self.waiting.copy()
 
-    def add(self, update: Update, sent: Masks | None = None) -> None:
-        """Add an update.
+    def add(self, update: AnyUpdate, sent: Masks | None = None, **fields: Any) -> AnyUpdate:
+        """Add an update, or a sum, and return it as rules see it: without the client's state, which a failed round discards.
 
         Args:
             update: Message from the client.
             sent: Masks of the entries that were sent; None for all.
+            **fields: Fields that the server adds.
         """
+        scale = 1.0
+        if isinstance(update, Update):
+            scale = update.weight
+            self.accepted.append(AcceptedUpdate(update.client, update.born, update.state, update.kept))
+            fields |= {"state": ClientState(), "kept": None}
+        else:
+            self.accepted += [AcceptedUpdate(client, update.born) for client in update.clients]
+        update = replace_fields(update, **fields)
         with self.meter():
             self.whole.add(update, sent)
             if self.rule.updates_per_step is not None:
-                self.waiting.add(replace_fields(update, state=ClientState()), sent)
-        self.whole.arrivals = len(self.taken) + 1
+                self.waiting.add(update, sent)
+        self.whole.arrivals = len(self.accepted)
         if self.waiting.aggregate.count == self.rule.updates_per_step:
-            self.complete.append(replace(self.waiting, arrivals=len(self.taken) + 1))
+            self.complete.append(replace(self.waiting, arrivals=len(self.accepted)))
             self.waiting = empty_updates(self.method, self.rule)
         if "v" in update.report:
-            weighted = update.report["v"] * update.weight
+            weighted = update.report["v"] * scale
             self.models = weighted if self.models is None else self.models.add_(weighted)
         self.sums = {name: total + update.metrics.get(name, 0.0) for name, total in self.sums.items()}
-        # Client state is stored only when the round has succeeded; the rest is already in the sums.
-        none = torch.empty(0)
-        self.taken.append(replace_fields(update, delta=none, upload={}, report={}, start=None, b_start=None, last=None))
+        return update
 
     @property
     def unequal(self) -> bool:
@@ -155,7 +179,7 @@ class UpdateBuffer:
     def for_rule(self) -> list[CollectedUpdates]:
         """Return the collected updates for the server rule: the whole round, or each full buffer."""
         empty = self.method.aggregate is not None and self.method.aggregate.combines_empty
-        if self.rule.updates_per_step is None and (self.taken or empty):
+        if self.rule.updates_per_step is None and (self.accepted or empty):
             return [self.whole]
         return self.complete or ([empty_updates(self.method, self.rule)] if self.rule.steps_without else [])
 

@@ -148,7 +148,7 @@ class FlowerEngine:
         for broadcast in broadcasts:  # aggregated in broadcast order, regardless of the order of arrival
             update = arrived.take(broadcast.client) if broadcast.client in arrived else None
             if update is None or broadcast.client in too_large:
-                self.server.lost(broadcast.client)
+                self.server.clients.lost(broadcast.client)
             else:
                 yield update
         arrived.close()
@@ -225,7 +225,7 @@ class FlowerEngine:
         """Return whether a site has no update in this round without being at fault, and report the reason."""
         reason = printable(frame.config.get("reason"))
         if frame.kind == "forgotten":
-            self.server.last.pop(client, None)
+            self.server.clients.forget(client)
             self.sites.warn(
                 f"{self.sites.name(client)} has lost its state of earlier rounds ({reason}); it continues as a new "
                 "participant."

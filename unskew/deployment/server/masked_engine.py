@@ -30,7 +30,7 @@ from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import check_reply_matches, encode_broadcast
 from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_record
 from unskew.errors import ConfigError, EngineError
-from unskew.protocol.messages import Broadcast, ClientState, Update, flatten_records, unflatten_records
+from unskew.protocol.messages import Broadcast, SummedUpdate, flatten_records, unflatten_records
 from unskew.protocol.payload import scatter_slices, slices_length
 from unskew.protocol.rules import Method
 from unskew.simulation.update_buffer import FIGURES
@@ -49,28 +49,22 @@ class MaskedEngine(FlowerEngine):
     error = 0.0
     told = False
 
-    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
-        """Train a masked round; the yielded updates add up to the sum, and none is the update of a site."""
-        opened = self._summed(broadcasts) if broadcasts else OpenedSum()
-        for broadcast in broadcasts:
-            if broadcast.client in opened.unusable:
-                nothing = torch.full_like(broadcast.v, torch.nan)
-                yield self._update(broadcast, {"delta": nothing, "buffers": broadcast.b, "upload": {}, "metrics": {}})
+    def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Any]:
+        """Train a masked round and yield the sum of its updates as a ``SummedUpdate``; nothing if no site remains."""
+        if not broadcasts:
+            return
+        opened = self._summed(broadcasts)
         weight = sum(broadcast.weight for broadcast in broadcasts if broadcast.client in opened.clients)
         opened = self._within_norm(opened, weight)
         if opened.clients:
             self._tell_error(opened.error / weight, len(opened.clients))
-            means = self._means(broadcasts, opened, weight)
             names = [self.sites.name(k) for k in opened.clients]
             self.sites.log("sum opened", sites=names, digest=arrays_digest(encode_record("sum", opened.tensors)))
         for broadcast in broadcasts:
-            if broadcast.client in opened.clients:
-                yield self._update(broadcast, means)
-                # The first update carries the sums of rule uploads.
-                upload = means["upload"].items()
-                means["upload"] = {r: {n: torch.zeros_like(t) for n, t in ts.items()} for r, ts in upload}
-            elif broadcast.client not in opened.unusable:
-                self.server.lost(broadcast.client)
+            if broadcast.client not in (*opened.clients, *opened.unusable):
+                self.server.clients.lost(broadcast.client)
+        if opened.clients or opened.unusable:
+            yield self._update(broadcasts, opened, weight)
 
     def _within_norm(self, opened: OpenedSum, weight: float) -> OpenedSum:
         """Return a sum, or an empty one with a warning if a mean is larger than a plain update may be."""
@@ -105,7 +99,7 @@ class MaskedEngine(FlowerEngine):
             left = {}
             for sent in broadcasts:
                 if sent.client not in barred:  # who has lost its state is a new participant at the next attempt
-                    current = replace(sent, accepted=self.server.last.get(sent.client))
+                    current = replace(sent, accepted=self.server.clients.last.get(sent.client))
                     left[sent.client] = encode_broadcast(current, self.terms, "train", self._budget(sent.client))
             summation = MaskedSum(self.sites, broadcasts[0].round, least, self.roster)
             try:
@@ -189,36 +183,41 @@ class MaskedEngine(FlowerEngine):
         if [(part.name, NAMES[part.dtype], part.shape) for part in parts] != expected:
             raise InvalidMessageError("the layout of its update does not match the request")
 
-    def _means(self, broadcasts: Sequence[Broadcast], found: OpenedSum, weight: float) -> dict[str, Any]:
-        """Return the fields of the round's updates: weighted means, and the sums of rule uploads."""
-        sums = found.tensors
-        taken = [c for c in broadcasts if c.client in found.clients]
-        count = len(found.clients)
-        v, b = taken[0].v, taken[0].b
-        delta = torch.zeros_like(v)
+    def _update(self, broadcasts: Sequence[Broadcast], opened: OpenedSum, weight: float) -> SummedUpdate:
+        """Return the message for the server; ``weight`` is the sum of the clients' weights."""
+        by_client, sums = {broadcast.client: broadcast for broadcast in broadcasts}, opened.tensors
+        v, b = broadcasts[0].v, broadcasts[0].b
+        delta = torch.zeros_like(v, dtype=torch.float64)
         if "delta" in sums:
-            delta = scatter_slices(delta, taken[0].up, (sums["delta"] / weight).to(v.dtype).to(v.device))
-            for broadcast in () if self.terms.needs_base else taken:
+            delta = scatter_slices(delta, broadcasts[0].up, sums["delta"].to(v.device, copy=True))
+            for client in () if self.terms.needs_base else opened.clients:
+                broadcast = by_client[client]
                 for span in self.terms.base(broadcast.down, broadcast.up):  # sites send values instead of changes there
-                    delta[span] -= broadcast.weight / weight * v[span]
-        figures: dict[str, float] = {}
-        if "figures" in sums:
-            figures = dict(zip(FIGURES, (sums["figures"] / count).tolist(), strict=True))
-            spoiled = [n for n, x in figures.items() if not (n == "loss" or x >= 0) or not abs(x) <= LARGEST_NUMBER]
-            if spoiled:
-                self.sites.warn(f"The sum of {' and '.join(spoiled)} is invalid, so a site has sent wrong numbers.")
-                figures |= dict.fromkeys(spoiled, math.nan)
-        report = {n.removeprefix("report/"): (t / weight).to(v) for n, t in sums.items() if n.startswith("report/")}
-        like = flatten_records("upload", self.placeholder(taken[0]))
-        uploads = {n: to_dtype(sums[n], like[n].dtype).to(v.device) for n in like}
-        b = (sums["buffers"] / weight).to(b)
-        upload = unflatten_records("upload", uploads)
-        return {"delta": delta, "buffers": b, "report": report, "upload": upload, "metrics": figures}
+                    delta[span] -= broadcast.weight * v[span].double()
+        like = flatten_records("upload", self.placeholder(broadcasts[0])) if opened.clients else {}
+        uploads = {name: to_dtype(sums[name], t.dtype).to(v.device) for name, t in like.items()}
+        return SummedUpdate(
+            born=broadcasts[0].round,
+            clients=tuple(client for client in by_client if client in opened.clients),
+            unusable=tuple(client for client in by_client if client in opened.unusable),
+            examples=sum(map(self._examples, opened.clients)),
+            weight=weight,
+            delta=delta.to(v),
+            buffers=sums["buffers"].to(b) if opened.clients else torch.zeros_like(b),
+            upload=unflatten_records("upload", uploads),
+            report={n.removeprefix("report/"): t.to(v) for n, t in sums.items() if n.startswith("report/")},
+            metrics=self._metrics(sums, len(opened.clients)),
+        )
 
-    def _update(self, cast: Broadcast, fields: dict[str, Any]) -> Update:
-        """Create an update for a broadcast, with the given remaining fields."""
-        examples, none = self._examples(cast.client), ClientState()
-        return Update(cast.client, born=cast.round, examples=examples, weight=cast.weight, state=none, **fields)
+    def _metrics(self, sums: dict[str, Tensor], sites: int) -> dict[str, float]:
+        """Return the sums of the updates' metrics; NaN for those that are impossible."""
+        if "figures" not in sums:
+            return {}
+        totals = dict(zip(FIGURES, sums["figures"].tolist(), strict=True))
+        spoiled = [n for n, x in totals.items() if not (n == "loss" or x >= 0) or not abs(x) <= sites * LARGEST_NUMBER]
+        if spoiled:
+            self.sites.warn(f"The sum of {' and '.join(spoiled)} is invalid, so a site has sent wrong numbers.")
+        return totals | dict.fromkeys(spoiled, math.nan)
 
     def _tell_error(self, error: float, sites: int) -> None:
         self.error = error

@@ -21,7 +21,7 @@ from unskew.engines.auto_select import EngineChoice
 from unskew.engines.base import Engine
 from unskew.errors import ConfigError
 from unskew.methods.registry import method as method_of
-from unskew.protocol.messages import Update, replace_fields
+from unskew.protocol.messages import Update
 from unskew.runs.assembly import RunParts
 from unskew.runs.simulated_clients import SimulatedClients
 from unskew.runs.summary import client_metrics, client_rows
@@ -61,7 +61,7 @@ class SitesNetwork(Network):
         """Yield all updates that have arrived."""
         if not self.asynchronous:
             return super().deliver(round, results)
-        arrivals = [replace_fields(update, arrived=round) for update in results]
+        arrivals = [*results]
         self.ages = [round - update.born for update in arrivals]
         return iter(arrivals)
 
@@ -115,14 +115,14 @@ class SiteClients(SimulatedClients):
     def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
         """Return the engine that trains at the sites."""
         server = self.parts.server
-        for client in [*server.sent]:
-            server.lost(client)  # these updates were pending when the run was interrupted
+        for client in [*server.clients.sent]:
+            server.clients.lost(client)  # these updates were pending when the run was interrupted
         return self.engine, EngineChoice("flower", 0)
 
     def sends_model(self, t: int) -> bool:
         """Return whether sites send their whole model in round ``t``: in the last one, if the result needs it."""
         server = self.parts.server
-        _, up = server.exchange.slices(server.rules, t, 0, None)
+        _, up = server.broadcaster.exchange.slices(server.state.rules, t, 0, None)
         self.complete = up is None or sum(span.stop - span.start for span in up) == self.parts.spec.size
         return t + 1 == self.parts.config.rounds and not self.complete
 
@@ -132,7 +132,7 @@ class SiteClients(SimulatedClients):
         It is not while parts of the evaluated model exist only at the sites.
         """
         last = t + 1 == self.parts.config.rounds
-        return last or (super().evaluates(t) and (not self.parts.server.wants_models or self.complete))
+        return last or (super().evaluates(t) and (not self.parts.server.broadcaster.wants_models or self.complete))
 
     def reachable(self) -> list[int]:
         """Return the clients whose sites are present."""
@@ -142,7 +142,7 @@ class SiteClients(SimulatedClients):
     def begin(self, start: int) -> None:
         """Log the start of the run, or its resumption after ``start`` rounds."""
         if start < self.parts.config.rounds:
-            self.parts.server.mean = None  # it is outdated if the run was extended
+            self.parts.server.selection.use_mean(None)  # it is outdated if the run was extended
         self.sites.begin_round(start)
         self.sites.log("resumed" if start else "started")
         self.sites.begin_round(start + 1)
@@ -150,9 +150,9 @@ class SiteClients(SimulatedClients):
     def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
         """Log the updates skipped in round ``t``, and the digest of its model."""
         server = self.parts.server
-        for client in server.skipped_clients:
+        for client in server.aggregator.skipped.clients:
             self.sites.log("left out", client, reason="not finite")
-        model = arrays_digest(encode_record("model", {"v": server.v, "b": server.b}))
+        model = arrays_digest(encode_record("model", {"v": server.state.v, "b": server.state.b}))
         self.sites.log("round finished", updates=figures.get("updates"), digest=model)
 
     def finished_round(self, t: int, last: bool) -> None:
@@ -178,17 +178,18 @@ class SiteClients(SimulatedClients):
         who = [k for k in ids if len(federation.clients[k].y_test) and k not in away]
         tunes = personal_models.has_fine_tuning(parts.method)
         with_own = personal_models.has_personal_models(parts.method, parts.spec)
-        # The whole model is sent for evaluation, as in a simulation.
-        b = server.evaluated_b  # with ``buffers: reset`` no client trains from these
-        broadcasts = [replace(server.final_broadcast(config.rounds, k), b=b, down=None, report=False) for k in who]
+        # The whole model is sent for evaluation, as in a simulation; with ``buffers: reset`` no client trains from its
+        # buffers.
+        final, create = server.selection.evaluated, server.broadcaster.final_broadcast
+        broadcasts = [replace(create(config.rounds, k, final), b=final[1], down=None, report=False) for k in who]
         personal_scores = self.engine.measure(broadcasts, with_own) if who else {}
         scores, own = self._scores(personal_scores, ""), self._scores(personal_scores, "own_") if with_own else None
         hidden = self.engine.terms.site_noise is not None  # sites do not report their class counts
         if not who and most and not tunes and not hidden:
             # Estimate from the accuracy per class, because the server knows each site's class counts.
-            scores = parts.evaluator.evaluate_clients(server.evaluated, server.evaluated_b, most, config.seed)
+            scores = parts.evaluator.evaluate_clients(*server.selection.evaluated, most, config.seed)
         figures = client_metrics(scores, own, parts.metrics, federation.client_names)
-        return figures, client_rows(federation, scores, own, server.last)
+        return figures, client_rows(federation, scores, own, server.clients.last)
 
     def _scores(self, found: dict[int, dict[str, float]], which: str) -> ClientScores:
         if not found:

@@ -34,6 +34,7 @@ from unskew.methods.registry import method as method_of
 from unskew.protocol.federation_info import FederationInfo
 from unskew.runs.round_plan import make_round_plan
 from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 from unskew.simulation.server_trainer import ServerTrainer
 
 SOON = 30
@@ -158,12 +159,14 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
         FederationInfo.of(federation),
         size=lambda k: work.data.examples,
         class_counts=lambda: total + 1,
+        weights="samples",
         plan=make_round_plan(work.config, work.total, work.method),
     )
     rule = server_rule(work.method)
     trainer = ServerTrainer(work.spec, federation, small.training, work.device)
-    server = Server(work.method, rule, work.spec, facts, "samples", small.buffers, seed=small.seed, at_server=trainer)
-    request = encode_broadcast(server.broadcast(0, client), work.terms, "train", {})
+    setup = ServerSetup(work.method, rule, work.spec, facts, small.buffers, small.seed, trainer)
+    server = Server(setup)
+    request = encode_broadcast(server.broadcaster.broadcast(0, client), work.terms, "train", {})
     before, work.config = work.config, small
     try:
         with tempfile.TemporaryDirectory() as scratch:
