@@ -16,7 +16,7 @@ from unskew.data.readers.column_roles import FILE
 from unskew.data.readers.hub import hub_or_cache, unreachable
 from unskew.data.readers.image_folders import LOG, SPLITS, is_hidden, visible_files
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
-from unskew.errors import DataError, abbreviate
+from unskew.errors import DataError, abbreviate, explain_missing
 
 
 class HubDataset(NamedTuple):
@@ -223,11 +223,9 @@ def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
 @contextmanager
 def quiet_datasets() -> Iterator[Any]:
     """Context manager that yields the ``datasets`` package with progress bars and warnings turned off."""
-    try:
+    with explain_missing("This data set requires the package datasets: pip install 'unskew[hub]'.", DataError):
         datasets: Any = import_module("datasets")
         hub: Any = import_module("huggingface_hub.utils")
-    except ImportError as error:
-        raise DataError("This data set requires the package datasets: pip install 'unskew[hub]'.") from error
     levels = datasets.logging.get_verbosity(), hub.logging.get_verbosity()
     bars = datasets.are_progress_bars_disabled(), hub.are_progress_bars_disabled()
     datasets.logging.set_verbosity_error()

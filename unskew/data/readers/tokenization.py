@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unskew.data.readers.hub import hub_or_cache, unreachable
-from unskew.errors import DataError
+from unskew.errors import DataError, explain_missing
 
 Text = tuple[str, ...]
 MOST = 1 << 30  # number of tokens that is never reached, so that texts are not truncated
@@ -93,12 +93,10 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, name: str):
-        try:
+        with explain_missing(
+            "A tokenizer requires the package transformers: pip install 'unskew[transformers]'.", DataError
+        ):
             transformers: Any = import_module("transformers")
-        except ImportError as error:
-            raise DataError(
-                "A tokenizer requires the package transformers: pip install 'unskew[transformers]'."
-            ) from error
         folder = Path(name).expanduser()
         where = str(folder) if folder.is_dir() else name
         with nullcontext(True) if folder.is_dir() else hub_or_cache() as reached:
