@@ -22,7 +22,7 @@ from unskew.data.federation import concatenate_inputs
 from unskew.errors import explain_missing
 from unskew.generators.base import GeneratorJob, num_halvings, pad_to_halvings, to_uint8
 from unskew.generators.trained.diffusion import Diffusion
-from unskew.generators.trained.train_loop import ExponentialAverage, TrainingState, train
+from unskew.generators.trained.train_loop import ExponentialAverage, TrainingState, descend, train
 from unskew.option_parsing import Fraction, Positive, Whole
 from unskew.seeding import derive, generator
 
@@ -181,11 +181,7 @@ class DDPMGenerator:
 
             def step(index: Tensor, _: int) -> Tensor:
                 index = index.to(job.device)
-                loss = self.loss(x[index], y[index])
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                return loss
+                return descend(optimizer, self.loss(x[index], y[index]))
 
             train(job, trained, step, averages=[self.average], **common)
         else:
