@@ -13,7 +13,7 @@ from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import NO_USES, ColumnUses
 from unskew.data.readers.column_roles import FILE
-from unskew.data.readers.hub import hub_or_cache, unreachable
+from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
 from unskew.data.readers.image_folders import LOG, SPLITS, is_hidden, visible_files
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
 from unskew.errors import DataError, abbreviate, explain_missing
@@ -72,7 +72,7 @@ def hub_tables(hub: HubDataset) -> tuple[Any, Any | None]:
         try:
             loaded = datasets.load_dataset(hub.name, hub.config)
         except Exception as error:  # the network stack raises many types
-            reason = f"{type(error).__name__}: {error}. You can also" if reached else unreachable("it")
+            reason = f"{type(error).__name__}: {error}. You can also" if reached else UNREACHABLE
             raise DataError(
                 f"{hub.name} could not be loaded: {reason} put its parquet files in a folder and set data_path "
                 "(--data-path) to it, or server_data_path (--server-data-path) if they are the server's."

@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from unskew.data.readers.hub import hub_or_cache, unreachable
+from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
 from unskew.errors import DataError, explain_missing
 
 Text = tuple[str, ...]
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
             try:
                 self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False)
             except Exception as error:  # the network and corrupted files raise many types
-                reason = str(error).strip().splitlines()[0].rstrip(".") + ". Or" if reached else unreachable("it")
+                reason = str(error).strip().splitlines()[0].rstrip(".") + ". Or" if reached else UNREACHABLE
                 raise DataError(
                     f"The tokenizer {name!r} cannot be loaded: {reason} set text.tokenizer to another name on the "
                     "Hub, a folder, or bytes."
