@@ -395,14 +395,13 @@ def test_csv_with_string_labels_and_a_user_column(tmp_path):
     assert federation.normalization.mean == near(mean, FEW, dtype=torch.float32)
 
 
-def test_a_part_of_the_data_that_is_neither_train_nor_test_is_named(tmp_path, caplog):
+def test_a_part_of_the_data_that_is_neither_train_nor_test_is_named(tmp_path, capsys):
     for name in ("train", "validation", "notes"):
         (tmp_path / f"{name}.csv").write_text("a,y\n1,0\n2,1\n3,0\n4,1\n")
     load_source(f"table:{tmp_path / 'train.csv'}", label="y")
-    assert "neither train nor test: validation.csv" in caplog.text
-    caplog.clear()
+    assert "neither train nor test: validation.csv" in capsys.readouterr().err
     load_source(f"table:{tmp_path}", label="y")
-    assert "neither train nor test: notes.csv, validation.csv" in caplog.text
+    assert "neither train nor test: notes.csv, validation.csv" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
