@@ -224,7 +224,8 @@ class DP(ClippedSum):
             spent: Epsilon of the finished rounds.
             delta: Delta.
         """
-        history, fields = rounds_of(state), {}
+        history = rounds_of(state)
+        fields: dict[str, Any] = {}
         replaced, mu = replaced_epsilon(history, delta), gaussian_mu(history)
         relation, instead = "added or removed", "replaced by another one"
         if mu is not None:
