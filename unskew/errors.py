@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -29,6 +30,20 @@ class CheckpointError(UnskewError):
 
 class EngineError(UnskewError):
     """An engine cannot run here, or one of its workers died."""
+
+
+@contextmanager
+def explain_missing(message: str, error: type[UnskewError] = ConfigError) -> Iterator[None]:
+    """Context manager for the import of an optional package: an :class:`ImportError` becomes an error for users.
+
+    Args:
+        message: Text that names the package and how to install it.
+        error: Class of the error.
+    """
+    try:
+        yield
+    except ImportError as missing:
+        raise error(message) from missing
 
 
 LONGEST_LIST = 40

@@ -7,9 +7,10 @@ import unicodedata
 import numpy as np
 import pytest
 from support.running import call
+from support.table_files import read_table_file
 
 import unskew
-from unskew.data.readers.arrow_io import read_file, read_tables
+from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import LOG, NO_USES, ColumnUses, kind_of_names, why_text
 from unskew.data.readers.encoders import Encoder, impute, read_columns
 from unskew.data.readers.files import file_tables
@@ -22,7 +23,7 @@ DAY = datetime.datetime(2010, 2, 5)
 
 def column(tmp_path, cells, uses=NO_USES, **options):
     (tmp_path / "t.csv").write_text("v\n" + "".join(f'"{cell}"\n' for cell in cells), encoding="utf-8")
-    return read_file(tmp_path / "t.csv", CsvSpec(**options), uses).column("v").to_pylist()
+    return read_table_file(tmp_path / "t.csv", CsvSpec(**options), uses).column("v").to_pylist()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_files_whose_types_cannot_be_combined_are_named(tmp_path):
 )
 def test_lines_and_separators_around_a_table_are_skipped(tmp_path, content, options, expected):
     (tmp_path / "t.csv").write_text(content)
-    assert read_file(tmp_path / "t.csv", CsvSpec(**options)).to_pydict() == expected
+    assert read_table_file(tmp_path / "t.csv", CsvSpec(**options)).to_pydict() == expected
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_lines_and_separators_around_a_table_are_skipped(tmp_path, content, opti
 def test_lines_that_do_not_belong_to_the_table_are_named(tmp_path, content, words):
     (tmp_path / "t.csv").write_text(content)
     with pytest.raises(DataError, match=words):
-        read_file(tmp_path / "t.csv")
+        read_table_file(tmp_path / "t.csv")
 
 
 @pytest.mark.parametrize(
@@ -168,8 +169,10 @@ def test_lines_that_do_not_belong_to_the_table_are_named(tmp_path, content, word
 def test_text_that_is_not_western_is_not_read_as_latin(tmp_path, text, encoding):
     (tmp_path / "t.csv").write_bytes(f"site,y\n{text}\n".encode(encoding))
     with pytest.raises(DataError, match=r"csv\.encoding"):
-        read_file(tmp_path / "t.csv")
-    assert read_file(tmp_path / "t.csv", CsvSpec(encoding=encoding)).column("site").to_pylist() == [text.split(",")[0]]
+        read_table_file(tmp_path / "t.csv")
+    assert read_table_file(tmp_path / "t.csv", CsvSpec(encoding=encoding)).column("site").to_pylist() == [
+        text.split(",")[0]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +188,7 @@ def test_text_that_is_not_western_is_not_read_as_latin(tmp_path, text, encoding)
 )
 def test_western_text_is_read_as_latin(tmp_path, text):
     (tmp_path / "t.csv").write_bytes(f"site,y\n{text},1\n".encode("cp1252"))
-    assert read_file(tmp_path / "t.csv").column("site").to_pylist() == [text]
+    assert read_table_file(tmp_path / "t.csv").column("site").to_pylist() == [text]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,7 @@ def test_text_of_hive_is_read_as_text_and_images_stay_bytes(tmp_path):
     parquet.write_table(
         pa.table({"site": [None, "Köln".encode()], "image": [b"\x89PNG\xff", b"\xff\xd8"]}), tmp_path / "t.parquet"
     )
-    assert read_file(tmp_path / "t.parquet").to_pydict() == {
+    assert read_table_file(tmp_path / "t.parquet").to_pydict() == {
         "site": [None, "Köln"],
         "image": [b"\x89PNG\xff", b"\xff\xd8"],
     }
@@ -400,9 +403,16 @@ def test_the_format_of_dates_is_that_of_the_training_files(tmp_path):
     assert json.loads(train.schema.metadata[b"dates"]) == {"v": "%d.%m.%Y"}
 
 
+def test_the_format_of_dates_is_stored_if_a_placeholder_marks_missing_ones(tmp_path):
+    (tmp_path / "t.csv").write_text("v\n?\n13.02.2010\n")
+    table = read_table_file(tmp_path / "t.csv")
+    assert table.column("v").to_pylist() == [None, datetime.datetime(2010, 2, 13)]
+    assert json.loads(table.schema.metadata[b"dates"]) == {"v": "%d.%m.%Y"}
+
+
 def test_json_lines_keep_integers_of_more_than_64_bits(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"v": 89490200001234567890, "w": 1e20}\n{"v": 89490200001234567891, "w": 0.5}\n')
-    table = read_file(tmp_path / "t.jsonl")
+    table = read_table_file(tmp_path / "t.jsonl")
     assert [str(value) for value in table.column("v").to_pylist()] == ["89490200001234567890", "89490200001234567891"]
     assert table.column("w").to_pylist() == [1e20, 0.5]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.running import call
+from support.table_files import read_table_file
 
 import unskew
-from unskew.data.readers.arrow_io import read_file
 from unskew.data.readers.csv_dialect import LOG
 from unskew.data.spec import CsvSpec
 from unskew.errors import ConfigError, DataError
@@ -39,16 +39,16 @@ def write(path, separator=",", decimal=".", encoding="utf-8"):
 def test_every_common_format_gives_the_same_table_and_is_named(
     tmp_path, monkeypatch, separator, decimal, encoding, notice
 ):
-    expected = read_file(write(tmp_path / "usual.csv"))
+    expected = read_table_file(write(tmp_path / "usual.csv"))
     said = []
     monkeypatch.setattr(LOG, "info", lambda text, *values: said.append(text % values))
-    assert read_file(write(tmp_path / "other.csv", separator, decimal, encoding)).equals(expected)
+    assert read_table_file(write(tmp_path / "other.csv", separator, decimal, encoding)).equals(expected)
     assert said == ([] if notice is None else [f"other.csv: {notice}"])
 
 
 def test_a_file_of_windows_is_read_with_its_dashes_and_signs(tmp_path):
     (tmp_path / "w.csv").write_bytes("site;dose\nA – B;1,5\n5 €;2\n".encode("cp1252"))
-    assert read_file(tmp_path / "w.csv").to_pydict() == {"site": ["A – B", "5 €"], "dose": [1.5, 2.0]}
+    assert read_table_file(tmp_path / "w.csv").to_pydict() == {"site": ["A – B", "5 €"], "dose": [1.5, 2.0]}
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_a_file_of_windows_is_read_with_its_dashes_and_signs(tmp_path):
 def test_ambiguous_files_raise_an_error_that_names_the_option(tmp_path, content, words):
     (tmp_path / "x.csv").write_bytes(content)
     with pytest.raises(DataError, match=r"csv\.(separator|decimal|encoding)") as error:
-        read_file(tmp_path / "x.csv")
+        read_table_file(tmp_path / "x.csv")
     assert words in str(error.value)
 
 
 def test_options_decide_what_is_ambiguous(tmp_path):
     (tmp_path / "x.csv").write_bytes(b"a;b\n1,234;2\n")
-    assert read_file(tmp_path / "x.csv", CsvSpec(decimal="comma")).column("a").to_pylist() == [1.234]
-    assert read_file(tmp_path / "x.csv", CsvSpec(decimal="point")).column("a").to_pylist() == ["1,234"]
+    assert read_table_file(tmp_path / "x.csv", CsvSpec(decimal="comma")).column("a").to_pylist() == [1.234]
+    assert read_table_file(tmp_path / "x.csv", CsvSpec(decimal="point")).column("a").to_pylist() == ["1,234"]
 
 
 @pytest.mark.parametrize("options", [{"separator": ";;"}, {"decimal": "!"}, {"encoding": "klingon"}, {"mark": ","}])
@@ -115,7 +115,7 @@ CELLS = "site,x,y\n" + "".join(f"{'AB'[k % 2]},{k / 8},{k % 3 % 2}\n" for k in r
 def test_byte_order_marks_repeated_names_and_blank_lines_are_no_data(tmp_path, content, options):
     path = tmp_path / "t.csv"
     path.write_bytes(content)
-    table = read_file(path, CsvSpec(**options))
+    table = read_table_file(path, CsvSpec(**options))
     assert table.column_names == ["site", "x", "y"]
     assert table.column("x").to_pylist() == [k / 8 for k in range(24)]
 
@@ -124,9 +124,9 @@ def test_an_encoding_that_contradicts_the_file_and_long_cells(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text(CELLS)
     with pytest.raises(DataError, match="does not start with BOM"):
-        read_file(path, CsvSpec(encoding="utf-16"))
+        read_table_file(path, CsvSpec(encoding="utf-16"))
     path.write_text("v,w\n1," + 200_000 * "z" + "\n")
-    assert len(read_file(path).column("w")[0].as_py()) == 200_000
+    assert len(read_table_file(path).column("w")[0].as_py()) == 200_000
     assert csv.field_size_limit() == 131072
 
 
@@ -134,11 +134,11 @@ def test_points_that_may_separate_thousands_are_reported(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(LOG, "info", lambda text, *values: said.append(text % values))
     (tmp_path / "t.csv").write_text("v;w\n1.234;a\n12;b\n")
-    read_file(tmp_path / "t.csv")
+    read_table_file(tmp_path / "t.csv")
     assert any("1.234 in the column v is read with a decimal point" in text for text in said)
     said.clear()
     (tmp_path / "t.csv").write_text("v;w\n1.234;0.5\n12;2\n")
-    read_file(tmp_path / "t.csv")
+    read_table_file(tmp_path / "t.csv")
     assert not any("decimal point;" in text for text in said)
 
 

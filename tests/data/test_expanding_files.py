@@ -11,10 +11,11 @@ import zlib
 import numpy as np
 import pytest
 from support.running import call
+from support.table_files import read_table_file
 
 import unskew
 from unskew.data.readers import arrow_io
-from unskew.data.readers.arrow_io import check_nesting, read_file
+from unskew.data.readers.arrow_io import check_nesting
 from unskew.errors import DataError
 
 pa = pytest.importorskip("pyarrow")
@@ -62,7 +63,7 @@ def test_deeply_nested_json_lines_are_an_error_with_their_line(tmp_path, text):
     file.write_text(text + "\n")
     line = 65 if "\n[" in text else 4 if text.startswith('{"a": 1') else 1
     with pytest.raises(DataError, match=rf"Line {line} of .*deep\.jsonl is nested more than 64 levels deep\. Remove"):
-        read_file(file)
+        read_table_file(file)
 
 
 def test_usual_json_lines_are_read_as_before(tmp_path):
@@ -72,7 +73,7 @@ def test_usual_json_lines_are_read_as_before(tmp_path):
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_file(file).to_pylist() == rows
+    assert read_table_file(file).to_pylist() == rows
     file.write_text("".join(json.dumps(row, indent=1) + "\n" for row in rows))
     check_nesting(file)
 
@@ -91,16 +92,16 @@ def test_a_parquet_file_of_many_equal_rows_is_an_error_before_it_is_read(tmp_pat
     table = pa.table({"a": np.zeros(1_000_000), "y": pa.array(np.zeros(1_000_000, np.int64))})
     parquet.write_table(table, file, compression="zstd")
     assert file.stat().st_size < 10_000
-    assert read_file(file).equals(table)
+    assert read_table_file(file).equals(table)
     monkeypatch.setattr(arrow_io, "MOST_BYTES", 1 << 20)
     with monkeypatch.context() as patch:
         patch.setattr(parquet.ParquetFile, "iter_batches", None)
         with pytest.raises(
             DataError, match=r"\(1,000,000 rows and 2 columns\) would need 0\.0 GB .* use a part of them"
         ):
-            read_file(file)
+            read_table_file(file)
     monkeypatch.setattr(arrow_io, "MOST_EXPANSION", 1 << 20)
-    assert read_file(file).num_rows == 1_000_000
+    assert read_table_file(file).num_rows == 1_000_000
 
 
 def test_a_parquet_file_of_long_equal_texts_is_an_error_while_it_is_read(tmp_path, monkeypatch):
@@ -108,7 +109,7 @@ def test_a_parquet_file_of_long_equal_texts_is_an_error_while_it_is_read(tmp_pat
     parquet.write_table(pa.table({"text": ["x" * 20_000] * 20_000}), file, compression="zstd")
     monkeypatch.setattr(arrow_io, "MOST_BYTES", 1 << 26)
     with pytest.raises(DataError, match=r"would need 0\.[0-9] GB of memory or more"):
-        read_file(file)
+        read_table_file(file)
 
 
 def test_a_parquet_table_keeps_its_types_and_its_schema(tmp_path):
@@ -124,7 +125,7 @@ def test_a_parquet_table_keeps_its_types_and_its_schema(tmp_path):
     folder.mkdir()
     for rows in (table, table.slice(0, 0)):
         parquet.write_table(rows, folder / "t.parquet")
-        read = read_file(folder / "t.parquet")
+        read = read_table_file(folder / "t.parquet")
         expected = parquet.read_table(folder / "t.parquet", partitioning=None)
         assert read.equals(expected)
         assert read.schema.equals(expected.schema, check_metadata=True)

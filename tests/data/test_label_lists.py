@@ -110,7 +110,7 @@ def test_without_test_rows_a_random_fifth_is_split_off_always_the_same(tmp_path)
     rows = [[NAMES[i % 4]] * (i % 5 > 0) for i in range(50)]
     data = {"value": np.arange(50.0) / 2, "labels": rows}
     parquet.write_table(pa.table(data), tmp_path / "t.parquet")
-    source, again = (load_source(f"{tmp_path}/t.parquet", label="labels", test_share=0.2) for _ in range(2))
+    source, again = (load_source(f"{tmp_path}/t.parquet", label="labels") for _ in range(2))
     assert (len(source.train), len(source.test)) == (40, 10)
     assert sorted([*source.train.x[:, 0].tolist(), *source.test.x[:, 0].tolist()]) == [k / 2 for k in range(50)]
     assert torch.equal(source.test.x, again.test.x)
@@ -130,7 +130,7 @@ def test_names_of_the_hub_and_whole_numbers(tmp_path):
     assert source.train.y.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
     plain = pa.table({"value": [1.0, 2.0, 3.0], "labels": [[10, 9], [100], []]})
     parquet.write_table(plain, tmp_path / "plain.parquet")
-    source = load_source(f"{tmp_path}/plain.parquet", label="labels", test_share=0.4)
+    source = load_source(f"{tmp_path}/plain.parquet", label="labels")
     assert source.class_names == ("9", "10", "100")  # as numbers, not as text
     wrong = {"value": [1.0], "labels": [[3]]}
     parquet.write_table(pa.table(wrong, schema=features.arrow_schema), tmp_path / "test.parquet")
@@ -149,7 +149,7 @@ def test_test_rows_without_any_label(tmp_path):
 def test_separators(tmp_path):
     file = tmp_path / "t.csv"
     file.write_text("a,y\n1,x | y|\n2,\n3,y\n4,|x\n")
-    source = load_source(str(file), label="y", label_separator="|", test_share=0.25)
+    source = load_source(str(file), label="y", label_separator="|")
     assert source.class_names == ("x", "y")
     rows = {int(x): y for part in (source.train, source.test) for x, y in zip(part.x, part.y.tolist(), strict=True)}
     assert rows == {1: [1, 1], 2: [0, 0], 3: [0, 1], 4: [1, 0]}

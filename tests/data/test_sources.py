@@ -337,9 +337,9 @@ def test_folder_with_train_and_test(tmp_path):
 
 def test_folder_without_test_is_split(tmp_path):
     write_folder(tmp_path / "set", each=10)
-    source = load_source(f"folder:{tmp_path / 'set'}", test_share=0.3)
-    assert (len(source.train), len(source.test)) == (14, 6)
-    assert np.bincount(source.test.y).tolist() == [3, 3]
+    source = load_source(f"folder:{tmp_path / 'set'}")
+    assert (len(source.train), len(source.test)) == (16, 4)
+    assert np.bincount(source.test.y).tolist() == [2, 2]
     everything = np.concatenate([nhwc(source.train.x), nhwc(source.test.x)]).reshape(20, -1)
     assert len(np.unique(everything, axis=0)) == 20
 
@@ -395,6 +395,15 @@ def test_csv_with_string_labels_and_a_user_column(tmp_path):
     assert federation.normalization.mean == near(mean, FEW, dtype=torch.float32)
 
 
+def test_a_part_of_the_data_that_is_neither_train_nor_test_is_named(tmp_path, capsys):
+    for name in ("train", "validation", "notes"):
+        (tmp_path / f"{name}.csv").write_text("a,y\n1,0\n2,1\n3,0\n4,1\n")
+    load_source(f"table:{tmp_path / 'train.csv'}", label="y")
+    assert "neither train nor test: validation.csv" in capsys.readouterr().err
+    load_source(f"table:{tmp_path}", label="y")
+    assert "neither train nor test: notes.csv, validation.csv" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_a_test_file_next_to_train_is_used(tmp_path, suffix):
     from pyarrow import csv
@@ -419,7 +428,7 @@ def test_a_parquet_table_of_images(tmp_path):
     rows = [{"bytes": encode(image), "path": None} for image in x]
     data = {"photo": rows, "what": [5, 9] * 5, "writer": ["a", "b", "b", "a", "c"] * 2}
     parquet.write_table(pa.table(data), tmp_path / "photos.parquet")
-    source = load_source(f"table:{tmp_path / 'photos.parquet'}", label="what", image="photo", test_share=0.2)
+    source = load_source(f"table:{tmp_path / 'photos.parquet'}", label="what", image="photo")
     assert source.class_names == ("5", "9")
     assert np.bincount(source.test.y).tolist() == [1, 1]
     assert source.train.x.shape == (8, 3, 8, 8)
@@ -487,14 +496,12 @@ def test_numbers_after_the_first_block_decide_the_type_too(tmp_path):
 def test_split_rows_is_stratified_and_keeps_a_training_row_of_each_class():
     for seed in range(30):
         labels = np.random.default_rng(seed).integers(0, 7, 60 + seed)
-        keep, held = split_rows(labels, 0.25)
+        keep, held = split_rows(labels)
         assert np.array_equal(np.sort(np.concatenate([keep, held])), np.arange(len(labels)))
-        assert len(held) == round(0.25 * len(labels))
+        assert len(held) == round(0.2 * len(labels))
         counts, test = np.bincount(labels, minlength=7), np.bincount(labels[held], minlength=7)
-        assert np.abs(test - 0.25 * counts).max() < 1.8
+        assert np.abs(test - 0.2 * counts).max() < 1.8
         assert (test < np.maximum(counts, 1)).all()
-    with pytest.raises(DataError, match="test_share"):
-        split_rows(np.zeros(5, int), 1.0)
 
 
 # Federations

@@ -10,10 +10,10 @@ from sklearn.metrics import average_precision_score, f1_score, log_loss
 
 import unskew
 from unskew.cli.tables import clients_text, summary_table
+from unskew.comparison.benefit import has_few_samples
 from unskew.comparison.references import without_global_model
 from unskew.config.inference.infer import infer_config
 from unskew.errors import ConfigError
-from unskew.reporting.chart_data import has_few_samples
 from unskew.runs.final_evaluation import calibration_warning
 
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 5, "lr": 0.1, "engine": "inline"}
@@ -142,7 +142,7 @@ def test_clients_without_a_class_are_counted_and_named():
     assert "over 2 of 3 clients (undefined for 1 without all classes: Cuba)" in clients_text(summary, "client")
     cuba = next(row for row in result.clients if row["name"] == "Cuba")
     assert (cuba["auprc"], cuba["auprc_low"], cuba["support"]["1"]) == (None, None, 0)
-    assert has_few_samples(cuba)
+    assert has_few_samples(cuba["num_held_out"], cuba["support"]["1"])
     values = [row["auprc"] for row in result.clients if row["auprc"] is not None]
     half = t.ppf(0.975, 1) * np.std(values, ddof=1) / np.sqrt(2)
     ends = [summary[f"client_auprc_mean_{end}"] for end in ("low", "high")]

@@ -106,16 +106,12 @@ class Benefit:
 
     @property
     def small(self) -> list[str]:
-        """Labels of the clients with few held-out samples, or with few events for a metric of a class.
-
-        Clients without held-out samples are compared on the test set.
-        """
-        of_classes = self.metric.name not in (self.scored, "loss")
+        """Labels of the clients with few held-out samples, or with few events for a metric of a class."""
+        of_classes = compares_classes(self.metric, self.scored)
         return [
             client.label
             for client in self.clients
-            if 0 < client.samples < FEWEST
-            or (of_classes and client.samples and client.events is not None and client.events < FEWEST)
+            if has_few_samples(client.samples, client.events if of_classes else None)
         ]
 
     @property
@@ -276,7 +272,7 @@ def assess_benefit(
     seeds = list(rows["federated"])
     trained = [[row for row in rows["federated"][seed].values() if "attacker" not in row] for seed in seeds]
     everyone = list(chain.from_iterable(trained))
-    named, rarest = all(isinstance(row.get("name"), str) for row in everyone), _rarest_class(everyone)
+    named, rarest = all(isinstance(row.get("name"), str) for row in everyone), rarest_class(everyone)
     same = named or len({partition for _, partition in seeds}) == 1
     runs: dict[tuple[int, str], dict[int, dict[str, Summary]]] = {}
     for position, seed in enumerate(seeds):
@@ -321,12 +317,42 @@ def _client_values(
             if is_usable_number(row.get(key)):
                 values.setdefault(model, {})[position] = Estimate(row[key], interval_of([row], key))
     own = [rows["federated"] for rows in runs.values()]
-    events = [row["support"].get(rarest, 0) for row in own if rarest and "support" in row]
+    events = [count for row in own if (count := num_events(row, rarest)) is not None]
     samples = fmean(row.get("num_held_out", 0) for row in own)
     return ClientValues(label, group, samples, fmean(events) if events else None, values)
 
 
-def _rarest_class(rows: Iterable[Summary]) -> str | None:
+def has_few_samples(held_out: float, events: float | None) -> bool:
+    """Return whether a client's metric is mostly chance; a client without held-out samples is compared on the test set.
+
+    Args:
+        held_out: Number of held-out samples.
+        events: Number of them of the rarest class, for a metric that compares classes.
+    """
+    return held_out > 0 and min(held_out, held_out if events is None else events) < FEWEST
+
+
+def compares_classes(metric: MetricInfo, scored: str) -> bool:
+    """Return whether a metric depends on the samples of each class.
+
+    Args:
+        metric: Metric of clients.
+        scored: Primary metric of the task.
+    """
+    return metric.name not in (scored, "loss")
+
+
+def num_events(row: Summary, rarest: str | None) -> float | None:
+    """Return the number of held-out samples of the rarest class; None if the row does not count classes.
+
+    Args:
+        row: Row of a client in ``clients.jsonl``.
+        rarest: Number of the rarest class, or None.
+    """
+    return row["support"].get(rarest, 0) if rarest and "support" in row else None
+
+
+def rarest_class(rows: Iterable[Summary]) -> str | None:
     """Return the number of the class with the fewest held-out samples over all clients; None without classes."""
     totals: Counter[str] = Counter()
     for row in rows:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.data.spec import DataSpec
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError, DataError, explain_missing
 from unskew.filesystem import make_folder, user_cache
 from unskew.folder_locks import file_lock
 
@@ -55,10 +55,8 @@ def fetch(url: str) -> Path:
         ConfigError: If the package that reads the URL is not installed.
         DataError: If the file does not exist or cannot be reached.
     """
-    try:
+    with explain_missing(f"Reading {url!r} requires fsspec: pip install 'unskew[cloud]'."):
         from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise ConfigError(f"Reading {url!r} requires fsspec: pip install 'unskew[cloud]'.") from error
     try:
         system, path = url_to_fs(url)
         if "file" in (system.protocol if isinstance(system.protocol, tuple) else (system.protocol,)):

@@ -126,18 +126,17 @@ def _tensor_from_numpy(values: object) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
 
 
-def as_inputs(values: object, who: str, task: str = "classification") -> Tensor:
+def as_inputs(values: object, who: str) -> Tensor:
     """Convert inputs to a tensor: images to ``[n, C, H, W]`` in channels-last memory format, tables to ``[n, f]``.
 
     Args:
         values: NumPy array or tensor of integers or floats; floats become float32.
         who: Name of the data, for the error.
-        task: Name of the task; for ``language``, the inputs are token ids.
 
     Raises:
         DataError: If the inputs are empty, not numeric, not finite, or have the shape of neither images nor a table.
     """
-    return to_model_layout(mask_padding(to_float32(normalize_inputs_layout(values, who)), task))
+    return to_model_layout(to_float32(normalize_inputs_layout(values, who)))
 
 
 def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> Tensor:

@@ -49,9 +49,6 @@ class DeadlineCallback(Callback):
         if time.monotonic() > self.end_at:
             raise TimeBudgetExceededError
 
-    def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Do nothing at the start of a run."""
-
     def prepare(self, text: str, done: float, total: float) -> None:
         """Check the deadline during data preparation."""
         self.check()
@@ -59,9 +56,6 @@ class DeadlineCallback(Callback):
     def round(self, row: Row) -> None:
         """Check the deadline after a round."""
         self.check()
-
-    def end(self, summary: dict[str, Any]) -> None:
-        """Do nothing at the end of a run."""
 
 
 @dataclass(frozen=True)

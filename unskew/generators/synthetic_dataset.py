@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from unskew.data.readers.images import decode_column
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError, DataError, explain_missing
 from unskew.filesystem import check_regular, disk_errors, write_atomic
 from unskew.generators.trained.dp_sgd import PrivacyOptions
 from unskew.json_models import JsonModel, read_model
@@ -111,11 +111,9 @@ class SyntheticSet:
 
 def check_can_store() -> None:
     """Validate, before training, that the libraries for storing a set are installed (raises ``ConfigError``)."""
-    try:
+    with explain_missing("Storing synthetic images needs pyarrow and pillow: pip install 'unskew[hub]'."):
         import PIL.Image  # noqa: F401
         import pyarrow.parquet  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("Storing synthetic images needs pyarrow and pillow: pip install 'unskew[hub]'.") from error
 
 
 def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec
+from unskew.protocol.payload import scatter_slices
 from unskew.protocol.rules import (
     EVALUATED,
     ClientRule,
@@ -165,12 +166,7 @@ class CCVR(ClientRule):
                 (gradient,) = torch.autograd.grad(loss, head)
                 with torch.no_grad():
                     head -= lr * gradient
-        calibrated, start = v.clone(), 0
-        for part in spec.parts["head"]:
-            size = part.stop - part.start
-            calibrated[part] = head.detach()[start : start + size]
-            start += size
-        return calibrated
+        return scatter_slices(v.clone(), tuple(spec.parts["head"]), head.detach())
 
 
 def class_distributions(sums: Tensors, ridge: float) -> tuple[Tensor, Tensor]:

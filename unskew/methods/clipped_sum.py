@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
+from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import check_delta, default_delta
 from unskew.protocol.payload import UPDATE
@@ -21,6 +22,7 @@ from unskew.protocol.rules import (
     ClientRule,
     DataRule,
     Method,
+    Report,
     Stage,
     Tensors,
     UploadContext,
@@ -28,7 +30,7 @@ from unskew.protocol.rules import (
 )
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
-from unskew.secret_draws import seeded_warnings
+from unskew.secret_draws import is_seeded, seeded_report, seeded_warnings
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -276,6 +278,34 @@ class ClippedSum(ClientRule, AggregateRule):
             state: State of the rule.
         """
         raise NotImplementedError
+
+    def guarantee(self, state: Tensors, plan: RoundPlan, spent: float, delta: float) -> dict[str, Any]:
+        """Describe the guarantee of the finished rounds, as fields of the report.
+
+        Args:
+            state: State of the rule.
+            plan: Schedule of the run.
+            spent: Epsilon of the finished rounds.
+            delta: Delta.
+        """
+        raise NotImplementedError
+
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
+        """Return the privacy spent so far."""
+        spent = self.spent(state)
+        return {"epsilon_if_secret" if is_seeded(state["spent"]) else "epsilon": None if math.isinf(spent) else spent}
+
+    def report(self, state: Tensors, plan: RoundPlan) -> Report:
+        """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
+        spent, delta = self.spent(state), float(state["delta"])
+        fields: dict[str, Any] = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
+        if math.isinf(spent):
+            fields |= {"epsilon": None, "privacy": "None: updates were clipped without noise."}
+        elif is_seeded(state["spent"]):
+            fields = seeded_report(fields)
+        else:
+            fields |= self.guarantee(state, plan, spent, delta)
+        return Report(fields, stop_reason=self.stop_reason(state))
 
     def after_round(self, state: Tensors) -> Tensor:
         """Return the record of rounds with one more round.

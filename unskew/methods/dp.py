@@ -41,9 +41,8 @@ from unskew.privacy.accounting import GaussianRounds, epsilon, gaussian_mu, nois
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import Combined, Report, Rule, Tensors, Updates
+from unskew.protocol.rules import Combined, Rule, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
-from unskew.secret_draws import is_seeded, seeded_report
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class DP(ClippedSum):
                 noise = updates.normal(number, v) * (streams * limit / scale_of(name, plan))
                 total = total + (noise if sent is None else torch.where(sent, noise, 0.0))
             private[name] = total
-        new = {**state, "spent": add_round(state["spent"], self.sign * z, plan.amplification)}
+        new = {**state, "spent": add_row(state["spent"], (self.sign * z, plan.amplification))}
         if self.adaptive:
             bits = sums.upload.get(self.name, {}).get("bits")
             bits = torch.zeros_like(clip) if bits is None else bits.to(clip)
@@ -197,12 +196,8 @@ class DP(ClippedSum):
 
     def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
         """Return the privacy spent so far, and the clipping norm of the next round."""
-        spent = self.spent(state)
         clip = state["clip"].tolist()
-        return {
-            "epsilon_if_secret" if is_seeded(state["spent"]) else "epsilon": None if math.isinf(spent) else spent,
-            "clip_norm": clip[0] if len(clip) == 1 else clip,
-        }
+        return {**super().metrics(state, round, spec), "clip_norm": clip[0] if len(clip) == 1 else clip}
 
     def spent(self, state: Tensors) -> float:
         """Return epsilon of the finished rounds.
@@ -218,23 +213,23 @@ class DP(ClippedSum):
         Args:
             state: State of the rule.
         """
-        return add_round(state["spent"], self.sign * float(state["noise"]), float(state["rate"]))
+        return add_row(state["spent"], (self.sign * float(state["noise"]), float(state["rate"])))
 
-    def report(self, state: Tensors, plan: RoundPlan) -> Report:
-        """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
-        spent, delta = self.spent(state), float(state["delta"])
-        fields: dict[str, Any] = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
-        reason = self.stop_reason(state)
-        if math.isinf(spent):
-            text = "None: updates were clipped without noise."
-            return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
-        if is_seeded(state["spent"]):
-            return Report(seeded_report(fields), stop_reason=reason)
+    def guarantee(self, state: Tensors, plan: RoundPlan, spent: float, delta: float) -> dict[str, Any]:
+        """Describe the guarantee of the finished rounds.
+
+        Args:
+            state: State of the rule.
+            plan: Schedule of the run.
+            spent: Epsilon of the finished rounds.
+            delta: Delta.
+        """
         history = rounds_of(state)
+        fields: dict[str, Any] = {}
         replaced, mu = replaced_epsilon(history, delta), gaussian_mu(history)
         relation, instead = "added or removed", "replaced by another one"
         if mu is not None:
-            fields |= {"epsilon_replaced": replaced, "gaussian_mu": mu}
+            fields = {"epsilon_replaced": replaced, "gaussian_mu": mu}
             if plan.cohort < plan.clients:
                 relation = "replaced by none"
                 instead = "added, removed or replaced, because another one takes its place in a cohort"
@@ -251,7 +246,7 @@ class DP(ClippedSum):
             "tuning and early stopping; further runs on the same data"
             f"{'; training losses and diagnostics (reveal=true)' if self.reveal else ''}."
         )
-        return Report({**fields, "privacy": text}, stop_reason=reason)
+        return {**fields, "privacy": text}
 
 
 def rounds_of(state: Tensors) -> list[GaussianRounds]:
@@ -262,14 +257,3 @@ def rounds_of(state: Tensors) -> list[GaussianRounds]:
     """
     check_record(state["spent"], 3)
     return [GaussianRounds(abs(z), rate, int(steps)) for z, rate, steps in state["spent"].tolist()]
-
-
-def add_round(spent: Tensor, noise: float, rate: float) -> Tensor:
-    """Add one round to the record of noise multiplier, sampling rate and number of rounds, ``[n, 3]``.
-
-    Args:
-        spent: Record of the rounds so far.
-        noise: Noise multiplier of the round.
-        rate: Sampling rate of the round.
-    """
-    return add_row(spent, (noise, rate))

@@ -24,16 +24,14 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.methods.clipped_sum import ClippedSum, add_row, check_record, scale_of, split_streams, stream_names
-from unskew.models.spec import ModelSpec
 from unskew.privacy.integer_noise import round_within, skellam_noise
 from unskew.privacy.skellam import SkellamGrid, SkellamRounds, Uniform, skellam_epsilon, skellam_grid, skellam_noise_for
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import replace_fields
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import Combined, Method, Report, Tensors, Updates, UploadContext
+from unskew.protocol.rules import Combined, Method, Tensors, Updates, UploadContext
 from unskew.protocol.run_context import PreRunContext
-from unskew.secret_draws import is_seeded, seeded_report
 from unskew.seeding import numpy_generator
 
 
@@ -213,12 +211,6 @@ class SiteDP(ClippedSum):
         delta = private[UPDATE] / plan.divisor
         return new, Combined(delta, updates.b_global, split_streams(private), plan.divisor)
 
-    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, Any]:
-        """Return the privacy spent so far."""
-        spent = self.spent(state)
-        name = "epsilon_if_secret" if is_seeded(state["spent"]) else "epsilon"
-        return {name: None if math.isinf(spent) else spent}
-
     def spent(self, state: Tensors) -> float:
         """Return epsilon of the finished rounds.
 
@@ -236,27 +228,26 @@ class SiteDP(ClippedSum):
         l2, l1, variance = state["round"].tolist()
         return add_row(state["spent"], (l2, l1, self.sign * variance))
 
-    def report(self, state: Tensors, plan: RoundPlan) -> Report:
-        """Return the guarantee of the finished rounds, and the reason to stop if the budget is spent."""
-        spent, delta = self.spent(state), float(state["delta"])
-        fields = {"epsilon": spent, "delta": delta, "noise_multiplier": float(state["noise"])}
-        reason = self.stop_reason(state)
-        if math.isinf(spent):
-            text = "None: updates were clipped without noise."
-            return Report({**fields, "epsilon": None, "privacy": text}, stop_reason=reason)
-        if is_seeded(state["spent"]):
-            return Report(seeded_report(fields), stop_reason=reason)
-        fields["epsilon_replaced"] = skellam_epsilon([entry.doubled() for entry in rounds_of(state)], delta)
+    def guarantee(self, state: Tensors, plan: RoundPlan, spent: float, delta: float) -> dict[str, Any]:
+        """Describe the guarantee of the finished rounds.
+
+        Args:
+            state: State of the rule.
+            plan: Schedule of the run.
+            spent: Epsilon of the finished rounds.
+            delta: Delta.
+        """
+        replaced = skellam_epsilon([entry.doubled() for entry in rounds_of(state)], delta)
         text = (
             f"(epsilon={spent:.4g}, delta={delta:.3g}) for all data of one client, replaced by none (by other data or "
-            f"another client: epsilon={fields['epsilon_replaced']:.4g}), against the server, the other clients and everyone "
+            f"another client: epsilon={replaced:.4g}), against the server, the other clients and everyone "
             f"who sees the released models, if at least {self.honest} clients of every sum add their noise and do not reveal "
             "it (honest); noise at the sites, without amplification, RDP accountant of the "
             "Skellam mechanism. Released: the models and sums of all rounds; for the last one alone, no smaller epsilon is "
             "proven. Not covered: what a simulation records of its clients, and its statistics that standardize inputs; when "
             "sites reply; choices made with the same data, such as tuning and early stopping; further runs on the same data."
         )
-        return Report({**fields, "privacy": text}, stop_reason=reason)
+        return {"epsilon_replaced": replaced, "privacy": text}
 
 
 def rounds_of(state: Tensors) -> list[SkellamRounds]:

@@ -30,6 +30,7 @@ from unskew.data.federation import take_rows
 from unskew.methods.partial_sharing import other_personal
 from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
+from unskew.protocol.payload import scatter_slices
 from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, Method, Tensors
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
@@ -85,13 +86,7 @@ class FedALA(ClientRule):
         own = spec.head_of(ctx.state[PERSONAL])
         towards = spec.head_of(received) - own
         w = self.learn(ctx, own, towards)
-        mixed = own + towards * w
-        start = received.clone()
-        begin = 0
-        for part in spec.parts["head"]:
-            size = part.stop - part.start
-            start[part] = mixed[begin : begin + size]
-            begin += size
+        start = scatter_slices(received.clone(), tuple(spec.parts["head"]), own + towards * w)
         return {START: start, "shift": start - received, "w": w}
 
     def learn(self, ctx: Context, own: Tensor, towards: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import ClassVar
 from pydantic.dataclasses import dataclass
 from torch import nn
 
-from unskew.models.body_head import merge_slices
+from unskew.models.body_head import slices_where
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import Method, Slices, SyncRule, Tensors, Weights
 from unskew.protocol.run_context import PreRunContext
@@ -68,11 +68,8 @@ class FedBN(SyncRule):
 def _slices(spec: ModelSpec, norm: bool) -> Slices:
     """Return the slices of BatchNorm parameters, or of all others."""
     modules = dict(spec.module.named_modules())
-    spans = []
-    start = 0
-    for name, size in zip(spec.names, spec.sizes, strict=True):
-        layer = modules[name.rpartition(".")[0]]
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) == norm:
-            spans.append(slice(start, start + size))
-        start += size
-    return merge_slices(spans)
+
+    def wanted(name: str) -> bool:
+        return isinstance(modules[name.rpartition(".")[0]], nn.modules.batchnorm._BatchNorm) == norm
+
+    return slices_where(spec.names, spec.sizes, wanted)

@@ -31,7 +31,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.errors import ConfigError
+from unskew.methods.perfedavg import need_plain_sgd
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
 from unskew.protocol.run_context import PreRunContext
@@ -76,11 +76,7 @@ class FedReg(ClientRule):
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the optimizer, which must be plain SGD, and the inputs, which must be numbers."""
         run.need_numbers(self.name)
-        if not run.training.plain_sgd:
-            raise ConfigError(
-                "fedreg supports only plain SGD. Use optimizer=sgd with momentum=0 and weight_decay=0, and do not set "
-                "clip_grad_norm."
-            )
+        need_plain_sgd(self.name, run)
         return ()
 
     def moved(self, ctx: Context, x: Tensor, y: Tensor, eta: float) -> Tensor:

@@ -25,10 +25,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.errors import ConfigError
 from unskew.methods.logit_adjustment import LogitAdjustment, single_class_note
 from unskew.methods.partial_sharing import PartialSharing, other_personal
-from unskew.models.body_head import merge_slices
+from unskew.models.body_head import replace_linear_head, slices_where
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import Context, Method, Slices, Tensors
@@ -59,12 +58,8 @@ def head_slices(spec: ModelSpec, personal: bool) -> Slices:
         spec: Layout of the model.
         personal: Select the personal head.
     """
-    start, spans = 0, []
-    for name, size in zip(spec.names, spec.sizes, strict=True):
-        if name.startswith(f"{spec.head_name}.personal.") == personal:
-            spans.append(slice(start, start + size))
-        start += size
-    return merge_slices(spans)
+    prefix = f"{spec.head_name}.personal."
+    return slices_where(spec.names, spec.sizes, lambda name: name.startswith(prefix) == personal)
 
 
 @dataclass(frozen=True)
@@ -96,15 +91,7 @@ class FedRoD(LogitAdjustment, PartialSharing):
         Raises:
             ConfigError: If the head is not a linear layer.
         """
-        module = copy.deepcopy(module)
-        old = module.get_submodule(head)
-        if not isinstance(old, nn.Linear):
-            raise ConfigError(f"fedrod needs a model with a linear head, but its head is a {type(old).__name__}.")
-        if not head:
-            return nn.Sequential(TwoHeads(old)), "0"
-        parent, _, name = head.rpartition(".")
-        setattr(module.get_submodule(parent), name, TwoHeads(old))
-        return module, head
+        return replace_linear_head(module, head, TwoHeads, self.name)
 
     def shared_slices(self, spec: ModelSpec) -> Slices:
         """Return the slices of the body and the generic head."""

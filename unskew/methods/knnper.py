@@ -15,7 +15,6 @@ after the last round writes them and takes no step. So a personal model is an or
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from functools import lru_cache
@@ -27,9 +26,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.data.federation import take_rows
-from unskew.errors import ConfigError
 from unskew.methods.partial_sharing import PartialSharing, other_personal
-from unskew.models.body_head import merge_slices
+from unskew.models.body_head import replace_linear_head, slices_where
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import ClientDataView
@@ -81,12 +79,7 @@ def store_slices(spec: ModelSpec, stored: bool) -> Slices:
         stored: Select the samples.
     """
     names = {f"{spec.head_name}.{name}" for name in STORE}
-    start, spans = 0, []
-    for name, size in zip(spec.names, spec.sizes, strict=True):
-        if (name in names) == stored:
-            spans.append(slice(start, start + size))
-        start += size
-    return merge_slices(spans)
+    return slices_where(spec.names, spec.sizes, lambda name: (name in names) == stored)
 
 
 @dataclass(frozen=True)
@@ -128,16 +121,7 @@ class KNNPer(ClientRule, PartialSharing):
         Raises:
             ConfigError: If the head is not a linear layer.
         """
-        module = copy.deepcopy(module)
-        old = module.get_submodule(head)
-        if not isinstance(old, nn.Linear):
-            raise ConfigError(f"knnper needs a model with a linear head, but its head is a {type(old).__name__}.")
-        new = HeadWithNeighbors(old, self)
-        if not head:
-            return nn.Sequential(new), "0"
-        parent, _, name = head.rpartition(".")
-        setattr(module.get_submodule(parent), name, new)
-        return module, head
+        return replace_linear_head(module, head, lambda old: HeadWithNeighbors(old, self), self.name)
 
     def shared_slices(self, spec: ModelSpec) -> Slices:
         """Return the slices of the model without the samples."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from torch import nn
@@ -67,11 +68,47 @@ def split_parts(names: Sequence[str], sizes: Sequence[int], beginnings: tuple[st
     >>> split_parts(["a.w", "b.w", "b.b", "c.w"], [2, 3, 1, 4], ("b.",))
     {'body': [slice(0, 2, None), slice(6, 10, None)], 'head': [slice(2, 6, None)]}
     """
-    parts: dict[str, list[slice]] = {"body": [], "head": []}
-    ends = accumulate(sizes, initial=0)
-    for name, (start, stop) in zip(names, pairwise(ends), strict=True):
-        parts["head" if name.startswith(beginnings) else "body"].append(slice(start, stop))
-    return {part: list(merge_slices(slices)) for part, slices in parts.items()}
+    return {
+        "body": list(slices_where(names, sizes, lambda name: not name.startswith(beginnings))),
+        "head": list(slices_where(names, sizes, lambda name: name.startswith(beginnings))),
+    }
+
+
+def slices_where(names: Sequence[str], sizes: Sequence[int], wanted: Callable[[str], bool]) -> tuple[slice, ...]:
+    """Return the slices of selected parameters.
+
+    Args:
+        names: Names of the parameters.
+        sizes: Number of entries of each parameter.
+        wanted: Returns whether the parameter of a name is selected.
+    """
+    spans = zip(names, pairwise(accumulate(sizes, initial=0)), strict=True)
+    return merge_slices([slice(*span) for name, span in spans if wanted(name)])
+
+
+def replace_linear_head(
+    module: nn.Module, head: str, replacement: Callable[[nn.Linear], nn.Module], method: str
+) -> tuple[nn.Module, str]:
+    """Return a copy of a model with another head, and the name of that head.
+
+    Args:
+        module: The model.
+        head: Name of its head; empty if the model is only a head.
+        replacement: Returns the new head for the old one.
+        method: Name of the method that needs it, for the error.
+
+    Raises:
+        ConfigError: If the head is not a linear layer.
+    """
+    module = copy.deepcopy(module)
+    old = module.get_submodule(head)
+    if not isinstance(old, nn.Linear):
+        raise ConfigError(f"{method} needs a model with a linear head, but its head is a {type(old).__name__}.")
+    if not head:
+        return nn.Sequential(replacement(old)), "0"
+    parent, _, name = head.rpartition(".")
+    setattr(module.get_submodule(parent), name, replacement(old))
+    return module, head
 
 
 def merge_slices(slices: list[slice]) -> tuple[slice, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from unskew.errors import ConfigError
+from unskew.errors import explain_missing
 from unskew.progress import PATIENCE
 from unskew.records.recorder import Callback, Row
 from unskew.tasks.formatting import missing_text, value_text
@@ -112,8 +112,6 @@ def to_data_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     Raises:
         ConfigError: If pandas is not installed.
     """
-    try:
+    with explain_missing("to_pandas needs: pip install 'unskew[pandas]'."):
         import pandas as pd
-    except ImportError as error:
-        raise ConfigError("to_pandas needs: pip install 'unskew[pandas]'.") from error
     return pd.DataFrame(rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew import plugins
-from unskew.errors import ConfigError, free_name
+from unskew.errors import ConfigError, explain_missing, free_name
 from unskew.filesystem import write_atomic
 from unskew.records.mlflow_store import NAME, is_complete_database, open_client
 from unskew.records.recorder import Callback, Row, notify_warning
@@ -44,10 +44,8 @@ class TensorBoard(Callback):
     """Writes event files to ``<run folder>/tensorboard``."""
 
     def __init__(self, folder: Path):
-        try:
+        with explain_missing("The tracker 'tensorboard' needs: pip install 'unskew[tensorboard]'."):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError("The tracker 'tensorboard' needs: pip install 'unskew[tensorboard]'.") from error
         self.open: Callable[..., Any] = SummaryWriter
         self.folder = folder / "tensorboard"
 
@@ -77,10 +75,8 @@ class MLflow(Callback):
     """
 
     def __init__(self, folder: Path, store: Path, resumed: bool = False):
-        try:
+        with explain_missing("The tracker 'mlflow' needs: pip install 'unskew[mlflow]'."):
             from mlflow import entities
-        except ImportError as error:
-            raise ConfigError("The tracker 'mlflow' needs: pip install 'unskew[mlflow]'.") from error
         self.entities: Any = entities
         self.folder = folder.absolute()
         self.store = store.absolute()
@@ -146,10 +142,8 @@ class WandB(Callback):
     """
 
     def __init__(self, folder: Path, resumed: bool = False):
-        try:
+        with explain_missing("The tracker 'wandb' needs: pip install 'unskew[wandb]'."):
             import wandb
-        except ImportError as error:
-            raise ConfigError("The tracker 'wandb' needs: pip install 'unskew[wandb]'.") from error
         self.wandb: Any = wandb
         self.folder = folder
         self.resumed = resumed

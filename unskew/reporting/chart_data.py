@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from unskew.comparison.benefit import FEWEST, client_label
+from unskew.comparison.benefit import client_label, compares_classes, has_few_samples, num_events, rarest_class
 from unskew.comparison.summary_statistics import is_usable_number, usable_values
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
@@ -226,9 +226,10 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
     boxes: dict[str, Any] = {}
     for name, one_metric in per_client_metrics(part).items():
         factor = 100 if one_metric.percent else 1
+        few = few_samples_by_row(part, one_metric)
         for method_runs in part.series:
             scored = sorted(
-                (factor * row[name], client_label(row) + MARK * has_few_samples(row), run.summary["seed"])
+                (factor * row[name], client_label(row) + MARK * few(row), run.summary["seed"])
                 for run in method_runs.runs
                 for row in run.clients
                 if is_usable_number(row.get(name)) and "unseen" not in row
@@ -253,13 +254,20 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
     return boxes
 
 
-MARK = " (few samples of a class)"
-"""Text after the name of a client with fewer than ``FEWEST`` held-out samples of a class."""
+MARK = " (few samples)"
+"""Text after the name of a client whose metric is mostly chance."""
 
 
-def has_few_samples(row: dict[str, Any]) -> bool:
-    """Return whether a client was evaluated on fewer than ``FEWEST`` samples of a class."""
-    return min(row.get("support", {}).values(), default=FEWEST) < FEWEST
+def few_samples_by_row(part: RunGroup, metric: MetricInfo) -> Callable[[dict[str, Any]], bool]:
+    """Return a function that returns whether the metric in a row of ``clients.jsonl`` is mostly chance.
+
+    Args:
+        part: Runs on the same data.
+        metric: Metric of clients.
+    """
+    rows = [row for run in part.runs for row in run.clients]
+    rarest = rarest_class(rows) if compares_classes(metric, part.scored) else None
+    return lambda row: has_few_samples(row.get("num_held_out", 0), num_events(row, rarest))
 
 
 def mean_worst_decile(values: Sequence[float] | np.ndarray) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from unskew.errors import ConfigError
+from unskew.errors import explain_missing
 from unskew.reporting.templating import MISSING, render_page
 from unskew.version import __version__
 
@@ -22,10 +22,8 @@ def plotly_script() -> str:
     Raises:
         ConfigError: If plotly is not installed.
     """
-    try:
+    with explain_missing(MISSING):
         from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise ConfigError(MISSING) from error
     return str(get_plotlyjs())
 
 

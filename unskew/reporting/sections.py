@@ -153,15 +153,16 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     }
     evaluated_on = sorted({str(run.summary.get("clients_evaluated_on")) for run in part.runs})
     rows = [row for run in part.runs for row in run.clients]
-    few = {client_label(row) for row in rows if chart_data.has_few_samples(row)}
-    everyone = {client_label(row) for row in rows if "support" in row}
+    is_small = chart_data.few_samples_by_row(part, part.at_clients)
+    few = {client_label(row) for row in rows if is_small(row)}
+    everyone = {client_label(row) for row in rows}
     notes = [f"Measured on {', '.join(evaluated_on)}."]
     if part.at_clients.name == "accuracy":
         notes.append("Gini: 0 = all clients equally well served, 1 = all benefit goes to few.")
     if few:
         notes.append(
-            f"{len(few)} of {len(everyone)} clients hold out fewer than {FEWEST} samples of a class, so their values "
-            f"are uncertain: {abbreviate(sorted(few))}."
+            f"{len(few)} of {len(everyone)} clients have fewer than {FEWEST} held-out samples or events, so their metric is "
+            f"mostly chance: {abbreviate(sorted(few))}."
         )
     if part.at_clients.name == "r2":
         notes.append("The R² of a client divides by the variance of all clients' targets, not of its own.")

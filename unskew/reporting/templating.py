@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from unskew.errors import ConfigError
+from unskew.errors import explain_missing
 
 if TYPE_CHECKING:
     import jinja2
@@ -15,10 +15,8 @@ MISSING = "A report needs plotly and jinja2. Install them with: pip install 'uns
 
 @lru_cache(maxsize=1)
 def _environment() -> jinja2.Environment:
-    try:
+    with explain_missing(MISSING):
         import jinja2
-    except ImportError as error:
-        raise ConfigError(MISSING) from error
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("unskew.reporting", "templates"),
         autoescape=True,

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from unskew.errors import CheckpointError, ConfigError, short_repr
+from unskew.errors import CheckpointError, ConfigError, explain_missing, short_repr
 from unskew.filesystem import check_database, escape_formula, make_folder
 from unskew.folder_locks import file_lock
 from unskew.json_models import JsonModel
@@ -39,10 +39,8 @@ def optuna_library() -> Any:
     Raises:
         ConfigError: If Optuna is not installed.
     """
-    try:
+    with explain_missing(MISSING):
         import optuna
-    except ImportError as error:
-        raise ConfigError(MISSING) from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

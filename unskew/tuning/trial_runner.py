@@ -223,9 +223,6 @@ class TrialReporter(Callback):
         self.done = 0
         self.figure = validation_metric_name(scored)
 
-    def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Do nothing at the start of the run."""
-
     def round(self, row: dict[str, Any]) -> None:
         """Report the objective, which may prune the trial."""
         self.done, value = row["round"], row.get(self.figure)
@@ -234,9 +231,6 @@ class TrialReporter(Callback):
 
     def warn(self, text: str) -> None:
         """Ignore warnings, because the final comparison repeats them."""
-
-    def end(self, summary: dict[str, Any]) -> None:
-        """Do nothing at the end of the run."""
 
 
 def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Callback]) -> None:

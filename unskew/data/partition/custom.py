@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError, DataError, explain_missing
 
 
 class CustomPartition(NamedTuple):
@@ -71,12 +71,10 @@ def call_flower_partitioner(
         clients: Number of clients; None means the partitioner's number of partitions.
         columns: Other columns of the data by name.
     """
-    try:
+    with explain_missing(
+        "Partitioners of flwr_datasets require the package datasets: pip install 'unskew[hub]'.", DataError
+    ):
         from datasets import Dataset
-    except ImportError as error:
-        raise DataError(
-            "Partitioners of flwr_datasets require the package datasets: pip install 'unskew[hub]'."
-        ) from error
     name = type(partitioner).__name__
     partitioner = copy.deepcopy(partitioner)  # a partitioner's data set can be set only once
     by = getattr(partitioner, "_partition_by", None)

@@ -120,17 +120,6 @@ def read_tables(
     return [next(typed) if isinstance(table, TextTable) else table for table in tables]
 
 
-def read_file(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES) -> Any:
-    """Read one file as a pyarrow table.
-
-    Args:
-        path: CSV, parquet or JSON lines file.
-        csv: Format of a CSV file.
-        uses: Uses of the columns of a CSV file.
-    """
-    return read_tables([path], csv, uses)[0]
-
-
 def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:
     """Read the cells of a CSV file as text, without empty rows and without empty columns that have no name.
 

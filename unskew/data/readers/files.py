@@ -13,10 +13,10 @@ from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import NO_USES, ColumnUses
 from unskew.data.readers.column_roles import FILE
-from unskew.data.readers.hub import hub_or_cache, unreachable
-from unskew.data.readers.image_folders import is_hidden, visible_files
+from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
+from unskew.data.readers.image_folders import LOG, SPLITS, is_hidden, visible_files
 from unskew.data.spec import DETECTED, TABLES, CsvSpec
-from unskew.errors import DataError
+from unskew.errors import DataError, abbreviate, explain_missing
 
 
 class HubDataset(NamedTuple):
@@ -72,7 +72,7 @@ def hub_tables(hub: HubDataset) -> tuple[Any, Any | None]:
         try:
             loaded = datasets.load_dataset(hub.name, hub.config)
         except Exception as error:  # the network stack raises many types
-            reason = f"{type(error).__name__}: {error}. You can also" if reached else unreachable("it")
+            reason = f"{type(error).__name__}: {error}. You can also" if reached else UNREACHABLE
             raise DataError(
                 f"{hub.name} could not be loaded: {reason} put its parquet files in a folder and set data_path "
                 "(--data-path) to it, or server_data_path (--server-data-path) if they are the server's."
@@ -145,6 +145,8 @@ def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES)
         uses: Uses of the columns of CSV files.
     """
     train, test = table_files(path)
+    if unread := unread_tables(path, [*train, *test]):
+        LOG.warning("%s: not read, because neither train nor test: %s", path, abbreviate(unread))
     tables = read_tables([*train, *test], csv, uses, len(train))
     rows = concatenate_tables(tables[: len(train)], train)
     if len(train) > 1 and FILE not in rows.column_names:
@@ -173,6 +175,19 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     if path.suffix.lower() not in TABLES:
         raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
     return [path], files_with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
+
+
+def unread_tables(path: Path, read: list[Path]) -> list[str]:
+    """Return the names of tables that are probably another part of the data set, such as ``validation.csv``.
+
+    Args:
+        path: File, or folder of files.
+        read: Files that are read.
+    """
+    folder = path if path.is_dir() else path.parent
+    beside = [file for file in files_with_suffix(folder.iterdir(), read[0].suffix) if file not in read]
+    parts = SPLITS if path.stem == "train" else ()
+    return [file.name for file in beside if path.is_dir() or file.stem.lower() in parts]
 
 
 def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
@@ -208,11 +223,9 @@ def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
 @contextmanager
 def quiet_datasets() -> Iterator[Any]:
     """Context manager that yields the ``datasets`` package with progress bars and warnings turned off."""
-    try:
+    with explain_missing("This data set requires the package datasets: pip install 'unskew[hub]'.", DataError):
         datasets: Any = import_module("datasets")
         hub: Any = import_module("huggingface_hub.utils")
-    except ImportError as error:
-        raise DataError("This data set requires the package datasets: pip install 'unskew[hub]'.") from error
     levels = datasets.logging.get_verbosity(), hub.logging.get_verbosity()
     bars = datasets.are_progress_bars_disabled(), hub.are_progress_bars_disabled()
     datasets.logging.set_verbosity_error()

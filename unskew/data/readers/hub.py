@@ -45,6 +45,5 @@ def from_cache(only: bool = True) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def unreachable(what: str) -> str:
-    """Return the start of an error message for something that is neither downloaded nor reachable."""
-    return f"{what} is not on this machine, and the Hugging Face Hub cannot be reached. Check the network, or"
+UNREACHABLE = "it is not on this machine, and the Hugging Face Hub cannot be reached. Check the network, or"
+"""Start of an error message for something that is neither downloaded nor reachable."""

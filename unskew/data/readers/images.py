@@ -20,7 +20,7 @@ from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.readers.column_roles import is_string
 from unskew.data.validation import as_inputs
-from unskew.errors import DataError
+from unskew.errors import DataError, explain_missing
 from unskew.progress import report_progress
 
 LOG = logging.getLogger("unskew")
@@ -170,10 +170,8 @@ def open_image(file: Path | io.BytesIO) -> Iterator[Any]:
         DataError: If pillow is missing.
         ValueError: If the image has so many pixels that pillow would warn: a small file can exhaust the memory.
     """
-    try:
+    with explain_missing("Decoding images requires the package pillow: pip install 'unskew[hub]'.", DataError):
         from PIL import Image
-    except ImportError as error:
-        raise DataError("Decoding images requires the package pillow: pip install 'unskew[hub]'.") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)

@@ -43,6 +43,7 @@ With more distinct numbers than the first, a warning suggests regression. With m
 distinct number per four rows, the label is rejected.
 """
 LOG = logging.getLogger("unskew")
+TEST_SHARE = 0.2
 SPLIT_SEED = 0  # the split into training and test rows is part of the data set, not of an experiment
 
 
@@ -154,15 +155,14 @@ def source_from_tables(
     choice: ColumnSelection | None = None,
     folder: Path | None = None,
     size: int | None = None,
-    test_share: float = 0.2,
 ) -> Source:
     """Build a source from pyarrow tables.
 
     Args:
         name: Name of the source.
         train: Training rows.
-        test: Test rows; None splits ``test_share`` off the training rows, stratified by class if each row has one
-            class.
+        test: Test rows; None splits :data:`TEST_SHARE` off the training rows, stratified by class if each row has
+            one class.
         label: Name of the label column; if it contains lists, the task is multi-label. For regression, one or more
             comma-separated names.
         image: Name of the column of encoded images; None means that the inputs are columns of the table.
@@ -170,7 +170,6 @@ def source_from_tables(
         choice: Column selection of the user; None for built-in data sets, whose columns are not reported.
         folder: Folder of relative paths in the image column.
         size: Side length to which images are resized.
-        test_share: Share of test rows if there is no test part.
 
     Raises:
         ConfigError: If options of the columns contradict each other.
@@ -218,7 +217,7 @@ def source_from_tables(
         tables.append(SampleTable(x, y, metadata_columns(part, {*labels, image})))
     fitted = encoders if choice.mixed or any(x.dtype == torch.float64 for x in xs) else ()
     indicate = choice.missing == "indicator"
-    parts_of = train_test_tables(tables, test_share, Split(*choice.split) if choice.split else None)
+    parts_of = train_test_tables(tables, Split(*choice.split) if choice.split else None)
     return Source(name, *parts_of, names, len(names), task, roles, fitted, indicate)
 
 
@@ -299,14 +298,11 @@ def initial_encoder(train: Any, column: str, role: str, choice: ColumnSelection)
     return Encoder(column, fills=choice.missing != "error")
 
 
-def train_test_tables(
-    tables: Sequence[SampleTable], share: float, split: Split | None = None
-) -> tuple[SampleTable, SampleTable]:
-    """Return a training and a test table; a single table is split into both.
+def train_test_tables(tables: Sequence[SampleTable], split: Split | None = None) -> tuple[SampleTable, SampleTable]:
+    """Return a training and a test table; :data:`TEST_SHARE` of a single table are test rows.
 
     Args:
         tables: One table, or a training and a test table.
-        share: Share of test rows if a single table is split.
         split: Columns of the split, or None.
     """
     train, *test = tables
@@ -316,35 +312,32 @@ def train_test_tables(
         return train, test[0]
     if split is not None:
         classes = train.y.numpy() if train.y.dim() == 1 else None
-        chosen = test_row_mask(train.columns, split, len(train), share, SPLIT_SEED, classes)
+        chosen = test_row_mask(train.columns, split, len(train), TEST_SHARE, SPLIT_SEED, classes)
         return train.rows(np.flatnonzero(~chosen)), train.rows(np.flatnonzero(chosen))
     strata = train.y if train.y.dim() == 1 else train.y.new_zeros(len(train))
-    rows, test_rows = split_rows(strata.numpy(), share)
+    rows, test_rows = split_rows(strata.numpy())
     return train.rows(rows), train.rows(test_rows)
 
 
-def split_rows(labels: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split rows into training and test rows, stratified by class with a fixed seed; every class keeps a training row.
 
     Args:
         labels: Labels, ``[n]``.
-        share: Share of test rows.
 
-    >>> keep, held = split_rows(np.array([0] * 10 + [1] * 5), 0.2)
+    >>> keep, held = split_rows(np.array([0] * 10 + [1] * 5))
     >>> len(keep), len(held)
     (12, 3)
     """
-    if not 0 < share < 1:
-        raise DataError(f"test_share must be between 0 and 1, not {share}.")
     rng = np.random.default_rng(SPLIT_SEED)
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     sorted_labels = labels[order]
     spare = order[1:][sorted_labels[1:] == sorted_labels[:-1]]  # all but the first row of each class
-    count = min(max(1, round(len(labels) * share)), len(spare))
+    count = min(max(1, round(len(labels) * TEST_SHARE)), len(spare))
     if count == 0:
         raise DataError("No test rows can be split off, because every class has a single row. Provide test data.")
-    # Take every (1/share)-th of the rows sorted by class.
+    # Take every fifth of the rows sorted by class.
     taken = np.diff(np.arange(len(spare) + 1) * count // len(spare)) == 1
     test_rows = np.sort(spare[taken])
     return np.setdiff1d(np.arange(len(labels)), test_rows), test_rows

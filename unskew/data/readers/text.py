@@ -54,7 +54,6 @@ def load_texts(
     columns: Sequence[str],
     tokenizer: str | None,
     block: int,
-    test_share: float = 0.2,
     csv: CsvSpec = DETECTED,
     split: Split | None = None,
 ) -> Source:
@@ -71,7 +70,6 @@ def load_texts(
         columns: One text column, or two for a pair; if empty, the data source's default.
         tokenizer: Tokenizer, as for ``unskew.data.readers.tokenization.make_tokenizer``.
         block: Maximum number of tokens per row.
-        test_share: Share of test rows if there is no test part.
         csv: Format of CSV files.
         split: Columns of the split into training and test rows, or None.
 
@@ -99,7 +97,7 @@ def load_texts(
         raise ConfigError(f"text.columns must be one column or a pair, not {', '.join(columns)}.")
     where, folder = absolute_path(path), Path(tokenizer).expanduser()
     tokenizer_stamp = files_stamp(folder) if folder.is_dir() else None
-    request = TextRequest(name, where, label, tuple(columns), tokenizer, block, test_share, csv, split)
+    request = TextRequest(name, where, label, tuple(columns), tokenizer, block, csv, split)
     return load_cached(request, files_stamp(where), tokenizer_stamp)
 
 
@@ -112,7 +110,6 @@ class TextRequest(NamedTuple):
     columns: tuple[str, ...]
     tokenizer: str
     block: int
-    test_share: float
     csv: CsvSpec
     split: Split | None
 
@@ -128,7 +125,7 @@ def load_cached(
         stamp: Stamp of the data files.
         tokenizer_stamp: Stamp of the tokenizer's folder, or None.
     """
-    kind, path, label, columns, tokenizer, block, test_share, csv, split = request
+    kind, path, label, columns, tokenizer, block, csv, split = request
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     uses = ColumnUses(labels=() if label is None else (label,), kinds=tuple((column, "text") for column in own))
     parts, name = text_tables(kind, path, csv, uses)
@@ -169,7 +166,7 @@ def load_cached(
         task = labels.task
         check_classes(names, name, task)
         check_class_indices(tables, classes, label, name)
-    return Source(name, *train_test_tables(tables, test_share, split), names, classes, task)
+    return Source(name, *train_test_tables(tables, split), names, classes, task)
 
 
 def text_tables(kind: str, path: Path | None, csv: CsvSpec, uses: ColumnUses) -> tuple[dict[str, Any], str]:

@@ -41,8 +41,9 @@ def date_format(trimmed: Any, form: str | None, values: Any) -> str | None:
     """
     if values is None or not pa.types.is_temporal(values.type) or cast(trimmed, pa.timestamp("ns")) is not None:
         return None
-    formats = [form] if form else date_formats(trimmed.drop_null()[0].as_py())
-    return next((fitting for fitting in formats if parse_dates(trimmed, fitting) is not None), None)
+    dates = pc.if_else(values.is_valid(), trimmed, None)  # without placeholders, such as ?
+    formats = [form] if form else date_formats(dates.drop_null()[0].as_py())
+    return next((fitting for fitting in formats if parse_dates(dates, fitting) is not None), None)
 
 
 def date_formats(text: str) -> list[str]:

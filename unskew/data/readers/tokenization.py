@@ -12,8 +12,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from unskew.data.readers.hub import hub_or_cache, unreachable
-from unskew.errors import DataError
+from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
+from unskew.errors import DataError, explain_missing
 
 Text = tuple[str, ...]
 MOST = 1 << 30  # number of tokens that is never reached, so that texts are not truncated
@@ -93,19 +93,17 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, name: str):
-        try:
+        with explain_missing(
+            "A tokenizer requires the package transformers: pip install 'unskew[transformers]'.", DataError
+        ):
             transformers: Any = import_module("transformers")
-        except ImportError as error:
-            raise DataError(
-                "A tokenizer requires the package transformers: pip install 'unskew[transformers]'."
-            ) from error
         folder = Path(name).expanduser()
         where = str(folder) if folder.is_dir() else name
         with nullcontext(True) if folder.is_dir() else hub_or_cache() as reached:
             try:
                 self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=False)
             except Exception as error:  # the network and corrupted files raise many types
-                reason = str(error).strip().splitlines()[0].rstrip(".") + ". Or" if reached else unreachable("it")
+                reason = str(error).strip().splitlines()[0].rstrip(".") + ". Or" if reached else UNREACHABLE
                 raise DataError(
                     f"The tokenizer {name!r} cannot be loaded: {reason} set text.tokenizer to another name on the "
                     "Hub, a folder, or bytes."

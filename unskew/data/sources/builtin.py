@@ -56,7 +56,7 @@ def scikit_learn_table(name: str) -> Source:
     names = ("progression",) if name == "diabetes" else tuple(map(str, data.target_names))
     columns = dict(zip(map(str, data.feature_names), data.data.T, strict=True))
     x, y = torch.from_numpy(data.data.astype(np.float32)), as_targets(data.target, name, task)
-    train, test = train_test_tables([SampleTable(x, y, columns)], 0.2)
+    train, test = train_test_tables([SampleTable(x, y, columns)])
     return Source(name, train, test, names, len(names), task)
 
 

@@ -39,7 +39,7 @@ class Samples(NamedTuple):
     users: list[str]
 
 
-def leaf_source(path: Path, images: Path | None = None, size: int | None = None, test_share: float = 0.2) -> Source:
+def leaf_source(path: Path, images: Path | None = None, size: int | None = None) -> Source:
     """Read a folder in LEAF's layout; the column ``user`` has the user of each sample.
 
     Args:
@@ -47,7 +47,6 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
         images: Folder of the image files that inputs name; by default ``raw/img_align_celeba``, ``raw``, or the folder
             of ``train``, whichever exists first.
         size: Side length to which images are resized.
-        test_share: Share of test rows if there is no folder ``test``.
 
     Raises:
         DataError: If a file is missing or not in this layout, or inputs differ in type or length.
@@ -76,7 +75,7 @@ def leaf_source(path: Path, images: Path | None = None, size: int | None = None,
     ]
     if tables[0].x.shape[1:] != tables[-1].x.shape[1:]:
         raise DataError(f"The training inputs and the test inputs of {path} have different shapes.")
-    return Source(path.name, *train_test_tables(tables, test_share), names, len(names))
+    return Source(path.name, *train_test_tables(tables), names, len(names))
 
 
 def leaf_root(path: Path) -> Path:

@@ -15,7 +15,7 @@ from unskew.data.frames import read_classes
 from unskew.data.memory_map import mapped_array
 from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.readers.files import files_with_suffix
-from unskew.data.readers.tables import SPLIT_SEED, SampleTable, Source
+from unskew.data.readers.tables import SPLIT_SEED, TEST_SHARE, SampleTable, Source
 from unskew.data.validation import as_inputs
 from unskew.errors import DataError
 from unskew.filesystem import check_regular
@@ -76,12 +76,11 @@ def is_array_folder(path: Path) -> Path:
     return path
 
 
-def npz_source(path: Path, test_share: float) -> Source:
+def npz_source(path: Path) -> Source:
     """Load the data set; one-dimensional arrays with the length of ``y`` become columns, such as the client.
 
     Args:
         path: Path of the ``.npz`` file, or of the folder of ``.npy`` files.
-        test_share: Share of test samples if the data have no test part.
 
     Raises:
         DataError: If the arrays are not valid.
@@ -103,7 +102,7 @@ def npz_source(path: Path, test_share: float) -> Source:
         train = samples
     else:
         order = np.random.default_rng(SPLIT_SEED).permutation(n)
-        cut = max(1, round(n * test_share))
+        cut = max(1, round(n * TEST_SHARE))
         if n - cut < 1:
             raise DataError(f"{path} has {n} rows, too few for a training and a test part.")
         test, train = samples.rows(np.sort(order[:cut])), samples.rows(np.sort(order[cut:]))

@@ -128,10 +128,11 @@ def load_source(
     size: int | None = None,
     classes: int | None = None,
     choice: ColumnSelection = ALL,
-    test_share: float = 0.2,
     csv: CsvSpec = DETECTED,
 ) -> Source:
     """Load a data set. The four most recent data sets are cached until their files change.
+
+    Data without a test part are split by ``unskew.data.readers.tables.train_test_tables``.
 
     Args:
         name: One of :data:`SOURCES`, a full Hub name such as ``uoft-cs/cifar10``, ``folder:PATH``, ``table:PATH``, or a
@@ -145,7 +146,6 @@ def load_source(
         size: Side length to which images are resized.
         classes: Keep only the samples of this many first classes.
         choice: Selection of a table's columns.
-        test_share: Share of test rows if the data have no test part (stratified by class, with a fixed seed).
         csv: Format of a table's CSV files.
 
     Raises:
@@ -198,7 +198,7 @@ def load_source(
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
-    request = SourceRequest(kind, where, label, image, label_separator, size, classes, choice, test_share, csv)
+    request = SourceRequest(kind, where, label, image, label_separator, size, classes, choice, csv)
     return load_cached(request, files_stamp(where))
 
 
@@ -273,7 +273,6 @@ class SourceRequest(NamedTuple):
     size: int | None
     classes: int | None
     choice: ColumnSelection
-    test_share: float
     csv: CsvSpec
 
 
@@ -308,8 +307,7 @@ def draw_rows(table: Any, count: int, name: str) -> Any:
 
 def load_uncached(request: SourceRequest) -> Source:
     """Load a source without cache; only encoded images are already resized to the requested size."""
-    kind, path, label, image = request[:4]
-    how: dict[str, Any] = {"size": request.size, "test_share": request.test_share}
+    kind, path, label, image, separator, size, _, choice, csv = request
     if kind in DRAWN:
         return DRAWN[kind]()
     if kind.startswith("synthetic"):
@@ -322,20 +320,21 @@ def load_uncached(request: SourceRequest) -> Source:
         train, test = hub_tables(hub) if path is None else local_tables(base, hub, path)
         if count:
             train = draw_rows(train, int(count), base)
-        return source_from_tables(base, train, test, label=label or hub.label, image=image or hub.image, **how)
+        return source_from_tables(base, train, test, label=label or hub.label, image=image or hub.image, size=size)
     assert path is not None
     if kind == "leaf":
-        return leaf_source(path, None if image is None else Path(image).expanduser(), **how)
+        return leaf_source(path, None if image is None else Path(image).expanduser(), size)
     if kind in ("npz", "npy"):
-        return npz_source(path, request.test_share)
+        return npz_source(path)
     if kind == "folder":
         train, test = folder_tables(path)
-        selection = request.choice if request.choice.split else None
+        selection = choice if choice.split else None
         if selection is None and test is None and SUBFOLDER in train.column_names:
             LOG.warning("classes of %s contain folders; split_by: %s keeps their images together", path, SUBFOLDER)
-        return source_from_tables(path.name, train, test, label="label", image="image", choice=selection, **how)
-    train, test = file_tables(path, request.csv, request.choice.uses(label, request.label_separator is None))
+        return source_from_tables(path.name, train, test, label="label", image="image", choice=selection, size=size)
+    train, test = file_tables(path, csv, choice.uses(label, separator is None))
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
-    how |= {"label_separator": request.label_separator, "choice": request.choice, "folder": folder}
-    return source_from_tables(name, train, test, label=label, image=image, **how)
+    return source_from_tables(
+        name, train, test, label=label, image=image, label_separator=separator, choice=choice, folder=folder, size=size
+    )

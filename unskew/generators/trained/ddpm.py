@@ -19,10 +19,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.data.federation import concatenate_inputs
-from unskew.errors import ConfigError
+from unskew.errors import explain_missing
 from unskew.generators.base import GeneratorJob, num_halvings, pad_to_halvings, to_uint8
 from unskew.generators.trained.diffusion import Diffusion
-from unskew.generators.trained.train_loop import ExponentialAverage, TrainingState, train
+from unskew.generators.trained.train_loop import ExponentialAverage, TrainingState, descend, train
 from unskew.option_parsing import Fraction, Positive, Whole
 from unskew.seeding import derive, generator
 
@@ -80,10 +80,8 @@ class DDPM:
 
 
 def _unet_class() -> Any:
-    try:
+    with explain_missing("The generator ddpm needs diffusers: pip install 'unskew[diffusion]'."):
         from diffusers import UNet2DModel
-    except ImportError as error:
-        raise ConfigError("The generator ddpm needs diffusers: pip install 'unskew[diffusion]'.") from error
     return UNet2DModel
 
 
@@ -183,11 +181,7 @@ class DDPMGenerator:
 
             def step(index: Tensor, _: int) -> Tensor:
                 index = index.to(job.device)
-                loss = self.loss(x[index], y[index])
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                return loss
+                return descend(optimizer, self.loss(x[index], y[index]))
 
             train(job, trained, step, averages=[self.average], **common)
         else:

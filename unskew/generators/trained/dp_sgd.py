@@ -27,7 +27,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, explain_missing
 from unskew.secret_draws import secret_normal, secret_uniform, seeded_sentence
 from unskew.seeding import derive, generator
 
@@ -98,12 +98,10 @@ def round_up(epsilon: float) -> float:
 
 
 def _opacus() -> Any:
-    try:
+    with explain_missing("A private generator needs opacus: pip install 'unskew[privacy]'."):
         import opacus
         import opacus.accountants.utils
         import opacus.validators
-    except ImportError as error:
-        raise ConfigError("A private generator needs opacus: pip install 'unskew[privacy]'.") from error
     return opacus
 
 

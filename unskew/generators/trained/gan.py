@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from unskew.data.federation import concatenate_inputs
 from unskew.generators.base import GeneratorJob, num_halvings, pad_to_halvings, to_uint8
-from unskew.generators.trained.train_loop import TrainingState, train
+from unskew.generators.trained.train_loop import TrainingState, descend, train
 from unskew.option_parsing import Positive, Whole
 from unskew.seeding import derive, generator
 
@@ -136,14 +136,8 @@ class GANGenerator:
             real, y = x[index.to(job.device)], labels[index.to(job.device)]
             fake = maker(torch.randn(len(y), options.noise).to(job.device), y)
             judged = F.softplus(-judge(real, y)).mean() + F.softplus(judge(fake.detach(), y)).mean()
-            players["judge"].zero_grad()
-            judged.backward()  # type: ignore[no-untyped-call]
-            players["judge"].step()
-            fooled = F.softplus(-judge(fake, y)).mean()
-            players["maker"].zero_grad()
-            fooled.backward()  # type: ignore[no-untyped-call]
-            players["maker"].step()
-            return judged + fooled
+            descend(players["judge"], judged)
+            return judged + descend(players["maker"], F.softplus(-judge(fake, y)).mean())
 
         trained = TrainingState({"maker": maker, "judge": judge}, dict(players))
         train(job, trained, step, len(labels), options.epochs, options.batch)

@@ -26,6 +26,19 @@ Step = Callable[[Tensor, int], Tensor]
 """Function that takes a step on the samples of an index ``[B]``, given the step's number, and returns the loss."""
 
 
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Take one step on the gradient of a loss, and return the loss.
+
+    Args:
+        optimizer: Optimizer of the parameters.
+        loss: Loss, a scalar.
+    """
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return loss
+
+
 class ExponentialAverage:
     """Exponential moving average of a module's weights: ``m <- d m + (1 - d) w``.
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from unskew.data.federation import concatenate_inputs
 from unskew.generators.base import GeneratorJob, num_halvings, pad_to_halvings, to_uint8
-from unskew.generators.trained.train_loop import TrainingState, train
+from unskew.generators.trained.train_loop import TrainingState, descend, train
 from unskew.option_parsing import Positive, Whole
 from unskew.seeding import derive, generator
 
@@ -145,11 +145,7 @@ class VAEGenerator:
             part = x[index.to(job.device)]
             mu, logvar = net.encode(part)
             z = mu + (logvar / 2).exp() * torch.randn(mu.shape).to(job.device)
-            loss = negative_elbo(net.decode(z), part, mu, logvar, options.beta)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            return loss
+            return descend(optimizer, negative_elbo(net.decode(z), part, mu, logvar, options.beta))
 
         train(job, TrainingState({"net": net}, {"adam": optimizer}), step, len(labels), options.epochs, options.batch)
         with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import UnskewError
-from unskew.methods.compression.packing import check_positive, check_tensors
+from unskew.methods.compression.packing import check_tensors
 from unskew.protocol.messages import Tensors
 from unskew.seeding import normal
 
@@ -29,7 +29,6 @@ class _Layer(NamedTuple):
 
 def _layers(shapes: Sequence[tuple[int, ...]], rank: int) -> list[_Layer]:
     """Return the layers as matrices; vectors, and matrices that would shrink less than twofold, have rank 0."""
-    check_positive("powersgd", "rank", rank)
     layers = []
     for shape in shapes:
         size = math.prod(shape)

@@ -12,9 +12,6 @@ from unskew.errors import UnskewError
 from unskew.protocol.messages import Tensors
 from unskew.seeding import fold, uniform
 
-MAX_BITS = 24
-"""Largest number of bits of a packed integer."""
-
 CHUNK = 1 << 14
 """Number of random numbers drawn at once: intermediate results stay in the processor's cache (ten times as fast)."""
 
@@ -37,21 +34,6 @@ def check_tensors(name: str, code: Tensors, expected: Mapping[str, tuple[torch.d
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tuple(tensor.shape) != (size,):
             wanted = str(dtype).removeprefix("torch.")
             raise UnskewError(f"The tensor {key} of a {name} code must have the type {wanted} and the shape [{size}].")
-
-
-def check_positive(name: str, option: str, value: int) -> None:
-    """Validate that an option is at least 1.
-
-    Args:
-        name: Name of the compression method, for messages.
-        option: Name of the option.
-        value: Value of the option.
-
-    Raises:
-        UnskewError: If the value is below 1.
-    """
-    if value < 1:
-        raise UnskewError(f"{option} of {name} must be at least 1, not {value}.")
 
 
 def to_buckets(v: Tensor, bucket: int) -> Tensor:
@@ -136,7 +118,7 @@ def pack_integers(values: Tensor, bits: int) -> Tensor:
 
     Args:
         values: Integers in ``[0, 2^bits)``, or booleans, ``[n]``.
-        bits: Number of bits of each integer, at most ``MAX_BITS``.
+        bits: Number of bits of each integer, at most 24.
 
     Returns:
         Bytes, uint8 ``[ceil(n bits / 8)]``.
@@ -159,7 +141,7 @@ def unpack_integers(name: str, packed: Tensor, n: int, bits: int) -> Tensor:
         name: Name of the compression method, for messages.
         packed: Bytes, uint8 ``[ceil(n bits / 8)]``.
         n: Number of integers.
-        bits: Number of bits of each integer, at most ``MAX_BITS``.
+        bits: Number of bits of each integer, at most 24.
 
     Returns:
         Integers, ``[n]``: uint8 for one bit, int32 otherwise.

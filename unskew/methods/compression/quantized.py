@@ -13,8 +13,6 @@ from torch import Tensor
 
 from unskew.errors import UnskewError
 from unskew.methods.compression.packing import (
-    MAX_BITS,
-    check_positive,
     check_tensors,
     long_uniform,
     num_buckets,
@@ -24,6 +22,9 @@ from unskew.methods.compression.packing import (
     unpack_integers,
 )
 from unskew.protocol.messages import Tensors
+
+_SENT = {torch.float16: torch.int16, torch.bfloat16: torch.bfloat16}
+"""Data types in which rounded numbers are sent."""
 
 
 def _check_not_negative(name: str, scales: Tensor) -> None:
@@ -39,11 +40,7 @@ def _divisor(scales: Tensor) -> Tensor:
 
 def _level_bits(s: int) -> int:
     """Return the number of bits of a signed level, ``ceil(log2(2 s + 1))``."""
-    check_positive("qsgd", "s", s)
-    bits = (2 * s).bit_length()
-    if bits > MAX_BITS:
-        raise UnskewError(f"s of qsgd must be below {1 << (MAX_BITS - 1)}, not {s}.")
-    return bits
+    return (2 * s).bit_length()
 
 
 def encode_qsgd(v: Tensor, s: int, bucket: int, key: Tensor) -> Tensors:
@@ -63,7 +60,6 @@ def encode_qsgd(v: Tensor, s: int, bucket: int, key: Tensor) -> Tensors:
         bits each.
     """
     bits = _level_bits(s)
-    check_positive("qsgd", "bucket", bucket)
     rows = to_buckets(v, bucket)
     peaks = rows.abs().amax(dim=1)
     norms = peaks * (rows / _divisor(peaks)).norm(dim=1)  # without overflow or underflow of squares
@@ -92,7 +88,6 @@ def decode_qsgd(code: Tensors, s: int, bucket: int, n: int, dtype: torch.dtype) 
         UnskewError: If the code is not valid.
     """
     bits = _level_bits(s)
-    check_positive("qsgd", "bucket", bucket)
     sizes = {"norms": (dtype, num_buckets(n, bucket)), "levels": (torch.uint8, packed_size(n, bits))}
     check_tensors("qsgd", code, sizes)
     _check_not_negative("qsgd", code["norms"])
@@ -162,7 +157,6 @@ def encode_int8(v: Tensor, bucket: int) -> Tensors:
     Returns:
         ``values [n]`` (int8) and ``scales [ceil(n / bucket)]``, the largest magnitude of each bucket divided by 127.
     """
-    check_positive("int8", "bucket", bucket)
     rows = to_buckets(v, bucket)
     scales = rows.abs().amax(dim=1) / 127
     values = (rows / _divisor(scales)).round().nan_to_num(0.0).clamp(-127, 127)
@@ -184,7 +178,6 @@ def decode_int8(code: Tensors, bucket: int, n: int, dtype: torch.dtype) -> Tenso
     Raises:
         UnskewError: If the code is not valid.
     """
-    check_positive("int8", "bucket", bucket)
     check_tensors("int8", code, {"values": (torch.int8, n), "scales": (dtype, num_buckets(n, bucket))})
     _check_not_negative("int8", code["scales"])
     if bool((code["values"] == -128).any()):
@@ -193,29 +186,27 @@ def decode_int8(code: Tensors, bucket: int, n: int, dtype: torch.dtype) -> Tenso
     return (rows * code["scales"].unsqueeze(1)).flatten()[:n]
 
 
-def _saturated(v: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert to a smaller type; finite values beyond its range become its largest finite number."""
-    limit = torch.finfo(dtype).max
-    return torch.where(v.isinf(), v, v.clamp(-limit, limit)).to(dtype)
-
-
-def encode_fp16(v: Tensor) -> Tensors:
-    """Round entries to 16-bit floating-point numbers; finite values beyond 65504 become 65504.
+def encode_rounded(v: Tensor, rounded: torch.dtype) -> Tensors:
+    """Round entries to 16-bit floating-point numbers; finite values beyond their range become the largest finite number.
 
     Args:
         v: Vector, ``[n]``.
+        rounded: ``float16`` or ``bfloat16``.
 
     Returns:
-        ``values [n]``: the bits as int16, because messages have no data type float16.
+        ``values [n]``: bfloat16, or the bits of float16 as int16, because messages have no data type float16.
     """
-    return {"values": _saturated(v, torch.float16).view(torch.int16)}
+    limit = torch.finfo(rounded).max
+    return {"values": torch.where(v.isinf(), v, v.clamp(-limit, limit)).to(rounded).view(_SENT[rounded])}
 
 
-def decode_fp16(code: Tensors, n: int, dtype: torch.dtype) -> Tensor:
-    """Decode a vector from the bits of 16-bit floating-point numbers.
+def decode_rounded(name: str, code: Tensors, rounded: torch.dtype, n: int, dtype: torch.dtype) -> Tensor:
+    """Decode a vector from 16-bit floating-point numbers.
 
     Args:
+        name: Name of the compression method, for messages.
         code: Code from a client.
+        rounded: ``float16`` or ``bfloat16``.
         n: Length of the vector.
         dtype: Data type of the vector.
 
@@ -225,35 +216,5 @@ def decode_fp16(code: Tensors, n: int, dtype: torch.dtype) -> Tensor:
     Raises:
         UnskewError: If the code is not valid.
     """
-    check_tensors("fp16", code, {"values": (torch.int16, n)})
-    return code["values"].view(torch.float16).to(dtype)
-
-
-def encode_bf16(v: Tensor) -> Tensors:
-    """Round entries to bfloat16 numbers; finite values beyond its range become its largest finite number.
-
-    Args:
-        v: Vector, ``[n]``.
-
-    Returns:
-        ``values [n]`` (bfloat16).
-    """
-    return {"values": _saturated(v, torch.bfloat16)}
-
-
-def decode_bf16(code: Tensors, n: int, dtype: torch.dtype) -> Tensor:
-    """Decode a vector from bfloat16 numbers.
-
-    Args:
-        code: Code from a client.
-        n: Length of the vector.
-        dtype: Data type of the vector.
-
-    Returns:
-        Vector, ``[n]``.
-
-    Raises:
-        UnskewError: If the code is not valid.
-    """
-    check_tensors("bf16", code, {"values": (torch.bfloat16, n)})
-    return code["values"].to(dtype)
+    check_tensors(name, code, {"values": (_SENT[rounded], n)})
+    return code["values"].view(rounded).to(dtype)

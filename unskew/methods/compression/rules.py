@@ -352,26 +352,23 @@ class FP16(FeedbackCompressor):
     summary: ClassVar[str] = "rounds the update to half precision"
     paper: ClassVar[str] = "Micikevicius et al. 2017, arXiv:1710.03740"
 
+    rounded: ClassVar[torch.dtype] = torch.float16
+
     def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        return quantized.encode_fp16(v)
+        return quantized.encode_rounded(v, self.rounded)
 
     def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        return quantized.decode_fp16(code, ctx.size, ctx.spec.dtype)
+        return quantized.decode_rounded(self.name, code, self.rounded, ctx.size, ctx.spec.dtype)
 
 
 @dataclass(frozen=True)
-class BF16(FeedbackCompressor):
+class BF16(FP16):
     """Half precision with the range of single precision."""
 
     name: ClassVar[str] = "bf16"
     summary: ClassVar[str] = "rounds the update to bfloat16"
     paper: ClassVar[str] = "Kalamkar et al. 2019, arXiv:1905.12322"
-
-    def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
-        return quantized.encode_bf16(v)
-
-    def _expand(self, code: Tensors, ctx: UploadContext) -> Tensor:
-        return quantized.decode_bf16(code, ctx.size, ctx.spec.dtype)
+    rounded: ClassVar[torch.dtype] = torch.bfloat16
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,9 @@ def sparse_count(share: float, n: int) -> int:
         share: Share of the entries, in (0, 1].
         n: Length of the vector.
 
-    Raises:
-        UnskewError: If ``share`` is not in (0, 1].
-
     >>> sparse_count(0.07, 100), sparse_count(0.01, 1), 0.07 * 100
     (7, 1, 7.000000000000001)
     """
-    if not 0 < share <= 1:
-        raise UnskewError(f"share must be above 0 and at most 1, not {share}.")
     product = share * n
     return min(n, max(1, math.ceil(round(product - 4 * math.ulp(product), 9))))
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -42,7 +42,6 @@ from unskew.generators.synthetic_dataset import SyntheticSet
 from unskew.generators.trained.dp_sgd import Positive, PrivacyOptions
 from unskew.methods.fedssyn.ablations import only_own_images, single_client_images
 from unskew.methods.fedssyn.synthetic_sets import (
-    changed_options,
     check_fits,
     logged_epsilons,
     refusing_clients,
@@ -258,7 +257,7 @@ class Fedssyn(DataRule):
             "refuse": self.refuse if prepared.client is None else others,
             "count": count,
             "keep": self.kept,
-            "privacy": None if self.privacy is None else changed_options(self.privacy),
+            "privacy": None if self.privacy is None else asdict(self.privacy),
             "data": [federation.name, federation.fingerprint, list(federation.shape), federation.classes],
             "sizes": hashlib.sha256(federation.sizes.astype(np.int64).tobytes()).hexdigest()[:16],
         }

@@ -51,12 +51,6 @@ def logged_epsilons(made: SyntheticSet, folder: Path) -> SyntheticSet:
     return replace(made, about={**made.about, "folder": str(folder)})
 
 
-def changed_options(privacy: PrivacyOptions) -> dict[str, Any]:
-    """Return the options of private training by name."""
-    names = ("noise_multiplier", "epsilon", "delta", "clip", "accountant", "reproducible")
-    return {name: getattr(privacy, name) for name in names}
-
-
 def refusing_clients(refuse: str, clients: int | None = None) -> set[int]:
     """Parse the clients that do not share: ``"0;3"`` lists them, ``"0.2"`` is a share, counted from the highest number.
 

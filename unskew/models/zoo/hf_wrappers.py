@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unskew.errors import ConfigError
+from unskew.errors import explain_missing
 from unskew.models.keyed_dropout import FunctionalDropout, KeyedDropout
 from unskew.models.zoo.lora import merge_lora
 
@@ -197,11 +197,9 @@ def quiet_transformers() -> Iterator[Any]:
     Raises:
         ConfigError: If the package ``transformers`` is not installed.
     """
-    try:
+    with explain_missing("This model needs the package transformers: pip install 'unskew[transformers]'."):
         transformers: Any = import_module("transformers")
         bars: Any = import_module("transformers.utils.logging")
-    except ImportError as error:
-        raise ConfigError("This model needs the package transformers: pip install 'unskew[transformers]'.") from error
     level, shown = bars.get_verbosity(), bars.is_progress_bar_enabled()
     bars.set_verbosity_error()
     bars.disable_progress_bar()

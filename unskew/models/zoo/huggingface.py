@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from unskew.data.readers.hub import hub_or_cache, unreachable
+from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
 from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.models.zoo.hf_wrappers import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
 from unskew.models.zoo.lora import add_lora, first_line, parse_lora
@@ -306,7 +306,7 @@ def readable_hub_errors(weights: str) -> Iterator[None]:
     except Exception as error:  # the Hub, the files and the model may raise any error
         if not reached:
             raise ConfigError(
-                f"The model {weights!r} cannot be loaded: {unreachable('it')} use a folder that contains it."
+                f"The model {weights!r} cannot be loaded: {UNREACHABLE} use a folder that contains it."
             ) from error
         hint = ""
         if "safetensors" in str(error):

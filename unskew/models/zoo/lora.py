@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from unskew.errors import ConfigError, short_repr
+from unskew.errors import ConfigError, explain_missing, short_repr
 from unskew.option_parsing import Fraction, Positive, Whole, build_from_options
 
 
@@ -61,10 +61,8 @@ def add_lora(net: Any, options: LoraOptions) -> None:
     Raises:
         ConfigError: If peft is not installed, or no layer matches ``targets``.
     """
-    try:
+    with explain_missing("LoRA needs the package peft: pip install 'unskew[transformers]'."):
         peft: Any = import_module("peft")
-    except ImportError as error:
-        raise ConfigError("LoRA needs the package peft: pip install 'unskew[transformers]'.") from error
     targets = None if options.targets is None else list(options.targets)
     factors = peft.LoraConfig(
         r=options.r, lora_alpha=options.alpha, target_modules=targets, lora_dropout=options.dropout
