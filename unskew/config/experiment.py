@@ -58,7 +58,7 @@ class Experiment(Section):
     data_path: str | None = None
     """Folder with the source's files, for offline use."""
     label: ColumnName | None = None
-    """Label column of a table; if it contains lists, the task is multi-label."""
+    """Label column of a table; if it contains lists, the task is multi-label; several columns with ``task: regression``."""
     label_separator: Annotated[str, Field(min_length=1)] | None = None
     """Separator between the labels of a sample in a string label column."""
     image: ColumnName | None = None
@@ -68,23 +68,24 @@ class Experiment(Section):
     exclude: ColumnNames = ()
     """Columns of a table that are not inputs."""
     task: Literal["auto", "regression"] = "auto"
-    """``regression`` predicts the numbers of one or more label columns."""
+    """``regression`` predicts the numbers of one or more label columns; ``auto`` infers the task from the label column."""
     categories: ColumnNames = ()
     """Categorical columns of a table; ``auto`` means every string column."""
     dates: ColumnNames = ()
     """Date columns of a table."""
     missing: Literal["error", "mean", "indicator"] = "error"
-    """Missing numbers in a table: raise an error, replace by the mean, or also mark them by an additional input."""
+    """Missing numbers of a table: ``error`` (raise an error), ``mean`` (impute), or ``indicator`` (impute and flag)."""
     split_by: str | None = None
-    """Column whose values are never split between training and held-out rows; or ``time:COLUMN``, ``column:COLUMN``."""
+    """Column whose values are never divided between training, held-out and test data; ``time:COLUMN`` holds out the newest
+    rows, ``column:COLUMN`` uses a predefined split."""
     csv: CsvConfig = CsvConfig()
     """Format of CSV files, if detection fails."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Side length in pixels to which images are resized; None leaves them unchanged."""
+    """Side length in pixels to which all images are resized, including the server's; None leaves them unchanged."""
     max_classes: Annotated[int, Field(ge=2)] | None = None
-    """Keep only the samples of this many first classes."""
+    """Use only samples of the first classes, up to this number of classes."""
     max_train_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of training samples to keep, drawn by the seed."""
+    """Number of training samples to keep, drawn by the seed; the test set is not reduced."""
     partition: str = "dirichlet:0.1"
     """Data partition: the assignment of training samples to clients."""
     clients: Annotated[int, Field(ge=1, le=100_000_000)] | None = 10
@@ -113,16 +114,17 @@ class Experiment(Section):
     head: str | None = None
     """Module that is the head; by default the last linear layer."""
     buffers: Literal["average", "local", "reset"] = "average"
-    """Treatment of buffers: averaged like parameters, kept at each client, or reset in every round."""
+    """Buffers: ``average`` (like parameters), ``local`` (kept at each client) or ``reset`` (in every round)."""
 
     method: Named = "fedavg"
     """Method expression, such as ``fedprox:mu=0.1+scaffold``."""
     client_weighting: Literal["auto", "samples", "uniform"] = "auto"
-    """Aggregation weights; ``auto`` is the method's default (by samples unless its paper averages uniformly)."""
+    """Weights of the clients: ``samples``, ``uniform``, or ``auto`` for the method's own (``samples`` unless its paper
+    averages uniformly)."""
     rounds: Annotated[int, Field(ge=1, le=10_000_000)] = 50
     """Number of communication rounds."""
     participation: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of clients per round."""
+    """Share of clients per round; at least one client, unless ``sampling`` is ``poisson``."""
     sampling: str = "fixed"
     """Cohorts of a ``fixed`` size, ``poisson``: each client takes part with probability ``participation``, or
     ``power-of-choice:D``: the clients with the largest losses of ``D`` candidates."""
@@ -135,13 +137,13 @@ class Experiment(Section):
     drop_last: bool = False
     """Skip the last batch of an epoch if it is smaller."""
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
-    """Client optimizer."""
+    """Client optimizer: ``sgd``, ``adam`` or ``adamw``; created again in every round."""
     lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] = 0.1
     """Client learning rate; the default is 0.1 for sgd and 0.001 for adam and adamw."""
     lr_schedule: str = "constant"
     """Learning-rate schedule: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5+cosine``."""
     lr_schedule_per: Literal["round", "step"] = "round"
-    """Unit of the numbers in ``lr_schedule``: rounds or local steps."""
+    """Unit of the numbers in ``lr_schedule``: ``round``, or ``step`` for local steps."""
     loss: Annotated[str, Field(pattern=LOSSES)] = "auto"
     """Regression loss: ``mse`` (used for ``auto``), ``mae``, ``huber`` or ``huber:DELTA``."""
     class_weights: Literal["balanced"] | tuple[Positive, ...] | None = None
@@ -155,7 +157,8 @@ class Experiment(Section):
     clip_grad_norm: Positive | None = None
     """Maximum gradient norm; larger gradients of clients are clipped."""
     precision: Literal["fp32", "tf32", "fp64", "bf16"] = "fp32"
-    """Training precision; ``tf32`` differs from ``fp32`` on CUDA only; ``bf16`` is autocast with fp32 weights."""
+    """``fp32``, ``tf32`` (TensorFloat-32 on CUDA; equal to ``fp32`` elsewhere), ``fp64``, or ``bf16`` (autocast with fp32
+    weights)."""
     network: NetworkConfig = NetworkConfig()
     """Simulated network between clients and server."""
     attack: AnyAttack | None = None
@@ -201,7 +204,7 @@ class Experiment(Section):
     early_stopping: Annotated[int, Field(ge=1)] | None = None
     """Stop after this many consecutive evaluations without a better objective on the clients' held-out samples."""
     keep: Literal["best", "last"] = "last"
-    """Round whose model is the model of the run; ``best`` is by the objective on the clients' held-out samples."""
+    """Model of the run: of the ``last`` round, or of the ``best`` one by the objective on the clients' held-out samples."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Number of rounds between checkpoints (one is always written after the last round)."""
     save_samples: bool = False

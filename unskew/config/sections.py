@@ -47,9 +47,10 @@ class NetworkConfig(Section):
     delay: str = "none"
     """Rounds until an update arrives: ``none``, ``fixed:K``, ``half-normal:S``, ``lognormal:M,S`` or ``trace:FILE``."""
     delay_per: Literal["dispatch", "client"] = "dispatch"
-    """Draw a delay for every dispatch, or once per client."""
+    """Draw a delay per ``dispatch``, or one per ``client``."""
     uplink: str | None = None
-    """Bandwidth of a client to the server: a constant such as ``5MB/s``, or a distribution over clients."""
+    """Bandwidth of a client to the server: a constant such as ``5MB/s``, or a distribution over clients; unlimited if only
+    other speeds are set."""
     downlink: str | None = None
     """Bandwidth of a client from the server."""
     latency: str | None = None
@@ -107,7 +108,7 @@ class TextConfig(Section):
     columns: ColumnNames = ()
     """Text columns, one or a pair; if empty, ``text`` or the data source's default."""
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    """Name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
+    """Name on the Hugging Face Hub, a folder, ``words`` or ``bytes``; None means the model's tokenizer."""
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     """Maximum number of tokens per text."""
 
@@ -116,11 +117,11 @@ class CsvConfig(Section):
     """Format of CSV files; fields that are not set are detected for each file."""
 
     separator: str | None = None
-    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``."""
+    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``; detected if None."""
     decimal: str | None = None
-    """Decimal mark: ``point`` or ``comma``."""
+    """Decimal mark: ``point`` or ``comma``; detected if None."""
     encoding: str | None = None
-    """Character encoding, such as ``latin-1``."""
+    """Character encoding, such as ``latin-1``; detected if None."""
     thousands: str | None = None
     """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
     missing: str | int | float | tuple[str | int | float, ...] | None = None
@@ -128,7 +129,7 @@ class CsvConfig(Section):
     dates: str | None = None
     """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
     skip: Annotated[int, Field(ge=0)] | None = None
-    """Number of lines before the header."""
+    """Number of lines before the header; if None, ``sep=;``, empty lines and lines with ``#`` are skipped."""
     names: str | tuple[str, ...] = ()
     """Names of the columns of files without a header."""
 
@@ -154,7 +155,8 @@ class RayConfig(Section):
     """Options of the engine ``ray``."""
 
     address: Named | None = None
-    """Address: ``local``, ``auto``, or ``HOST:PORT`` of the head node; None means ``local`` for engine ``ray``."""
+    """Address: ``local``, ``auto``, or ``HOST:PORT`` of the head node, with which ``engine: auto`` uses ``ray``; None means
+    ``local`` for engine ``ray``."""
     cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
     """Cores and threads of a task, which trains ``clients_per_group`` clients."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)] = 0.0
@@ -164,9 +166,9 @@ class RayConfig(Section):
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds without any reply of the cluster after which the run ends; None means no limit."""
     data: Literal["auto", "store", "nodes"] = "auto"
-    """Send data through the object store, or let nodes load them; with ``auto``, nodes load data that a URL names."""
+    """``store``: send data through the object store; ``nodes``: nodes load them; ``auto``: nodes load data named by a URL."""
     state: Literal["driver", "nodes"] = "driver"
-    """Send client state with each task, or store it in files of the run folder, which all nodes must see."""
+    """``driver``: send client state with each task; ``nodes``: store it in files of the run folder, which all nodes must see."""
 
     @pydantic.field_validator("address")
     @classmethod

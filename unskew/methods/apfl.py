@@ -34,9 +34,10 @@ class APFL(ClientRule):
     """Mixtures of a global and a client's own model.
 
     Attributes:
-        alpha: Initial weight of the own model; with 0 and ``adaptive=false`` the personal model is FedAvg's local model.
-        adaptive: Learn the weight at each client.
-        decay: With ``adaptive``, decay of the weight.
+        alpha: Weight of the own model, at first. With 0 and ``adaptive=false``, the personal model is FedAvg's local
+            model; with 1, it is trained alone.
+        adaptive: Learn the weight.
+        decay: Decay of the weight, with ``adaptive``. The default is that of the authors' code; the paper has none.
     """
 
     name: ClassVar[str] = "apfl"

@@ -42,8 +42,8 @@ class CA2FL(ServerRule):
     Attributes:
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        buffer_size: Number of updates per server step, ``b``.
-        eta: Server learning rate.
+        buffer_size: Updates per server step, ``b``.
+        eta: The server's step.
     """
 
     name: ClassVar[str] = "ca2fl"

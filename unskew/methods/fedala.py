@@ -47,8 +47,8 @@ class FedALA(ClientRule):
     """Learned mixtures of a client's own head and the global one, from which it trains.
 
     Attributes:
-        eta: Learning rate of the weights; 0 is FedAvg.
-        share: Share of a client's samples on which the weights are learned.
+        eta: Learning rate of the weights. With 0, they stay 1, and this is FedAvg.
+        share: Share of the client's samples on which the weights are learned, drawn again in every round.
     """
 
     name: ClassVar[str] = "fedala"

@@ -72,7 +72,7 @@ class FedRoD(LogitAdjustment, PartialSharing):
     """Generic and personal heads on a shared body.
 
     Attributes:
-        gamma: Strength of the balanced softmax of the generic head.
+        gamma: Strength of the balanced softmax.
     """
 
     name: ClassVar[str] = "fedrod"

@@ -47,7 +47,7 @@ class FedSMOO(ClientRule, ServerRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        rho: Radius of the perturbation; 0 is FedDyn with ``alpha=lam``.
+        rho: Radius of the perturbation; 0 is ``feddyn:alpha=lam``.
         lam: Strength of the regularization.
     """
 

@@ -21,7 +21,7 @@ only sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -45,7 +45,6 @@ from unskew.protocol.rules import (
     Weights,
     WithServerHalf,
 )
-from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 from unskew.protocol.updates import nonzero_divisors
 from unskew.seeding import generator
@@ -57,14 +56,17 @@ class IFCA(ClientRule, ServerRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        groups: Number of models; 1 is FedAvg.
-        spread: Standard deviation of the relative difference between the first models.
-        blocks: Send updates of all models, so that the server needs only sums.
+        groups: Number of models; 1 is ``fedavg`` with uniform weights.
+        spread: Relative difference of the first models: ``θ_1`` is the model of the run, and ``θ_j = θ_1 (1 + spread
+            ε_j) / √(1 + spread²)`` with standard normal ``ε_j`` for the others.
+        blocks: Send an update for each model, which is zero except for the chosen one. The server then needs only sums;
+            the traffic up is ``(d + 2) groups``.
     """
 
     name: ClassVar[str] = "ifca"
     summary: ClassVar[str] = "one model per group of clients, which choose by their loss"
     paper: ClassVar[str] = "Ghosh et al. 2020, arXiv:2006.04088"
+    supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
     survey_at: ClassVar[SurveyTime | None] = "received"
@@ -106,11 +108,6 @@ class IFCA(ClientRule, ServerRule):
             if self.blocks and rule.encodes:
                 return f"{rule.name} encodes one update, but ifca:blocks=true sends several. Set blocks=false."
         return None
-
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that all updates of a round start from the same models."""
-        run.need_no_delays(self.name)
-        return ()
 
     # ---- at the clients -------------------------------------------------------------------------------------------------
 

@@ -95,9 +95,9 @@ class KNNPer(ClientRule, PartialSharing):
 
     Attributes:
         k: Number of neighbors.
-        lam: Weight of the neighbors' labels; 0 is the global model.
-        scale: Width of the kernel, relative to the number of features.
-        capacity: Largest number of samples that a client stores.
+        lam: Weight of the neighbors, from 0 (the global model) to below 1.
+        scale: Width of the kernel, relative to ``f``.
+        capacity: Largest number of samples that a client stores. A client with more stores a random selection.
     """
 
     name: ClassVar[str] = "knnper"

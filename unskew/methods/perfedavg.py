@@ -35,11 +35,12 @@ class PerFedAvg(ClientRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        version: First-order ``fo``, or ``hf`` with differences of gradients in place of the Hessian.
-        beta: Learning rate of the global model.
-        alpha: Learning rate of the personal step; None for the run's ``lr``.
-        delta: Step of the differences of gradients, for ``hf``.
-        steps: Number of personal steps after the last round.
+        version: ``fo`` is the first-order method; ``hf`` approximates the product with the Hessian by a difference of
+            gradients.
+        beta: Learning rate of the global model. A learning-rate schedule scales it like ``lr``.
+        alpha: Learning rate of the personal step; none is the run's ``lr``.
+        delta: Step of the difference of gradients, for ``hf``.
+        steps: Personal steps after the last round.
     """
 
     name: ClassVar[str] = "perfedavg"

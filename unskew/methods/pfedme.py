@@ -36,11 +36,11 @@ class PFedMe(ClientRule):
     """Personal models from Moreau envelopes.
 
     Attributes:
-        lam: Strength of the pull between the personal and the local global model.
-        K: Number of steps on the personal model per local step.
-        eta_p: Learning rate of the personal model.
-        beta: Server learning rate; 1 is the mean.
-        decay: Weight decay of the personal model.
+        lam: Strength of the pull between ``t`` and ``w_k``. With 0, the global model never moves.
+        K: Steps on ``t`` per local step.
+        eta_p: Learning rate of ``t``.
+        beta: Server learning rate; the authors' tuned runs use 2. Other values than 1 fill the slot ``server``.
+        decay: Weight decay of ``t``.
     """
 
     name: ClassVar[str] = "pfedme"

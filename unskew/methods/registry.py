@@ -23,6 +23,7 @@ from unskew.option_parsing import (
     import_from_path,
     import_own,
     option_defaults,
+    option_meanings,
 )
 from unskew.provenance import on_behalf_of
 
@@ -402,8 +403,42 @@ def describe_all() -> list[dict[str, Any]]:
     return [describe_method(name) for name in METHODS]
 
 
+def conflicts(name: str) -> dict[str, str]:
+    """Return the registered methods that a method cannot be combined with, by name, with the reason.
+
+    Args:
+        name: Name or import path of the method.
+
+    Raises:
+        ConfigError: If there is no such method.
+    """
+    reasons = {}
+    own = method(name)
+    for other in METHODS:
+        try:
+            _add([own, method(other)])
+        except MethodConflictError as error:
+            reasons[other] = str(error)
+    return {other: reason for other, reason in reasons.items() if other != name}
+
+
+def grouped_conflicts(name: str) -> dict[str, list[str]]:
+    """Return the reasons why a method conflicts with others, and the names of the others that each reason is about.
+
+    Args:
+        name: Name or import path of the method.
+    """
+    groups: dict[str, list[str]] = {}
+    for other, reason in conflicts(name).items():
+        general = re.sub(rf"(?<![\w-]){re.escape(method(other).name)}(?![\w-])", "the other method", reason)
+        groups.setdefault(re.sub("^the", "The", general), []).append(other)
+    return groups
+
+
 def describe_method(name: str) -> dict[str, Any]:
-    """Return the name, slots, summary, needs, options with their defaults, and paper of a method.
+    """Describe a method: slots, summary, what the server needs, tasks, support of delays, options and paper.
+
+    ``options`` has the defaults of the options, ``meanings`` their descriptions.
 
     Args:
         name: Name or import path of the method.
@@ -424,6 +459,9 @@ def describe_method(name: str) -> dict[str, Any]:
         "slots": class_slots(cls),
         "summary": texts["summary"],
         "needs": needs,
+        "tasks": list(cls.tasks),
+        "delays": cls.supports_delays,
         "options": option_defaults(cls),
+        "meanings": option_meanings(cls),
         "paper": texts["paper"],
     }

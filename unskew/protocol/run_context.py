@@ -68,13 +68,6 @@ class PreRunContext:
                 f"{self.rounds}. Use a smaller {option}, or more rounds."
             )
 
-    def need_no_delays(self, name: str) -> None:
-        """Validate that all updates of a round are sent out in the same round."""
-        if self.delayed:
-            raise ConfigError(
-                f"{name} needs all updates of a round in the same round and cannot be combined with network.delay."
-            )
-
     def need_no_statistics(self, name: str) -> None:
         """Validate that no statistics of the clients' data are summed before the first round."""
         if self.federation.stats_traffic is not None:

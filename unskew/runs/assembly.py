@@ -27,7 +27,7 @@ from unskew.runs.metrics import RunMetrics, run_metrics
 from unskew.runs.resume import RESUMABLE, data_identity, stored_content
 from unskew.runs.round_plan import make_round_plan
 from unskew.runs.state_stores import make_client_store
-from unskew.runs.validation import accepts_late_updates, resolve_weighting, run_context
+from unskew.runs.validation import accepts_late_updates, resolve_weighting
 from unskew.secret_draws import KEY_FILE, NoiseSource, SecretKey, SystemEntropy, stored_key
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.clock import Clock, draw_speeds, parse_quantity, read_speeds
@@ -148,7 +148,7 @@ def assemble(
         server.traffic.count(client, "down", down, 0)
     delays = Delays(config.network.delay, config.seed, config.network.delay_per == "client")
     delays.check(len(federation.clients))
-    clock = make_clock(config, original, spec, method, server) if config.network.timed else None
+    clock = make_clock(config, method, server) if config.network.timed else None
     recorder = Recorder(folder, callbacks)
     setup = EngineConfig(
         spec,
@@ -227,13 +227,11 @@ def secret_key(
     return stored_key(path, begun and not finished).within(scope)
 
 
-def make_clock(config: Experiment, federation: Federation, spec: ModelSpec, method: Method, server: Server) -> Clock:
+def make_clock(config: Experiment, method: Method, server: Server) -> Clock:
     """Create the virtual clock of a run.
 
     Args:
         config: Configuration of the run.
-        federation: Data before the data rules.
-        spec: Layout of the model.
         method: Method of the run.
         server: Server of the run, which has counted the transfers before the first round.
 
@@ -247,5 +245,5 @@ def make_clock(config: Experiment, federation: Federation, spec: ModelSpec, meth
         speeds = read_speeds(Path(network.trace), clients)
     if network.deadline is None:
         return Clock(server, speeds, None, accepts_late=False)
-    late = accepts_late_updates(run_context(config, federation, lambda: spec, method), method)
+    late = accepts_late_updates(method)
     return Clock(server, speeds, parse_quantity(network.deadline, "deadline"), late)
