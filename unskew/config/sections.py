@@ -168,7 +168,7 @@ class RayConfig(Section):
     data: Literal["auto", "store", "nodes"] = "auto"
     """``store``: send data through the object store; ``nodes``: nodes load them; ``auto``: nodes load data named by a URL."""
     state: Literal["driver", "nodes"] = "driver"
-    """``driver``: send client state with each task; ``nodes``: store it in files of the run folder, which all nodes must see."""
+    """``driver``: send client state with each task; ``nodes``: store it in files that all nodes must see."""
 
     @pydantic.field_validator("address")
     @classmethod
