@@ -9,6 +9,7 @@ from support.pages import DOCS, ROOT, built, fences, first_names, section, table
 
 import unskew
 from unskew.data.sources.registry import Source
+from unskew.errors import MethodConflictError
 from unskew.generators.latent import LatentGenerator
 from unskew.methods.registry import METHODS, conflicts, describe_all, method
 from unskew.protocol import rules
@@ -75,7 +76,7 @@ def test_two_methods_run_together_or_raise_the_stated_error(name):
     for other in set(METHODS) - {name}:
         for expression in (f"{name}+{other}", f"{other}+{name}"):
             if other in stated:
-                with pytest.raises(unskew.MethodConflictError):
+                with pytest.raises(MethodConflictError):
                     method(expression)
             else:
                 method(expression)
